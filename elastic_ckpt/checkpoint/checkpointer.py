@@ -1,0 +1,193 @@
+"""The run's checkpoints, through Orbax v1's `training.Checkpointer`.
+
+A step is a directory named by the number of steps done. It holds two checkpointables,
+`state` (weights, optimizer, step counter) and `data` (the data state). Orbax writes them
+under a temporary name and renames it at the end, so a step has both or does not exist.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import summary, validation
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, events
+
+DIRECTORY = "checkpoints"
+STATE = "state"
+DATA = "data"
+
+# Orbax names a step that is being saved `<step>.orbax-checkpoint-tmp`, perhaps with more.
+_INTERRUPTED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InterruptedStep:
+    """What is left of a step that was never committed."""
+
+    step: int
+    path: str
+
+
+def interrupted_steps(directory: epath.PathLike) -> list[InterruptedStep]:
+    """The steps below `directory` whose saving a crash cut short, in order."""
+    root = epath.Path(directory)
+    if not root.exists():
+        return []
+    found = [(_INTERRUPTED.fullmatch(path.name), path) for path in root.iterdir()]
+    steps = [
+        InterruptedStep(step=int(match[1]), path=str(path))
+        for match, path in found
+        if match
+    ]
+    return sorted(steps, key=lambda step: step.step)
+
+
+class RunCheckpointer:
+    """Saves and restores a run; every host makes one, and the calls are collective.
+
+    Steps that were interrupted while they were saved are reported and cleaned away.
+
+    Args:
+      directory: where the steps are.
+      section: when to save and what to keep.
+      data: the data iterator, an Orbax `StatefulCheckpointable`.
+      emit: hears of interrupted steps and of the restore.
+    """
+
+    def __init__(
+        self,
+        directory: epath.PathLike,
+        section: schema.CheckpointSection,
+        *,
+        data: ocp.StatefulCheckpointable,
+        emit: events.Emit = events.nobody,
+    ) -> None:
+        self._section = section
+        self._data = data
+        self._emit = emit
+        self._pending: _PendingSave | None = None
+        interrupted = interrupted_steps(directory)
+        policies = ocp.training.save_decision_policies
+        keep = section.max_num_checkpoints_to_keep
+        preservation = ocp.training.preservation_policies
+        self._orbax = ocp.training.Checkpointer(
+            epath.Path(directory).absolute()
+            if "://" not in str(directory)
+            else directory,
+            save_decision_policy=policies.AnySavePolicy(
+                [
+                    policies.FixedIntervalPolicy(section.checkpoint_period),
+                    policies.PreemptionCheckpointingPolicy(),
+                ]
+            ),
+            preservation_policy=preservation.LatestN(keep)
+            if keep
+            else preservation.PreserveAll(),
+            cleanup_tmp_directories=True,
+        )
+        for step in interrupted:
+            self._emit(
+                "step_interrupted",
+                step=step.step,
+                path=step.path,
+                resume_step=self.latest_step or 0,
+            )
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest complete step; None before the first."""
+        latest = self._orbax.latest
+        return None if latest is None else latest.step
+
+    def restore(self, abstract_state: Any) -> Any:
+        """The state of the newest complete step; the data iterator goes there too.
+
+        Args:
+          abstract_state: shapes, dtypes and shardings that are wanted.
+
+        Raises:
+          CheckpointError: if the step is of another model or lacks a part.
+          DataError: if its data state cannot be read or is of another pipeline.
+        """
+        began = time.monotonic()
+        latest = self._orbax.latest
+        assert latest is not None
+        path = str(latest.path)
+        check_step(path, abstract_state)
+        loaded = self._orbax.load_checkpointables(
+            latest.step, {STATE: abstract_state, DATA: self._data}
+        )
+        self._emit(
+            "restored", step=latest.step, path=path, secs=time.monotonic() - began
+        )
+        return loaded[STATE]
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Whether the policies want a checkpoint now that `step` steps are done."""
+        if not self._orbax.is_saving_in_progress():
+            self._settle()
+        if last and self._section.save_checkpoint_on_completion:
+            return self.latest_step != step
+        return self._orbax.should_save(step)
+
+    def save(self, step: int, state: Any) -> None:
+        """Saves `state` and the data state as `step`, in the background if so configured.
+
+        Waits for the save before, and raises its error if it failed.
+
+        Raises:
+          CheckpointError: if Orbax declines, so that no save is skipped in silence.
+        """
+        self._settle()
+        self._emit("save_started", step=step)
+        response = self._orbax.save_checkpointables_async(
+            step, {STATE: state, DATA: self._data}, force=True
+        )
+        if response is None:
+            raise errors.CheckpointError(
+                f"step {step} was not saved: Orbax declined it in {self._orbax.directory},"
+                f" whose newest step is {self.latest_step}; look for steps of another run"
+                " in that directory"
+            )
+        self._pending = _PendingSave(
+            step=step, response=response, began_secs=time.monotonic()
+        )
+        if not self._section.async_checkpointing:
+            self._settle()
+
+    def close(self) -> None:
+        """Waits for a save under way, raises its error, and ends Orbax's threads."""
+        try:
+            self._settle()
+        finally:
+            self._orbax.close()
+
+    def _settle(self) -> None:
+        # An error of a background save is raised by its response alone.
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        pending.response.result()
+        secs = time.monotonic() - pending.began_secs
+        self._emit("saved", step=pending.step, secs=secs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _PendingSave:
+    step: int
+    response: ocp.AsyncResponse[bool]
+    began_secs: float
+
+
+def check_step(path: str, abstract_state: Any) -> None:
+    """Raises a CheckpointError unless the step at `path` is of this run's model."""
+    parts = summary.read_parts(path)
+    validation.check_parts(path, set(parts), {STATE, DATA})
+    validation.check_same_tree(path, parts[STATE], abstract_state)

@@ -1,0 +1,85 @@
+"""What a checkpoint directory holds, read without loading an array."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from absl import logging
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import validation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeafSummary:
+    """One array of a step.
+
+    Attributes:
+      path: its path in the tree.
+      shape: global shape.
+      dtype: its dtype.
+      sharding: the partition spec and mesh that it was saved under, in words.
+      num_bytes: bytes of its values.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: str
+    num_bytes: int
+
+
+def read_parts(step_path: epath.PathLike) -> dict[str, Any]:
+    """The checkpointables of a step by name; of arrays, their metadata."""
+    # Orbax warns, through absl, of each part of which it knows no metadata.
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        # Orbax finds nothing below a relative path.
+        path = epath.Path(step_path).resolve()
+        return dict(ocp.checkpointables_metadata(path).metadata)
+    finally:
+        logging.set_verbosity(before)
+
+
+def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
+    """The complete steps below `directory`, in order."""
+    root = epath.Path(directory)
+    if not root.exists():
+        return {}
+    complete = {
+        int(path.name): path
+        for path in root.iterdir()
+        if path.name.isdigit() and ocp.is_orbax_checkpoint(path)
+    }
+    return dict(sorted(complete.items()))
+
+
+def summarize(tree: Any) -> list[LeafSummary]:
+    """A line for each leaf of a tree of array metadata."""
+    return [
+        LeafSummary(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype),
+            sharding=_sharding(leaf),
+            num_bytes=int(np.prod(leaf.shape, dtype=np.int64))
+            * np.dtype(leaf.dtype).itemsize,
+        )
+        for path, leaf in validation.leaves(tree).items()
+    ]
+
+
+def _sharding(leaf: Any) -> str:
+    metadata = getattr(leaf, "sharding_metadata", None)
+    spec = getattr(metadata, "partition_spec", None)
+    if spec is None:
+        return "one device"
+    mesh = dict(
+        zip(metadata.axis_names, np.ravel(metadata.shape).tolist(), strict=True)
+    )
+    over = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
+    return f"{tuple(spec)} over {over}"

@@ -1,0 +1,59 @@
+"""`elastic-ckpt audit RUN`: the proof that a run trained on the right examples."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import TYPE_CHECKING
+
+from elastic_ckpt.cli import run_directory
+
+if TYPE_CHECKING:
+    from elastic_ckpt.training import audit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument("run", help="the directory of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Audits the run; 1 if it fails."""
+    from elastic_ckpt.data import positional
+    from elastic_ckpt.training import audit, step_log
+
+    config = run_directory.read_config(arguments.run)
+    attempts = step_log.read(arguments.run)
+    outcome = audit.audit(attempts, positional.from_config(config.data))
+    if arguments.json:
+        content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
+        print(json.dumps(content, indent=2))
+    else:
+        print(describe(outcome))
+    return 0 if outcome.passed else 1
+
+
+def describe(outcome: audit.Audit) -> str:
+    """The outcome in words."""
+    hosts = " -> ".join(map(str, outcome.hosts))
+    lines = [
+        f"{outcome.num_steps} steps on {hosts} hosts took {outcome.num_examples} rows,"
+        f" {outcome.num_epochs:.2f} epochs",
+        f"lost: {outcome.num_lost} examples; repeated: {outcome.num_repeated}",
+        f"rows in the one-host places: {outcome.num_row_identical_steps} of"
+        f" {outcome.num_steps} batches",
+    ]
+    if outcome.num_redone_steps:
+        lines.append(
+            f"steps trained again after an interruption: {outcome.num_redone_steps}"
+        )
+    if outcome.passed:
+        lines.append(
+            "PASSED: each example was used exactly once an epoch, in the batches of a"
+            " one-host run"
+        )
+    else:
+        lines.append(f"FAILED: {outcome.first_difference}")
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""`elastic-ckpt inspect RUN`: the steps of a run, their arrays and their data state."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from typing import Any
+
+from elastic_ckpt.cli import run_directory
+from elastic_ckpt.core import errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument("run", help="the directory of a run")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows the run."""
+    content = collect(arguments.run)
+    print(json.dumps(content, indent=2) if arguments.json else describe(content))
+    return 0
+
+
+def collect(directory: str) -> dict[str, Any]:
+    """Everything that `inspect` shows, as JSON.
+
+    Raises:
+      RunError: if there is no run in `directory`.
+    """
+    from elastic_ckpt.checkpoint import checkpointer, summary
+
+    run_directory.read_config(directory)
+    checkpoints = os.path.join(directory, checkpointer.DIRECTORY)
+    interrupted = checkpointer.interrupted_steps(checkpoints)
+    return {
+        "run": directory,
+        "steps": [
+            _step(step, str(path)) for step, path in summary.steps(checkpoints).items()
+        ],
+        "interrupted": [dataclasses.asdict(step) for step in interrupted],
+    }
+
+
+def describe(content: dict[str, Any]) -> str:
+    """What `collect` found, in words."""
+    lines = [f"{content['run']}: {len(content['steps'])} complete steps"]
+    for step in content["steps"]:
+        lines.append(f"step {step['step']}: {step['num_bytes']:,} bytes of arrays")
+        lines += [
+            f"  {leaf['path']:<44} {leaf['dtype']}{leaf['shape']}"
+            f"  {leaf['num_bytes']:,} bytes  {leaf['sharding']}"
+            for leaf in step["state"]
+        ]
+        lines.append(f"  data: {json.dumps(step['data'])}")
+    lines += [
+        f"step {step['step']} was interrupted while it was saved: {step['path']}"
+        for step in content["interrupted"]
+    ]
+    return "\n".join(lines)
+
+
+def _step(step: int, path: str) -> dict[str, Any]:
+    from elastic_ckpt.checkpoint import checkpointer, summary
+    from elastic_ckpt.data import state
+
+    parts = summary.read_parts(path)
+    leaves = summary.summarize(parts.get(checkpointer.STATE, {}))
+    try:
+        saved = state.read(os.path.join(path, checkpointer.DATA))
+        data: dict[str, Any] = dataclasses.asdict(saved)
+    except errors.DataError as error:
+        # A step that cannot be continued from is still worth looking at.
+        data = {"error": str(error)}
+    return {
+        "step": step,
+        "num_bytes": sum(leaf.num_bytes for leaf in leaves),
+        "state": [dataclasses.asdict(leaf) for leaf in leaves],
+        "data": data,
+    }

@@ -1,0 +1,56 @@
+"""The `elastic-ckpt` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from elastic_ckpt.core import errors
+
+# Verb, one line of help; the module of that name defines `add_arguments` and `run`.
+VERBS = {
+    "train": "train a model, or continue a run, on the hosts that the configuration names",
+    "data": "write the text files below a directory as ArrayRecord",
+    "audit": "prove that a run used each example once, in the order of a one-host run",
+    "inspect": "show the steps of a run, their arrays and their data state",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one verb.
+
+    Returns:
+      0 if it did its work, 1 if there was an error or an audit failed, 130 on Ctrl-C.
+    """
+    parser = build_parser()
+    parsed = parser.parse_args(arguments)
+    try:
+        return parsed.execute(parsed)
+    except errors.ElasticCkptError as error:
+        print(f"elastic-ckpt {parsed.verb}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="elastic-ckpt",
+        description="Elastic data and checkpoints for JAX.",
+    )
+    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb, summary in VERBS.items():
+        # The modules of the verbs import JAX and Orbax only where they run.
+        module = importlib.import_module(f"elastic_ckpt.cli.{verb}")
+        subparser = subparsers.add_parser(verb, help=summary, description=summary)
+        module.add_arguments(subparser)
+        subparser.set_defaults(execute=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

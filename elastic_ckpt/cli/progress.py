@@ -1,0 +1,81 @@
+"""Shows the events of a run: one line that moves on a terminal, a few lines elsewhere."""
+
+from __future__ import annotations
+
+import collections
+import sys
+from typing import Any, TextIO
+
+from elastic_ckpt.core import events, storage
+
+
+class Progress:
+    """An `Emit` for people.
+
+    Args:
+      log_period: steps between two lines where `stream` is not a terminal.
+      stream: where to write.
+    """
+
+    def __init__(self, log_period: int, stream: TextIO = sys.stdout) -> None:
+        self._log_period = log_period
+        self._stream = stream
+        self._is_terminal = stream.isatty()
+        self._moving = False  # whether the last thing written is the moving line
+        self._world = ""
+        self._saved = "nothing saved yet"
+        self._recent_secs: collections.deque[float] = collections.deque(maxlen=10)
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Shows one event."""
+        events.check(name, fields)
+        getattr(self, f"_on_{name}")(**fields)
+
+    def _on_run_started(self, **event: Any) -> None:
+        self._world = (
+            f"{_count(event['hosts'], 'host')}, {_count(event['slices'], 'slice')},"
+            f" {_count(event['devices'], 'device')}"
+        )
+        since = f"from step {event['start_step']} " if event["start_step"] else ""
+        self._line(f"{event['run']}: {since}to step {event['steps']} on {self._world}")
+
+    def _on_step_interrupted(self, **event: Any) -> None:
+        self._line(
+            f"step {event['step']} was interrupted while it was saved and is passed over"
+            f" ({event['path']}); the newest complete step is {event['resume_step']}"
+        )
+
+    def _on_restored(self, **event: Any) -> None:
+        self._line(f"restored {event['path']} in {event['secs']:.1f} s")
+
+    def _on_step(self, **event: Any) -> None:
+        self._recent_secs.append(event["secs"])
+        rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
+        text = (
+            f"step {event['step']}/{event['steps']} | loss {event['loss']:.4f}"
+            f" | {rate:.1f} steps/s | {self._world} | {self._saved}"
+        )
+        if self._is_terminal:
+            self._stream.write(f"\r\033[K{text}")
+            self._stream.flush()
+            self._moving = True
+        elif event["step"] % self._log_period == 0 or event["step"] == event["steps"]:
+            self._line(text)
+
+    def _on_save_started(self, **event: Any) -> None:
+        self._saved = f"saving step {event['step']}"
+
+    def _on_saved(self, **event: Any) -> None:
+        self._saved = f"saved step {event['step']}"
+
+    def _on_run_finished(self, **event: Any) -> None:
+        self._line(f"step {event['step']} is done, after {event['secs']:.1f} s")
+
+    def _line(self, text: str) -> None:
+        self._stream.write(f"\n{text}\n" if self._moving else f"{text}\n")
+        self._moving = False
+        self._stream.flush()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -1,0 +1,50 @@
+"""Where the files of a run are, and what it was configured with."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from etils import epath
+
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors, storage
+
+CONFIG = "config.json"
+EVENTS = "events.jsonl"
+LOCK = "run.lock"
+LOGS = "logs"
+
+
+def of(config: schema.Config) -> str:
+    """The directory of the run that `config` describes."""
+    return os.path.join(config.run.base_output_directory, config.run.run_name)
+
+
+def write_config(directory: str, config: schema.Config) -> None:
+    """Keeps the configuration of a run with its files."""
+    content = json.dumps(schema.values(config), indent=2).encode()
+    storage.write_atomic(os.path.join(directory, CONFIG), content)
+
+
+def read_config(directory: str) -> schema.Config:
+    """The configuration that the run in `directory` was last started with.
+
+    Raises:
+      RunError: if there is no run in `directory`.
+      ConfigError: if its configuration cannot be read.
+    """
+    path = epath.Path(directory) / CONFIG
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise errors.RunError(
+            f"{directory} is not the directory of a run (no {CONFIG} in it); name"
+            " base_output_directory/run_name"
+        ) from None
+    except ValueError as error:
+        raise errors.ConfigError(
+            f"{path} is not JSON ({error}); restore it from a copy, or start the run once"
+            " more to have it written anew"
+        ) from None
+    return load.from_values(values, place=str(path))

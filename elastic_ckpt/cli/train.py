@@ -1,0 +1,225 @@
+"""`elastic-ckpt train CONFIG key=value...`: trains, or continues, one run.
+
+The program of a host is `run_host`. It is the same in a single process, in a world that
+the local supervisor starts, and under an outer launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import signal
+import time
+import types
+from typing import TYPE_CHECKING, Any
+
+from elastic_ckpt.cli import progress, run_directory
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors, events, storage
+
+if TYPE_CHECKING:
+    from elastic_ckpt.elastic import member
+
+# What a host imports, for the fork server to have it ready.
+_HOST_MODULES = (
+    "sidecar",
+    "elastic_ckpt.checkpoint.checkpointer",
+    "elastic_ckpt.data.positional",
+    "elastic_ckpt.elastic.multicontroller",
+    "elastic_ckpt.training.loop",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument("config", help="a YAML file, for example configs/demo_cpu.yml")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings on top of the file"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepares the data, finds or starts the world, and trains."""
+    config = load.load(arguments.config, arguments.overrides)
+    if not config.run.run_name:
+        raise errors.ConfigError(
+            "run_name is empty; set it, for example run_name=first"
+        )
+    signal.signal(signal.SIGTERM, _end_on_sigterm)
+    from elastic_ckpt.elastic import supervisor
+
+    if config.world.hosts > 1:
+        supervisor.warm_up(_HOST_MODULES)
+    from elastic_ckpt.elastic import multicontroller
+
+    emit = progress.Progress(config.run.log_period)
+    multicontroller.configure(config.world)
+    if multicontroller.join_outer_launcher():
+        run_host(prepare(config), emit)
+        return 0
+    check_world(config)
+    config = prepare(config)
+    if config.world.hosts == 1:
+        run_host(config, emit)
+    else:
+        _run_supervised(config, emit)
+    print(f"check it: elastic-ckpt audit {run_directory.of(config)}")
+    return 0
+
+
+def check_world(config: schema.Config) -> None:
+    """Raises a ConfigError if the local launcher cannot start the configured world."""
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.data import rows
+
+    world = config.world
+    if world.hardware != "cpu":
+        if world.hosts > 1:
+            raise errors.ConfigError(
+                f"hosts={world.hosts} with hardware={world.hardware}: the local launcher"
+                " starts CPU hosts; start one process a host with Slurm or a JobSet, or set"
+                " hosts=1"
+            )
+        return
+    expected = topology.Topology(
+        hosts=world.hosts,
+        slices=world.slices,
+        devices=world.hosts * world.devices_per_host,
+    )
+    expected.check()
+    rows.global_batch_size(config.data, expected)
+
+
+def prepare(config: schema.Config) -> schema.Config:
+    """Writes the training file if that is asked for; names the files absolutely."""
+    from elastic_ckpt.data import text
+    from elastic_ckpt.data.sources import arrayrecord
+
+    data = config.data
+    file = pathlib.Path(data.grain_train_files)
+    if data.text_directory and not file.exists():
+        written = text.write_arrayrecord(data.text_directory, str(file))
+        print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
+    files = arrayrecord.find_files(data.grain_train_files)
+    absolute = [os.path.abspath(f) if storage.is_local(f) else f for f in files]
+    data = dataclasses.replace(data, grain_train_files=",".join(absolute))
+    return dataclasses.replace(config, data=data)
+
+
+def run_host(config: schema.Config, emit: events.Emit) -> None:
+    """Trains on this host, a member of a world that all of its hosts have joined."""
+    from elastic_ckpt.core import topology
+
+    if not topology.is_primary():
+        _train(config, events.nobody)
+        return
+    directory = run_directory.of(config)
+    with storage.exclusive_lock(os.path.join(directory, run_directory.LOCK)):
+        log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
+        with contextlib.closing(log):
+            _train(config, _Recorded(emit, log))
+
+
+def _train(config: schema.Config, emit: events.Emit) -> None:
+    from elastic_ckpt.checkpoint import checkpointer
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.data import positional, rows
+    from elastic_ckpt.training import loop, step_log, train_step
+
+    began_secs = time.monotonic()
+    directory = run_directory.of(config)
+    mesh, world = topology.make_mesh(config.world.slices)
+    data = positional.from_config(config.data)
+    batch_rows = rows.global_batch_size(config.data, world)
+    batches = _batches(config, data, mesh=mesh, global_batch_size=batch_rows)
+    program = train_step.build(config, mesh)
+    saver, start_step = None, 0
+    if config.checkpoint.enable_checkpointing:
+        saver = checkpointer.RunCheckpointer(
+            os.path.join(directory, checkpointer.DIRECTORY),
+            config.checkpoint,
+            data=batches,
+            emit=emit,
+        )
+        start_step = saver.latest_step or 0
+    emit(
+        "run_started",
+        run=config.run.run_name,
+        **dataclasses.asdict(world),
+        start_step=start_step,
+        steps=config.run.steps,
+    )
+    if saver and start_step:
+        state = saver.restore(program.abstract_state)
+    else:
+        state = program.init()
+    log = None
+    if topology.is_primary():
+        run_directory.write_config(directory, config)
+        log = step_log.StepLog(directory, start_step=start_step, world=world)
+    loop.Loop(program=program, batches=batches, log=log, saver=saver, emit=emit).run(
+        state, start_step=start_step, steps=config.run.steps
+    )
+    # Only here: after an error the other hosts may be gone, and closing waits for them.
+    if saver:
+        saver.close()
+    if log:
+        log.close()
+    batches.close()
+    done = max(start_step, config.run.steps)
+    emit("run_finished", step=done, secs=time.monotonic() - began_secs)
+
+
+def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:
+    if config.data.colocated_python_data_input:
+        import sidecar
+
+        return sidecar.RemoteIterator(data, **placement)
+    from elastic_ckpt.data import iterator
+
+    return iterator.Batches(data, **placement)
+
+
+def _run_supervised(config: schema.Config, emit: events.Emit) -> None:
+    from elastic_ckpt.elastic import supervisor
+
+    logs = os.path.join(run_directory.of(config), run_directory.LOGS)
+    supervisor.World(
+        functools.partial(_join_and_run, config),
+        num_hosts=config.world.hosts,
+        # A directory of its own: this may be a second start of a run that is alive.
+        log_directory=storage.make_unique_directory(logs),
+        emit=emit,
+    ).run()
+
+
+def _join_and_run(
+    config: schema.Config, place: member.Member, emit: events.Emit
+) -> None:
+    from elastic_ckpt.elastic import multicontroller
+
+    multicontroller.configure(config.world)
+    with multicontroller.joined(place):
+        run_host(config, emit)
+
+
+class _Recorded:
+    """An `Emit` that also keeps the events, but for the steps: these have their log."""
+
+    def __init__(self, emit: events.Emit, log: storage.AppendLog) -> None:
+        self._emit = emit
+        self._log = log
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        self._emit(name, **fields)
+        if name != "step":
+            self._log.append({"time": time.time(), "event": name, **fields})
+
+
+def _end_on_sigterm(number: int, frame: types.FrameType | None) -> None:
+    del frame
+    raise SystemExit(128 + number)

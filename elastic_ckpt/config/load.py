@@ -1,0 +1,166 @@
+"""Reads a configuration: a YAML file, the files that it builds on, and overrides.
+
+Strict on purpose: an unknown key, a key set twice or a value of another type is refused
+with its file and line, and with the nearest key that exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import pathlib
+import typing
+from collections.abc import Sequence
+
+import yaml
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+
+_INHERIT = "base_config"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Setting:
+    value: object
+    place: str
+
+
+def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Config:
+    """The configuration in `path`, with `overrides` on top.
+
+    Args:
+      path: a YAML file of `key: value` lines; `base_config:` names a file, relative to this
+        one, whose settings hold where this one is silent.
+      overrides: `key=value` texts, as on a command line; later ones win.
+
+    Raises:
+      ConfigError: naming the file and line (or the override) and what to do.
+    """
+    settings = _read_file(pathlib.Path(path), below=())
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        place = f"command line, {override!r}"
+        if not equals:
+            raise errors.ConfigError(f"{place}: write it as key=value")
+        try:
+            value = yaml.safe_load(text) if text else ""
+        except yaml.YAMLError:
+            value = text
+        settings[key] = _Setting(value=value, place=place)
+    return _build(settings)
+
+
+def from_values(values: dict[str, schema.Value], *, place: str) -> schema.Config:
+    """The configuration of which `schema.values` made `values`.
+
+    Raises:
+      ConfigError: as `load` does, with `place` as the origin of every key.
+    """
+    return _build({k: _Setting(value=v, place=place) for k, v in values.items()})
+
+
+def _read_file(
+    path: pathlib.Path, *, below: tuple[pathlib.Path, ...]
+) -> dict[str, _Setting]:
+    path = path.resolve()
+    if path in below:
+        raise errors.ConfigError(f"{path}: base_config leads back to this file; cut it")
+    try:
+        document = yaml.compose(path.read_text())
+    except FileNotFoundError:
+        by = f" (base_config of {below[-1]})" if below else ""
+        raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise errors.ConfigError(f"{path}: not YAML: {error}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, yaml.MappingNode):
+        raise errors.ConfigError(f"{path}, line 1: expected lines of `key: value`")
+
+    settings: dict[str, _Setting] = {}
+    constructor = yaml.SafeLoader("")
+    for key_node, value_node in document.value:
+        key = str(key_node.value)
+        place = f"{path}, line {key_node.start_mark.line + 1}"
+        if key in settings:
+            first = settings[key].place.rpartition(" ")[2]
+            raise errors.ConfigError(f"{place}: {key} is set already in line {first}")
+        try:
+            value = constructor.construct_object(value_node, deep=True)
+        except yaml.YAMLError as error:
+            raise errors.ConfigError(
+                f"{place}: {key} cannot be read: {error}"
+            ) from None
+        settings[key] = _Setting(value=value, place=place)
+    base = settings.pop(_INHERIT, None)
+    if base is None:
+        return settings
+    inherited = _read_file(path.parent / str(base.value), below=(*below, path))
+    return inherited | settings
+
+
+def _build(settings: dict[str, _Setting]) -> schema.Config:
+    known = schema.keys()
+    chosen: dict[str, dict[str, schema.Value]] = {}
+    for key, setting in settings.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, [*known, _INHERIT], n=1, cutoff=0.0)
+            raise errors.ConfigError(
+                f"{setting.place}: unknown key {key!r}; the nearest key is {near[0]!r}"
+            )
+        section, field = known[key]
+        chosen.setdefault(section, {})[key] = _coerce(key, field, setting)
+    sections = {
+        section.name: dataclasses.replace(
+            section.default, **chosen.get(section.name, {})
+        )
+        for section in dataclasses.fields(schema.Config)
+    }
+    return schema.Config(**sections)
+
+
+def _coerce(
+    key: str, field: dataclasses.Field[object], setting: _Setting
+) -> schema.Value:
+    wanted = _TYPES[str(field.type)]
+    value = setting.value
+    if (
+        wanted is float
+        and isinstance(value, (int, str))
+        and not isinstance(value, bool)
+    ):
+        # YAML 1.1 reads `1e-3` as a string.
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    if wanted is str and value is None:
+        value = ""
+    if type(value) is not wanted:
+        raise errors.ConfigError(
+            f"{setting.place}: {key} takes {_ARTICLES[wanted]}, not {setting.value!r}"
+        )
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        allowed = ", ".join(schema.render(choice) for choice in choices)
+        raise errors.ConfigError(
+            f"{setting.place}: {key} is one of {allowed}, not {setting.value!r}"
+        )
+    at_least = field.metadata["at_least"]
+    if at_least is not None and not typing.cast(float, value) >= at_least:
+        raise errors.ConfigError(
+            f"{setting.place}: {key} is at least {at_least}, not {setting.value!r}"
+        )
+    return typing.cast(schema.Value, value)
+
+
+_TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
+_ARTICLES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}

@@ -1,0 +1,243 @@
+"""Every configuration key: its section, type, default and meaning.
+
+Keys are flat, as in MaxText, and carry MaxText's names where they mean the same. This
+module is the one place that defines them: `configs/base.yml` is written from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from typing import Any, TypeAlias
+
+Value: TypeAlias = bool | int | float | str
+
+
+def _key(
+    default: Value,
+    doc: str,
+    *,
+    choices: tuple[Value, ...] = (),
+    at_least: float | None = None,
+) -> Any:
+    metadata = {"doc": doc, "choices": choices, "at_least": at_least}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """What the run is called, where it lives, how long it is."""
+
+    run_name: str = _key(
+        "",
+        "Names the run: its files are in base_output_directory/run_name. The same name"
+        " again continues the run from its newest complete step.",
+    )
+    base_output_directory: str = _key(
+        "runs",
+        "The directory of all runs: a local or shared path, or gs://bucket/path.",
+    )
+    steps: int = _key(
+        100,
+        "Train until this many steps are done, counted over all starts.",
+        at_least=1,
+    )
+    log_period: int = _key(
+        10,
+        "Steps between two progress lines where the output is not a terminal.",
+        at_least=1,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldSection:
+    """Which hosts and devices take part."""
+
+    hosts: int = _key(
+        1,
+        "Host processes that the local launcher starts on this machine. Under an outer"
+        " launcher (Slurm, JobSet) the world is what that launcher started.",
+        at_least=1,
+    )
+    slices: int = _key(
+        1,
+        "Slices that the hosts are grouped into: the failure domains of a run, and the"
+        " outer axis of the mesh.",
+        at_least=1,
+    )
+    devices_per_host: int = _key(
+        1, "CPU devices of each host process; used with hardware=cpu only.", at_least=1
+    )
+    jax_cache_dir: str = _key(
+        "",
+        "Directory of JAX's compilation cache; with it a program is compiled once for all"
+        " hosts, and not again at a restart on a known topology. Empty caches nothing.",
+    )
+    hardware: str = _key(
+        "cpu", "The kind of device to compute on.", choices=("cpu", "gpu", "tpu")
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """The decoder-only transformer."""
+
+    base_emb_dim: int = _key(128, "Width of the residual stream.", at_least=1)
+    base_num_query_heads: int = _key(4, "Attention heads of a layer.", at_least=1)
+    head_dim: int = _key(32, "Width of a head.", at_least=2)
+    base_mlp_dim: int = _key(512, "Width inside the feed-forward block.", at_least=1)
+    base_num_decoder_layers: int = _key(4, "Layers.", at_least=1)
+    init_weights_seed: int = _key(0, "Seed of the initial weights.", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW with warm-up and cosine decay."""
+
+    learning_rate: float = _key(1e-3, "Peak learning rate.", at_least=0)
+    learning_rate_final_fraction: float = _key(
+        0.1, "Final learning rate as a fraction of the peak.", at_least=0
+    )
+    warmup_steps_fraction: float = _key(
+        0.1, "Fraction of learning_rate_schedule_steps that warms up.", at_least=0
+    )
+    learning_rate_schedule_steps: int = _key(
+        -1,
+        "Length of the schedule; -1 takes `steps`. Set it in a run that is continued with"
+        " larger `steps`, so that the schedule does not move.",
+        at_least=-1,
+    )
+    gradient_clipping_threshold: float = _key(
+        1.0, "Global norm that gradients are clipped to; 0 clips nothing.", at_least=0
+    )
+    adam_b1: float = _key(0.9, "Decay of the first moment.", at_least=0)
+    adam_b2: float = _key(0.95, "Decay of the second moment.", at_least=0)
+    adam_eps: float = _key(1e-8, "Added to the denominator.", at_least=0)
+    adam_weight_decay: float = _key(0.1, "Decoupled weight decay.", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where examples come from, and how many a step takes."""
+
+    grain_train_files: str = _key(
+        "",
+        "Files with the training records: a path or a glob pattern, or several"
+        " separated by commas.",
+    )
+    grain_file_type: str = _key(
+        "arrayrecord", "Format of the files.", choices=("arrayrecord",)
+    )
+    text_directory: str = _key(
+        "",
+        "If grain_train_files is a single path that does not exist yet, it is written from"
+        " the text files below this directory, as `elastic-ckpt data` does;"
+        " `python-stdlib` stands for the sources of Python's standard library.",
+    )
+    max_target_length: int = _key(
+        256, "Tokens of an example; longer ones are trimmed.", at_least=1
+    )
+    per_device_batch_size: float = _key(
+        1.0, "Rows a device takes each step, if global_batch_size is 0.", at_least=0
+    )
+    global_batch_size: int = _key(
+        0,
+        "Rows of a global batch whatever the number of devices; 0 takes"
+        " per_device_batch_size times the devices that are there.",
+        at_least=0,
+    )
+    enable_data_shuffling: bool = _key(True, "Shuffle the records anew each epoch.")
+    data_shuffle_seed: int = _key(0, "Seed of the shuffle.", at_least=0)
+    grain_use_elastic_iterator: bool = _key(
+        True,
+        "Read through Grain's ElasticIterator, whose position means the same on any number"
+        " of hosts.",
+        choices=(True,),
+    )
+    grain_num_threads: int = _key(
+        4, "Threads that read records on each host.", at_least=0
+    )
+    grain_prefetch_buffer_size: int = _key(
+        16, "Records read ahead on each host.", at_least=1
+    )
+    colocated_python_data_input: bool = _key(
+        False,
+        "Run the data iterator in colocated Python, beside the accelerator hosts, where it"
+        " writes its own state.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When to save, and what to keep."""
+
+    enable_checkpointing: bool = _key(True, "Save checkpoints and continue from them.")
+    async_checkpointing: bool = _key(True, "Write checkpoints while training goes on.")
+    checkpoint_period: int = _key(100, "Steps between two checkpoints.", at_least=1)
+    save_checkpoint_on_completion: bool = _key(True, "Save the last step as well.")
+    max_num_checkpoints_to_keep: int = _key(
+        0,
+        "Keep the newest so many steps and delete older ones; 0 keeps all.",
+        at_least=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole configuration; each section's keys are unique over all sections."""
+
+    run: RunSection = RunSection()
+    world: WorldSection = WorldSection()
+    model: ModelSection = ModelSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    data: DataSection = DataSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+
+def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
+    """Each key's section name and field, in the order of definition."""
+    found: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(section.default):
+            assert field.name not in found, f"{field.name} stands in two sections"
+            found[field.name] = (section.name, field)
+    return found
+
+
+def values(config: Config) -> dict[str, Value]:
+    """`config` as a flat dictionary of every key."""
+    return {
+        name: getattr(getattr(config, section), name)
+        for name, (section, _) in keys().items()
+    }
+
+
+def base_yaml() -> str:
+    """The text of `configs/base.yml`: every key with its meaning and its default."""
+    lines = [
+        "# Every key with its default. Written from elastic_ckpt/config/schema.py; a test",
+        "# keeps the two the same. Start your own file with `base_config: base.yml`.",
+    ]
+    described = ""
+    for name, (section, field) in keys().items():
+        if section != described:
+            title = (type(getattr(Config(), section)).__doc__ or "").splitlines()[0]
+            lines += ["", f"######## {title}"]
+            described = section
+        doc = field.metadata["doc"]
+        if field.metadata["choices"]:
+            allowed = ", ".join(render(choice) for choice in field.metadata["choices"])
+            doc += f" One of: {allowed}."
+        lines += [
+            "",
+            *textwrap.wrap(doc, 86, initial_indent="# ", subsequent_indent="# "),
+        ]
+        lines.append(f"{name}: {render(field.default)}")
+    return "\n".join(lines) + "\n"
+
+
+def render(value: Value) -> str:
+    """`value` as YAML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)

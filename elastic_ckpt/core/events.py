@@ -1,0 +1,41 @@
+"""What happens in a run, as named values that a terminal and a log can both show.
+
+An event is a name of `NAMES` and a few JSON fields. Whoever acts emits through an `Emit`;
+whoever listens (a progress line, the supervisor across a pipe, a file) is such a callable.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from elastic_ckpt.core import storage
+
+# Every event of a run with the fields that it carries. Users see these names in
+# `events.jsonl`, so a golden file in the tests freezes them.
+NAMES: dict[str, tuple[str, ...]] = {
+    "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),
+    "step_interrupted": ("step", "path", "resume_step"),
+    "restored": ("step", "path", "secs"),
+    "step": ("step", "steps", "loss", "secs"),
+    "save_started": ("step",),
+    "saved": ("step", "secs"),
+    "run_finished": ("step", "secs"),
+}
+
+
+class Emit(Protocol):
+    """A listener."""
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Takes the event `name`, one of `NAMES`, with exactly its fields."""
+
+
+def check(name: str, fields: dict[str, storage.Json]) -> None:
+    """Asserts that an event is spelt as `NAMES` says."""
+    assert name in NAMES, f"unknown event {name!r}"
+    assert set(fields) == set(NAMES[name]), (name, sorted(fields))
+
+
+def nobody(name: str, **fields: storage.Json) -> None:
+    """An `Emit` to which nobody listens."""
+    check(name, fields)

@@ -1,0 +1,179 @@
+"""The only writer of files: atomic files, append-only logs, and the run's lock.
+
+A file appears whole or not at all: it is written under a temporary name beside its
+place, flushed to the disk and renamed. A log grows by whole lines; a line that a crash
+cut short is the last one, and `read_log` drops it. Local paths get these guarantees from
+POSIX, object stores (`gs://`, `s3://`) from their own atomic puts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pathlib
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import errors
+
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+def is_local(path: epath.PathLike) -> bool:
+    """Whether `path` names a file of this machine rather than an object store's."""
+    return "://" not in os.fspath(path)
+
+
+def canonical_json(value: Json) -> bytes:
+    """`value` as the one JSON text that stands for it: keys sorted, no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+@contextlib.contextmanager
+def atomic_path(path: epath.PathLike) -> Iterator[str]:
+    """Yields a temporary local path; on success its file becomes `path`, durably.
+
+    For writers that insist on a path of their own (ArrayRecord). On an exception the
+    temporary file is removed and whatever stood at `path` is untouched.
+
+    Args:
+      path: the final place, on this machine; its directory is created.
+    """
+    final = pathlib.Path(os.fspath(path))
+    final.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{final.name}.", dir=final.parent)
+    os.close(handle)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o644)
+        _fsync(temporary)
+        os.replace(temporary, final)
+        _fsync(final.parent)
+    except BaseException:
+        pathlib.Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_atomic(path: epath.PathLike, content: bytes) -> None:
+    """Writes `content` so that a reader finds all of it, or what was there before."""
+    if not is_local(path):
+        epath.Path(path).write_bytes(content)
+        return
+    with atomic_path(path) as temporary:
+        pathlib.Path(temporary).write_bytes(content)
+
+
+def make_directory(path: epath.PathLike) -> epath.Path:
+    """Creates the directory `path` with its parents, if need be, and returns it."""
+    directory = epath.Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def make_unique_directory(parent: epath.PathLike) -> str:
+    """Creates a new directory named by the time, below `parent` if that is local."""
+    stem = time.strftime("%Y%m%d-%H%M%S-")
+    if not is_local(parent):
+        return tempfile.mkdtemp(prefix=stem)
+    return tempfile.mkdtemp(prefix=stem, dir=make_directory(parent))
+
+
+class AppendLog:
+    """A file of JSON lines that only grows; a line is in the kernel when `append` returns.
+
+    A killed process therefore loses no line that it appended, and `sync` makes the lines
+    survive the machine as well. Objects of a store cannot grow: there the lines wait in
+    memory, and `sync` puts the object anew.
+    """
+
+    def __init__(self, path: epath.PathLike) -> None:
+        make_directory(epath.Path(path).parent)
+        self._object = None if is_local(path) else epath.Path(path)
+        self._file = io.BytesIO() if self._object else open(path, "ab")  # noqa: SIM115
+
+    def append(self, record: Mapping[str, Json]) -> None:
+        """Adds `record` as one line."""
+        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Makes every line so far durable."""
+        if isinstance(self._file, io.BytesIO):
+            assert self._object is not None
+            self._object.write_bytes(self._file.getvalue())
+        else:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Syncs and closes the log; a second call does nothing."""
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+
+
+def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file, in order; a torn last line is dropped.
+
+    Raises:
+      DataError: if a line other than the last is not a JSON object.
+    """
+    lines = epath.Path(path).read_bytes().split(b"\n")
+    # What follows the last newline was cut short by a crash: it was never promised.
+    records = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise errors.DataError(
+                f"{path}, line {number}: not a JSON object; the log was changed after"
+                " it was written, restore it from a copy"
+            )
+        records.append(record)
+    return records
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: epath.PathLike) -> Iterator[None]:
+    """Holds `path` locked for this process; the kernel frees it if the process dies.
+
+    Object stores have no locks: there, the launcher has to keep two runs apart.
+
+    Raises:
+      RunError: if another live process holds it; the message names that process.
+    """
+    if not is_local(path):
+        yield
+        return
+    make_directory(epath.Path(path).parent)
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "an unknown process"
+            raise errors.RunError(
+                f"{os.path.dirname(path)} is being written by another live run"
+                f" ({owner}); wait for it, stop it, or choose another run_name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _fsync(path: epath.PathLike) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

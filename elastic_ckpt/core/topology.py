@@ -1,0 +1,139 @@
+"""Who is there: hosts, slices and devices, and the mesh over them.
+
+The mesh has two axes: `slice`, the failure domain that comes and goes as a whole, and
+`fsdp`, the devices inside a slice over which parameters are sharded. A batch is sharded
+over both. This module alone reads `jax.process_index()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from elastic_ckpt.core import errors
+
+SLICE_AXIS = "slice"
+FSDP_AXIS = "fsdp"
+BATCH_AXES = (SLICE_AXIS, FSDP_AXIS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The hosts, slices and devices of a world.
+
+    Attributes:
+      hosts: processes of the world.
+      slices: failure domains; whole hosts each, or parts of one host (simulated).
+      devices: accelerators of all hosts together.
+    """
+
+    hosts: int
+    slices: int
+    devices: int
+
+    def check(self) -> None:
+        """Raises a ConfigError unless hosts and devices divide into the slices."""
+        if self.hosts % self.slices and self.slices % self.hosts:
+            raise errors.ConfigError(
+                f"{self.hosts} hosts do not divide into slices={self.slices}: a slice is"
+                " made of whole hosts (or a host simulates whole slices); set slices to"
+                f" one of {_divisors(self.hosts)}"
+            )
+        if self.devices % self.slices:
+            raise errors.ConfigError(
+                f"{self.devices} devices do not divide into slices={self.slices}; set"
+                f" slices to one of {_divisors(self.devices)}, or change"
+                " devices_per_host"
+            )
+
+
+def this_host() -> int:
+    """The number of this process in its world, from 0."""
+    return jax.process_index()
+
+
+def num_hosts() -> int:
+    """How many processes make up this world."""
+    return jax.process_count()
+
+
+def is_primary() -> bool:
+    """Whether this process writes what is written once for all hosts."""
+    return this_host() == 0
+
+
+def make_mesh(slices: int) -> tuple[Mesh, Topology]:
+    """A mesh `[slices, devices per slice]` over every device that is there.
+
+    TPU slices are those of the hardware (`device.slice_index`). Elsewhere the hosts, in the
+    order of their numbers, are cut into `slices` equal runs.
+
+    Raises:
+      ConfigError: if the devices cannot be cut so.
+    """
+    devices = jax.devices()
+    hosts = len({device.process_index for device in devices})
+    topology = Topology(hosts=hosts, slices=slices, devices=len(devices))
+    topology.check()
+    ordered = sorted(devices, key=lambda d: (_hardware_slice(d), d.process_index, d.id))
+    grid = np.array(ordered).reshape(slices, -1)
+    for number, row in enumerate(grid):
+        crossed = sorted({_hardware_slice(device) for device in row})
+        if len(crossed) > 1:
+            raise errors.ConfigError(
+                f"slices={slices} would put hardware slices {crossed} into one slice"
+                f" (number {number}); set slices to a multiple of the hardware's number"
+            )
+    return Mesh(grid, BATCH_AXES), topology
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of a batch: rows over all mesh axes, in mesh order."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of a value that every device of `mesh` holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _hardware_slice(device: jax.Device) -> int:
+    # CPU and single-slice devices have no such attribute, or say 0.
+    return getattr(device, "slice_index", 0) or 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def place(batch: dict[str, jax.Array], sharding: Sharding) -> dict[str, jax.Array]:
+    """`batch` under `sharding`, whose shards lie on the same hosts as the batch's own.
+
+    Nothing moves where an array lies there already. Across controllers each host moves its
+    own shards, since `jax.device_put` would compare values over all hosts first.
+    """
+    return {name: _place(array, sharding) for name, array in batch.items()}
+
+
+def _place(array: jax.Array, sharding: Sharding) -> jax.Array:
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    if array.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    rows = {_bounds(shard.index): shard.data for shard in array.addressable_shards}
+    pieces = [
+        jax.device_put(rows[_bounds(index)], device)
+        for device, index in sharding.addressable_devices_indices_map(
+            array.shape
+        ).items()
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
+
+
+def _bounds(
+    index: tuple[slice, ...] | None,
+) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((part.start, part.stop) for part in index or ())

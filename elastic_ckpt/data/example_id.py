@@ -1,0 +1,16 @@
+"""Example ids on devices: 64 bits as two uint32, since JAX has no int64 by default."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def split(example_id: int) -> np.ndarray:
+    """`example_id` as uint32 `[2]`: the high half, then the low one."""
+    return np.array([example_id >> 32, example_id & 0xFFFFFFFF], np.uint32)
+
+
+def join(halves: np.ndarray) -> list[int]:
+    """The ids of which `split` made the rows of `halves`, uint32 `[rows, 2]`."""
+    high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
+    return (high << np.uint64(32) | low).tolist()

@@ -1,0 +1,1 @@
+"""Readers of training files, one file format each."""

@@ -1,0 +1,125 @@
+"""The data state: where a run stands in its data, as one small checked file.
+
+Version 1 is a JSON object in `data_state.json`:
+
+* `version`: 1
+* `engine`: the engine that wrote it, `"positional"`
+* `position`: what that engine's iterator needs to go on, e.g. `{"global_next_index": 960}`
+* `pipeline`: what decides which example comes when, named by configuration keys
+* `digest`: BLAKE2b-128 of the canonical JSON of all of the above
+
+It says nothing of hosts or of the batch size: both may differ at resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import digest, errors, storage
+
+FILE_NAME = "data_state.json"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataState:
+    """A position in the data of one pipeline.
+
+    Attributes:
+      engine: the engine's name.
+      position: the engine's own state, JSON.
+      pipeline: identity of the pipeline, from configuration key to JSON value.
+    """
+
+    engine: str
+    position: dict[str, storage.Json]
+    pipeline: dict[str, storage.Json]
+
+
+def to_bytes(state: DataState) -> bytes:
+    """The content of the state's file."""
+    content: dict[str, storage.Json] = {
+        "version": VERSION,
+        "engine": state.engine,
+        "position": state.position,
+        "pipeline": state.pipeline,
+    }
+    content["digest"] = digest.json_digest(content)
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def write(directory: epath.PathLike, state: DataState) -> None:
+    """Writes `state` into `directory`, whole or not at all."""
+    storage.write_atomic(epath.Path(directory) / FILE_NAME, to_bytes(state))
+
+
+def read(directory: epath.PathLike) -> DataState:
+    """The state that `write` left in `directory`, checked.
+
+    Raises:
+      DataError: if the file is missing, cut short, not JSON, altered, or of a version
+        that is not known; the message names the file and the way out.
+    """
+    path = epath.Path(directory) / FILE_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise _unreadable(path, "is missing") from None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        what = "is cut short" if error.pos >= len(text.rstrip()) else "is not JSON"
+        raise _unreadable(
+            path, f"{what} (at byte {error.pos} of {len(text)})"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _unreadable(path, f"is not JSON (at byte {error.start})") from None
+    if not isinstance(content, dict) or "version" not in content:
+        raise _unreadable(path, "is not a data state")
+    if content["version"] != VERSION:
+        raise errors.DataError(
+            f"{path} has version {content['version']!r}, and this program reads version"
+            f" {VERSION}; continue the run with the program that wrote it"
+        )
+    return _checked(path, content)
+
+
+def check_same_pipeline(saved: DataState, current: dict[str, storage.Json]) -> None:
+    """Raises a DataError that names each part in which `saved` is of another pipeline."""
+    changed = [
+        f"{key}: saved {_shown(saved.pipeline.get(key))},"
+        f" now {_shown(current.get(key))}"
+        for key in sorted(saved.pipeline.keys() | current.keys())
+        if saved.pipeline.get(key) != current.get(key)
+    ]
+    if changed:
+        raise errors.DataError(
+            "the data state was saved by another pipeline (" + "; ".join(changed) + ");"
+            " set these keys back, or start a new run_name"
+        )
+
+
+def _checked(path: epath.Path, content: dict[str, Any]) -> DataState:
+    body = {key: value for key, value in content.items() if key != "digest"}
+    if digest.json_digest(body) != content.get("digest"):
+        raise _unreadable(path, "was altered after it was saved (its digest differs)")
+    return DataState(
+        engine=body["engine"], position=body["position"], pipeline=body["pipeline"]
+    )
+
+
+def _unreadable(path: epath.Path, what: str) -> errors.DataError:
+    step = path.parent.parent
+    return errors.DataError(
+        f"data state {path} {what}; restore the file from a copy, or move {step} out of"
+        " its directory to continue from the step before"
+    )
+
+
+def _shown(value: storage.Json) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,63 @@
+"""Joins this process to a world of JAX processes, or makes it a world of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+
+import jax
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.elastic import member
+
+
+def configure(world: schema.WorldSection) -> None:
+    """Chooses the devices; before anything else is asked of JAX."""
+    jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
+    if world.hardware == "cpu":
+        jax.config.update("jax_num_cpu_devices", world.devices_per_host)
+    if world.jax_cache_dir:
+        directory = os.path.abspath(os.path.expanduser(world.jax_cache_dir))
+        jax.config.update("jax_compilation_cache_dir", directory)
+
+
+def join_outer_launcher() -> bool:
+    """Joins the world of an outer launcher that JAX detects (Slurm, JobSet, TPU pods).
+
+    Returns:
+      Whether there is one; if not, nothing has changed.
+    """
+    try:
+        with warnings.catch_warnings():
+            # Inside any Kubernetes pod JAX advises to install its k8s extra.
+            warnings.simplefilter("ignore")
+            jax.distributed.initialize()
+    except ValueError as error:
+        if "coordinator_address should be defined" in str(error):
+            return False
+        raise
+    return True
+
+
+@contextlib.contextmanager
+def joined(place: member.Member) -> Iterator[None]:
+    """Joins the world; at the end of the body leaves it together with all others.
+
+    A body that raises leaves nothing in order: its process has to end.
+    """
+    jax.distributed.initialize(
+        place.address,
+        num_processes=place.num_hosts,
+        process_id=place.host,
+        coordinator_bind_address=place.address,
+        cluster_detection_method="deactivate",
+    )
+    yield
+    # The coordination service ends with host 0, and takes with it who is still there.
+    jax.distributed.shutdown()
+
+
+# The CPU is always there too: the data iterator's colocated devices.
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}

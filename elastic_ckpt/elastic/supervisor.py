@@ -1,0 +1,258 @@
+"""Starts the hosts of a world as processes of this machine, and stands by them.
+
+The processes are forked from a warm server (`multiprocessing`'s forkserver) that has
+imported JAX, Orbax, Grain and this package but has started neither a backend nor a thread.
+Each host writes to a log of its own and reports over a pipe. When one fails, the others are
+killed at once - they could only hang in a collective - and the first failure is raised with
+the end of its log. However the supervisor ends, no host outlives it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, forkserver, process
+from typing import Any
+
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic.member import Member
+
+# What a host runs; it joins the world as the member that it is told to be.
+Program = Callable[[Member, events.Emit], None]
+
+# Failures arrive from several hosts at once; so long the first of them may be on its way.
+_GRACE_SECS = 0.5
+_SHOWN_LOG_LINES = 15
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostFailure:
+    """Why a host stopped.
+
+    Attributes:
+      host: its number.
+      message: what a person should read.
+      is_ours: whether it is an ElasticCkptError, which names its own remedy.
+      is_signal: whether the process died by a signal.
+      at_secs: when, on the machine's monotonic clock.
+    """
+
+    host: int
+    message: str
+    is_ours: bool = False
+    is_signal: bool = False
+    at_secs: float
+
+
+def first_failure(failures: list[HostFailure]) -> HostFailure:
+    """The failure that the others follow from.
+
+    An error that names its remedy cannot be the echo of another host's death, and a death
+    by a signal cannot be one of an exception; among equals the earliest is first.
+    """
+    return min(failures, key=lambda f: (not f.is_ours, not f.is_signal, f.at_secs))
+
+
+class World:
+    """Host processes on this machine that compute together until their program ends.
+
+    Args:
+      program: runs on every host; picklable.
+      num_hosts: how many hosts.
+      log_directory: gets `host-<n>.log`, what each host printed.
+      emit: hears the events of every host.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        num_hosts: int,
+        log_directory: str | os.PathLike[str],
+        emit: events.Emit,
+    ) -> None:
+        self._program = program
+        self._num_hosts = num_hosts
+        self._logs = [
+            pathlib.Path(log_directory) / f"host-{host}.log"
+            for host in range(num_hosts)
+        ]
+        self._emit = emit
+        self._processes: list[process.BaseProcess] = []
+        self._channels: dict[connection.Connection, int] = {}
+        self._failures: list[HostFailure] = []
+
+    def run(self) -> None:
+        """Starts the hosts and returns when all of them are done.
+
+        Raises:
+          RunError: with the first failure; all hosts are gone by then.
+        """
+        reserved, address = _reserve_port()
+        try:
+            self._start(address)
+            self._watch()
+        finally:
+            self._kill()
+            reserved.close()
+        if self._failures:
+            raise errors.RunError(self._describe(first_failure(self._failures)))
+
+    def _start(self, address: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        for host, log in enumerate(self._logs):
+            storage.make_directory(log.parent)
+            receiver, sender = context.Pipe(duplex=False)
+            member = Member(address=address, num_hosts=self._num_hosts, host=host)
+            arguments = (self._program, member, str(log), sender)
+            child = context.Process(
+                target=_host_main, args=arguments, name=f"host-{host}"
+            )
+            child.start()
+            sender.close()
+            self._processes.append(child)
+            self._channels[receiver] = host
+
+    def _watch(self) -> None:
+        deadline = None
+        while self._channels:
+            wait_secs = None if deadline is None else deadline - time.monotonic()
+            if wait_secs is not None and wait_secs <= 0:
+                return
+            for channel in connection.wait(list(self._channels), wait_secs):
+                assert isinstance(channel, connection.Connection)
+                self._hear(channel)
+            if self._failures and deadline is None:
+                deadline = time.monotonic() + _GRACE_SECS
+
+    def _hear(self, channel: connection.Connection) -> None:
+        host = self._channels[channel]
+        try:
+            message = json.loads(channel.recv_bytes())
+        except EOFError:
+            # The host is gone, with or without a word.
+            del self._channels[channel]
+            child = self._processes[host]
+            child.join()
+            if child.exitcode and all(f.host != host for f in self._failures):
+                self._failures.append(_silent_death(host, child.exitcode))
+            return
+        if "failure" in message:
+            self._failures.append(HostFailure(host=host, **message["failure"]))
+        else:
+            self._emit(message["event"], **message["fields"])
+
+    def _kill(self) -> None:
+        for child in self._processes:
+            # SIGTERM would be caught by JAX's preemption service.
+            child.kill()
+        for child in self._processes:
+            child.join()
+
+    def _describe(self, failure: HostFailure) -> str:
+        if failure.is_ours:
+            return failure.message
+        log = self._logs[failure.host]
+        lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:]
+        return "\n".join(
+            [
+                f"host {failure.host} failed: {failure.message}",
+                f"the end of its log, {log}:",
+                *(f"  | {line}" for line in lines),
+            ]
+        )
+
+
+def warm_up(modules: Sequence[str]) -> None:
+    """Starts the fork server, which imports `modules` while the caller goes on.
+
+    Args:
+      modules: what hosts would import; nothing that starts a thread or a JAX backend when
+        it is imported.
+    """
+    forkserver.set_forkserver_preload(list(modules))
+    forkserver.ensure_running()
+
+
+def _silent_death(host: int, exit_code: int) -> HostFailure:
+    killed = exit_code < 0
+    message = (
+        f"killed by {signal.Signals(-exit_code).name}"
+        if killed
+        else f"ended with exit code {exit_code}"
+    )
+    return HostFailure(
+        host=host, message=message, is_signal=killed, at_secs=time.monotonic()
+    )
+
+
+def _reserve_port() -> tuple[socket.socket, str]:
+    # The OS picks the port, and nobody else gets it while this socket is open; gRPC servers
+    # bind with SO_REUSEPORT as well, and only a listening socket takes connections.
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved, f"127.0.0.1:{reserved.getsockname()[1]}"
+
+
+def _host_main(
+    program: Program,
+    member: Member,
+    log: str,
+    channel: connection.Connection,
+) -> None:
+    _die_with_parent()
+    # Ctrl-C reaches every process of the terminal; what it means, the supervisor decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _redirect_output(log)
+
+    def emit(name: str, **fields: storage.Json) -> None:
+        events.check(name, fields)
+        _send(channel, {"event": name, "fields": fields})
+
+    try:
+        program(member, emit)
+    except BaseException as error:
+        # The root of the process: nothing above it could hear of the error.
+        traceback.print_exc()
+        ours = isinstance(error, errors.ElasticCkptError)
+        summary = traceback.format_exception_only(error)[-1].strip()
+        failure = HostFailure(
+            host=member.host,
+            message=str(error) if ours else summary,
+            is_ours=ours,
+            at_secs=time.monotonic(),
+        )
+        fields: dict[str, Any] = dataclasses.asdict(failure)
+        del fields["host"]
+        _send(channel, {"failure": fields})
+        sys.stdout.flush()
+        # Not through JAX's shutdown, which would wait for hosts that hang.
+        os._exit(1)
+    sys.stdout.flush()
+
+
+def _send(channel: connection.Connection, message: dict[str, Any]) -> None:
+    channel.send_bytes(json.dumps(message).encode())
+
+
+def _redirect_output(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
+
+
+def _die_with_parent() -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)

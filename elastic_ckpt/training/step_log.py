@@ -1,0 +1,183 @@
+"""The step log: which examples each step was computed from, written as the run goes.
+
+A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 1 of the file
+is JSON lines. The first describes the attempt:
+
+    {"version":1,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8}
+
+and each further line a step, in order:
+
+    {"step":0,"loss":5.6,"digest":"9c1f00de12345678","ids":[12,7]}
+
+`ids` are the example ids of the global batch in row order, `digest` covers them and the
+tokens of their rows (`core.digest.batch_digest`). Both come out of the jitted step, from
+the very arrays that the gradient was computed from.
+
+A killed run may have logged steps past its last checkpoint. The next attempt starts at that
+checkpoint and repeats them; what counts is the `lineage`: of each step, the last record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import digest, errors, storage, topology
+from elastic_ckpt.data import example_id
+from elastic_ckpt.training import train_step
+
+DIRECTORY = "step_log"
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of a run.
+
+    Attributes:
+      step: its number, from 0.
+      loss: over the global batch, before the update.
+      digest: of ids and tokens, `core.digest.batch_digest`.
+      ids: example ids in row order.
+    """
+
+    step: int
+    loss: float
+    digest: str
+    ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of a run, and the steps that it logged."""
+
+    attempt: int
+    start_step: int
+    hosts: int
+    slices: int
+    devices: int
+    records: tuple[StepRecord, ...]
+
+
+class StepLog:
+    """Writes the log of a new attempt; on the primary host alone.
+
+    Args:
+      run_directory: the run's directory.
+      start_step: the first step of this attempt.
+      world: its hosts, slices and devices.
+    """
+
+    def __init__(
+        self,
+        run_directory: epath.PathLike,
+        *,
+        start_step: int,
+        world: topology.Topology,
+    ) -> None:
+        directory = epath.Path(run_directory) / DIRECTORY
+        attempt = 1 + max(map(_attempt_number, _files(run_directory)), default=0)
+        self._log = storage.AppendLog(directory / f"attempt-{attempt:05d}.jsonl")
+        self._log.append(
+            {
+                "version": VERSION,
+                "attempt": attempt,
+                "start_step": start_step,
+                "hosts": world.hosts,
+                "slices": world.slices,
+                "devices": world.devices,
+            }
+        )
+
+    def append(self, step: int, report: train_step.StepReport) -> float:
+        """Logs `step`, waiting until it is computed, and returns its loss."""
+        loss = float(report.loss)
+        ids = example_id.join(np.asarray(report.example_id))
+        rows = np.asarray(report.row_digests).tolist()
+        self._log.append(
+            {
+                "step": step,
+                "loss": loss,
+                "digest": digest.batch_digest(ids, rows),
+                "ids": ids,
+            }
+        )
+        return loss
+
+    def sync(self) -> None:
+        """Makes every step so far durable; before its checkpoint is saved."""
+        self._log.sync()
+
+    def close(self) -> None:
+        """Syncs and closes the file."""
+        self._log.close()
+
+
+def read(run_directory: epath.PathLike) -> list[Attempt]:
+    """Every attempt of a run, in order.
+
+    Raises:
+      DataError: if there is none, or a file is not a step log of this version.
+    """
+    attempts = [_read_attempt(path) for path in _files(run_directory)]
+    found = [attempt for attempt in attempts if attempt is not None]
+    if not found:
+        raise errors.DataError(
+            f"{run_directory}: no step log in it; name the directory of a run,"
+            " base_output_directory/run_name"
+        )
+    return found
+
+
+def lineage(attempts: list[Attempt]) -> dict[int, StepRecord]:
+    """Of each step the record that counts: later attempts overrule earlier ones.
+
+    Steps that an attempt starts below are forgotten, also where it did not get as far.
+    """
+    steps: dict[int, StepRecord] = {}
+    for attempt in attempts:
+        steps = {n: r for n, r in steps.items() if n < attempt.start_step}
+        steps |= {record.step: record for record in attempt.records}
+    return steps
+
+
+def _files(run_directory: epath.PathLike) -> list[epath.Path]:
+    directory = epath.Path(run_directory) / DIRECTORY
+    return sorted(directory.glob("attempt-*.jsonl"), key=_attempt_number)
+
+
+def _attempt_number(path: epath.Path) -> int:
+    return int(path.stem.removeprefix("attempt-"))
+
+
+def _read_attempt(path: epath.Path) -> Attempt | None:
+    lines = storage.read_log(path)
+    if not lines:
+        # Killed while it wrote its first line: nothing was trained.
+        return None
+    header: dict[str, Any] = lines[0]
+    if header.get("version") != VERSION:
+        raise errors.DataError(
+            f"{path} has version {header.get('version')!r}, and this program reads"
+            f" version {VERSION}; audit the run with the program that wrote it"
+        )
+    try:
+        return Attempt(
+            records=tuple(
+                StepRecord(
+                    step=line["step"],
+                    loss=line["loss"],
+                    digest=line["digest"],
+                    ids=tuple(line["ids"]),
+                )
+                for line in lines[1:]
+            ),
+            **{key: value for key, value in header.items() if key != "version"},
+        )
+    except (KeyError, TypeError) as error:
+        raise errors.DataError(
+            f"{path}: not a step log ({error!r}); restore it from a copy"
+        ) from None

@@ -1,0 +1,143 @@
+"""The train state on its mesh, and the jitted step that advances it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import digest, topology
+from elastic_ckpt.data import iterator
+from elastic_ckpt.training import transformer
+
+# {"params": ..., "opt_state": ..., "step": int32 scalar}
+TrainState = dict[str, Any]
+
+
+class StepReport(NamedTuple):
+    """What a step tells of itself; every host holds all of it.
+
+    Attributes:
+      loss: float32 scalar, over the global batch before the update.
+      example_id: uint32 `[B, 2]`, ids of the rows that the step was computed from.
+      row_digests: uint32 `[B]`, digests of the tokens of these rows.
+    """
+
+    loss: jax.Array
+    example_id: jax.Array
+    row_digests: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is compiled for one mesh.
+
+    Attributes:
+      abstract_state: shapes, dtypes and shardings of the train state.
+      init: makes the initial state, sharded.
+      step: `(state, batch) -> (state, StepReport)`; takes the state over (donates it).
+    """
+
+    abstract_state: TrainState
+    init: Callable[[], TrainState]
+    step: Callable[[TrainState, iterator.Batch], tuple[TrainState, StepReport]]
+
+
+def build(config: schema.Config, mesh: Mesh) -> Program:
+    """The program of `config` on `mesh`: parameters over `fsdp`, rows over both axes."""
+    optimizer = _optimizer(config)
+
+    def gather(params: transformer.Params) -> transformer.Params:
+        return jax.lax.with_sharding_constraint(params, topology.replicated(mesh))
+
+    def init() -> TrainState:
+        params = transformer.init(
+            jax.random.key(config.model.init_weights_seed), config.model
+        )
+        step = jnp.zeros((), jnp.int32)
+        return {"params": params, "opt_state": optimizer.init(params), "step": step}
+
+    def step(state: TrainState, batch: iterator.Batch) -> tuple[TrainState, StepReport]:
+        loss, gradients = jax.value_and_grad(transformer.loss)(
+            state["params"],
+            batch["inputs"],
+            batch["targets"],
+            head_dim=config.model.head_dim,
+            gather=gather,
+        )
+        updates, opt_state = optimizer.update(
+            gradients, state["opt_state"], state["params"]
+        )
+        report = StepReport(
+            loss=loss,
+            example_id=batch["example_id"],
+            row_digests=digest.row_digests(
+                jnp.concatenate([batch["inputs"], batch["targets"]], axis=1)
+            ),
+        )
+        return {
+            "params": optax.apply_updates(state["params"], updates),
+            "opt_state": opt_state,
+            "step": state["step"] + 1,
+        }, report
+
+    shapes = jax.eval_shape(init)
+    shardings = jax.tree.map(lambda leaf: _state_sharding(leaf.shape, mesh), shapes)
+    return Program(
+        abstract_state=jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            shapes,
+            shardings,
+        ),
+        init=jax.jit(init, out_shardings=shardings),
+        step=jax.jit(
+            step,
+            out_shardings=(shardings, topology.replicated(mesh)),
+            donate_argnums=0,
+        ),
+    )
+
+
+def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    # The longest dim that divides over a slice is sharded; what has none is replicated.
+    size = mesh.shape[topology.FSDP_AXIS]
+    fitting = [dim for dim, length in enumerate(shape) if length % size == 0]
+    if size == 1 or not fitting:
+        return topology.replicated(mesh)
+    longest = max(fitting, key=lambda dim: shape[dim])
+    axes = [topology.FSDP_AXIS if dim == longest else None for dim in range(len(shape))]
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def _optimizer(config: schema.Config) -> optax.GradientTransformation:
+    section = config.optimizer
+    steps = section.learning_rate_schedule_steps
+    if steps < 0:
+        steps = config.run.steps
+    warmup_steps = int(steps * section.warmup_steps_fraction)
+    learning_rate = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=section.learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=max(steps, warmup_steps + 1),
+        end_value=section.learning_rate * section.learning_rate_final_fraction,
+    )
+    adamw = optax.adamw(
+        learning_rate,
+        b1=section.adam_b1,
+        b2=section.adam_b2,
+        eps=section.adam_eps,
+        weight_decay=section.adam_weight_decay,
+    )
+    if not section.gradient_clipping_threshold:
+        return adamw
+    clip = optax.clip_by_global_norm(section.gradient_clipping_threshold)
+    return optax.chain(clip, adamw)
