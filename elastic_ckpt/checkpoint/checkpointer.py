@@ -121,13 +121,20 @@ class RunCheckpointer:
         assert latest is not None
         path = str(latest.path)
         check_step(path, abstract_state)
-        loaded = self._orbax.load_checkpointables(
-            latest.step, {STATE: abstract_state, DATA: self._data}
-        )
+        # The data first: it is small, and an error in it leaves nothing half loaded.
+        self._load(latest.step, {DATA: self._data})
+        loaded = self._load(latest.step, {STATE: abstract_state})
         self._emit(
             "restored", step=latest.step, path=path, secs=time.monotonic() - began
         )
         return loaded[STATE]
+
+    def _load(self, step: int, parts: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self._orbax.load_checkpointables(step, parts)
+        except Exception as error:
+            # Orbax says of every error of a part that its handler is incompatible.
+            raise _root_cause(error) from None
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether the policies want a checkpoint now that `step` steps are done."""
@@ -177,6 +184,12 @@ class RunCheckpointer:
         pending.response.result()
         secs = time.monotonic() - pending.began_secs
         self._emit("saved", step=pending.step, secs=secs)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,4 +82,12 @@ def _sharding(leaf: Any) -> str:
         zip(metadata.axis_names, np.ravel(metadata.shape).tolist(), strict=True)
     )
     over = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    return f"{tuple(spec)} over {over}"
+    dims = ", ".join(_axes(axes) for axes in spec) or "whole"
+    return f"[{dims}] over {over}"
+
+
+def _axes(axes: str | list[str] | tuple[str, ...] | None) -> str:
+    # The mesh axes of one dim, as people write them in a PartitionSpec.
+    if axes is None or isinstance(axes, str):
+        return axes or "-"
+    return "+".join(axes)

@@ -24,6 +24,9 @@ from elastic_ckpt.core import digest, errors, storage
 FILE_NAME = "data_state.json"
 VERSION = 1
 
+# How `to_bytes` ends a file; inside it every closing brace is indented.
+_END = b"\n}\n"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataState:
@@ -71,13 +74,13 @@ def read(directory: epath.PathLike) -> DataState:
         raise _unreadable(path, "is missing") from None
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
-        what = "is cut short" if error.pos >= len(text.rstrip()) else "is not JSON"
-        raise _unreadable(
-            path, f"{what} (at byte {error.pos} of {len(text)})"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise _unreadable(path, f"is not JSON (at byte {error.start})") from None
+    except ValueError as error:
+        began_well = text.startswith(b"{") or not text
+        if began_well and not text.endswith(_END):
+            what = f"is cut short (after {len(text)} bytes)"
+        else:
+            what = f"is not JSON ({error})"
+        raise _unreadable(path, what) from None
     if not isinstance(content, dict) or "version" not in content:
         raise _unreadable(path, "is not a data state")
     if content["version"] != VERSION:

@@ -9,7 +9,6 @@ the end of its log. However the supervisor ends, no host outlives it.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import multiprocessing
@@ -18,6 +17,7 @@ import pathlib
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -211,7 +211,7 @@ def _host_main(
     log: str,
     channel: connection.Connection,
 ) -> None:
-    _die_with_parent()
+    _die_with_supervisor()
     # Ctrl-C reaches every process of the terminal; what it means, the supervisor decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log)
@@ -253,6 +253,12 @@ def _redirect_output(log: str) -> None:
     os.close(descriptor)
 
 
-def _die_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _die_with_supervisor() -> None:
+    supervisor = multiprocessing.parent_process()
+    assert supervisor is not None
+
+    def watch() -> None:
+        connection.wait([supervisor.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-supervisor", daemon=True).start()

@@ -1,0 +1,108 @@
+import pytest
+
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def refused(match):
+    return pytest.raises(errors.ConfigError, match=match)
+
+
+def test_a_file_overrides_its_base_and_the_command_line_overrides_both(tmp_path):
+    write(tmp_path / "base.yml", "steps: 5\nhosts: 3\nlog_period: 2\n")
+    path = write(tmp_path / "run.yml", "base_config: base.yml\nhosts: 4\nsteps: 6\n")
+    config = load.load(path, ["steps=7", "steps=8"])
+    assert (config.run.steps, config.world.hosts, config.run.log_period) == (8, 4, 2)
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path):
+    assert load.load(write(tmp_path / "a.yml", "")) == schema.Config()
+
+
+def test_an_unknown_key_is_refused_with_file_line_and_the_nearest_key(tmp_path):
+    path = write(tmp_path / "a.yml", "steps: 5\n\nchekpoint_period: 3\n")
+    with refused(
+        r"a\.yml, line 3: unknown key 'chekpoint_period'; .*'checkpoint_period'"
+    ):
+        load.load(path)
+
+
+def test_an_unknown_key_in_a_base_is_named_with_the_base(tmp_path):
+    write(tmp_path / "base.yml", "stesp: 5\n")
+    with refused(r"base\.yml, line 1: unknown key 'stesp'; .*'steps'"):
+        load.load(write(tmp_path / "a.yml", "base_config: base.yml"))
+
+
+def test_a_mistyped_override_is_refused(tmp_path):
+    path = write(tmp_path / "a.yml", "")
+    with refused(r"command line, 'host=2': unknown key 'host'; .*'hosts'"):
+        load.load(path, ["host=2"])
+    with refused(r"command line, 'steps': write it as key=value"):
+        load.load(path, ["steps"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("steps: soon", "steps takes a whole number, not 'soon'"),
+        ("steps: 2.5", "steps takes a whole number, not 2.5"),
+        ("steps: true", "steps takes a whole number, not True"),
+        ("steps: 0", "steps is at least 1, not 0"),
+        ("steps: [1]", r"steps takes a whole number, not \[1\]"),
+        ("enable_checkpointing: 1", "enable_checkpointing takes true or false, not 1"),
+        ("run_name: 5", "run_name takes text, not 5"),
+        ("learning_rate: fast", "learning_rate takes a number, not 'fast'"),
+        ("learning_rate: .nan", "learning_rate is at least 0"),
+        ("hardware: fpga", 'hardware is one of "cpu", "gpu", "tpu", not \'fpga\''),
+        (
+            "grain_use_elastic_iterator: false",
+            "grain_use_elastic_iterator is one of true",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_with_its_line(
+    tmp_path, setting, message
+):
+    with refused(rf"a\.yml, line 2: {message}"):
+        load.load(write(tmp_path / "a.yml", f"# why\n{setting}\n"))
+
+
+def test_a_key_set_twice_is_refused(tmp_path):
+    path = write(tmp_path / "a.yml", "steps: 1\nhosts: 1\nsteps: 2\n")
+    with refused(r"line 3: steps is set already in line 1"):
+        load.load(path)
+
+
+def test_a_base_that_leads_back_is_refused(tmp_path):
+    write(tmp_path / "a.yml", "base_config: b.yml")
+    with refused("leads back"):
+        load.load(write(tmp_path / "b.yml", "base_config: a.yml"))
+
+
+@pytest.mark.parametrize("text", ["- steps", "steps: [", "just words"])
+def test_what_is_not_a_mapping_is_refused(tmp_path, text):
+    with refused(r"a\.yml"):
+        load.load(write(tmp_path / "a.yml", text))
+
+
+def test_a_missing_file_or_base_is_named(tmp_path):
+    with refused("none.yml: no such configuration file"):
+        load.load(tmp_path / "none.yml")
+    with refused(r"none.yml: no such configuration file \(base_config of .*a.yml\)"):
+        load.load(write(tmp_path / "a.yml", "base_config: none.yml"))
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.e-3", "0.001"])
+def test_numbers_are_read_as_people_write_them(tmp_path, text):
+    config = load.load(write(tmp_path / "a.yml", ""), [f"learning_rate={text}"])
+    assert config.optimizer.learning_rate == 1e-3
+
+
+def test_a_configuration_survives_the_way_through_its_values():
+    config = schema.Config(run=schema.RunSection(run_name="x", steps=3))
+    assert load.from_values(schema.values(config), place="here") == config

@@ -1,0 +1,84 @@
+"""Fixtures that every test may use, and the check that no test leaves anything behind."""
+
+import os
+import pathlib
+import time
+
+import jax
+import pytest
+
+from elastic_ckpt.data import positional
+from tests import corpora
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+MARK = f"ELASTIC_CKPT_TEST_SESSION={os.getpid()}"
+os.environ.update([MARK.split("=")])
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the golden files anew"
+    )
+
+
+@pytest.fixture
+def golden(request):
+    """Compares a text with a file in tests/golden (or writes it, with --update-golden)."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert text == path.read_text(), (
+            f"{name} changed; if that is meant, run pytest --update-golden and commit it"
+        )
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> str:
+    """An ArrayRecord file of 100 texts, the n-th being `text n ...`."""
+    path = tmp_path_factory.mktemp("corpus") / "texts.array_record"
+    return corpora.write_texts(path, num_texts=100)
+
+
+@pytest.fixture
+def data(corpus) -> positional.PositionalData:
+    """The corpus as examples of 16 tokens, shuffled."""
+    return positional.PositionalData(
+        files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=0
+    )
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind():
+    """Fails a test that leaves a process or a file in /dev/shm."""
+    shared = set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _descendants()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"processes left behind: {left}"
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def _descendants() -> list[str]:
+    """Live processes that stem from this session, orphans too, by their environment."""
+    found = []
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        # This process's own fork server stays warm from test to test.
+        own_server = parent == os.getpid() and "multiprocessing" in command
+        if MARK.encode() in environment and command and not own_server:
+            found.append(f"{entry.name}: {command[:120]}")
+    return found

@@ -1,0 +1,92 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from elastic_ckpt.core import errors, storage
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "file"
+    storage.write_atomic(path, b"old")
+    with pytest.raises(RuntimeError), storage.atomic_path(path) as temporary:
+        with open(temporary, "wb") as file:
+            file.write(b"half of the n")
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_write_creates_the_directory_and_replaces_the_file(tmp_path):
+    path = tmp_path / "a" / "b" / "file"
+    storage.write_atomic(path, b"one")
+    storage.write_atomic(path, b"two")
+    assert path.read_bytes() == b"two"
+    assert os.listdir(path.parent) == ["file"]
+
+
+def test_a_log_keeps_every_appended_line_when_its_process_is_killed(tmp_path):
+    path = tmp_path / "log"
+    program = (
+        "import os, signal, sys; from elastic_ckpt.core import storage\n"
+        "log = storage.AppendLog(sys.argv[1])\n"
+        "for n in range(3): log.append({'n': n})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, path], check=False)
+    assert killed.returncode == -9
+    assert storage.read_log(path) == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+def test_a_torn_last_line_is_dropped_and_the_log_goes_on_after_it(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b'{"n":0}\n{"n":')
+    assert storage.read_log(path) == [{"n": 0}]
+
+
+def test_a_spoilt_line_in_the_middle_is_an_error_that_names_it(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(b'{"n":0}\n{"n":\n{"n":2}\n')
+    with pytest.raises(errors.DataError, match=r"log, line 2: not a JSON object"):
+        storage.read_log(path)
+
+
+def test_a_log_is_readable_after_sync_on_an_object_store(tmp_path, monkeypatch):
+    # The branch for object stores, with a directory in the store's place.
+    monkeypatch.setattr(storage, "is_local", lambda path: False)
+    log = storage.AppendLog(tmp_path / "log")
+    log.append({"n": 0})
+    log.sync()
+    log.append({"n": 1})
+    assert storage.read_log(tmp_path / "log") == [{"n": 0}]
+    log.close()
+    assert storage.read_log(tmp_path / "log") == [{"n": 0}, {"n": 1}]
+
+
+def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tmp_path):
+    path = tmp_path / "run" / "run.lock"
+    program = (
+        "import sys, time; from elastic_ckpt.core import storage\n"
+        "with storage.exclusive_lock(sys.argv[1]):\n"
+        "    print('held', flush=True); time.sleep(60)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout.readline() == "held\n"
+        refused = pytest.raises(errors.RunError, match=rf"process {holder.pid} on")
+        with refused, storage.exclusive_lock(path):
+            pass
+        holder.kill()
+        holder.wait()
+    with storage.exclusive_lock(path):
+        pass
+
+
+def test_canonical_json_does_not_depend_on_the_order_of_keys():
+    one, other = {"a": 1, "b": [None, "x"]}, {"b": [None, "x"], "a": 1}
+    assert storage.canonical_json(one) == storage.canonical_json(other)
+    assert json.loads(storage.canonical_json(one)) == one

@@ -1,0 +1,118 @@
+import itertools
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from elastic_ckpt.data import example_id, positional
+
+GLOBAL_BATCH_SIZE = 12
+NUM_BATCHES = 30  # of 12 rows: more than three epochs of 100 examples
+
+
+def world(data, num_hosts):
+    return [
+        data.host_batches(
+            host=host, num_hosts=num_hosts, global_batch_size=GLOBAL_BATCH_SIZE
+        )
+        for host in range(num_hosts)
+    ]
+
+
+def next_rows(hosts):
+    """The rows of the next global batch, as sorted (id, inputs, targets)."""
+    parts = [next(host) for host in hosts]
+    rows = [
+        (id_, inputs.tobytes(), targets.tobytes())
+        for part in parts
+        for id_, inputs, targets in zip(
+            example_id.join(part["example_id"]),
+            part["inputs"],
+            part["targets"],
+            strict=True,
+        )
+    ]
+    assert len(rows) == GLOBAL_BATCH_SIZE
+    return sorted(rows)
+
+
+@pytest.fixture
+def oracle(data):
+    one = world(data, 1)
+    return [next_rows(one) for _ in range(NUM_BATCHES)]
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 4, 6, 12])
+def test_every_number_of_hosts_gives_the_rows_of_one_host(data, oracle, num_hosts):
+    hosts = world(data, num_hosts)
+    assert [next_rows(hosts) for _ in range(NUM_BATCHES)] == oracle
+
+
+def test_the_state_before_every_batch_continues_on_any_other_number_of_hosts(
+    data, oracle
+):
+    counts = itertools.cycle([4, 3, 1, 6, 2, 12])
+    hosts = world(data, next(counts))
+    for batch in oracle:
+        saved = hosts[-1].get_state()
+        hosts = world(data, next(counts))
+        for host in hosts:
+            host.set_state(saved)
+        assert next_rows(hosts) == batch
+
+
+def test_each_epoch_uses_each_example_once_in_an_order_of_its_own(data):
+    (host,) = world(data, 1)
+    ids = []
+    while len(ids) < 300:
+        ids += example_id.join(next(host)["example_id"])
+    epochs = [ids[start : start + 100] for start in (0, 100, 200)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(100))] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_without_shuffling_the_order_is_that_of_the_file(corpus):
+    data = positional.PositionalData(
+        files=(corpus,), max_target_length=8, shuffle=False
+    )
+    (host,) = world(data, 1)
+    assert example_id.join(next(host)["example_id"]) == list(range(GLOBAL_BATCH_SIZE))
+
+
+def test_targets_are_the_inputs_one_token_later(data):
+    rows = next(world(data, 1)[0])
+    np.testing.assert_array_equal(rows["inputs"][:, 1:], rows["targets"][:, :-1])
+    assert rows["inputs"].dtype == np.int32
+
+
+def test_reading_threads_change_nothing(corpus, data, oracle):
+    threaded = positional.PositionalData(
+        files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=3
+    )
+    assert [next_rows(hosts) for hosts in [world(threaded, 2)] * 5] == oracle[:5]
+
+
+def test_data_travels_to_a_sidecar_by_cloudpickle(data):
+    copy = cloudpickle.loads(cloudpickle.dumps(data))
+    assert next_rows(world(copy, 1)) == next_rows(world(data, 1))
+
+
+def test_the_identity_names_whatever_changes_the_examples(corpus, data):
+    def differing(**changes):
+        other = positional.PositionalData(
+            **{
+                "files": (corpus,),
+                "max_target_length": 16,
+                "shuffle_seed": 7,
+                **changes,
+            }
+        )
+        one, two = data.identity(), other.identity()
+        return {key for key in one if one[key] != two[key]}
+
+    assert differing() == set()
+    assert differing(num_threads=9, prefetch_records=1) == set()
+    assert differing(shuffle_seed=8) == {"data_shuffle_seed"}
+    assert differing(max_target_length=17) == {"max_target_length"}
+    assert differing(shuffle=False) == {"enable_data_shuffling"}
+    assert differing(files=(corpus, corpus)) == {"grain_train_files"}

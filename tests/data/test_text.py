@@ -1,0 +1,55 @@
+import pathlib
+
+import grain
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import text
+
+
+def read(file):
+    source = grain.sources.ArrayRecordDataSource([str(file)])
+    return [source[n] for n in range(len(source))]
+
+
+def test_each_text_file_is_a_record_in_the_order_of_the_paths(tmp_path):
+    tree = tmp_path / "tree"
+    (tree / "b").mkdir(parents=True)
+    (tree / "b" / "x.md").write_text("second")
+    (tree / "a.txt").write_text("erster – 1")
+    (tree / "empty").write_text("")
+    (tree / "binary").write_bytes(b"\x00\x01")
+    (tree / "latin").write_bytes(b"caf\xe9")
+    (tree / ".hidden").write_text("not this")
+    out = tmp_path / "out" / "texts.array_record"
+    written = text.write_arrayrecord(str(tree), str(out))
+    assert read(out) == ["erster – 1".encode(), b"second"]
+    assert written == text.Written(num_documents=2, text_bytes=12 + 6)
+
+
+def test_the_standard_library_is_found_and_packages_are_not_taken_for_it(tmp_path):
+    out = tmp_path / "stdlib"
+    written = text.write_arrayrecord(text.PYTHON_STDLIB, str(out))
+    records = read(out)
+    assert len(records) == written.num_documents > 500
+    assert pathlib.Path(pathlib.__file__).read_bytes() in records
+    assert pathlib.Path(pytest.__file__).read_bytes() not in records
+
+
+def test_the_same_tree_gives_the_same_bytes(tmp_path):
+    (tmp_path / "tree").mkdir()
+    for name in "cab":
+        (tmp_path / "tree" / name).write_text(name * 100)
+    for out in ("one", "two"):
+        text.write_arrayrecord(str(tmp_path / "tree"), str(tmp_path / out))
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_a_directory_without_text_or_missing_is_an_error_and_writes_nothing(tmp_path):
+    (tmp_path / "tree").mkdir()
+    out = tmp_path / "out"
+    with pytest.raises(errors.DataError, match="tree: no text file in it"):
+        text.write_arrayrecord(str(tmp_path / "tree"), str(out))
+    with pytest.raises(errors.DataError, match="none: no such directory"):
+        text.write_arrayrecord(str(tmp_path / "none"), str(out))
+    assert [p.name for p in tmp_path.iterdir()] == ["tree"]

@@ -1,0 +1,24 @@
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.data import example_id, tokens
+
+
+@given(st.binary(max_size=20), st.integers(1, 24))
+def test_tokens_hold_the_text_as_far_as_it_fits(text, length):
+    encoded = tokens.encode(text, length)
+    assert encoded.dtype == np.int32
+    assert encoded.shape == (length,)
+    assert encoded[0] == tokens.BEGIN
+    kept = text[: length - 1]
+    assert bytes((encoded[1 : 1 + len(kept)] - 3).astype(np.uint8)) == kept
+    rest = encoded[1 + len(kept) :].tolist()
+    assert rest == ([tokens.END] + [tokens.PAD] * len(rest))[: len(rest)]
+    assert encoded.max() < tokens.VOCAB_SIZE
+
+
+@given(st.lists(st.integers(0, 2**64 - 1)))
+def test_example_ids_of_64_bits_survive_two_halves(ids):
+    halves = np.array([example_id.split(id_) for id_ in ids], np.uint32).reshape(-1, 2)
+    assert example_id.join(halves) == ids

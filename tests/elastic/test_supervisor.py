@@ -1,0 +1,156 @@
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.config import schema
+
+
+class Heard:
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, name, **fields):
+        self.events.append((name, fields))
+
+
+def run(program, tmp_path, num_hosts=2):
+    heard = Heard()
+    supervisor.World(
+        program, num_hosts=num_hosts, log_directory=tmp_path, emit=heard
+    ).run()
+    return heard.events
+
+
+def sum_over_hosts(place, emit):
+    multicontroller.configure(schema.WorldSection(devices_per_host=2))
+    with multicontroller.joined(place):
+        mine = np.array([10 ** topology.this_host()])
+        total = int(multihost_utils.process_allgather(mine).sum())
+        emit("save_started", step=total * 100 + len(jax.devices()))
+
+
+def test_hosts_compute_together_and_their_events_are_heard(tmp_path):
+    heard = run(sum_over_hosts, tmp_path, num_hosts=3)
+    assert heard == [("save_started", {"step": 11106})] * 3
+
+
+def test_a_second_world_starts_from_the_warm_server(tmp_path):
+    for number in range(2):
+        assert len(run(sum_over_hosts, tmp_path / str(number))) == 2
+
+
+def fail(place, emit, *, host, how):
+    print(f"host {place.host} was here", flush=True)
+    if place.host == host:
+        how()
+    # As a host would in a collective whose other members are gone.
+    time.sleep(60)
+
+
+def raise_ours():
+    raise errors.DataError("texts.array_record is cut short; restore it")
+
+
+def raise_foreign():
+    raise ZeroDivisionError("by zero")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def exit_3():
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (raise_ours, r"^texts\.array_record is cut short; restore it$"),
+        (
+            raise_foreign,
+            r"(?s)^host 1 failed: ZeroDivisionError: by zero\n.*host-1\.log:\n"
+            r".*host 1 was here.*in raise_foreign",
+        ),
+        (kill, r"^host 1 failed: killed by SIGKILL\n.*host-1\.log:\n.*host 1 was here"),
+        (exit_3, r"^host 1 failed: ended with exit code 3\n"),
+    ],
+)
+def test_a_failed_host_ends_the_world_with_its_own_words(tmp_path, how, message):
+    began = time.monotonic()
+    with pytest.raises(errors.RunError, match=message):
+        run(functools.partial(fail, host=1, how=how), tmp_path, num_hosts=3)
+    # The others would have slept for a minute.
+    assert time.monotonic() - began < 30
+
+
+def fail_in_turn(place, emit):
+    if place.host == 2:
+        raise errors.DataError("the cause")
+    time.sleep(0.05 * place.host)
+    raise RuntimeError(f"an echo in host {place.host}")
+
+
+def test_of_several_failures_the_cause_is_told(tmp_path):
+    with pytest.raises(errors.RunError, match="^the cause$"):
+        run(fail_in_turn, tmp_path, num_hosts=3)
+
+
+def failure(host, at_secs, **kind):
+    return supervisor.HostFailure(host=host, message="", at_secs=at_secs, **kind)
+
+
+def test_the_first_failure_is_ours_then_a_signal_then_the_earliest():
+    early, late = failure(0, 1.0), failure(1, 2.0)
+    killed, ours = failure(2, 3.0, is_signal=True), failure(3, 4.0, is_ours=True)
+    assert supervisor.first_failure([late, early]) == early
+    assert supervisor.first_failure([early, killed, late]) == killed
+    assert supervisor.first_failure([early, killed, ours]) == ours
+
+
+SLEEPING_WORLD = """
+import sys, time
+from elastic_ckpt.core import events
+from elastic_ckpt.elastic import supervisor
+from tests.elastic import test_supervisor
+
+def heard(name, **fields):
+    print(name, flush=True)
+
+if __name__ == "__main__":
+    supervisor.World(
+        test_supervisor.sleep, num_hosts=2, log_directory=sys.argv[1], emit=heard
+    ).run()
+"""
+
+
+def sleep(place, emit):
+    emit("save_started", step=place.host)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_host_outlives_its_supervisor(tmp_path, number):
+    script = tmp_path / "world.py"
+    script.write_text(SLEEPING_WORLD)
+    with subprocess.Popen(
+        [sys.executable, script, tmp_path / "logs"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        text=True,
+    ) as world:
+        assert [world.stdout.readline() for _ in range(2)] == ["save_started\n"] * 2
+        world.send_signal(number)
+        assert world.wait(10) != 0
+    # That the hosts are gone is what the fixture leaves_nothing_behind checks.

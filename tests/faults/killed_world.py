@@ -1,0 +1,107 @@
+"""A world that kills itself, all of it, with SIGKILL, when one host reaches a given point.
+
+    python -m tests.faults.killed_world POINT OCCURRENCE CONFIG [key=value ...]
+
+To be started as the leader of a process group of its own.
+"""
+
+import functools
+import os
+import signal
+import sys
+
+from elastic_ckpt.cli import progress, run_directory, train
+from elastic_ckpt.config import load
+from elastic_ckpt.core import storage
+from elastic_ckpt.elastic import supervisor
+
+
+def _wrap(owner, name, kill, *, before, where=lambda *arguments: True):
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*arguments, **keywords):
+        here = where(*arguments)
+        if here and before:
+            kill()
+        result = original(*arguments, **keywords)
+        if here and not before:
+            kill()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _at_step_8(source, target, **keywords):
+    return os.path.basename(os.fspath(target)) == "8"
+
+
+def _at_data_state(source, target, **keywords):
+    return os.fspath(target).endswith("data_state.json")
+
+
+def _points():
+    from elastic_ckpt.data import iterator
+    from elastic_ckpt.training import step_log
+    from sidecar import worker
+
+    host_worker = worker._HostWorker
+    return {
+        "before_the_state_is_taken": (host_worker, "take_state", {"before": True}),
+        "after_the_state_is_taken": (host_worker, "take_state", {"before": False}),
+        "before_the_state_is_written": (host_worker, "write_state", {"before": True}),
+        "with_the_state_half_written": (
+            os,
+            "replace",
+            {"before": True, "where": _at_data_state},
+        ),
+        "after_the_state_is_written": (
+            iterator.HostIterator,
+            "write",
+            {"before": False},
+        ),
+        "before_the_step_is_committed": (
+            os,
+            "rename",
+            {"before": True, "where": _at_step_8},
+        ),
+        "after_the_step_is_committed": (
+            os,
+            "rename",
+            {"before": False, "where": _at_step_8},
+        ),
+        "between_two_saves": (step_log.StepLog, "append", {"before": False}),
+    }
+
+
+def _armed(point, occurrence, config, place, emit):
+    # Of the calls on the host that acts at this point, the given one is the last.
+    left = [occurrence]
+
+    def kill():
+        left[0] -= 1
+        if not left[0]:
+            os.killpg(0, signal.SIGKILL)
+
+    if place.host == 0:
+        owner, name, when = _points()[point]
+        _wrap(owner, name, kill, **when)
+    train._join_and_run(config, place, emit)
+
+
+def main():
+    point, occurrence, *arguments = sys.argv[1:]
+    supervisor.warm_up([*train._HOST_MODULES, "tests.faults.killed_world"])
+    config = train.prepare(load.load(arguments[0], arguments[1:]))
+    supervisor.World(
+        functools.partial(_armed, point, int(occurrence), config),
+        num_hosts=config.world.hosts,
+        log_directory=storage.make_unique_directory(
+            os.path.join(run_directory.of(config), run_directory.LOGS)
+        ),
+        emit=progress.Progress(config.run.log_period),
+    ).run()
+
+
+if __name__ == "__main__":
+    main()

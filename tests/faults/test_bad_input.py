@@ -1,0 +1,155 @@
+"""Bad input of a run: one clear error, exit code 1, nothing changed."""
+
+import json
+import pathlib
+
+import pytest
+
+from elastic_ckpt.core import storage
+from tests import corpora, runs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, corpus):
+    """A run of 4 steps on one host, with its configuration."""
+    directory = tmp_path_factory.mktemp("trained")
+    config = runs.write_config(directory, corpus, steps=4)
+    ended = runs.cli("train", config)
+    assert ended.returncode == 0, ended.stderr
+    return config
+
+
+def files(run: pathlib.Path):
+    """Everything that a run saved: not its logs, which may grow."""
+    kept = [run / "checkpoints", run / "step_log", run / "config.json"]
+    paths = [p for root in kept for p in [root, *root.rglob("*")] if p.is_file()]
+    return {path: path.read_bytes() for path in paths}
+
+
+def refuse(config, *overrides):
+    """Starts a run that has to be refused, and returns its one error."""
+    run = config.parent / "tiny"
+    before = files(run)
+    ended = runs.cli("train", config, *overrides)
+    assert ended.returncode == 1, ended.stdout
+    assert ended.stderr.startswith("elastic-ckpt train: ")
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert "Traceback" not in ended.stdout
+    assert files(run) == before
+    return ended.stderr
+
+
+def test_a_mistyped_key(trained):
+    assert "unknown key 'hots'; the nearest key is 'hosts'" in refuse(trained, "hots=2")
+
+
+def test_no_run_name(trained):
+    assert "run_name is empty; set it" in refuse(trained, "run_name=")
+
+
+def test_missing_data(trained):
+    message = refuse(trained, "grain_train_files=/nowhere/*.array_record")
+    assert "/nowhere/*.array_record matches no file; write one with" in message
+
+
+def test_empty_data(trained, tmp_path):
+    empty = corpora.write_texts(tmp_path / "empty", num_texts=0)
+    assert "not one record" in refuse(trained, f"grain_train_files={empty}")
+
+
+def test_a_number_of_hosts_that_does_not_divide_the_batch(trained):
+    message = refuse(trained, "hosts=3")
+    assert "a global batch of 8 rows does not divide over 3 hosts; set" in message
+
+
+def test_more_hosts_than_the_local_launcher_can_give_an_accelerator(trained):
+    message = refuse(trained, "hosts=2", "hardware=gpu")
+    assert "start one process a host with Slurm or a JobSet" in message
+
+
+def test_a_checkpoint_of_another_model(trained):
+    message = refuse(trained, "base_mlp_dim=48", "steps=8")
+    assert "4 is a checkpoint of another model (opt_state/" in message
+    assert "saved float32[1, 16, 64], now float32[1, 16, 96]" in message
+
+
+def test_a_checkpoint_of_another_pipeline(trained):
+    message = refuse(trained, "data_shuffle_seed=3", "steps=8")
+    assert "saved by another pipeline (data_shuffle_seed: saved 0, now 3)" in message
+
+
+def test_a_checkpoint_of_another_pipeline_on_two_hosts(trained):
+    message = refuse(trained, "max_target_length=17", "hosts=2", "steps=8")
+    assert "another pipeline (max_target_length: saved 16, now 17)" in message
+
+
+def test_a_run_that_another_live_run_is_writing(trained):
+    with storage.exclusive_lock(trained.parent / "tiny" / "run.lock"):
+        message = refuse(trained, "steps=8")
+    assert "tiny is being written by another live run (process" in message
+    assert "wait for it, stop it, or choose another run_name" in message
+
+
+@pytest.fixture
+def data_state(trained):
+    path = trained.parent / "tiny" / "checkpoints" / "4" / "data" / "data_state.json"
+    content = path.read_bytes()
+    yield path
+    path.write_bytes(content)
+
+
+def test_a_data_state_that_is_missing_cut_short_or_not_json(trained, data_state):
+    content = data_state.read_bytes()
+    data_state.write_bytes(content[:50])
+    message = refuse(trained, "steps=8")
+    assert f"data state {data_state} is cut short (after 50 bytes); restore" in message
+    data_state.write_text("nonsense")
+    assert f"data state {data_state} is not JSON" in refuse(trained, "steps=8")
+    data_state.unlink()
+    assert f"data state {data_state} is missing" in refuse(trained, "steps=8")
+    # What the error advises works: without the step, the run begins anew.
+
+
+def test_moving_a_spoilt_step_away_continues_from_the_one_before(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, steps=4, checkpoint_period=2)
+    assert runs.cli("train", config).returncode == 0
+    step = tmp_path / "tiny" / "checkpoints" / "4"
+    (step / "data" / "data_state.json").unlink()
+    assert f"move {step} out of its directory" in refuse(config, "steps=6")
+    step.rename(tmp_path / "spoilt")
+    ended = runs.cli("train", config, "steps=6")
+    assert ended.returncode == 0, ended.stderr
+    assert "from step 2 to step 6" in ended.stdout
+    assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
+
+
+def test_a_run_that_is_done_says_so_and_changes_no_checkpoint(trained):
+    before = files(trained.parent / "tiny" / "checkpoints")
+    ended = runs.cli("train", trained)
+    assert ended.returncode == 0
+    assert "step 4 is done" in ended.stdout
+    assert files(trained.parent / "tiny" / "checkpoints") == before
+
+
+def test_an_audit_of_no_run_and_of_changed_data(trained, tmp_path, corpus):
+    assert "is not the directory of a run" in runs.verb("audit", tmp_path, code=1)
+    run = tmp_path / "copy"
+    (run / "step_log").mkdir(parents=True)
+    (run / "config.json").write_bytes(
+        (trained.parent / "tiny" / "config.json").read_bytes()
+    )
+    assert "no step log in it" in runs.verb("audit", run, code=1)
+
+
+def test_a_forged_step_log_fails_the_audit_with_the_first_difference(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, steps=3, enable_checkpointing=False)
+    assert runs.cli("train", config).returncode == 0
+    path = tmp_path / "tiny" / "step_log" / "attempt-00001.jsonl"
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[2])
+    lost = record["ids"][1]
+    record["ids"][1] = (lost + 1) % 100
+    path.write_text("\n".join([*lines[:2], json.dumps(record), *lines[3:]]) + "\n")
+    output = runs.verb("audit", tmp_path / "tiny", code=1)
+    assert "FAILED: step 1, row 1: example" in output
+    assert f"[{lost}]" in output

@@ -1,0 +1,108 @@
+"""`kill -9` of a whole run, at named points of a save and at any moment."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests import runs
+
+# Point and its occurrence in the second save, the steps that are complete then, and whether
+# something half saved is left (None: it depends on how far Orbax has come).
+POINTS = [
+    pytest.param("before_the_state_is_taken", 2, [4], None, marks=pytest.mark.slow),
+    pytest.param("after_the_state_is_taken", 2, [4], None, marks=pytest.mark.slow),
+    pytest.param("before_the_state_is_written", 2, [4], True, marks=pytest.mark.slow),
+    ("with_the_state_half_written", 2, [4], True),
+    pytest.param("after_the_state_is_written", 2, [4], True, marks=pytest.mark.slow),
+    ("before_the_step_is_committed", 1, [4], True),
+    ("after_the_step_is_committed", 1, [4, 8], False),
+]
+
+
+def kill_at(point, occurrence, config, hosts):
+    killed = subprocess.run(
+        [sys.executable, "-m", "tests.faults.killed_world", point, str(occurrence),
+         str(config), f"hosts={hosts}"],
+        cwd=runs.ROOT,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )  # fmt: skip
+    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+
+
+def continue_and_audit(config, run, hosts):
+    ended = runs.cli("train", config, f"hosts={hosts}")
+    assert ended.returncode == 0, ended.stderr
+    assert "12 steps" in runs.verb("audit", run)
+    return ended.stdout
+
+
+@pytest.mark.parametrize(("point", "occurrence", "complete", "leaves_half"), POINTS)
+def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step(
+    tmp_path, corpus, point, occurrence, complete, leaves_half
+):
+    config = runs.write_config(tmp_path, corpus)
+    run = tmp_path / "tiny"
+    kill_at(point, occurrence, config, hosts=2)
+    assert runs.saved_steps(run) == complete
+    half = [p.name for p in (run / "checkpoints").iterdir() if not p.name.isdigit()]
+    if leaves_half is not None:
+        assert bool(half) == leaves_half
+    inspected = runs.verb("inspect", run)
+    assert ("step 8 was interrupted while it was saved" in inspected) == bool(half)
+
+    output = continue_and_audit(config, run, hosts=2)
+    assert f"from step {complete[-1]} to step 12" in output
+    assert ("step 8 was interrupted while it was saved" in output) == bool(half)
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["12", "4", "8"]
+
+
+def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus)
+    kill_at("with_the_state_half_written", 1, config, hosts=2)
+    assert runs.saved_steps(tmp_path / "tiny") == []
+    output = continue_and_audit(config, tmp_path / "tiny", hosts=1)
+    assert "step 4 was interrupted while it was saved and is passed over" in output
+    assert "newest complete step is 0" in output
+    assert "tiny: to step 12" in output
+
+
+def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus)
+    kill_at("between_two_saves", 7, config, hosts=2)
+    output = continue_and_audit(config, tmp_path / "tiny", hosts=4)
+    assert "from step 4 to step 12 on 4 hosts" in output
+    audit = runs.verb("audit", tmp_path / "tiny")
+    assert "steps trained again after an interruption: 3" in audit
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_again_and_again_ends_as_if_nothing_were(
+    tmp_path, corpus
+):
+    config = runs.write_config(tmp_path, corpus, steps=60, checkpoint_period=3)
+    seed = int(time.time())
+    print(f"random moments with seed {seed}")
+    moments = random.Random(seed)
+    for hosts in (2, 4, 1, 2, 4, 2, 1, 4):
+        world = subprocess.Popen(
+            runs.command("train", config, f"hosts={hosts}"),
+            cwd=runs.ROOT,
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        with world:
+            time.sleep(moments.uniform(4, 12))
+            os.killpg(world.pid, signal.SIGKILL)
+    ended = runs.cli("train", config, "hosts=2")
+    assert ended.returncode == 0, ended.stderr
+    assert "60 steps on" in runs.verb("audit", tmp_path / "tiny")

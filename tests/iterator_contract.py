@@ -1,0 +1,136 @@
+"""What every iterator of global batches keeps, wherever it runs.
+
+Subclasses say how to make one (`batches`). Its claims are those of the training loop and of
+Orbax's `StatefulCheckpointable`.
+"""
+
+import asyncio
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import example_id, positional
+
+GLOBAL_BATCH_SIZE = 16
+
+
+class Created:
+    """Orbax's promise of a directory, kept at once."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = epath.Path(path)
+
+    async def await_creation(self) -> epath.Path:
+        return self._path
+
+
+def run(coroutine):
+    async def both():
+        await (await coroutine)
+
+    asyncio.run(both())
+
+
+def ids(batch):
+    return example_id.join(np.asarray(batch["example_id"]))
+
+
+class IteratorContract:
+    @pytest.fixture
+    def batches(self, data):
+        raise NotImplementedError
+
+    @pytest.fixture
+    def mesh(self):
+        return topology.make_mesh(2)[0]
+
+    def expected(self, data, num_batches):
+        host = data.host_batches(
+            host=0, num_hosts=1, global_batch_size=GLOBAL_BATCH_SIZE
+        )
+        return [next(host) for _ in range(num_batches)]
+
+    def test_batches_are_those_of_the_pipeline_row_for_row(self, batches, data):
+        for rows in self.expected(data, 8):
+            batch = next(batches)
+            assert batch.keys() == rows.keys()
+            for name, array in rows.items():
+                np.testing.assert_array_equal(batch[name], array)
+
+    def test_rows_lie_sharded_over_the_whole_mesh(self, batches, mesh):
+        wanted = topology.batch_sharding(mesh)
+        for array in next(batches).values():
+            assert array.sharding.is_equivalent_to(wanted, array.ndim)
+
+    def test_it_is_a_checkpointable_to_orbax(self, batches):
+        assert isinstance(batches, ocp.StatefulCheckpointable)
+
+    def test_the_state_is_that_of_the_moment_of_the_save(self, batches, data, tmp_path):
+        expected = self.expected(data, 6)
+        for _ in range(3):
+            next(batches)
+
+        async def save_and_go_on():
+            writing = await batches.save(Created(tmp_path))
+            assert ids(next(batches)) == ids(expected[3])
+            await writing
+
+        asyncio.run(save_and_go_on())
+        next(batches)
+        run(batches.load(epath.Path(tmp_path)))
+        for rows in expected[3:]:
+            assert ids(next(batches)) == ids(rows)
+
+    def test_the_state_before_every_batch_can_be_returned_to(
+        self, batches, data, tmp_path
+    ):
+        for number, rows in enumerate(self.expected(data, 8)):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            run(batches.save(Created(directory)))
+            assert ids(next(batches)) == ids(rows)
+        for number, rows in reversed(list(enumerate(self.expected(data, 8)))):
+            run(batches.load(epath.Path(tmp_path / str(number))))
+            assert ids(next(batches)) == ids(rows)
+
+    def test_orbax_saves_it_and_loads_it_with_the_weights(
+        self, batches, data, tmp_path
+    ):
+        weights = {"w": jax.numpy.arange(4.0)}
+        expected = self.expected(data, 4)
+        with ocp.training.Checkpointer(tmp_path / "steps") as checkpointer:
+            next(batches)
+            checkpointer.save_checkpointables(1, {"state": weights, "data": batches})
+            next(batches)
+            next(batches)
+            loaded = checkpointer.load_checkpointables(
+                1, {"state": weights, "data": batches}
+            )
+        np.testing.assert_array_equal(loaded["state"]["w"], weights["w"])
+        assert ids(next(batches)) == ids(expected[1])
+
+    def test_a_spoilt_state_is_refused_and_the_position_stays(
+        self, batches, data, tmp_path
+    ):
+        expected = self.expected(data, 2)
+        next(batches)
+        (tmp_path / "data_state.json").write_text('{"version": 1')
+        with pytest.raises(errors.DataError, match="is cut short"):
+            run(batches.load(epath.Path(tmp_path)))
+        assert ids(next(batches)) == ids(expected[1])
+
+    def test_the_state_of_another_pipeline_is_refused(self, batches, data, tmp_path):
+        run(batches.save(Created(tmp_path)))
+        other = self.make(
+            positional.PositionalData(
+                files=data.files, max_target_length=16, num_threads=0
+            )
+        )
+        with pytest.raises(errors.DataError, match="data_shuffle_seed: saved 7, now 0"):
+            run(other.load(epath.Path(tmp_path)))
+        other.close()

@@ -1,0 +1,68 @@
+import subprocess
+import sys
+
+import pytest
+
+import sidecar
+from elastic_ckpt.core import topology
+from sidecar import worker
+from tests import iterator_contract
+
+
+class TestRemoteIterator(iterator_contract.IteratorContract):
+    def make(self, data):
+        return sidecar.RemoteIterator(
+            data,
+            mesh=topology.make_mesh(2)[0],
+            global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
+        )
+
+    @pytest.fixture
+    def batches(self, data):
+        handle = self.make(data)
+        yield handle
+        handle.close()
+
+
+def test_a_letter_arrives_as_it_was_sent():
+    mesh, _ = topology.make_mesh(2)
+    content = {"ticket": 3, "directory": "/a/b ü"}
+    sent = worker.letter(content, topology.batch_sharding(mesh))
+    assert worker.open_letter(sent) == content
+    assert len(sent.sharding.device_set) == 8
+
+
+USE = """
+import sys
+from elastic_ckpt.core import topology
+from elastic_ckpt.data import positional
+import sidecar
+mesh, _ = topology.make_mesh(1)
+data = positional.PositionalData(files=(sys.argv[1],), max_target_length=8)
+batches = sidecar.RemoteIterator(data, mesh=mesh, global_batch_size=2)
+next(batches)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "batches.close()", "raise SystemExit(0)"])
+def test_a_program_that_used_it_ends_without_a_word(corpus, end):
+    ended = subprocess.run(
+        [sys.executable, "-c", USE + end, corpus],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout + ended.stderr == ""
+
+
+def test_of_a_bare_sidecar_neither_orbax_nor_the_command_line_is_imported():
+    program = (
+        "import sys, sidecar\n"
+        "from elastic_ckpt.data import positional\n"
+        "print([m for m in sys.modules if m.startswith(('elastic_ckpt.cli',"
+        " 'elastic_ckpt.checkpoint', 'elastic_ckpt.elastic'))])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "[]\n"

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+
+from elastic_ckpt.core import digest, errors, topology
+from elastic_ckpt.training import step_log, train_step
+
+WORLD = topology.Topology(hosts=2, slices=1, devices=4)
+HEADER = '{"version":1,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4}\n'
+
+
+def report(ids, loss=1.5):
+    return train_step.StepReport(
+        loss=np.float32(loss),
+        example_id=np.array([[id_ >> 32, id_ & 0xFFFFFFFF] for id_ in ids], np.uint32),
+        row_digests=np.array([id_ % 97 for id_ in ids], np.uint32),
+    )
+
+
+def write_attempt(directory, start_step, steps):
+    log = step_log.StepLog(directory, start_step=start_step, world=WORLD)
+    for step, ids in steps.items():
+        log.append(step, report(ids))
+    log.close()
+
+
+def test_an_attempt_is_read_as_it_was_written(tmp_path):
+    log = step_log.StepLog(tmp_path, start_step=3, world=WORLD)
+    assert log.append(3, report([5, 2**40], loss=0.1)) == float(np.float32(0.1))
+    log.close()
+    (attempt,) = step_log.read(tmp_path)
+    assert attempt == step_log.Attempt(
+        attempt=1,
+        start_step=3,
+        hosts=2,
+        slices=1,
+        devices=4,
+        records=(
+            step_log.StepRecord(
+                step=3,
+                loss=float(np.float32(0.1)),
+                digest=digest.batch_digest([5, 2**40], [5, 2**40 % 97]),
+                ids=(5, 2**40),
+            ),
+        ),
+    )
+
+
+def test_version_1_has_these_lines(tmp_path, golden):
+    write_attempt(tmp_path, 0, {0: [12, 7], 1: [3, 4]})
+    golden("step_log_v1.jsonl", (tmp_path / "step_log/attempt-00001.jsonl").read_text())
+
+
+def test_a_later_attempt_overrules_the_steps_that_it_repeats(tmp_path):
+    write_attempt(tmp_path, 0, {0: [1], 1: [2], 2: [3], 3: [4]})
+    write_attempt(tmp_path, 2, {2: [30]})
+    lineage = step_log.lineage(step_log.read(tmp_path))
+    assert {step: record.ids for step, record in lineage.items()} == {
+        0: (1,),
+        1: (2,),
+        2: (30,),
+    }
+
+
+def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_path):
+    write_attempt(tmp_path, 0, {0: [1]})
+    (tmp_path / "step_log/attempt-00002.jsonl").write_text(HEADER[:20])
+    assert len(step_log.read(tmp_path)) == 1
+    write_attempt(tmp_path, 1, {1: [2]})
+    assert [attempt.attempt for attempt in step_log.read(tmp_path)] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version":2}\n', "has version 2, and this program reads version 1"),
+        ('{"no":1}\n', "has version None"),
+        (HEADER + '{"step":0}\n', "not a step log"),
+        (HEADER.replace("hosts", "hots"), "not a step log"),
+    ],
+)
+def test_what_is_no_step_log_is_refused(tmp_path, text, message):
+    (tmp_path / "step_log").mkdir()
+    (tmp_path / "step_log/attempt-00001.jsonl").write_text(text)
+    with pytest.raises(errors.DataError, match=message):
+        step_log.read(tmp_path)
+
+
+def test_a_directory_without_a_log_is_no_run(tmp_path):
+    with pytest.raises(errors.DataError, match="no step log in it; name the directory"):
+        step_log.read(tmp_path)
