@@ -1,3 +1,8 @@
 """What runs beside the accelerator hosts, in colocated Python, and its handle."""
 
-from sidecar.remote_iterator import RemoteIterator as RemoteIterator
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+    from sidecar.remote_iterator import RemoteIterator
+
+__all__ = ["RemoteIterator"]

@@ -8,6 +8,7 @@ tells the worker which devices take part.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -76,7 +77,7 @@ class _HostWorker:
         return self._iterator
 
 
-def _field(call: jax.Array, name: str):  # noqa: ANN202 - a str or an int
+def _field(call: jax.Array, name: str) -> Any:
     content = open_letter(call)
     assert isinstance(content, dict)
     return content[name]

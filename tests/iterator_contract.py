@@ -1,7 +1,7 @@
 """What every iterator of global batches keeps, wherever it runs.
 
-Subclasses say how to make one (`batches`). Its claims are those of the training loop and of
-Orbax's `StatefulCheckpointable`.
+Subclasses say how to make one. The claims are those of the training loop and of Orbax's
+`StatefulCheckpointable`.
 """
 
 import asyncio

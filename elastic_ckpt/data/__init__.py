@@ -1,1 +1,9 @@
 """Elastic data: global batches that are the same on any number of hosts."""
+
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+    from elastic_ckpt.data.iterator import Batches, ElasticData
+    from elastic_ckpt.data.positional import PositionalData, from_config
+
+__all__ = ["Batches", "ElasticData", "PositionalData", "from_config"]

@@ -49,7 +49,7 @@ def test_a_second_world_starts_from_the_warm_server(tmp_path):
         assert len(run(sum_over_hosts, tmp_path / str(number))) == 2
 
 
-def fail(place, emit, *, host, how):
+def fail(place, _, *, host, how):
     print(f"host {place.host} was here", flush=True)
     if place.host == host:
         how()
@@ -94,7 +94,7 @@ def test_a_failed_host_ends_the_world_with_its_own_words(tmp_path, how, message)
     assert time.monotonic() - began < 30
 
 
-def fail_in_turn(place, emit):
+def fail_in_turn(place, _):
     if place.host == 2:
         raise errors.DataError("the cause")
     time.sleep(0.05 * place.host)
@@ -102,7 +102,7 @@ def fail_in_turn(place, emit):
 
 
 def test_of_several_failures_the_cause_is_told(tmp_path):
-    with pytest.raises(errors.RunError, match="^the cause$"):
+    with pytest.raises(errors.RunError, match=r"^the cause$"):
         run(fail_in_turn, tmp_path, num_hosts=3)
 
 

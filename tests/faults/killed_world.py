@@ -1,4 +1,4 @@
-"""A world that kills itself, all of it, with SIGKILL, when one host reaches a given point.
+"""A world that kills itself, all of it, with SIGKILL, when a host reaches a point.
 
     python -m tests.faults.killed_world POINT OCCURRENCE CONFIG [key=value ...]
 
@@ -16,12 +16,12 @@ from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import supervisor
 
 
-def _wrap(owner, name, kill, *, before, where=lambda *arguments: True):
+def _wrap(owner, name, kill, *, before, where=None):
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(*arguments, **keywords):
-        here = where(*arguments)
+        here = where is None or where(*arguments)
         if here and before:
             kill()
         result = original(*arguments, **keywords)
@@ -32,11 +32,11 @@ def _wrap(owner, name, kill, *, before, where=lambda *arguments: True):
     setattr(owner, name, wrapped)
 
 
-def _at_step_8(source, target, **keywords):
+def _at_step_8(_, target):
     return os.path.basename(os.fspath(target)) == "8"
 
 
-def _at_data_state(source, target, **keywords):
+def _at_data_state(_, target):
     return os.fspath(target).endswith("data_state.json")
 
 

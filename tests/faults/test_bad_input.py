@@ -107,7 +107,6 @@ def test_a_data_state_that_is_missing_cut_short_or_not_json(trained, data_state)
     assert f"data state {data_state} is not JSON" in refuse(trained, "steps=8")
     data_state.unlink()
     assert f"data state {data_state} is missing" in refuse(trained, "steps=8")
-    # What the error advises works: without the step, the run begins anew.
 
 
 def test_moving_a_spoilt_step_away_continues_from_the_one_before(tmp_path, corpus):
@@ -131,7 +130,7 @@ def test_a_run_that_is_done_says_so_and_changes_no_checkpoint(trained):
     assert files(trained.parent / "tiny" / "checkpoints") == before
 
 
-def test_an_audit_of_no_run_and_of_changed_data(trained, tmp_path, corpus):
+def test_an_audit_of_no_run(trained, tmp_path):
     assert "is not the directory of a run" in runs.verb("audit", tmp_path, code=1)
     run = tmp_path / "copy"
     (run / "step_log").mkdir(parents=True)

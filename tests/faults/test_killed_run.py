@@ -11,8 +11,8 @@ import pytest
 
 from tests import runs
 
-# Point and its occurrence in the second save, the steps that are complete then, and whether
-# something half saved is left (None: it depends on how far Orbax has come).
+# Point and its occurrence in the second save, the steps that are complete then, and
+# whether something half saved is left (None: it depends on how far Orbax has come).
 POINTS = [
     pytest.param("before_the_state_is_taken", 2, [4], None, marks=pytest.mark.slow),
     pytest.param("after_the_state_is_taken", 2, [4], None, marks=pytest.mark.slow),

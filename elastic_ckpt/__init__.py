@@ -1,0 +1,11 @@
+"""Elastic data and checkpoints for JAX: a run continues on whatever hosts are there."""
+
+from etils import epy
+
+from elastic_ckpt.core.errors import ElasticCkptError
+
+with epy.lazy_api_imports(globals()):
+    from elastic_ckpt import data
+
+__version__ = "0.1.0"
+__all__ = ["ElasticCkptError", "__version__", "data"]

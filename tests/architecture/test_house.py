@@ -1,0 +1,140 @@
+"""The house rules that a linter cannot know."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCES = sorted(
+    path for room in ("elastic_ckpt", "sidecar") for path in (ROOT / room).rglob("*.py")
+)
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 6
+VAGUE = {"utils", "helpers", "common", "base", "misc", "manager"}
+# They may start threads or read the clock, the network or a process number of JAX.
+ONLY_READER_OF_PROCESS_INDEX = "elastic_ckpt/core/topology.py"
+ONLY_WRITER_OF_FILES = "elastic_ckpt/core/storage.py"
+
+
+def relative(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def functions(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+@pytest.fixture(params=SOURCES, ids=relative)
+def source(request):
+    return request.param
+
+
+def test_there_are_sources():
+    assert len(SOURCES) > 30
+
+
+def test_imports_point_downwards():
+    linted = subprocess.run(
+        [pathlib.Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert linted.returncode == 0, linted.stdout
+    assert "2 kept, 0 broken" in linted.stdout
+
+
+def test_a_file_is_one_room(source):
+    assert len(source.read_text().splitlines()) <= MAX_FILE_LINES
+
+
+def test_a_file_is_named_after_what_it_defines(source):
+    assert source.stem not in VAGUE
+
+
+def test_functions_are_short_and_take_few_parameters(source):
+    for function in functions(source):
+        lines = function.end_lineno - function.lineno + 1
+        assert lines <= MAX_FUNCTION_LINES, function.name
+        arguments = function.args
+        names = {
+            argument.arg
+            for argument in arguments.posonlyargs
+            + arguments.args
+            + arguments.kwonlyargs
+        } - {"self", "cls"}
+        assert len(names) <= MAX_PARAMETERS, function.name
+
+
+def test_everything_public_is_documented_and_everything_is_annotated(source):
+    tree = ast.parse(source.read_text())
+    assert ast.get_docstring(tree)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.name.startswith("_") or ast.get_docstring(node), node.name
+    for function in functions(source):
+        arguments = function.args
+        named = arguments.posonlyargs + arguments.args + arguments.kwonlyargs
+        for argument in named:
+            bare = argument.annotation is None
+            assert not bare or argument.arg in ("self", "cls"), function.name
+        assert function.returns or function.name == "__init__", function.name
+
+
+def test_one_module_reads_process_numbers(source):
+    if relative(source) != ONLY_READER_OF_PROCESS_INDEX:
+        assert "process_index(" not in source.read_text()
+        assert "process_count(" not in source.read_text()
+
+
+def test_one_module_writes_files(source):
+    if relative(source) == ONLY_WRITER_OF_FILES:
+        return
+    writers = ("write_text", "write_bytes", "mkdir", "unlink", "rmtree", "os.replace")
+    text = source.read_text()
+    assert not [writer for writer in writers if f"{writer}(" in text]
+
+
+def test_nothing_is_unpickled_and_nothing_is_evaluated(source):
+    text = source.read_text()
+    for dangerous in ("pickle.load", "eval(", "exec(", "yaml.load(", "np.load("):
+        assert dangerous not in text.replace("value_and_grad(", "")
+
+
+def test_every_module_is_reachable_without_a_cycle():
+    modules = {
+        relative(path)
+        .removesuffix(".py")
+        .replace("/", ".")
+        .removesuffix(".__init__"): path
+        for path in SOURCES
+    }
+    graph = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    done: set[str] = set()
+
+    def visit(name, above):
+        assert name not in above, f"cycle: {[*above, name]}"
+        if name not in done:
+            for lower in graph[name] - {name}:
+                visit(lower, [*above, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+
+
+def imported(path):
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+    return names
