@@ -21,9 +21,9 @@ from sidecar import worker
 class RemoteIterator:
     """Global batches from workers in colocated Python; they write their own state.
 
-    To a training loop it is an iterator, to Orbax v1 a `StatefulCheckpointable`: the state
-    goes from the worker's host into the step's temporary directory, before Orbax commits
-    the step, and never passes through the head.
+    To a training loop it is an iterator, to Orbax v1 a `StatefulCheckpointable`: the
+    state goes from the worker's host into the step's temporary directory, before Orbax
+    commits the step, and never passes through the head.
 
     Args:
       data: what to iterate over.
@@ -40,7 +40,7 @@ class RemoteIterator:
         )
         self._tickets = itertools.count()
         self._next_call = worker.letter({}, self._cpu_sharding)
-        self._worker: Any = worker.Worker(data, global_batch_size)
+        self._worker = worker.Worker(data, global_batch_size)
         # Also at the end of the program, should nobody call `close`.
         self._release = weakref.finalize(self, _release, self._worker)
 
@@ -79,7 +79,8 @@ class RemoteIterator:
 
 
 def _release(wrapper: Any) -> None:
-    # The wrapper of a colocated class sits in reference cycles, and its finalizer fails,
-    # loudly, when it first runs in a dying interpreter: so break the cycles before.
+    # The wrapper of a colocated class sits in reference cycles, and its finalizer
+    # fails, loudly, when it first runs in a dying interpreter: so break the cycles
+    # before.
     vars(wrapper).clear()
     gc.collect()

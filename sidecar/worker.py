@@ -1,8 +1,8 @@
 """The worker: one object on each accelerator host that iterates over the data.
 
-Colocated Python passes JAX arrays alone. Whatever else the head says travels as a letter:
-JSON in a uint8 array of shape `[devices, bytes]`, one copy a device, whose sharding also
-tells the worker which devices take part.
+Colocated Python passes JAX arrays alone. Whatever else the head says travels as a
+letter: JSON in a uint8 array of shape `[devices, bytes]`, one copy a device, whose
+sharding also tells the worker which devices take part.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def letter(content: storage.Json, sharding: NamedSharding) -> jax.Array:
     """`content` for every device of `sharding`, which shards rows over all its axes."""
     line = np.frombuffer(json.dumps(content).encode(), np.uint8)
     copies = np.broadcast_to(line, (sharding.mesh.devices.size, len(line)))
-    # Not `device_put`: across controllers it compares values over all hosts, and a letter
-    # may be sent from a thread beside the training step's own collectives.
+    # Not `device_put`: across controllers it compares values over all hosts, and a
+    # letter may be sent from a thread beside the training step's own collectives.
     return jax.make_array_from_callback(copies.shape, sharding, lambda i: copies[i])
 
 
@@ -83,4 +83,4 @@ def _field(call: jax.Array, name: str) -> Any:
     return content[name]
 
 
-Worker = colocated_python.colocated_python_class(_HostWorker)
+Worker: Any = colocated_python.colocated_python_class(_HostWorker)

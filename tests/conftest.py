@@ -1,4 +1,4 @@
-"""Fixtures that every test may use, and the check that no test leaves anything behind."""
+"""Fixtures for every test, and the check that none leaves anything behind."""
 
 import os
 import pathlib
@@ -27,14 +27,14 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def golden(request):
-    """Compares a text with a file in tests/golden (or writes it, with --update-golden)."""
+    """Compares a text with a file in tests/golden, or writes it (--update-golden)."""
 
     def compare(name: str, text: str) -> None:
         path = GOLDEN / name
         if request.config.getoption("--update-golden"):
             path.write_text(text)
         assert text == path.read_text(), (
-            f"{name} changed; if that is meant, run pytest --update-golden and commit it"
+            f"{name} changed; if that is meant, commit what --update-golden writes"
         )
 
     return compare

@@ -1,8 +1,9 @@
 """The run's checkpoints, through Orbax v1's `training.Checkpointer`.
 
 A step is a directory named by the number of steps done. It holds two checkpointables,
-`state` (weights, optimizer, step counter) and `data` (the data state). Orbax writes them
-under a temporary name and renames it at the end, so a step has both or does not exist.
+`state` (weights, optimizer, step counter) and `data` (the data state). Orbax writes
+them under a temporary name and renames it at the end, so a step has both or does not
+exist.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from typing import Any
+from typing import Any, cast
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import summary, validation
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events
+from elastic_ckpt.core import errors, events, storage
 
 DIRECTORY = "checkpoints"
 STATE = "state"
 DATA = "data"
 
-# Orbax names a step that is being saved `<step>.orbax-checkpoint-tmp`, perhaps with more.
+# Orbax names a step that is being saved `<step>.orbax-checkpoint-tmp`, perhaps with
+# more.
 _INTERRUPTED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 
 
@@ -75,21 +77,20 @@ class RunCheckpointer:
         self._pending: _PendingSave | None = None
         interrupted = interrupted_steps(directory)
         policies = ocp.training.save_decision_policies
-        keep = section.max_num_checkpoints_to_keep
+        save = policies.AnySavePolicy(
+            [
+                policies.FixedIntervalPolicy(section.checkpoint_period),
+                policies.PreemptionCheckpointingPolicy(),
+            ]
+        )
         preservation = ocp.training.preservation_policies
+        newest = section.max_num_checkpoints_to_keep
+        keep = preservation.LatestN(newest) if newest else preservation.PreserveAll()
         self._orbax = ocp.training.Checkpointer(
-            epath.Path(directory).absolute()
-            if "://" not in str(directory)
-            else directory,
-            save_decision_policy=policies.AnySavePolicy(
-                [
-                    policies.FixedIntervalPolicy(section.checkpoint_period),
-                    policies.PreemptionCheckpointingPolicy(),
-                ]
-            ),
-            preservation_policy=preservation.LatestN(keep)
-            if keep
-            else preservation.PreserveAll(),
+            storage.absolute(directory),
+            # Orbax's policies do not match its own protocols to the letter.
+            save_decision_policy=cast(Any, save),
+            preservation_policy=cast(Any, keep),
             cleanup_tmp_directories=True,
         )
         for step in interrupted:
@@ -145,7 +146,7 @@ class RunCheckpointer:
         return self._orbax.should_save(step)
 
     def save(self, step: int, state: Any) -> None:
-        """Saves `state` and the data state as `step`, in the background if so configured.
+        """Saves `state` and the data state as `step`, perhaps in the background.
 
         Waits for the save before, and raises its error if it failed.
 
@@ -159,9 +160,9 @@ class RunCheckpointer:
         )
         if response is None:
             raise errors.CheckpointError(
-                f"step {step} was not saved: Orbax declined it in {self._orbax.directory},"
-                f" whose newest step is {self.latest_step}; look for steps of another run"
-                " in that directory"
+                f"step {step} was not saved: Orbax declined it in"
+                f" {self._orbax.directory}, whose newest step is {self.latest_step};"
+                " look for steps of another run in that directory"
             )
         self._pending = _PendingSave(
             step=step, response=response, began_secs=time.monotonic()

@@ -11,6 +11,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import validation
+from elastic_ckpt.core import storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ def read_parts(step_path: epath.PathLike) -> dict[str, Any]:
     logging.set_verbosity(logging.ERROR)
     try:
         # Orbax finds nothing below a relative path.
-        path = epath.Path(step_path).resolve()
+        path = storage.absolute(step_path)
         return dict(ocp.checkpointables_metadata(path).metadata)
     finally:
         logging.set_verbosity(before)
@@ -76,7 +77,7 @@ def summarize(tree: Any) -> list[LeafSummary]:
 def _sharding(leaf: Any) -> str:
     metadata = getattr(leaf, "sharding_metadata", None)
     spec = getattr(metadata, "partition_spec", None)
-    if spec is None:
+    if metadata is None or spec is None:
         return "one device"
     mesh = dict(
         zip(metadata.axis_names, np.ravel(metadata.shape).tolist(), strict=True)

@@ -22,9 +22,9 @@ def check_parts(step_path: str, saved: set[str], wanted: set[str]) -> None:
     missing = sorted(wanted - saved)
     if missing:
         raise errors.CheckpointError(
-            f"{step_path} lacks {missing} of its parts {sorted(wanted)}; restore them from"
-            " a copy, or move this step out of its directory to continue from the one"
-            " before"
+            f"{step_path} lacks {missing} of its parts {sorted(wanted)}; restore them"
+            " from a copy, or move this step out of its directory to continue from the"
+            " one before"
         )
 
 

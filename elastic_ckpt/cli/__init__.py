@@ -1,1 +1,1 @@
-"""The command line: one file a verb, and the only room that puts everything together."""
+"""The command line: one file a verb, and the one room that puts everything together."""

@@ -11,7 +11,8 @@ from elastic_ckpt.core import errors
 
 # Verb, one line of help; the module of that name defines `add_arguments` and `run`.
 VERBS = {
-    "train": "train a model, or continue a run, on the hosts that the configuration names",
+    "train": "train a model, or continue a run, on the hosts that the configuration"
+    " names",
     "data": "write the text files below a directory as ArrayRecord",
     "audit": "prove that a run used each example once, in the order of a one-host run",
     "inspect": "show the steps of a run, their arrays and their data state",

@@ -1,4 +1,4 @@
-"""Shows the events of a run: one line that moves on a terminal, a few lines elsewhere."""
+"""Shows a run's events: one line that moves on a terminal, a few lines elsewhere."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Progress:
 
     def _on_step_interrupted(self, **event: Any) -> None:
         self._line(
-            f"step {event['step']} was interrupted while it was saved and is passed over"
-            f" ({event['path']}); the newest complete step is {event['resume_step']}"
+            f"step {event['step']} was interrupted while it was saved and is passed"
+            f" over ({event['path']}); the newest complete step is"
+            f" {event['resume_step']}"
         )
 
     def _on_restored(self, **event: Any) -> None:

@@ -44,7 +44,7 @@ def read_config(directory: str) -> schema.Config:
         ) from None
     except ValueError as error:
         raise errors.ConfigError(
-            f"{path} is not JSON ({error}); restore it from a copy, or start the run once"
-            " more to have it written anew"
+            f"{path} is not JSON ({error}); restore it from a copy, or start the run"
+            " once more to have it written anew"
         ) from None
     return load.from_values(values, place=str(path))

@@ -80,9 +80,9 @@ def check_world(config: schema.Config) -> None:
     if world.hardware != "cpu":
         if world.hosts > 1:
             raise errors.ConfigError(
-                f"hosts={world.hosts} with hardware={world.hardware}: the local launcher"
-                " starts CPU hosts; start one process a host with Slurm or a JobSet, or set"
-                " hosts=1"
+                f"hosts={world.hosts} with hardware={world.hardware}: the local"
+                " launcher starts CPU hosts; start one process a host with Slurm or a"
+                " JobSet, or set hosts=1"
             )
         return
     expected = topology.Topology(

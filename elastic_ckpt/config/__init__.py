@@ -1,1 +1,1 @@
-"""MaxText-style configuration: YAML files, `base_config:` and `key=value`, all strict."""
+"""MaxText-style configuration: YAML files, `base_config:` and `key=value`, strict."""

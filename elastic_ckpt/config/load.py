@@ -6,6 +6,7 @@ with its file and line, and with the nearest key that exists.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import pathlib
@@ -30,8 +31,8 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
     """The configuration in `path`, with `overrides` on top.
 
     Args:
-      path: a YAML file of `key: value` lines; `base_config:` names a file, relative to this
-        one, whose settings hold where this one is silent.
+      path: a YAML file of `key: value` lines; `base_config:` names a file, relative to
+        this one, whose settings hold where this one is silent.
       overrides: `key=value` texts, as on a command line; later ones win.
 
     Raises:
@@ -113,13 +114,12 @@ def _build(settings: dict[str, _Setting]) -> schema.Config:
             )
         section, field = known[key]
         chosen.setdefault(section, {})[key] = _coerce(key, field, setting)
-    sections = {
-        section.name: dataclasses.replace(
-            section.default, **chosen.get(section.name, {})
-        )
-        for section in dataclasses.fields(schema.Config)
-    }
-    return schema.Config(**sections)
+    return schema.Config(
+        **{
+            name: dataclasses.replace(section, **chosen.get(name, {}))
+            for name, section in schema.sections().items()
+        }
+    )
 
 
 def _coerce(
@@ -133,10 +133,8 @@ def _coerce(
         and not isinstance(value, bool)
     ):
         # YAML 1.1 reads `1e-3` as a string.
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if wanted is str and value is None:
         value = ""
     if type(value) is not wanted:

@@ -70,8 +70,8 @@ class WorldSection:
     )
     jax_cache_dir: str = _key(
         "",
-        "Directory of JAX's compilation cache; with it a program is compiled once for all"
-        " hosts, and not again at a restart on a known topology. Empty caches nothing.",
+        "Directory of JAX's compilation cache: a restart on a known topology compiles"
+        " nothing that took long before. Empty caches nothing.",
     )
     hardware: str = _key(
         "cpu", "The kind of device to compute on.", choices=("cpu", "gpu", "tpu")
@@ -103,8 +103,8 @@ class OptimizerSection:
     )
     learning_rate_schedule_steps: int = _key(
         -1,
-        "Length of the schedule; -1 takes `steps`. Set it in a run that is continued with"
-        " larger `steps`, so that the schedule does not move.",
+        "Length of the schedule; -1 takes `steps`. Set it in a run that is continued"
+        " with larger `steps`, so that the schedule does not move.",
         at_least=-1,
     )
     gradient_clipping_threshold: float = _key(
@@ -130,8 +130,8 @@ class DataSection:
     )
     text_directory: str = _key(
         "",
-        "If grain_train_files is a single path that does not exist yet, it is written from"
-        " the text files below this directory, as `elastic-ckpt data` does;"
+        "If grain_train_files is a single path that does not exist yet, it is written"
+        " from the text files below this directory, as `elastic-ckpt data` does;"
         " `python-stdlib` stands for the sources of Python's standard library.",
     )
     max_target_length: int = _key(
@@ -150,8 +150,8 @@ class DataSection:
     data_shuffle_seed: int = _key(0, "Seed of the shuffle.", at_least=0)
     grain_use_elastic_iterator: bool = _key(
         True,
-        "Read through Grain's ElasticIterator, whose position means the same on any number"
-        " of hosts.",
+        "Read through Grain's ElasticIterator, whose position means the same on any"
+        " number of hosts.",
         choices=(True,),
     )
     grain_num_threads: int = _key(
@@ -162,8 +162,8 @@ class DataSection:
     )
     colocated_python_data_input: bool = _key(
         False,
-        "Run the data iterator in colocated Python, beside the accelerator hosts, where it"
-        " writes its own state.",
+        "Run the data iterator in colocated Python, beside the accelerator hosts,"
+        " where it writes its own state.",
     )
 
 
@@ -194,13 +194,22 @@ class Config:
     checkpoint: CheckpointSection = CheckpointSection()
 
 
+def sections() -> dict[str, Any]:
+    """Each section's name and its defaults."""
+    defaults = Config()
+    return {
+        field.name: getattr(defaults, field.name)
+        for field in dataclasses.fields(Config)
+    }
+
+
 def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     """Each key's section name and field, in the order of definition."""
     found: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
-    for section in dataclasses.fields(Config):
-        for field in dataclasses.fields(section.default):
+    for name, section in sections().items():
+        for field in dataclasses.fields(section):
             assert field.name not in found, f"{field.name} stands in two sections"
-            found[field.name] = (section.name, field)
+            found[field.name] = (name, field)
     return found
 
 
@@ -215,13 +224,13 @@ def values(config: Config) -> dict[str, Value]:
 def base_yaml() -> str:
     """The text of `configs/base.yml`: every key with its meaning and its default."""
     lines = [
-        "# Every key with its default. Written from elastic_ckpt/config/schema.py; a test",
-        "# keeps the two the same. Start your own file with `base_config: base.yml`.",
+        "# Every key with its default, written from elastic_ckpt/config/schema.py; a",
+        "# test compares them. Begin your own file with `base_config: base.yml`.",
     ]
     described = ""
     for name, (section, field) in keys().items():
         if section != described:
-            title = (type(getattr(Config(), section)).__doc__ or "").splitlines()[0]
+            title = (type(sections()[section]).__doc__ or "").splitlines()[0]
             lines += ["", f"######## {title}"]
             described = section
         doc = field.metadata["doc"]
@@ -232,7 +241,7 @@ def base_yaml() -> str:
             "",
             *textwrap.wrap(doc, 86, initial_indent="# ", subsequent_indent="# "),
         ]
-        lines.append(f"{name}: {render(field.default)}")
+        lines.append(f"{name}: {render(getattr(sections()[section], name))}")
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,8 @@
 
 A row digest is a dot product with odd pseudo-random multipliers modulo 2**32 (a
 multiply-shift hash, Dietzfelbinger et al. 1997, without the shift). It needs integer
-arithmetic alone, so NumPy on the host and XLA on any number of devices give the same bits.
+arithmetic alone, so NumPy on the host and XLA on any number of devices give the same
+bits.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def row_digests(tokens: Array) -> Array:
 
 
 def batch_digest(row_ids: Iterable[int], digests: Iterable[int]) -> str:
-    """BLAKE2b-64 of the ordered (row id, row digest) pairs of a batch, as 16 hex digits."""
+    """BLAKE2b-64 of the ordered row ids and row digests, as 16 hex digits."""
     ids = np.fromiter(row_ids, np.uint64)
     content = ids.astype("<u8").tobytes() + np.fromiter(digests, "<u4").tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()

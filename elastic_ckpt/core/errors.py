@@ -25,4 +25,4 @@ class CheckpointError(ElasticCkptError):
 
 
 class RunError(ElasticCkptError):
-    """A run that cannot start or go on: its directory is taken, or a host has failed."""
+    """A run that cannot start or go on: its directory is taken, a host has failed."""

@@ -1,7 +1,8 @@
 """What happens in a run, as named values that a terminal and a log can both show.
 
-An event is a name of `NAMES` and a few JSON fields. Whoever acts emits through an `Emit`;
-whoever listens (a progress line, the supervisor across a pipe, a file) is such a callable.
+An event is a name of `NAMES` and a few JSON fields. Whoever acts emits through an
+`Emit`; whoever listens (a progress line, the supervisor across a pipe, a file) is such
+a callable.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A file appears whole or not at all: it is written under a temporary name beside its
 place, flushed to the disk and renamed. A log grows by whole lines; a line that a crash
-cut short is the last one, and `read_log` drops it. Local paths get these guarantees from
-POSIX, object stores (`gs://`, `s3://`) from their own atomic puts.
+cut short is the last one, and `read_log` drops it. Local paths get these guarantees
+from POSIX, object stores (`gs://`, `s3://`) from their own atomic puts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 def is_local(path: epath.PathLike) -> bool:
     """Whether `path` names a file of this machine rather than an object store's."""
     return "://" not in os.fspath(path)
+
+
+def absolute(path: epath.PathLike) -> epath.Path:
+    """`path` as what it means from any working directory."""
+    return epath.Path(os.path.abspath(path) if is_local(path) else path)
 
 
 def canonical_json(value: Json) -> bytes:
@@ -87,11 +92,12 @@ def make_unique_directory(parent: epath.PathLike) -> str:
 
 
 class AppendLog:
-    """A file of JSON lines that only grows; a line is in the kernel when `append` returns.
+    """A file of JSON lines that only grows.
 
-    A killed process therefore loses no line that it appended, and `sync` makes the lines
-    survive the machine as well. Objects of a store cannot grow: there the lines wait in
-    memory, and `sync` puts the object anew.
+    A line is in the kernel when `append` returns, so a killed process loses none that
+    it appended, and `sync` makes the lines survive the machine as well.
+    Objects of a store cannot grow: there the lines wait in memory, and `sync` puts the
+    object anew.
     """
 
     def __init__(self, path: epath.PathLike) -> None:

@@ -38,9 +38,9 @@ class Topology:
         """Raises a ConfigError unless hosts and devices divide into the slices."""
         if self.hosts % self.slices and self.slices % self.hosts:
             raise errors.ConfigError(
-                f"{self.hosts} hosts do not divide into slices={self.slices}: a slice is"
-                " made of whole hosts (or a host simulates whole slices); set slices to"
-                f" one of {_divisors(self.hosts)}"
+                f"{self.hosts} hosts do not divide into slices={self.slices}: a slice"
+                " is made of whole hosts (or a host simulates whole slices); set slices"
+                f" to one of {_divisors(self.hosts)}"
             )
         if self.devices % self.slices:
             raise errors.ConfigError(
@@ -68,8 +68,8 @@ def is_primary() -> bool:
 def make_mesh(slices: int) -> tuple[Mesh, Topology]:
     """A mesh `[slices, devices per slice]` over every device that is there.
 
-    TPU slices are those of the hardware (`device.slice_index`). Elsewhere the hosts, in the
-    order of their numbers, are cut into `slices` equal runs.
+    TPU slices are those of the hardware (`device.slice_index`). Elsewhere the hosts, in
+    the order of their numbers, are cut into `slices` equal runs.
 
     Raises:
       ConfigError: if the devices cannot be cut so.
@@ -112,8 +112,8 @@ def _divisors(number: int) -> list[int]:
 def place(batch: dict[str, jax.Array], sharding: Sharding) -> dict[str, jax.Array]:
     """`batch` under `sharding`, whose shards lie on the same hosts as the batch's own.
 
-    Nothing moves where an array lies there already. Across controllers each host moves its
-    own shards, since `jax.device_put` would compare values over all hosts first.
+    Nothing moves where an array lies there already. Across controllers each host moves
+    its own shards, since `jax.device_put` would compare values over all hosts first.
     """
     return {name: _place(array, sharding) for name, array in batch.items()}
 

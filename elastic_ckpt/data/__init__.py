@@ -5,5 +5,12 @@ from etils import epy
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt.data.iterator import Batches, ElasticData
     from elastic_ckpt.data.positional import PositionalData, from_config
+    from elastic_ckpt.data.text import write_arrayrecord
 
-__all__ = ["Batches", "ElasticData", "PositionalData", "from_config"]
+__all__ = [
+    "Batches",
+    "ElasticData",
+    "PositionalData",
+    "from_config",
+    "write_arrayrecord",
+]

@@ -1,8 +1,9 @@
 """Global batches as JAX arrays, with a data state that any number of hosts can load.
 
 `HostIterator` is what runs on one host: it loads the host's rows and places them on the
-host's devices. `Batches` puts it into the training process as a plain iterator and an Orbax
-`StatefulCheckpointable`; `sidecar.RemoteIterator` runs the same thing in colocated Python.
+host's devices. `Batches` puts it into the training process as a plain iterator and an
+Orbax `StatefulCheckpointable`; `sidecar.RemoteIterator` runs the same thing in
+colocated Python.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class HostIterator:
 
     Args:
       data: what to iterate over.
-      sharding: how the rows of a global batch lie on devices; all devices of a host hold
-        rows, and the hosts split the batch equally.
+      sharding: how the rows of a global batch lie on devices; all devices of a host
+        hold rows, and the hosts split the batch equally.
       global_batch_size: rows of a global batch, B.
     """
 
@@ -112,8 +113,8 @@ class HostIterator:
 
     def _place(self, rows: np.ndarray) -> jax.Array:
         shape = (self._global_batch_size, *rows.shape[1:])
-        # Row ranges of this host's devices. In ascending order they are the host's rows, so
-        # that rows land on the same devices every time.
+        # Row ranges of this host's devices. In ascending order they are the host's
+        # rows, so that rows land on the same devices every time.
         indices = self._sharding.addressable_devices_indices_map(shape)
         starts = {d: (index or (slice(None),))[0] for d, index in indices.items()}
         ranges = sorted({s.indices(shape[0])[:2] for s in starts.values()})
@@ -123,8 +124,8 @@ class HostIterator:
             taken += stop - start
         if taken != len(rows):
             raise errors.DataError(
-                f"this host's devices hold {taken} of the {shape[0]} rows of a batch, but"
-                f" its iterator gave {len(rows)}"
+                f"this host's devices hold {taken} of the {shape[0]} rows of a batch,"
+                f" but its iterator gave {len(rows)}"
             )
         pieces = []
         for device, part in starts.items():

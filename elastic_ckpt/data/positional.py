@@ -1,9 +1,9 @@
 """The positional engine: one record in, one example out, a position for a state.
 
-Records are shuffled anew each epoch and repeated without end, so example number `n` of the
-run is a pure function of `n`. Grain's `ElasticIterator` gives host `h` of `H` the
-examples `t * B + h + r * H` as its rows `r` of batch `t`: every batch holds the same rows at
-any H that divides B, and the state is the number of the next example.
+Records are shuffled anew each epoch and repeated without end, so example number `n` of
+the run is a pure function of `n`. Grain's `ElasticIterator` gives host `h` of `H` the
+examples `t * B + h + r * H` as its rows `r` of batch `t`: every batch holds the same
+rows at any H that divides B, and the state is the number of the next example.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int
     for what, count in (("hosts", world.hosts), ("devices", world.devices)):
         if rows % count:
             raise errors.ConfigError(
-                f"a global batch of {rows} rows does not divide over {count} {what}; set"
-                f" global_batch_size to a multiple of {count}, or use a number of {what}"
-                f" that divides {rows}"
+                f"a global batch of {rows} rows does not divide over {count} {what};"
+                f" set global_batch_size to a multiple of {count}, or use a number of"
+                f" {what} that divides {rows}"
             )
     return rows

@@ -4,7 +4,7 @@ Version 1 is a JSON object in `data_state.json`:
 
 * `version`: 1
 * `engine`: the engine that wrote it, `"positional"`
-* `position`: what that engine's iterator needs to go on, e.g. `{"global_next_index": 960}`
+* `position`: what the engine's iterator goes on from: `{"global_next_index": 960}`
 * `pipeline`: what decides which example comes when, named by configuration keys
 * `digest`: BLAKE2b-128 of the canonical JSON of all of the above
 
@@ -92,7 +92,7 @@ def read(directory: epath.PathLike) -> DataState:
 
 
 def check_same_pipeline(saved: DataState, current: dict[str, storage.Json]) -> None:
-    """Raises a DataError that names each part in which `saved` is of another pipeline."""
+    """Raises a DataError naming each part in which `saved` is of another pipeline."""
     changed = [
         f"{key}: saved {_shown(saved.pipeline.get(key))},"
         f" now {_shown(current.get(key))}"

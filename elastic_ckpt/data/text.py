@@ -25,8 +25,8 @@ class Written:
 def write_arrayrecord(directory: str, file: str) -> Written:
     """Writes each non-empty text file below `directory` as one record of `file`.
 
-    Records follow the sorted relative paths, so the same tree gives the same file. Files
-    that are not UTF-8 are taken for binary and left out.
+    Records follow the sorted relative paths, so the same tree gives the same file.
+    Files that are not UTF-8 are taken for binary and left out.
 
     Args:
       directory: any directory, or `python-stdlib` for the `.py` files of the standard

@@ -1,4 +1,4 @@
-"""A process's place in a world; says nothing of JAX, so that a launcher starts at once."""
+"""A process's place in a world; free of JAX, so that a launcher starts at once."""
 
 from __future__ import annotations
 

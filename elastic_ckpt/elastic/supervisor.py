@@ -1,10 +1,11 @@
 """Starts the hosts of a world as processes of this machine, and stands by them.
 
 The processes are forked from a warm server (`multiprocessing`'s forkserver) that has
-imported JAX, Orbax, Grain and this package but has started neither a backend nor a thread.
-Each host writes to a log of its own and reports over a pipe. When one fails, the others are
-killed at once - they could only hang in a collective - and the first failure is raised with
-the end of its log. However the supervisor ends, no host outlives it.
+imported JAX, Orbax, Grain and this package but has started neither a backend nor a
+thread. Each host writes to a log of its own and reports over a pipe. When one fails,
+the others are killed at once - they could only hang in a collective - and the first
+failure is raised with the end of its log. However the supervisor ends, no host outlives
+it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from elastic_ckpt.elastic.member import Member
 # What a host runs; it joins the world as the member that it is told to be.
 Program = Callable[[Member, events.Emit], None]
 
-# Failures arrive from several hosts at once; so long the first of them may be on its way.
+# Failures arrive from several hosts at once; so long the first of them may be on its
+# way.
 _GRACE_SECS = 0.5
 _SHOWN_LOG_LINES = 15
 
@@ -57,8 +59,8 @@ class HostFailure:
 def first_failure(failures: list[HostFailure]) -> HostFailure:
     """The failure that the others follow from.
 
-    An error that names its remedy cannot be the echo of another host's death, and a death
-    by a signal cannot be one of an exception; among equals the earliest is first.
+    An error that names its remedy cannot be the echo of another host's death, and a
+    death by a signal cannot be one of an exception; among equals the earliest is first.
     """
     return min(failures, key=lambda f: (not f.is_ours, not f.is_signal, f.at_secs))
 
@@ -177,8 +179,8 @@ def warm_up(modules: Sequence[str]) -> None:
     """Starts the fork server, which imports `modules` while the caller goes on.
 
     Args:
-      modules: what hosts would import; nothing that starts a thread or a JAX backend when
-        it is imported.
+      modules: what hosts would import; nothing that starts a thread or a JAX backend
+        when it is imported.
     """
     forkserver.set_forkserver_preload(list(modules))
     forkserver.ensure_running()
@@ -197,8 +199,9 @@ def _silent_death(host: int, exit_code: int) -> HostFailure:
 
 
 def _reserve_port() -> tuple[socket.socket, str]:
-    # The OS picks the port, and nobody else gets it while this socket is open; gRPC servers
-    # bind with SO_REUSEPORT as well, and only a listening socket takes connections.
+    # The OS picks the port, and nobody else gets it while this socket is open; gRPC
+    # servers bind with SO_REUSEPORT as well, and only a listening socket takes
+    # connections.
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -212,7 +215,8 @@ def _host_main(
     channel: connection.Connection,
 ) -> None:
     _die_with_supervisor()
-    # Ctrl-C reaches every process of the terminal; what it means, the supervisor decides.
+    # Ctrl-C reaches every process of the terminal; what it means, the supervisor
+    # decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log)
 

@@ -49,8 +49,9 @@ class Audit:
 def audit(attempts: list[step_log.Attempt], data: positional.PositionalData) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over `data`.
 
-    Batch for batch, the same examples with the same tokens have to be there; their places in
-    the batch may differ, and are counted. The one-host run is read anew from the files.
+    Batch for batch, the same examples with the same tokens have to be there; their
+    places in the batch may differ, and are counted. The one-host run is read anew from
+    the files.
     """
     lineage = step_log.lineage(attempts)
     steps = [lineage[step] for step in sorted(lineage)]
@@ -87,6 +88,7 @@ def _one_host_rows(examples: grain.MapDataset) -> Iterator[tuple[int, int]]:
     number = 0
     while True:
         example = examples[number]
+        assert example is not None
         tokens = np.concatenate([example["inputs"], example["targets"]])[None]
         yield (
             example_id.join(example["example_id"][None])[0],

@@ -1,7 +1,7 @@
 """The step log: which examples each step was computed from, written as the run goes.
 
-A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 1 of the file
-is JSON lines. The first describes the attempt:
+A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 1 of the
+file is JSON lines. The first describes the attempt:
 
     {"version":1,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8}
 
@@ -10,11 +10,12 @@ and each further line a step, in order:
     {"step":0,"loss":5.6,"digest":"9c1f00de12345678","ids":[12,7]}
 
 `ids` are the example ids of the global batch in row order, `digest` covers them and the
-tokens of their rows (`core.digest.batch_digest`). Both come out of the jitted step, from
-the very arrays that the gradient was computed from.
+tokens of their rows (`core.digest.batch_digest`). Both come out of the jitted step,
+from the very arrays that the gradient was computed from.
 
-A killed run may have logged steps past its last checkpoint. The next attempt starts at that
-checkpoint and repeats them; what counts is the `lineage`: of each step, the last record.
+A killed run may have logged steps past its last checkpoint. The next attempt starts at
+that checkpoint and repeats them; what counts is the `lineage`: of each step, the last
+record.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Program:
 
 
 def build(config: schema.Config, mesh: Mesh) -> Program:
-    """The program of `config` on `mesh`: parameters over `fsdp`, rows over both axes."""
+    """The program of `config` on `mesh`: weights over `fsdp`, rows over both axes."""
     optimizer = _optimizer(config)
 
     def gather(params: transformer.Params) -> transformer.Params:

@@ -1,8 +1,9 @@
 """A small decoder-only transformer, in pure JAX.
 
-Pre-norm blocks of rotary attention (Su et al. 2021) and a gated feed-forward (Shazeer 2020),
-the embedding shared with the output. Parameters of all layers are stacked on a leading
-dim and scanned over, so that compiling takes as long for forty layers as for one.
+Pre-norm blocks of rotary attention (Su et al. 2021) and a gated feed-forward (Shazeer
+2020), the embedding shared with the output. Parameters of all layers are stacked on a
+leading dim and scanned over, so that compiling takes as long for forty layers as for
+one.
 """
 
 from __future__ import annotations

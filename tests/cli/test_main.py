@@ -30,7 +30,7 @@ def test_help_needs_none_of_the_heavy_libraries():
 
 
 def test_an_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):
-    def interrupt(*arguments):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("elastic_ckpt.data.text.write_arrayrecord", interrupt)

@@ -1,5 +1,6 @@
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -11,10 +12,14 @@ from elastic_ckpt.core import errors, storage
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "file"
     storage.write_atomic(path, b"old")
-    with pytest.raises(RuntimeError), storage.atomic_path(path) as temporary:
-        with open(temporary, "wb") as file:
-            file.write(b"half of the n")
-        raise RuntimeError
+
+    def half_write():
+        with storage.atomic_path(path) as temporary:
+            pathlib.Path(temporary).write_bytes(b"half of the n")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half_write()
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
 
@@ -55,7 +60,7 @@ def test_a_spoilt_line_in_the_middle_is_an_error_that_names_it(tmp_path):
 
 def test_a_log_is_readable_after_sync_on_an_object_store(tmp_path, monkeypatch):
     # The branch for object stores, with a directory in the store's place.
-    monkeypatch.setattr(storage, "is_local", lambda path: False)
+    monkeypatch.setattr(storage, "is_local", lambda _: False)
     log = storage.AppendLog(tmp_path / "log")
     log.append({"n": 0})
     log.sync()

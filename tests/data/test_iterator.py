@@ -61,7 +61,7 @@ class TooFewRows:
 
 
 def test_an_iterator_that_gives_too_few_rows_is_named():
-    with pytest.raises(errors.DataError, match="hold 8 of the 8 rows .* gave 4"):
+    with pytest.raises(errors.DataError, match=r"hold 8 of the 8 rows .* gave 4"):
         host_iterator(TooFewRows(), PartitionSpec("slice")).next()
 
 

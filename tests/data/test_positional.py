@@ -85,7 +85,7 @@ def test_targets_are_the_inputs_one_token_later(data):
     assert rows["inputs"].dtype == np.int32
 
 
-def test_reading_threads_change_nothing(corpus, data, oracle):
+def test_reading_threads_change_nothing(corpus, oracle):
     threaded = positional.PositionalData(
         files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=3
     )

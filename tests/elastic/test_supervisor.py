@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import multicontroller, supervisor
-from elastic_ckpt.config import schema
 
 
 class Heard:

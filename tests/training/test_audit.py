@@ -74,8 +74,8 @@ def test_an_example_used_twice_is_lost_elsewhere_and_named(data):
     assert not outcome.passed
     assert (outcome.num_lost, outcome.num_repeated) == (1, 1)
     assert outcome.first_difference == (
-        f"step 1, row 3: example {wrong} was used; the one-host run has [{lost}] in this"
-        f" batch instead of [{wrong}]"
+        f"step 1, row 3: example {wrong} was used; the one-host run has [{lost}] in"
+        f" this batch instead of [{wrong}]"
     )
 
 

@@ -13,7 +13,7 @@ from elastic_ckpt.core import errors, storage
 
 
 def find_files(patterns: str) -> tuple[str, ...]:
-    """The files that `patterns` names: paths or globs, separated by commas, sorted each.
+    """The files of comma-separated paths or globs, sorted within each.
 
     Raises:
       DataError: naming the pattern that matches nothing.
@@ -62,11 +62,11 @@ class ArrayRecordFiles:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __getitem__(self, number: int) -> tuple[int, bytes]:
+    def __getitem__(self, index: int) -> tuple[int, bytes]:
         try:
-            return number, self._records[number]
+            return index, self._records[index]
         except RuntimeError as error:
-            place, first = 0, number
+            place, first = 0, index
             while first >= self.records_per_file[place]:
                 first -= self.records_per_file[place]
                 place += 1

@@ -1,0 +1,28 @@
+"""The front door of all benchmarks: `python -m benchmarks SUITE [--json FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+from benchmarks import report
+
+SUITES = {
+    "first_light": "the demo: secs until it computes and ends; colocated next()",
+}
+
+
+def main() -> None:
+    """Runs a suite, prints its table, and writes it where it is asked to."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("suite", choices=SUITES, help=str(SUITES))
+    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
+    arguments = parser.parse_args()
+    figures = importlib.import_module(f"benchmarks.{arguments.suite}").measure()
+    print(report.table(figures))
+    if arguments.json:
+        report.write(arguments.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Suite `first_light`: the demo of the README, and what `next()` costs when colocated.
+
+* `demo_secs`: the whole demo as a person starts it, the training file not yet written.
+* `first_step_secs`: from the same command to the first step in the log.
+* `colocated_next_ratio`: `next()` of `sidecar.RemoteIterator`, which hands over global
+  arrays on the devices, over `next()` of the very Grain iterator that it runs, called
+  in process, which hands over NumPy rows. Both give the batches of the demo, in turns.
+* `in_process_next_ratio`: likewise `ec.data.Batches`; the difference of the two is what
+  colocated Python itself adds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks import report
+
+_DEMO = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
+_NUM_DEMOS = 3
+_NUM_ROUNDS = 15
+_BATCHES_A_ROUND = 40
+
+
+def measure() -> dict[str, report.Figure]:
+    """Runs the suite."""
+    demos = [_time_demo() for _ in range(_NUM_DEMOS)]
+    first_steps, wholes = zip(*demos, strict=True)
+    colocated, in_process = _next_ratios()
+    grain = "the same Grain iterator called in process"
+    return {
+        "demo_secs": report.Figure(
+            unit="s", against="at most 60 on 2 cores", samples=wholes
+        ),
+        "first_step_secs": report.Figure(
+            unit="s", against="at most 20 on 2 cores", samples=first_steps
+        ),
+        "colocated_next_ratio": report.Figure(
+            unit="ratio", against=grain, samples=colocated
+        ),
+        "in_process_next_ratio": report.Figure(
+            unit="ratio", against=grain, samples=in_process
+        ),
+    }
+
+
+def _time_demo() -> tuple[float, float]:
+    # Seconds to the first step and to the end, in an empty working directory.
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "elastic_ckpt.cli.main", "train", str(_DEMO)]
+        log = pathlib.Path(directory, "runs/demo_cpu/step_log/attempt-00001.jsonl")
+        began = time.monotonic()
+        with subprocess.Popen(
+            command, cwd=directory, stdout=subprocess.DEVNULL
+        ) as demo:
+            while demo.poll() is None and not _has_a_step(log):
+                time.sleep(0.02)
+            first_step_secs = time.monotonic() - began
+            if demo.wait():
+                raise RuntimeError(f"the demo failed: {' '.join(command)}")
+        return first_step_secs, time.monotonic() - began
+
+
+def _has_a_step(log: pathlib.Path) -> bool:
+    # The first line is the attempt itself.
+    return log.exists() and log.read_bytes().count(b"\n") > 1
+
+
+def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
+    import jax
+
+    import sidecar
+    from elastic_ckpt.config import load
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.data import iterator, positional, text
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    with tempfile.TemporaryDirectory() as directory:
+        file = f"{directory}/python_stdlib.array_record"
+        text.write_arrayrecord(text.PYTHON_STDLIB, file)
+        config = load.load(_DEMO, [f"grain_train_files={file}"])
+        data = positional.from_config(config.data)
+        mesh, _ = topology.make_mesh(config.world.slices)
+        rows = config.data.global_batch_size
+        sides: dict[str, Iterator[Any]] = {
+            "grain": data.host_batches(host=0, num_hosts=1, global_batch_size=rows),
+            "colocated": sidecar.RemoteIterator(
+                data, mesh=mesh, global_batch_size=rows
+            ),
+            "in_process": iterator.Batches(data, mesh=mesh, global_batch_size=rows),
+        }
+        secs = _in_turns(sides, jax.block_until_ready)
+    return tuple(
+        tuple(
+            ours / grains
+            for ours, grains in zip(secs[side], secs["grain"], strict=True)
+        )
+        for side in ("colocated", "in_process")
+    )
+
+
+def _in_turns(
+    sides: dict[str, Iterator[Any]], wait: Callable[[Any], Any]
+) -> dict[str, list[float]]:
+    secs: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(_NUM_ROUNDS + 1):
+        for name, batches in sides.items():
+            began = time.perf_counter()
+            for batch in itertools.islice(batches, _BATCHES_A_ROUND):
+                wait(batch)
+            if round_:  # the first round warms up
+                secs[name].append(time.perf_counter() - began)
+    return secs

@@ -1,0 +1,96 @@
+"""Figures, and how they are printed and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+
+_PACKAGES = (
+    "elastic-ckpt",
+    "jax",
+    "jaxlib",
+    "grain",
+    "orbax-checkpoint",
+    "array-record",
+    "tensorstore",
+    "numpy",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What was measured: the median of `samples`.
+
+    Attributes:
+      unit: of the samples.
+      against: what to hold it against: a bound, or the other side of a ratio.
+      samples: one a run, in order.
+    """
+
+    unit: str
+    against: str
+    samples: tuple[float, ...]
+
+    @property
+    def value(self) -> float:
+        """The median."""
+        return statistics.median(self.samples)
+
+
+def table(figures: dict[str, Figure]) -> str:
+    """The figures as lines for people, with the machine and the versions."""
+    lines = [f"{'figure':<28} {'median':>9} {'least':>9} {'most':>9}  unit, against"]
+    for name, figure in figures.items():
+        numbers = (figure.value, min(figure.samples), max(figure.samples))
+        cells = " ".join(f"{number:9.3f}" for number in numbers)
+        lines.append(f"{name:<28} {cells}  {figure.unit}, {figure.against}")
+    machine = ", ".join(f"{key} {value}" for key, value in _machine().items())
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
+    return "\n".join([*lines, machine, versions])
+
+
+def write(path: str, figures: dict[str, Figure]) -> None:
+    """Writes the figures to `path` as JSON."""
+    content = {
+        "machine": _machine(),
+        "versions": _versions(),
+        "figures": {
+            name: {
+                "value": figure.value,
+                "unit": figure.unit,
+                "against": figure.against,
+                "samples": list(figure.samples),
+            }
+            for name, figure in figures.items()
+        },
+    }
+    pathlib.Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _machine() -> dict[str, str]:
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": _cpu(),
+        "cores": str(os.cpu_count()),
+        "memory": f"{memory_bytes / 2**30:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def _cpu() -> str:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | versions

@@ -1,0 +1,94 @@
+"""Every block of the README works as it is written."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SET_UP = "pip install uv && uv run "
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands():
+    """The lines of all shell blocks, but for the tests themselves: these run this."""
+    lines = "".join(blocks("sh")).splitlines()
+    return [line for line in lines if "pytest" not in line]
+
+
+def test_it_is_short():
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_two_commands_that_need_no_other_step_are_there():
+    lines = "".join(blocks("sh")).splitlines()
+    assert [line for line in lines if line.startswith(SET_UP)] == [
+        SET_UP + "elastic-ckpt train configs/demo_cpu.yml",
+        SET_UP + "pytest",
+    ]
+
+
+def test_links_lead_to_files_and_headings():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        if target.startswith("#"):
+            headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+            assert target[1:] in [h.lower().replace(" ", "-") for h in headings]
+        else:
+            assert (ROOT / target).exists(), target
+
+
+def test_the_python_blocks_run_and_continue_when_run_again(tmp_path):
+    (program,) = blocks("python")
+    # Relative paths of checkpoints are this program's own business.
+    program = program.replace('"checkpoints"', f'"{tmp_path}/checkpoints"')
+    for steps in (range(1, 11), range(11, 21)):
+        ended = subprocess.run(
+            [sys.executable, "-c", program + "\nprint(step, state['tokens_seen'])"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout == f"{steps[-1] - 1} {steps[-1] * 16 * 256}\n"
+
+
+@pytest.mark.slow
+def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(tmp_path):
+    clone, bare = tmp_path / "clone", tmp_path / "bare"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    subprocess.run([sys.executable, "-m", "venv", bare], check=True)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("UV_", "VIRTUAL_ENV", "PYTEST", "PYTHON"))
+    }
+    environment["PATH"] = f"{bare}/bin:{os.environ['PATH']}"
+
+    def run(line):
+        ended = subprocess.run(
+            line,
+            shell=True,
+            cwd=clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, line + ended.stdout + ended.stderr
+        return ended.stdout
+
+    output = "".join(run(line) for line in commands())
+    assert "demo_cpu: to step 40 on 4 hosts, 2 slices, 8 devices" in output
+    assert "120 steps on 4 -> 2 -> 4 hosts took 1,920 rows, 1.09 epochs" in output
+    assert "PASSED" in output
+    assert "demo_cpu: 12 complete steps" in output
+    # Neither the lock file nor a run shows up as something to commit.
+    assert set(run("git status --porcelain").split()) <= {"??", "my_texts.array_record"}
