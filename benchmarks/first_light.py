@@ -74,6 +74,7 @@ def _has_a_step(log: pathlib.Path) -> bool:
 
 def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
     import jax
+    import numpy as np
 
     import sidecar
     from elastic_ckpt.config import load
@@ -90,20 +91,15 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
         mesh, _ = topology.make_mesh(config.world.slices)
         rows = config.data.global_batch_size
         sides: dict[str, Iterator[Any]] = {
-            "grain": data.host_batches(host=0, num_hosts=1, global_batch_size=rows),
             "colocated": sidecar.RemoteIterator(
                 data, mesh=mesh, global_batch_size=rows
             ),
             "in_process": iterator.Batches(data, mesh=mesh, global_batch_size=rows),
+            "grain": data.host_batches(host=0, num_hosts=1, global_batch_size=rows),
         }
         secs = _in_turns(sides, jax.block_until_ready)
-    return tuple(
-        tuple(
-            ours / grains
-            for ours, grains in zip(secs[side], secs["grain"], strict=True)
-        )
-        for side in ("colocated", "in_process")
-    )
+    colocated, in_process, grain = (np.array(samples) for samples in secs.values())
+    return tuple(colocated / grain), tuple(in_process / grain)
 
 
 def _in_turns(

@@ -25,6 +25,9 @@ Batch = dict[str, jax.Array]
 class HostBatches(Protocol):
     """One host's rows of each global batch, as Grain's iterators yield them."""
 
+    def __iter__(self) -> HostBatches:
+        """Itself."""
+
     def __next__(self) -> dict[str, np.ndarray]:
         """The next rows: arrays of shape `[rows of the host, ...]`."""
 
