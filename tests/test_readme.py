@@ -92,7 +92,7 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(tmp_p
 
     output = "".join(run(line) for line in commands())
     assert "demo_cpu: to step 40 on 4 hosts, 2 slices, 8 devices" in output
-    assert "120 steps on 4 -> 2 -> 4 hosts took 1,920 rows, 1.09 epochs" in output
+    assert "120 steps took 1,920 rows, 1.09 epochs; hosts: 4 -> 2 -> 4" in output
     assert "PASSED" in output
     assert "demo_cpu: 12 complete steps" in output
     # Neither the lock file nor a run shows up as something to commit.

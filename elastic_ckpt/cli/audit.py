@@ -39,8 +39,8 @@ def describe(outcome: audit.Audit) -> str:
     """The outcome in words."""
     hosts = " -> ".join(map(str, outcome.hosts))
     lines = [
-        f"{outcome.num_steps} steps on {hosts} hosts took {outcome.num_examples:,}"
-        f" rows, {outcome.num_epochs:.2f} epochs",
+        f"{outcome.num_steps} steps took {outcome.num_examples:,} rows,"
+        f" {outcome.num_epochs:.2f} epochs; hosts: {hosts}",
         f"lost: {outcome.num_lost} examples; repeated: {outcome.num_repeated}",
         f"rows in the one-host places: {outcome.num_row_identical_steps} of"
         f" {outcome.num_steps} batches",

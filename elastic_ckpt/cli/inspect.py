@@ -48,14 +48,19 @@ def collect(directory: str) -> dict[str, Any]:
 def describe(content: dict[str, Any]) -> str:
     """What `collect` found, in words."""
     lines = [f"{content['run']}: {len(content['steps'])} complete steps"]
+    before: dict[str, Any] = {}
     for step in content["steps"]:
         lines.append(f"step {step['step']}: {step['num_bytes']:,} bytes of arrays")
-        lines += [
-            f"  {leaf['path']:<44} {leaf['dtype']}{leaf['shape']}"
-            f"  {leaf['num_bytes']:,} bytes  {leaf['sharding']}"
-            for leaf in step["state"]
-        ]
+        if step["state"] == before.get("state"):
+            lines.append(f"  state: as in step {before['step']}")
+        else:
+            lines += [
+                f"  {leaf['path']:<40} {leaf['dtype']}{list(leaf['shape'])}"
+                f"  {leaf['num_bytes']:,} bytes  {leaf['sharding']}"
+                for leaf in step["state"]
+            ]
         lines.append(f"  data: {json.dumps(step['data'])}")
+        before = step
     lines += [
         f"step {step['step']} was interrupted while it was saved: {step['path']}"
         for step in content["interrupted"]

@@ -66,12 +66,15 @@ class WorldSection:
         at_least=1,
     )
     devices_per_host: int = _key(
-        1, "CPU devices of each host process; used with hardware=cpu only.", at_least=1
+        1,
+        "CPU devices of each host process. With hardware=cpu they train; with other"
+        " hardware colocated Python needs as many as the host has accelerators.",
+        at_least=1,
     )
     jax_cache_dir: str = _key(
         "",
         "Directory of JAX's compilation cache: a restart on a known topology compiles"
-        " nothing that took long before. Empty caches nothing.",
+        " nothing again. Empty caches nothing.",
     )
     hardware: str = _key(
         "cpu", "The kind of device to compute on.", choices=("cpu", "gpu", "tpu")

@@ -16,11 +16,11 @@ from elastic_ckpt.elastic import member
 def configure(world: schema.WorldSection) -> None:
     """Chooses the devices; before anything else is asked of JAX."""
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
-    if world.hardware == "cpu":
-        jax.config.update("jax_num_cpu_devices", world.devices_per_host)
+    jax.config.update("jax_num_cpu_devices", world.devices_per_host)
     if world.jax_cache_dir:
         directory = os.path.abspath(os.path.expanduser(world.jax_cache_dir))
         jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def join_outer_launcher() -> bool:

@@ -105,4 +105,4 @@ def test_a_run_killed_at_any_moment_again_and_again_ends_as_if_nothing_were(
             os.killpg(world.pid, signal.SIGKILL)
     ended = runs.cli("train", config, "hosts=2")
     assert ended.returncode == 0, ended.stderr
-    assert "60 steps on" in runs.verb("audit", tmp_path / "tiny")
+    assert "60 steps took" in runs.verb("audit", tmp_path / "tiny")
