@@ -18,10 +18,16 @@ from jax.sharding import NamedSharding
 from elastic_ckpt.core import storage
 from elastic_ckpt.data import iterator, state
 
+# A letter's length is a multiple of this.
+_LETTER_BYTES = 512
+
 
 def letter(content: storage.Json, sharding: NamedSharding) -> jax.Array:
     """`content` for every device of `sharding`, which shards rows over all its axes."""
-    line = np.frombuffer(json.dumps(content).encode(), np.uint8)
+    text = json.dumps(content).encode()
+    # Few lengths, since colocated Python specializes a method for each.
+    padded = text + b" " * (-len(text) % _LETTER_BYTES)
+    line = np.frombuffer(padded, np.uint8)
     copies = np.broadcast_to(line, (sharding.mesh.devices.size, len(line)))
     # Not `device_put`: across controllers it compares values over all hosts, and a
     # letter may be sent from a thread beside the training step's own collectives.

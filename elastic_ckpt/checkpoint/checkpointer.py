@@ -24,6 +24,11 @@ DIRECTORY = "checkpoints"
 STATE = "state"
 DATA = "data"
 
+_REMEDY = (
+    "restore it from a copy, or move this step out of its directory to continue from the"
+    " one before"
+)
+
 # Orbax names a step that is being saved `<step>.orbax-checkpoint-tmp`, perhaps with
 # more.
 _INTERRUPTED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
@@ -123,19 +128,28 @@ class RunCheckpointer:
         path = str(latest.path)
         check_step(path, abstract_state)
         # The data first: it is small, and an error in it leaves nothing half loaded.
-        self._load(latest.step, {DATA: self._data})
-        loaded = self._load(latest.step, {STATE: abstract_state})
+        self._load(DATA, self._data)
+        state = self._load(STATE, abstract_state)
         self._emit(
             "restored", step=latest.step, path=path, secs=time.monotonic() - began
         )
-        return loaded[STATE]
+        return state
 
-    def _load(self, step: int, parts: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, part: str, wanted: Any) -> Any:
+        latest = self._orbax.latest
+        assert latest is not None
         try:
-            return self._orbax.load_checkpointables(step, parts)
+            return self._orbax.load_checkpointables(latest.step, {part: wanted})[part]
         except Exception as error:
             # Orbax says of every error of a part that its handler is incompatible.
-            raise _root_cause(error) from None
+            cause = _root_cause(error)
+            if isinstance(cause, errors.ElasticCkptError):
+                raise cause from None
+            reason = str(cause).partition("\n")[0]
+            raise errors.CheckpointError(
+                f"{latest.path}: its part {part!r} cannot be read"
+                f" ({type(cause).__name__}: {reason}); {_REMEDY}"
+            ) from cause
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether the policies want a checkpoint now that `step` steps are done."""
@@ -204,4 +218,9 @@ def check_step(path: str, abstract_state: Any) -> None:
     """Raises a CheckpointError unless the step at `path` is of this run's model."""
     parts = summary.read_parts(path)
     validation.check_parts(path, set(parts), {STATE, DATA})
+    if parts[STATE] is None:
+        raise errors.CheckpointError(
+            f"{path}: its part {STATE!r} cannot be read (what it holds is not told);"
+            f" {_REMEDY}"
+        )
     validation.check_same_tree(path, parts[STATE], abstract_state)

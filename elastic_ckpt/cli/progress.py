@@ -47,6 +47,7 @@ class Progress:
         )
 
     def _on_restored(self, **event: Any) -> None:
+        self._saved = f"saved step {event['step']}"
         self._line(f"restored {event['path']} in {event['secs']:.1f} s")
 
     def _on_step(self, **event: Any) -> None:

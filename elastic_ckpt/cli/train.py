@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # What a host imports, for the fork server to have it ready.
 _HOST_MODULES = (
-    "sidecar",
+    "sidecar.remote_iterator",
     "elastic_ckpt.checkpoint.checkpointer",
     "elastic_ckpt.data.positional",
     "elastic_ckpt.elastic.multicontroller",
@@ -52,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _end_on_sigterm)
     from elastic_ckpt.elastic import supervisor
 
+    # At once, though an outer launcher may yet be found: importing takes seconds.
     if config.world.hosts > 1:
         supervisor.warm_up(_HOST_MODULES)
     from elastic_ckpt.elastic import multicontroller
@@ -101,7 +102,8 @@ def prepare(config: schema.Config) -> schema.Config:
 
     data = config.data
     file = pathlib.Path(data.grain_train_files)
-    if data.text_directory and not file.exists():
+    is_one_file = not set("*?[,") & set(str(file))
+    if data.text_directory and is_one_file and not file.exists():
         written = text.write_arrayrecord(data.text_directory, str(file))
         print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
     files = arrayrecord.find_files(data.grain_train_files)
@@ -155,6 +157,7 @@ def _train(config: schema.Config, emit: events.Emit) -> None:
     )
     if saver and start_step:
         state = saver.restore(program.abstract_state)
+        train_step.check_step(state, start_step)
     else:
         state = program.init()
     log = None

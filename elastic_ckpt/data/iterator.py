@@ -41,6 +41,10 @@ class HostBatches(Protocol):
 class ElasticData(Protocol):
     """Data that any number of hosts can share; it has to survive cloudpickle."""
 
+    @property
+    def engine(self) -> str:
+        """Names the kind of position that its batches have."""
+
     def identity(self) -> dict[str, storage.Json]:
         """What decides which example comes when, named by configuration keys."""
 
@@ -74,6 +78,7 @@ class HostIterator:
         self._is_writer = topology.this_host() == hosts[0]
         self._sharding = sharding
         self._global_batch_size = global_batch_size
+        self._engine = data.engine
         self._identity = data.identity()
         self._rows = data.host_batches(
             host=hosts.index(topology.this_host()),
@@ -89,7 +94,7 @@ class HostIterator:
     def get_state(self) -> state.DataState:
         """The data state after the last batch."""
         return state.DataState(
-            engine="positional",
+            engine=self._engine,
             position=dict(self._rows.get_state()),
             pipeline=self._identity,
         )
@@ -106,12 +111,7 @@ class HostIterator:
           DataError: if it cannot be read, or is of another pipeline.
         """
         saved = state.read(directory)
-        state.check_same_pipeline(saved, self._identity)
-        if saved.engine != "positional":
-            raise errors.DataError(
-                f"the data state in {directory} is of the engine {saved.engine!r}, not"
-                " 'positional'; set the engine back, or start a new run_name"
-            )
+        state.check_same_pipeline(saved, self._engine, self._identity)
         self._rows.set_state(dict(saved.position))
 
     def _place(self, rows: np.ndarray) -> jax.Array:

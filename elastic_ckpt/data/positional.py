@@ -40,6 +40,11 @@ class PositionalData:
     num_threads: int = 4
     prefetch_records: int = 16
 
+    @property
+    def engine(self) -> str:
+        """Names the kind of position that the batches have."""
+        return "positional"
+
     def num_records(self) -> int:
         """Examples of an epoch."""
         return len(arrayrecord.ArrayRecordFiles(self.files))

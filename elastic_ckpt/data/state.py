@@ -91,13 +91,16 @@ def read(directory: epath.PathLike) -> DataState:
     return _checked(path, content)
 
 
-def check_same_pipeline(saved: DataState, current: dict[str, storage.Json]) -> None:
+def check_same_pipeline(
+    saved: DataState, engine: str, pipeline: dict[str, storage.Json]
+) -> None:
     """Raises a DataError naming each part in which `saved` is of another pipeline."""
+    before = saved.pipeline | {"engine": saved.engine}
+    now = pipeline | {"engine": engine}
     changed = [
-        f"{key}: saved {_shown(saved.pipeline.get(key))},"
-        f" now {_shown(current.get(key))}"
-        for key in sorted(saved.pipeline.keys() | current.keys())
-        if saved.pipeline.get(key) != current.get(key)
+        f"{key}: saved {_shown(before.get(key))}, now {_shown(now.get(key))}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
     ]
     if changed:
         raise errors.DataError(

@@ -141,8 +141,8 @@ class World:
         host = self._channels[channel]
         try:
             message = json.loads(channel.recv_bytes())
-        except EOFError:
-            # The host is gone, with or without a word.
+        except (EOFError, OSError):
+            # The host is gone: without a word, or in the middle of one.
             del self._channels[channel]
             child = self._processes[host]
             child.join()
@@ -165,7 +165,9 @@ class World:
         if failure.is_ours:
             return failure.message
         log = self._logs[failure.host]
-        lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:]
+        # A host that could not even begin has no log.
+        text = log.read_text(errors="replace") if log.exists() else ""
+        lines = text.splitlines()[-_SHOWN_LOG_LINES:]
         return "\n".join(
             [
                 f"host {failure.host} failed: {failure.message}",

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import digest, topology
+from elastic_ckpt.core import digest, errors, topology
 from elastic_ckpt.data import iterator
 from elastic_ckpt.training import transformer
 
@@ -104,6 +104,17 @@ def build(config: schema.Config, mesh: Mesh) -> Program:
             donate_argnums=0,
         ),
     )
+
+
+def check_step(state: TrainState, step: int) -> None:
+    """Raises a CheckpointError if `state` is not that after `step` steps."""
+    saved = int(state["step"])
+    if saved != step:
+        raise errors.CheckpointError(
+            f"the checkpoint of step {step} holds the state after {saved} steps: it was"
+            f" renamed, or copied from another step; move {step} out of its directory"
+            " to continue from the step before"
+        )
 
 
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

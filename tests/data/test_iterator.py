@@ -52,6 +52,8 @@ def test_rows_land_on_the_same_devices_every_time(data):
 class TooFewRows:
     """Data of a user who forgot half of the batch."""
 
+    engine = "positional"
+
     def identity(self):
         return {}
 

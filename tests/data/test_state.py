@@ -80,10 +80,12 @@ def test_what_is_no_state_is_refused(tmp_path, content, message):
 
 def test_another_pipeline_is_named_part_by_part():
     current = json.loads(json.dumps(STATE.pipeline))
-    state.check_same_pipeline(STATE, current)
+    state.check_same_pipeline(STATE, "positional", current)
     changed = current | {"data_shuffle_seed": 1, "max_target_length": 8}
     with refused(
         r"data_shuffle_seed: saved 0, now 1; max_target_length: saved null, now 8.*"
         " set these keys back, or start a new run_name"
     ):
-        state.check_same_pipeline(STATE, changed)
+        state.check_same_pipeline(STATE, "positional", changed)
+    with refused('engine: saved "positional", now "sharded"'):
+        state.check_same_pipeline(STATE, "sharded", current)

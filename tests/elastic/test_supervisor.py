@@ -106,6 +106,38 @@ def test_of_several_failures_the_cause_is_told(tmp_path):
         run(fail_in_turn, tmp_path, num_hosts=3)
 
 
+WARM_WORLD = """
+import sys
+from elastic_ckpt.cli import train
+from elastic_ckpt.core import events
+from elastic_ckpt.elastic import supervisor
+from tests.elastic import warm_host
+
+def heard(name, **fields):
+    print(fields["path"], fields["step"], flush=True)
+
+if __name__ == "__main__":
+    supervisor.warm_up(train._HOST_MODULES)
+    supervisor.World(
+        warm_host.look_around, num_hosts=1, log_directory=sys.argv[1], emit=heard
+    ).run()
+"""
+
+
+def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
+    script = tmp_path / "world.py"
+    script.write_text(WARM_WORLD)
+    ended = subprocess.run(
+        [sys.executable, script, tmp_path / "logs"],
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    # What a host still lacked, and how many threads its server had.
+    assert ended.stdout == "[] 1\n"
+
+
 def failure(host, at_secs, **kind):
     return supervisor.HostFailure(host=host, message="", at_secs=at_secs, **kind)
 

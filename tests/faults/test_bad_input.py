@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_no_run_name(trained):
 def test_missing_data(trained):
     message = refuse(trained, "grain_train_files=/nowhere/*.array_record")
     assert "/nowhere/*.array_record matches no file; write one with" in message
+
+
+def test_a_pattern_is_not_taken_for_a_file_to_write(trained, tmp_path):
+    pattern = f"{tmp_path}/*.array_record"
+    message = refuse(
+        trained, f"grain_train_files={pattern}", "text_directory=python-stdlib"
+    )
+    assert "*.array_record matches no file" in message
+    assert not list(tmp_path.iterdir())
 
 
 def test_empty_data(trained, tmp_path):
@@ -120,6 +130,29 @@ def test_moving_a_spoilt_step_away_continues_from_the_one_before(tmp_path, corpu
     assert ended.returncode == 0, ended.stderr
     assert "from step 2 to step 6" in ended.stdout
     assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
+
+
+def copy_step(config, name):
+    checkpoints = config.parent / "tiny" / "checkpoints"
+    shutil.copytree(checkpoints / "4", checkpoints / name)
+    return checkpoints / name
+
+
+def test_a_step_under_another_name(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, steps=4)
+    assert runs.cli("train", config).returncode == 0
+    step = copy_step(config, "6")
+    message = refuse(config, "steps=8")
+    assert "the checkpoint of step 6 holds the state after 4 steps" in message
+    shutil.rmtree(step)
+
+    step = copy_step(config, "7")
+    shutil.rmtree(step / "state" / "d")
+    ended = runs.cli("train", config, "steps=8")
+    assert ended.returncode == 1
+    # Orbax's threads may have their say before.
+    assert f"{step}: its part 'state' cannot be read (" in ended.stderr
+    assert "move this step out of its directory" in ended.stderr
 
 
 def test_a_run_that_is_done_says_so_and_changes_no_checkpoint(trained):
