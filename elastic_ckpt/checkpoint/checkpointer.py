@@ -25,12 +25,11 @@ STATE = "state"
 DATA = "data"
 
 _REMEDY = (
-    "restore it from a copy, or move this step out of its directory to continue from the"
-    " one before"
+    "restore it from a copy, or move this step out of its directory to continue from"
+    " the one before"
 )
 
-# Orbax names a step that is being saved `<step>.orbax-checkpoint-tmp`, perhaps with
-# more.
+# Orbax names a step that is being saved so, perhaps with more behind it.
 _INTERRUPTED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 
 
