@@ -79,7 +79,7 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
     import sidecar
     from elastic_ckpt.config import load
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data import iterator, positional, text
+    from elastic_ckpt.data import iterator, positional, rows, text
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
@@ -89,13 +89,15 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
         config = load.load(_DEMO, [f"grain_train_files={file}"])
         data = positional.from_config(config.data)
         mesh, _ = topology.make_mesh(config.world.slices)
-        rows = config.data.global_batch_size
+        size = config.data.global_batch_size
         sides: dict[str, Iterator[Any]] = {
             "colocated": sidecar.RemoteIterator(
-                data, mesh=mesh, global_batch_size=rows
+                data, mesh=mesh, global_batch_size=size
             ),
-            "in_process": iterator.Batches(data, mesh=mesh, global_batch_size=rows),
-            "grain": data.host_batches(host=0, num_hosts=1, global_batch_size=rows),
+            "in_process": iterator.Batches(data, mesh=mesh, global_batch_size=size),
+            "grain": data.host_batches(
+                rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+            ),
         }
         secs = _in_turns(sides, jax.block_until_ready)
     colocated, in_process, grain = (np.array(samples) for samples in secs.values())

@@ -16,7 +16,7 @@ from jax.experimental import colocated_python
 from jax.sharding import NamedSharding
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.data import iterator, state
+from elastic_ckpt.data import iterator
 
 # A letter's length is a multiple of this.
 _LETTER_BYTES = 512
@@ -51,7 +51,7 @@ class _HostWorker:
         self._data = data
         self._global_batch_size = global_batch_size
         self._iterator: iterator.HostIterator | None = None
-        self._taken: dict[int, state.DataState] = {}
+        self._taken: dict[int, iterator.HostState] = {}
 
     def next(self, call: jax.Array) -> iterator.Batch:
         """The next global batch on the devices of `call`."""

@@ -14,7 +14,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import example_id, positional
+from elastic_ckpt.data import example_id, positional, rows
 
 GLOBAL_BATCH_SIZE = 16
 
@@ -51,15 +51,15 @@ class IteratorContract:
 
     def expected(self, data, num_batches):
         host = data.host_batches(
-            host=0, num_hosts=1, global_batch_size=GLOBAL_BATCH_SIZE
+            rows.Placement.in_order(0, num_hosts=1, global_batch_size=GLOBAL_BATCH_SIZE)
         )
         return [next(host) for _ in range(num_batches)]
 
     def test_batches_are_those_of_the_pipeline_row_for_row(self, batches, data):
-        for rows in self.expected(data, 8):
+        for expected in self.expected(data, 8):
             batch = next(batches)
-            assert batch.keys() == rows.keys()
-            for name, array in rows.items():
+            assert batch.keys() == expected.keys()
+            for name, array in expected.items():
                 np.testing.assert_array_equal(batch[name], array)
 
     def test_rows_lie_sharded_over_the_whole_mesh(self, batches, mesh):
@@ -83,20 +83,20 @@ class IteratorContract:
         asyncio.run(save_and_go_on())
         next(batches)
         run(batches.load(epath.Path(tmp_path)))
-        for rows in expected[3:]:
-            assert ids(next(batches)) == ids(rows)
+        for later in expected[3:]:
+            assert ids(next(batches)) == ids(later)
 
     def test_the_state_before_every_batch_can_be_returned_to(
         self, batches, data, tmp_path
     ):
-        for number, rows in enumerate(self.expected(data, 8)):
+        for number, batch in enumerate(self.expected(data, 8)):
             directory = tmp_path / str(number)
             directory.mkdir()
             run(batches.save(Created(directory)))
-            assert ids(next(batches)) == ids(rows)
-        for number, rows in reversed(list(enumerate(self.expected(data, 8)))):
+            assert ids(next(batches)) == ids(batch)
+        for number, batch in reversed(list(enumerate(self.expected(data, 8)))):
             run(batches.load(epath.Path(tmp_path / str(number))))
-            assert ids(next(batches)) == ids(rows)
+            assert ids(next(batches)) == ids(batch)
 
     def test_orbax_saves_it_and_loads_it_with_the_weights(
         self, batches, data, tmp_path
@@ -126,11 +126,15 @@ class IteratorContract:
 
     def test_the_state_of_another_pipeline_is_refused(self, batches, data, tmp_path):
         run(batches.save(Created(tmp_path)))
-        other = self.make(
-            positional.PositionalData(
-                files=data.files, max_target_length=16, num_threads=0
-            )
-        )
-        with pytest.raises(errors.DataError, match="data_shuffle_seed: saved 7, now 0"):
+        other_data, difference = self.other(data)
+        other = self.make(other_data)
+        with pytest.raises(errors.DataError, match=difference):
             run(other.load(epath.Path(tmp_path)))
         other.close()
+
+    def other(self, data):
+        """Other data that fits the same mesh, and how it differs, in words."""
+        other = positional.PositionalData(
+            files=data.files, max_target_length=16, num_threads=0
+        )
+        return other, "data_shuffle_seed: saved 7, now 0"

@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check_world(config: schema.Config) -> None:
     """Raises a ConfigError if the local launcher cannot start the configured world."""
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data import rows
+    from elastic_ckpt.data import batch_size
 
     world = config.world
     if world.hardware != "cpu":
@@ -92,7 +92,7 @@ def check_world(config: schema.Config) -> None:
         devices=world.hosts * world.devices_per_host,
     )
     expected.check()
-    rows.global_batch_size(config.data, expected)
+    batch_size.global_batch_size(config.data, expected)
 
 
 def prepare(config: schema.Config) -> schema.Config:
@@ -129,14 +129,14 @@ def run_host(config: schema.Config, emit: events.Emit) -> None:
 def _train(config: schema.Config, emit: events.Emit) -> None:
     from elastic_ckpt.checkpoint import checkpointer
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data import positional, rows
+    from elastic_ckpt.data import batch_size, positional
     from elastic_ckpt.training import loop, step_log, train_step
 
     began_secs = time.monotonic()
     directory = run_directory.of(config)
     mesh, world = topology.make_mesh(config.world.slices)
     data = positional.from_config(config.data)
-    batch_rows = rows.global_batch_size(config.data, world)
+    batch_rows = batch_size.global_batch_size(config.data, world)
     batches = _batches(config, data, mesh=mesh, global_batch_size=batch_rows)
     program = train_step.build(config, mesh)
     saver, start_step = None, 0

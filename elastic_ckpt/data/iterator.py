@@ -8,8 +8,9 @@ colocated Python.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any, Protocol
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -17,13 +18,17 @@ from etils import epath
 from jax.sharding import Mesh, Sharding
 
 from elastic_ckpt.core import errors, storage, topology
-from elastic_ckpt.data import state
+from elastic_ckpt.data import cursors, rows, state
 
 Batch = dict[str, jax.Array]
 
 
+# Reads the cursors of the given shards, whoever saved them.
+ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
+
+
 class HostBatches(Protocol):
-    """One host's rows of each global batch, as Grain's iterators yield them."""
+    """One host's rows of each global batch."""
 
     def __iter__(self) -> HostBatches:
         """Itself."""
@@ -31,11 +36,14 @@ class HostBatches(Protocol):
     def __next__(self) -> dict[str, np.ndarray]:
         """The next rows: arrays of shape `[rows of the host, ...]`."""
 
-    def get_state(self) -> dict[str, Any]:
-        """The position after the last rows, as JSON."""
+    def position(self) -> cursors.Position:
+        """The position after the last rows, the same on every host."""
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Goes to a position that `get_state` gave on any host."""
+    def shard_cursors(self) -> cursors.Cursors:
+        """The cursors of the logical shards that this host has, as they are now."""
+
+    def go_to(self, position: cursors.Position, read: ReadCursors) -> None:
+        """Goes to a position of any host, reading the cursors that it needs here."""
 
 
 class ElasticData(Protocol):
@@ -48,10 +56,16 @@ class ElasticData(Protocol):
     def identity(self) -> dict[str, storage.Json]:
         """What decides which example comes when, named by configuration keys."""
 
-    def host_batches(
-        self, *, host: int, num_hosts: int, global_batch_size: int
-    ) -> HostBatches:
+    def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The batches of one host."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostState:
+    """What one host saves: the data state, and the cursors of its logical shards."""
+
+    data_state: state.DataState
+    cursors: cursors.Cursors
 
 
 class AwaitedDirectory(Protocol):
@@ -74,48 +88,61 @@ class HostIterator:
     def __init__(
         self, data: ElasticData, *, sharding: Sharding, global_batch_size: int
     ) -> None:
-        hosts = sorted({device.process_index for device in sharding.device_set})
-        self._is_writer = topology.this_host() == hosts[0]
+        holders = row_holders(sharding, global_batch_size)
+        groups = sorted(set(holders.values()), key=lambda held: held[0])
+        mine = holders[topology.this_host()]
+        # Hosts with the same rows count as one, and the first of them writes for it.
+        writer = min(host for host, held in holders.items() if held == mine)
+        self._writes_cursors = writer == topology.this_host()
+        self._writes_state = self._writes_cursors and groups[0] == mine
         self._sharding = sharding
         self._global_batch_size = global_batch_size
         self._engine = data.engine
         self._identity = data.identity()
+        row_hosts = np.full(global_batch_size, -1)
+        for number, held in enumerate(groups):
+            row_hosts[list(held)] = number
         self._rows = data.host_batches(
-            host=hosts.index(topology.this_host()),
-            num_hosts=len(hosts),
-            global_batch_size=global_batch_size,
+            rows.Placement(row_hosts=row_hosts, host=groups.index(mine))
         )
 
     def next(self) -> Batch:
         """The next global batch: arrays of shape `[B, ...]` in the given sharding."""
-        rows = next(self._rows)
-        return {name: self._place(array) for name, array in rows.items()}
+        loaded = next(self._rows)
+        return {name: self._place(array) for name, array in loaded.items()}
 
-    def get_state(self) -> state.DataState:
-        """The data state after the last batch."""
-        return state.DataState(
+    def get_state(self) -> HostState:
+        """What to save after the last batch."""
+        data_state = state.DataState(
             engine=self._engine,
-            position=dict(self._rows.get_state()),
+            position=self._rows.position(),
             pipeline=self._identity,
         )
+        return HostState(data_state=data_state, cursors=self._rows.shard_cursors())
 
-    def write(self, directory: epath.PathLike, data_state: state.DataState) -> None:
-        """Writes `data_state` into `directory` on the one host whose task that is."""
-        if self._is_writer:
-            state.write(directory, data_state)
+    def write(self, directory: epath.PathLike, taken: HostState) -> None:
+        """Writes this host's part of the state `taken` into `directory`."""
+        if self._writes_cursors:
+            cursors.write(directory, taken.cursors, taken.data_state.position)
+        if self._writes_state:
+            state.write(directory, taken.data_state)
 
     def load(self, directory: epath.PathLike) -> None:
-        """Goes to the data state in `directory`.
+        """Goes to the data state in `directory`, of any number of hosts.
 
         Raises:
           DataError: if it cannot be read, or is of another pipeline.
         """
         saved = state.read(directory)
         state.check_same_pipeline(saved, self._engine, self._identity)
-        self._rows.set_state(dict(saved.position))
 
-    def _place(self, rows: np.ndarray) -> jax.Array:
-        shape = (self._global_batch_size, *rows.shape[1:])
+        def read(shards: Sequence[int]) -> cursors.Cursors:
+            return cursors.read(directory, shards, saved.position)
+
+        self._rows.go_to(saved.position, read)
+
+    def _place(self, loaded: np.ndarray) -> jax.Array:
+        shape = (self._global_batch_size, *loaded.shape[1:])
         # Row ranges of this host's devices. In ascending order they are the host's
         # rows, so that rows land on the same devices every time.
         indices = self._sharding.addressable_devices_indices_map(shape)
@@ -125,17 +152,42 @@ class HostIterator:
         for start, stop in ranges:
             offsets[start] = taken
             taken += stop - start
-        if taken != len(rows):
+        if taken != len(loaded):
             raise errors.DataError(
                 f"this host's devices hold {taken} of the {shape[0]} rows of a batch,"
-                f" but its iterator gave {len(rows)}"
+                f" but its iterator gave {len(loaded)}"
             )
         pieces = []
         for device, part in starts.items():
             start, stop, _ = part.indices(shape[0])
             first = offsets[start]
-            pieces.append(jax.device_put(rows[first : first + stop - start], device))
+            pieces.append(jax.device_put(loaded[first : first + stop - start], device))
         return jax.make_array_from_single_device_arrays(shape, self._sharding, pieces)
+
+
+def row_holders(
+    sharding: Sharding, global_batch_size: int
+) -> dict[int, tuple[int, ...]]:
+    """The rows of a batch that the devices of each host hold, by process number.
+
+    Raises:
+      ConfigError: if two hosts share some of their rows and not all.
+    """
+    held: dict[int, set[int]] = {}
+    shape = (global_batch_size,)
+    for device, index in sharding.devices_indices_map(shape).items():
+        part = (index or (slice(None),))[0]
+        held.setdefault(device.process_index, set()).update(
+            range(*part.indices(global_batch_size))
+        )
+    holders = {host: tuple(sorted(of_host)) for host, of_host in held.items()}
+    distinct = set(holders.values())
+    if sum(map(len, distinct)) != global_batch_size:
+        raise errors.ConfigError(
+            f"the sharding {sharding} gives hosts overlapping rows of a batch; shard"
+            " the rows so that two hosts have the same rows or none in common"
+        )
+    return holders
 
 
 class Batches:
@@ -164,10 +216,10 @@ class Batches:
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Takes the state now; the awaitable writes it into Orbax's directory."""
-        data_state = self._host.get_state()
+        taken = self._host.get_state()
 
         async def write() -> None:
-            self._host.write(await directory.await_creation(), data_state)
+            self._host.write(await directory.await_creation(), taken)
 
         return write()
 

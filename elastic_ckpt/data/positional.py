@@ -16,7 +16,7 @@ from grain import experimental as grain_experimental
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
-from elastic_ckpt.data import example_id, iterator, tokens
+from elastic_ckpt.data import cursors, example_id, iterator, rows, tokens
 from elastic_ckpt.data.sources import arrayrecord
 
 
@@ -70,20 +70,24 @@ class PositionalData:
             records = records.seed(self.shuffle_seed).shuffle()
         return records.repeat().map(self._example)
 
-    def host_batches(
-        self, *, host: int, num_hosts: int, global_batch_size: int
-    ) -> iterator.HostBatches:
-        """The rows of each global batch that `host` of `num_hosts` loads."""
+    def host_batches(self, placement: rows.Placement) -> iterator.HostBatches:
+        """The rows of each global batch that one host loads.
+
+        Grain deals them out by number, so they are the right rows of each batch, but
+        not those that `placement` puts on the host's devices.
+        """
         elastic = grain_experimental.ElasticIterator(
             self.examples(),
-            global_batch_size,
-            grain.sharding.ShardOptions(shard_index=host, shard_count=num_hosts),
+            len(placement.row_hosts),
+            grain.sharding.ShardOptions(
+                shard_index=placement.host, shard_count=placement.num_hosts
+            ),
             read_options=grain.ReadOptions(
                 num_threads=self.num_threads,
                 prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
             ),
         )
-        return iter(elastic)
+        return _HostBatches(iter(elastic))
 
     def _example(self, record: tuple[int, bytes]) -> dict[str, np.ndarray]:
         number, text = record
@@ -93,6 +97,29 @@ class PositionalData:
             "targets": text_tokens[1:],
             "example_id": example_id.split(number),
         }
+
+
+class _HostBatches:
+    """Grain's elastic iterator, whose state is a position and no cursors."""
+
+    def __init__(self, elastic: grain.DatasetIterator) -> None:
+        self._elastic = elastic
+
+    def __iter__(self) -> _HostBatches:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._elastic)
+
+    def position(self) -> cursors.Position:
+        return dict(self._elastic.get_state())
+
+    def shard_cursors(self) -> cursors.Cursors:
+        return {}
+
+    def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
+        del read  # there are none
+        self._elastic.set_state(position)
 
 
 def from_config(data: schema.DataSection) -> PositionalData:

@@ -1,31 +1,28 @@
 """The data state: where a run stands in its data, as one small checked file.
 
-Version 1 is a JSON object in `data_state.json`:
+Version 1 of `data_state.json` (a `checked_json` file) has the fields
 
-* `version`: 1
-* `engine`: the engine that wrote it, `"positional"`
-* `position`: what the engine's iterator goes on from: `{"global_next_index": 960}`
+* `engine`: the engine that wrote it, `"positional"` or `"sharded"`
+* `position`: the position that all hosts share: `{"global_next_index": 960}` or
+  `{"stream_row": 960}`
 * `pipeline`: what decides which example comes when, named by configuration keys
-* `digest`: BLAKE2b-128 of the canonical JSON of all of the above
 
-It says nothing of hosts or of the batch size: both may differ at resume.
+It says nothing of hosts or of the batch size: both may differ at resume. The cursors of
+logical shards lie beside it, see `data.cursors`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import checked_json
 
 FILE_NAME = "data_state.json"
 VERSION = 1
-
-# How `to_bytes` ends a file; inside it every closing brace is indented.
-_END = b"\n}\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,7 @@ class DataState:
 
     Attributes:
       engine: the engine's name.
-      position: the engine's own state, JSON.
+      position: the position that all hosts share, JSON.
       pipeline: identity of the pipeline, from configuration key to JSON value.
     """
 
@@ -45,14 +42,12 @@ class DataState:
 
 def to_bytes(state: DataState) -> bytes:
     """The content of the state's file."""
-    content: dict[str, storage.Json] = {
-        "version": VERSION,
+    fields: dict[str, storage.Json] = {
         "engine": state.engine,
         "position": state.position,
         "pipeline": state.pipeline,
     }
-    content["digest"] = digest.json_digest(content)
-    return json.dumps(content, indent=2).encode() + b"\n"
+    return checked_json.to_bytes(fields, version=VERSION)
 
 
 def write(directory: epath.PathLike, state: DataState) -> None:
@@ -64,31 +59,15 @@ def read(directory: epath.PathLike) -> DataState:
     """The state that `write` left in `directory`, checked.
 
     Raises:
-      DataError: if the file is missing, cut short, not JSON, altered, or of a version
-        that is not known; the message names the file and the way out.
+      DataError: as `checked_json.read` says.
     """
     path = epath.Path(directory) / FILE_NAME
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise _unreadable(path, "is missing") from None
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        began_well = text.startswith(b"{") or not text
-        if began_well and not text.endswith(_END):
-            what = f"is cut short (after {len(text)} bytes)"
-        else:
-            what = f"is not JSON ({error})"
-        raise _unreadable(path, what) from None
-    if not isinstance(content, dict) or "version" not in content:
-        raise _unreadable(path, "is not a data state")
-    if content["version"] != VERSION:
-        raise errors.DataError(
-            f"{path} has version {content['version']!r}, and this program reads version"
-            f" {VERSION}; continue the run with the program that wrote it"
-        )
-    return _checked(path, content)
+    content = checked_json.read(path, what="data state", version=VERSION)
+    return DataState(
+        engine=content["engine"],
+        position=content["position"],
+        pipeline=content["pipeline"],
+    )
 
 
 def check_same_pipeline(
@@ -107,23 +86,6 @@ def check_same_pipeline(
             "the data state was saved by another pipeline (" + "; ".join(changed) + ");"
             " set these keys back, or start a new run_name"
         )
-
-
-def _checked(path: epath.Path, content: dict[str, Any]) -> DataState:
-    body = {key: value for key, value in content.items() if key != "digest"}
-    if digest.json_digest(body) != content.get("digest"):
-        raise _unreadable(path, "was altered after it was saved (its digest differs)")
-    return DataState(
-        engine=body["engine"], position=body["position"], pipeline=body["pipeline"]
-    )
-
-
-def _unreadable(path: epath.Path, what: str) -> errors.DataError:
-    step = path.parent.parent
-    return errors.DataError(
-        f"data state {path} {what}; restore the file from a copy, or move {step} out of"
-        " its directory to continue from the step before"
-    )
 
 
 def _shown(value: storage.Json) -> str:

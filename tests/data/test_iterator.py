@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import iterator
+from elastic_ckpt.data import iterator, rows
 from tests import iterator_contract
 
 
@@ -29,7 +29,9 @@ def host_iterator(data, spec):
 
 
 def test_rows_follow_the_sharding_where_an_axis_does_not_shard_them(data):
-    expected = next(data.host_batches(host=0, num_hosts=1, global_batch_size=8))
+    expected = next(
+        data.host_batches(rows.Placement.in_order(0, num_hosts=1, global_batch_size=8))
+    )
     for spec in (PartitionSpec("slice"), PartitionSpec("fsdp"), PartitionSpec()):
         batch = host_iterator(data, spec).next()
         np.testing.assert_array_equal(batch["inputs"], expected["inputs"])
@@ -57,9 +59,8 @@ class TooFewRows:
     def identity(self):
         return {}
 
-    def host_batches(self, *, host, num_hosts, global_batch_size):
-        del host, num_hosts
-        return iter([{"x": np.zeros((global_batch_size // 2, 3))}])
+    def host_batches(self, placement):
+        return iter([{"x": np.zeros((len(placement.row_hosts) // 2, 3))}])
 
 
 def test_an_iterator_that_gives_too_few_rows_is_named():

@@ -4,7 +4,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from elastic_ckpt.data import example_id, positional
+from elastic_ckpt.data import example_id, positional, rows
 
 GLOBAL_BATCH_SIZE = 12
 NUM_BATCHES = 30  # of 12 rows: more than three epochs of 100 examples
@@ -13,7 +13,9 @@ NUM_BATCHES = 30  # of 12 rows: more than three epochs of 100 examples
 def world(data, num_hosts):
     return [
         data.host_batches(
-            host=host, num_hosts=num_hosts, global_batch_size=GLOBAL_BATCH_SIZE
+            rows.Placement.in_order(
+                host, num_hosts=num_hosts, global_batch_size=GLOBAL_BATCH_SIZE
+            )
         )
         for host in range(num_hosts)
     ]
@@ -22,7 +24,7 @@ def world(data, num_hosts):
 def next_rows(hosts):
     """The rows of the next global batch, as sorted (id, inputs, targets)."""
     parts = [next(host) for host in hosts]
-    rows = [
+    found = [
         (id_, inputs.tobytes(), targets.tobytes())
         for part in parts
         for id_, inputs, targets in zip(
@@ -32,8 +34,8 @@ def next_rows(hosts):
             strict=True,
         )
     ]
-    assert len(rows) == GLOBAL_BATCH_SIZE
-    return sorted(rows)
+    assert len(found) == GLOBAL_BATCH_SIZE
+    return sorted(found)
 
 
 @pytest.fixture
@@ -54,10 +56,10 @@ def test_the_state_before_every_batch_continues_on_any_other_number_of_hosts(
     counts = itertools.cycle([4, 3, 1, 6, 2, 12])
     hosts = world(data, next(counts))
     for batch in oracle:
-        saved = hosts[-1].get_state()
+        saved = hosts[-1].position()
         hosts = world(data, next(counts))
         for host in hosts:
-            host.set_state(saved)
+            host.go_to(saved, read=None)
         assert next_rows(hosts) == batch
 
 
@@ -80,9 +82,9 @@ def test_without_shuffling_the_order_is_that_of_the_file(corpus):
 
 
 def test_targets_are_the_inputs_one_token_later(data):
-    rows = next(world(data, 1)[0])
-    np.testing.assert_array_equal(rows["inputs"][:, 1:], rows["targets"][:, :-1])
-    assert rows["inputs"].dtype == np.int32
+    batch = next(world(data, 1)[0])
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    assert batch["inputs"].dtype == np.int32
 
 
 def test_reading_threads_change_nothing(corpus, oracle):

@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import digest, topology
-from elastic_ckpt.data import example_id, iterator
+from elastic_ckpt.data import example_id, iterator, rows
 from elastic_ckpt.training import train_step
 
 CONFIG = schema.Config(
@@ -43,13 +43,15 @@ def test_the_loss_falls(trained):
 
 
 def test_the_report_names_the_rows_that_were_trained_on(trained, data):
-    host = data.host_batches(host=0, num_hosts=1, global_batch_size=16)
+    host = data.host_batches(
+        rows.Placement.in_order(0, num_hosts=1, global_batch_size=16)
+    )
     for report in trained[2]:
-        rows = next(host)
+        batch = next(host)
         assert example_id.join(np.asarray(report.example_id)) == (
-            example_id.join(rows["example_id"])
+            example_id.join(batch["example_id"])
         )
-        tokens = np.concatenate([rows["inputs"], rows["targets"]], axis=1)
+        tokens = np.concatenate([batch["inputs"], batch["targets"]], axis=1)
         np.testing.assert_array_equal(report.row_digests, digest.row_digests(tokens))
 
 

@@ -1,0 +1,96 @@
+"""Cursors: how far each logical shard is in its own pipeline, in files by shard range.
+
+Shards `[first, last]` that follow each other and belong to one host are one file,
+`shards-00000-00011.json`: a `checked_json` file of version 1 with the fields
+
+* `position`: the position of the data state that the cursors belong to
+* `cursors`: one JSON value a shard, from `first` to `last`; null for a shard that has
+  not yielded a row
+
+The names alone say where each shard is, so a host reads the files that hold its own
+shards and no others, however many hosts wrote them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import checked_json
+
+VERSION = 1
+_NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
+
+Cursors = Mapping[int, storage.Json]
+Position = dict[str, storage.Json]
+
+
+def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
+    """Writes the cursors that a host has, one file for each run of adjacent shards."""
+    for shards in _runs(sorted(cursors)):
+        content = checked_json.to_bytes(
+            {"position": position, "cursors": [cursors[shard] for shard in shards]},
+            version=VERSION,
+        )
+        name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json"
+        storage.write_atomic(epath.Path(directory) / name, content)
+
+
+def read(
+    directory: epath.PathLike, shards: Iterable[int], position: Position
+) -> dict[int, storage.Json]:
+    """The cursors of `shards` that any hosts wrote into `directory` at `position`.
+
+    Raises:
+      DataError: if a shard is missing, stands in two files, or a file is unreadable or
+        of another position; the message names it and the way out.
+    """
+    wanted = set(shards)
+    found: dict[int, storage.Json] = {}
+    for path, first, last in _files(directory):
+        held = wanted.intersection(range(first, last + 1))
+        if not held:
+            continue
+        doubled = sorted(held & found.keys())
+        if doubled:
+            raise errors.DataError(
+                f"{directory} has logical shards {doubled} twice, the second time in"
+                f" {path.name}; remove the file that does not belong there"
+            )
+        content = checked_json.read(path, what="shard cursors", version=VERSION)
+        values = content["cursors"]
+        if content["position"] != position or len(values) != last + 1 - first:
+            raise errors.DataError(
+                f"shard cursors {path} are those of position {content['position']} and"
+                f" {len(values)} shards, not of {position} and shards {first} to"
+                f" {last}: the file is from another step; restore it from a copy"
+            )
+        found |= {shard: values[shard - first] for shard in held}
+    missing = sorted(wanted - found.keys())
+    if missing:
+        step = epath.Path(directory).parent
+        raise errors.DataError(
+            f"{directory} lacks {len(missing)} of {len(wanted)} logical shards:"
+            f" {missing}; restore their files from a copy, or move {step} out of its"
+            " directory to continue from the step before"
+        )
+    return found
+
+
+def _files(directory: epath.PathLike) -> list[tuple[epath.Path, int, int]]:
+    named = [(_NAME.fullmatch(p.name), p) for p in epath.Path(directory).iterdir()]
+    files = [(path, int(name[1]), int(name[2])) for name, path in named if name]
+    return sorted(files, key=lambda file: file[1:])
+
+
+def _runs(shards: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for shard in shards:
+        if runs and shard == runs[-1][-1] + 1:
+            runs[-1].append(shard)
+        else:
+            runs.append([shard])
+    return runs

@@ -1,0 +1,87 @@
+"""Shuffles a stream within windows, at the cost of one small permutation a window.
+
+Grain's own window shuffle asks its `index_shuffle` for one index at a time; that walks
+a cycle of at least 2**16 numbers, which for a window of 100 takes 174 us an element.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grain
+import numpy as np
+
+
+class WindowShuffle(grain.IterDataset):
+    """Each run of `window_size` elements of the parent, in an order of its own.
+
+    The order of a window is a function of the seed and the window's number. The state
+    is the parent's at the window's begin, and how many elements were taken since.
+
+    Args:
+      parent: the elements.
+      window_size: elements that are held and shuffled at a time.
+      seed: a non-negative number.
+    """
+
+    def __init__(
+        self, parent: grain.IterDataset, *, window_size: int, seed: int
+    ) -> None:
+        super().__init__(parent)
+        self._window_size = window_size
+        self._seed = seed
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _WindowShuffleIterator(
+            iter(self._parent), window_size=self._window_size, seed=self._seed
+        )
+
+
+class _WindowShuffleIterator(grain.DatasetIterator):
+    def __init__(
+        self, parent: grain.DatasetIterator, *, window_size: int, seed: int
+    ) -> None:
+        super().__init__(parent)
+        self._window_size = window_size
+        self._seed = seed
+        self._window_number = -1
+        self._window: list[Any] = []
+        self._taken = 0
+        self._state_at_begin = parent.get_state()
+
+    def __next__(self) -> Any:
+        if self._taken == len(self._window):
+            self._fill(self._window_number + 1)
+        element = self._window[self._taken]
+        self._taken += 1
+        return element
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "parent": self._state_at_begin,
+            "window": self._window_number,
+            "taken": self._taken,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._window_number, self._window, self._taken = state["window"], [], 0
+        self._state_at_begin = state["parent"]
+        if state["taken"]:
+            self._fill(state["window"])
+            self._taken = state["taken"]
+
+    def _fill(self, number: int) -> None:
+        at_begin = self._parent.get_state()
+        held = []
+        for _ in range(self._window_size):
+            try:
+                held.append(next(self._parent))
+            except StopIteration:
+                break
+        if not held:
+            raise StopIteration
+        order = np.random.default_rng([self._seed, number]).permutation(len(held))
+        self._window = [held[place] for place in order]
+        self._window_number, self._taken = number, 0
+        self._state_at_begin = at_begin

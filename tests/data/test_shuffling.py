@@ -1,0 +1,54 @@
+import json
+
+import grain
+import pytest
+
+from elastic_ckpt.data import shuffling
+from tests import pipelines
+
+
+def shuffled(num_elements, window_size, seed=3):
+    parent = grain.MapDataset.range(num_elements).to_iter_dataset(pipelines.IN_CALLER)
+    return shuffling.WindowShuffle(parent, window_size=window_size, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("num_elements", "window_size"), [(20, 5), (17, 5), (3, 5), (4, 1)]
+)
+def test_each_window_is_a_permutation_of_its_elements(num_elements, window_size):
+    found = list(shuffled(num_elements, window_size))
+    for begin in range(0, num_elements, window_size):
+        window = found[begin : begin + window_size]
+        expected = range(begin, min(begin + window_size, num_elements))
+        assert sorted(window) == list(expected)
+
+
+def test_windows_and_seeds_have_orders_of_their_own():
+    orders = [
+        tuple(
+            number % 50 for number in list(shuffled(100, 50, seed))[begin : begin + 50]
+        )
+        for seed in (3, 4)
+        for begin in (0, 50)
+    ]
+    assert len(set(orders)) == 4
+
+
+@pytest.mark.parametrize("num_elements", [20, 17])
+def test_the_state_before_every_element_can_be_returned_to(num_elements):
+    expected = list(shuffled(num_elements, 5))
+    elements = iter(shuffled(num_elements, 5))
+    states = []
+    for _ in expected:
+        states.append(json.dumps(elements.get_state()))
+        next(elements)
+    states.append(json.dumps(elements.get_state()))
+    for number, saved in reversed(list(enumerate(states))):
+        for resumed in (elements, iter(shuffled(num_elements, 5))):
+            resumed.set_state(json.loads(saved))
+            assert json.dumps(resumed.get_state()) == saved
+            assert list(resumed) == expected[number:]
+
+
+def test_an_empty_stream_ends_at_once():
+    assert list(shuffled(0, 5)) == []

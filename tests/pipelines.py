@@ -1,0 +1,88 @@
+"""Pipelines of a logical shard, most of it Grain's own transformations."""
+
+import functools
+
+import grain
+import numpy as np
+from grain import experimental
+
+from elastic_ckpt.data import shuffling
+
+NUM_DOCUMENTS = 120
+# A pool of threads for each shard of each host would be slower than none.
+IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+def document(number: int) -> dict[str, np.ndarray]:
+    """A text of 3 to 9 tokens that tell its number."""
+    length = 3 + number * 7 % 7
+    return {"tokens": np.full(length, number, np.int32)}
+
+
+def documents(shard: int, num_shards: int) -> grain.MapDataset:
+    return (
+        grain.MapDataset.range(shard, NUM_DOCUMENTS, num_shards).repeat().map(document)
+    )
+
+
+def plain(shard, num_shards):
+    ds = documents(shard, num_shards).map(lambda d: {"tokens": d["tokens"][:3]})
+    return ds.to_iter_dataset(IN_CALLER)
+
+
+def is_kept(element):
+    """Two thirds of the documents of every shard."""
+    return element["tokens"][0] // 12 % 3 > 0
+
+
+def filtered(shard, num_shards):
+    return plain(shard, num_shards).filter(is_kept)
+
+
+class Halves(grain.experimental.FlatMapTransform):
+    max_fan_out = 2
+
+    def flat_map(self, element):
+        tokens = element["tokens"]
+        return [{"tokens": tokens[:2]}, {"tokens": tokens[-2:]}]
+
+
+def chunked(shard, num_shards):
+    ds = documents(shard, num_shards).to_iter_dataset(IN_CALLER)
+    return experimental.FlatMapIterDataset(ds, Halves())
+
+
+def shuffled(shard, num_shards):
+    return shuffling.WindowShuffle(plain(shard, num_shards), window_size=5, seed=shard)
+
+
+def concatenated(shard, num_shards):
+    ds = documents(shard, num_shards).to_iter_dataset(IN_CALLER)
+    return experimental.ConcatThenSplitIterDataset(ds, length_struct={"tokens": 8})
+
+
+def packed(shard, num_shards, *, packer=experimental.FirstFitPackIterDataset):
+    ds = documents(shard, num_shards).to_iter_dataset(IN_CALLER)
+    return packer(ds, length_struct={"tokens": 10}, num_packing_bins=4)
+
+
+def everything(shard, num_shards):
+    ds = documents(shard, num_shards).to_iter_dataset(IN_CALLER)
+    ds = ds.filter(is_kept)
+    ds = experimental.FlatMapIterDataset(ds, Halves())
+    ds = shuffling.WindowShuffle(ds, window_size=4, seed=shard)
+    return experimental.FirstFitPackIterDataset(
+        ds, length_struct={"tokens": 7}, num_packing_bins=3
+    )
+
+
+ALL = {
+    "plain": plain,
+    "filtered": filtered,
+    "chunked": chunked,
+    "shuffled": shuffled,
+    "concatenated": concatenated,
+    "first_fit": packed,
+    "best_fit": functools.partial(packed, packer=experimental.BestFitPackIterDataset),
+    "everything": everything,
+}
