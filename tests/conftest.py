@@ -7,7 +7,9 @@ import time
 import jax
 import pytest
 
+from elastic_ckpt.cli import train
 from elastic_ckpt.data import positional
+from elastic_ckpt.elastic import supervisor
 from tests import corpora
 
 jax.config.update("jax_platforms", "cpu")
@@ -38,6 +40,12 @@ def golden(request):
         )
 
     return compare
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_fork_server():
+    """The hosts that tests start in this process are forked from a warm server."""
+    supervisor.warm_up(train._HOST_MODULES)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,107 @@
+"""Logical shards through the sidecar and Orbax, on real hosts that come and go."""
+
+import functools
+import time
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+import sidecar
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import topology
+from elastic_ckpt.data import cursors, example_id, rows, sharded
+from elastic_ckpt.elastic import multicontroller, supervisor
+from tests import pipelines
+
+NUM_SHARDS = 12
+SIZE = 12
+BATCHES_A_WORLD = 5
+
+
+def data():
+    make_shard = functools.partial(pipelines.everything, num_shards=NUM_SHARDS)
+    return sharded.sharded(make_shard, num_shards=NUM_SHARDS, pipeline="everything")
+
+
+def train(place, emit, *, directory, late_host=None):
+    """Continues from the newest step, takes a few batches, and saves."""
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(place):
+        if place.host == late_host:
+            write = cursors.write
+
+            def late(*arguments):
+                time.sleep(3)
+                write(*arguments)
+
+            cursors.write = late
+        mesh, _ = topology.make_mesh(1)
+        batches = sidecar.RemoteIterator(data(), mesh=mesh, global_batch_size=SIZE)
+        weights = {
+            "w": jax.make_array_from_callback(
+                (2,), topology.replicated(mesh), lambda i: np.arange(2.0)[i]
+            )
+        }
+        with ocp.training.Checkpointer(directory) as checkpointer:
+            step = 0
+            if checkpointer.latest is not None:
+                step = checkpointer.latest.step
+                wanted = {"state": weights, "data": batches}
+                checkpointer.load_checkpointables(step, wanted)
+            for _ in range(BATCHES_A_WORLD):
+                batch = multihost_utils.process_allgather(next(batches), tiled=True)
+                ids = example_id.join(batch["example_id"])
+                emit("restored", step=step, path=str(ids), secs=token_sum(batch))
+            parts = {"state": weights, "data": batches}
+            checkpointer.save_checkpointables(step + BATCHES_A_WORLD, parts)
+        batches.close()
+
+
+def token_sum(batch):
+    """A number that changes with any token and with its place."""
+    tokens = np.asarray(batch["tokens"], np.float64)
+    return float((tokens * (1 + np.arange(tokens.size)).reshape(tokens.shape)).sum())
+
+
+def expected_batches(num_batches):
+    one = data().host_batches(
+        rows.Placement.in_order(0, num_hosts=1, global_batch_size=SIZE)
+    )
+    batches = [next(one) for _ in range(num_batches)]
+    return [(str(example_id.join(b["example_id"])), token_sum(b)) for b in batches]
+
+
+def run_world(directory, tmp_path, num_hosts, **options):
+    heard = []
+
+    def hear(_, **fields):
+        heard.append((fields["path"], fields["secs"]))
+
+    supervisor.World(
+        functools.partial(train, directory=str(directory), **options),
+        num_hosts=num_hosts,
+        log_directory=tmp_path / f"logs-{num_hosts}-{time.monotonic_ns()}",
+        emit=hear,
+    ).run()
+    # Every host saw every batch.
+    assert len(heard) == num_hosts * BATCHES_A_WORLD
+    return list(dict.fromkeys(heard))
+
+
+def test_batches_are_those_of_one_host_through_worlds_of_other_sizes(tmp_path):
+    found = []
+    for num_hosts in (4, 3, 6):
+        found += run_world(tmp_path / "steps", tmp_path, num_hosts)
+    assert found == expected_batches(3 * BATCHES_A_WORLD)
+
+
+def test_a_step_is_not_committed_before_the_last_host_has_written(tmp_path):
+    run_world(tmp_path / "steps", tmp_path, 3, late_host=2)
+    saved = tmp_path / "steps" / str(BATCHES_A_WORLD) / "data"
+    assert sorted(path.name for path in saved.glob("shards-*")) == [
+        "shards-00000-00003.json",
+        "shards-00004-00007.json",
+        "shards-00008-00011.json",
+    ]
