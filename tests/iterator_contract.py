@@ -1,6 +1,6 @@
 """What every iterator of global batches keeps, wherever it runs.
 
-Subclasses say how to make one. The claims are those of the training loop and of Orbax's
+Subclasses may say how to make one, and of what. The claims are those of the training loop and of Orbax's
 `StatefulCheckpointable`.
 """
 
@@ -14,7 +14,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import example_id, positional, rows
+from elastic_ckpt.data import example_id, iterator, positional, rows
 
 GLOBAL_BATCH_SIZE = 16
 
@@ -41,9 +41,17 @@ def ids(batch):
 
 
 class IteratorContract:
+    def make(self, data):
+        """An iterator of `data` on the mesh."""
+        return iterator.Batches(
+            data, mesh=topology.make_mesh(2)[0], global_batch_size=GLOBAL_BATCH_SIZE
+        )
+
     @pytest.fixture
     def batches(self, data):
-        raise NotImplementedError
+        made = self.make(data)
+        yield made
+        made.close()
 
     @pytest.fixture
     def mesh(self):

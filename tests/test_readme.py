@@ -45,7 +45,7 @@ def test_links_lead_to_files_and_headings():
 
 
 def test_the_python_blocks_run_and_continue_when_run_again(tmp_path):
-    (program,) = blocks("python")
+    program = blocks("python")[0]
     # Relative paths of checkpoints are this program's own business.
     program = program.replace('"checkpoints"', f'"{tmp_path}/checkpoints"')
     steps = []
@@ -63,6 +63,28 @@ def test_the_python_blocks_run_and_continue_when_run_again(tmp_path):
         steps.append(step)
     # Orbax's own policy decides which steps are saved; the first always is.
     assert steps[0] == 9 < steps[1]
+
+
+def test_the_logical_shards_are_elastic_as_they_are_written(tmp_path):
+    program = blocks("python")[1] + (
+        "from elastic_ckpt.data import rows\n"
+        "def ids(num_hosts):\n"
+        "    numbers = {'num_hosts': num_hosts, 'global_batch_size': 24}\n"
+        "    places = [rows.Placement.in_order(h, **numbers) for h in range(num_hosts)]\n"
+        "    hosts = [data.host_batches(place) for place in places]\n"
+        "    parts = [[next(host)['inputs'] for host in hosts] for _ in range(9)]\n"
+        "    return np.concatenate(sum(parts, [])).tolist()\n"
+        "assert ids(1) == ids(2) == ids(6)\n"
+        "print(len(ids(3)))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "216\n"), ended.stderr
 
 
 @pytest.mark.slow

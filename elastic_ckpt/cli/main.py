@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ VERBS = {
     " names",
     "data": "write the text files below a directory as ArrayRecord",
     "audit": "prove that a run used each example once, in the order of a one-host run",
+    "plan": "say who would read what, for numbers of hosts and batch sizes",
     "inspect": "show the steps of a run, their arrays and their data state",
 }
 
@@ -23,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
     Returns:
-      0 if it did its work, 1 if there was an error or an audit failed, 130 on Ctrl-C.
+      0 if it did its work, 1 if there was an error or an audit failed, 130 on Ctrl-C,
+      141 if nobody reads the output any more.
     """
     parser = build_parser()
     parsed = parser.parse_args(arguments)
@@ -35,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Whoever read the output has had enough (`| head`); Python's last flush must not
+        # complain about it either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -38,6 +38,16 @@ def test_an_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "elastic-ckpt data: interrupted\n"
 
 
+def test_a_reader_that_has_had_enough_hears_no_complaint():
+    command = runs.command("plan", "--hosts", "1,2", "--batches", "8")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as plan:
+        plan.stdout.close()
+        assert plan.stderr.read() == ""
+        assert plan.wait() == 141
+
+
 def test_the_data_verb_writes_a_directory_and_says_what_is_in_it(tmp_path):
     (tmp_path / "texts").mkdir()
     for name in "ab":

@@ -9,16 +9,7 @@ from tests import iterator_contract
 
 
 class TestBatches(iterator_contract.IteratorContract):
-    def make(self, data):
-        return iterator.Batches(
-            data,
-            mesh=topology.make_mesh(2)[0],
-            global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
-        )
-
-    @pytest.fixture
-    def batches(self, data):
-        return self.make(data)
+    """In this process."""
 
 
 def host_iterator(data, spec):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import example_id, iterator, rows, sharded
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import example_id, rows, sharded
 from tests import iterator_contract, pipelines
 
 HOSTS = [1, 2, 3, 4, 6, 12]
@@ -175,14 +175,3 @@ class TestShardedBatches(iterator_contract.IteratorContract):
 
     def other(self, _):
         return make("plain", num_shards=8), 'pipeline: saved "everything", now "plain"'
-
-    def make(self, data):
-        return iterator.Batches(
-            data,
-            mesh=topology.make_mesh(2)[0],
-            global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
-        )
-
-    @pytest.fixture
-    def batches(self, data):
-        return self.make(data)

@@ -17,12 +17,6 @@ class TestRemoteIterator(iterator_contract.IteratorContract):
             global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
         )
 
-    @pytest.fixture
-    def batches(self, data):
-        handle = self.make(data)
-        yield handle
-        handle.close()
-
 
 def test_a_letter_arrives_as_it_was_sent():
     mesh, _ = topology.make_mesh(2)

@@ -1,0 +1,103 @@
+"""`elastic-ckpt plan`: who would read what, for a choice of hosts and batch sizes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from elastic_ckpt.core import errors
+
+if TYPE_CHECKING:
+    from elastic_ckpt.data import plan
+
+_SHOWN_RANGES = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument(
+        "--hosts", required=True, help="numbers of hosts, separated by commas"
+    )
+    parser.add_argument(
+        "--batches", required=True, help="global batch sizes, separated by commas"
+    )
+    parser.add_argument(
+        "--shards", default="0", help="logical shards; without it, the least that fit"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the outlook of every combination."""
+    from elastic_ckpt.data import plan, rows
+
+    hosts = _numbers("--hosts", arguments.hosts)
+    batches = _numbers("--batches", arguments.batches)
+    (num_shards,) = _numbers("--shards", arguments.shards, least=0)
+    num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
+    found = plan.outlooks(num_shards, hosts, batches)
+    if arguments.json:
+        outlooks = [dataclasses.asdict(outlook) for outlook in found]
+        print(json.dumps({"num_shards": num_shards, "outlooks": outlooks}, indent=2))
+    else:
+        print(describe(num_shards, found))
+    return 0
+
+
+def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
+    """The outlooks in words."""
+    lines = [f"{num_shards} logical shards"]
+    for outlook in outlooks:
+        lines.append(
+            f"{outlook.num_hosts} hosts, batches of {outlook.global_batch_size}:"
+            f" {_verdict(outlook)}"
+        )
+        for host in sorted({0, outlook.loading_hosts - 1} - {-1}):
+            shards = _ranges(outlook.host_shards[host])
+            lines.append(f"  host {host} reads shards {shards}")
+    return "\n".join(lines)
+
+
+def _verdict(outlook: plan.Outlook) -> str:
+    size, moved = outlook.global_batch_size, outlook.moved_rows
+    if not outlook.loading_hosts:
+        return "impossible"
+    if outlook.loading_hosts < outlook.num_hosts:
+        return (
+            f"do not fit; {outlook.loading_hosts} of them can load"
+            f" ({outlook.arrangement}), and {moved} of {size} rows have to be handed on"
+        )
+    if outlook.rows_identical:
+        return f"{outlook.arrangement}, rows identical to those of one host"
+    return (
+        f"{outlook.arrangement}, the same rows in each batch, but {moved} of {size} in"
+        " the place of another host"
+    )
+
+
+def _ranges(shards: Sequence[int]) -> str:
+    ranges: list[list[int]] = []
+    for shard in shards:
+        if ranges and shard == ranges[-1][1] + 1:
+            ranges[-1][1] = shard
+        else:
+            ranges.append([shard, shard])
+    shown = [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges[:_SHOWN_RANGES]]
+    more = [f"... {len(shards)} in all"] if len(ranges) > _SHOWN_RANGES else []
+    return ", ".join(shown + more)
+
+
+def _numbers(option: str, text: str, *, least: int = 1) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise errors.ConfigError(
+            f"{option} {text}: write whole numbers of at least {least}, separated by"
+            " commas"
+        )
+    return numbers
