@@ -1,7 +1,7 @@
 """What every iterator of global batches keeps, wherever it runs.
 
-Subclasses may say how to make one, and of what. The claims are those of the training loop and of Orbax's
-`StatefulCheckpointable`.
+Subclasses may say how to make one, and of what. The claims are those of the training
+loop and of Orbax's `StatefulCheckpointable`.
 """
 
 import asyncio

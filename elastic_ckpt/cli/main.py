@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has had enough (`| head`); Python's last flush must not
-        # complain about it either.
+        # Whoever read the output has had enough (`| head`); Python's last flush must
+        # not complain about it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
