@@ -152,10 +152,10 @@ class DataSection:
     enable_data_shuffling: bool = _key(True, "Shuffle the records anew each epoch.")
     data_shuffle_seed: int = _key(0, "Seed of the shuffle.", at_least=0)
     grain_use_elastic_iterator: bool = _key(
-        True,
-        "Read through Grain's ElasticIterator, whose position means the same on any"
-        " number of hosts.",
-        choices=(True,),
+        False,
+        "Let Grain's ElasticIterator deal the rows out to the hosts: each batch has the"
+        " same rows on any number of hosts, in other places. Otherwise hosts load the"
+        " rows that their devices hold, and batches are row for row the same.",
     )
     grain_num_threads: int = _key(
         4, "Threads that read records on each host.", at_least=0

@@ -1,14 +1,22 @@
 """The positional engine: one record in, one example out, a position for a state.
 
 Records are shuffled anew each epoch and repeated without end, so example number `n` of
-the run is a pure function of `n`. Grain's `ElasticIterator` gives host `h` of `H` the
-examples `t * B + h + r * H` as its rows `r` of batch `t`: every batch holds the same
-rows at any H that divides B, and the state is the number of the next example.
+the run is a pure function of `n`, and the state is the number of the next example. Row
+`r` of the batch at position `p` is example `p + r`. Who loads it can be chosen:
+
+* in place: each host the rows that its devices hold, so every batch is row for row that
+  of one host;
+* by Grain's `ElasticIterator`, unchanged: host `h` of H the rows `h + j * H`, so every
+  batch has the rows of one host, in other places.
+
+Both have the same state, and a run may change from one to the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from typing import Any
 
 import grain
 import numpy as np
@@ -18,6 +26,9 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
 from elastic_ckpt.data import cursors, example_id, iterator, rows, tokens
 from elastic_ckpt.data.sources import arrayrecord
+
+# The name that Grain's `ElasticIterator` gives to a position.
+_POSITION = "global_next_index"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,8 @@ class PositionalData:
       max_target_length: tokens of an example, L.
       shuffle: whether each epoch has an order of its own.
       shuffle_seed: seed of these orders.
+      in_place: whether hosts load the rows that their devices hold; if not, Grain's
+        `ElasticIterator` deals them out.
       num_threads: threads that read on each host; 0 reads in the caller.
       prefetch_records: records read ahead on each host.
     """
@@ -37,6 +50,7 @@ class PositionalData:
     max_target_length: int
     shuffle: bool = True
     shuffle_seed: int = 0
+    in_place: bool = True
     num_threads: int = 4
     prefetch_records: int = 16
 
@@ -71,23 +85,22 @@ class PositionalData:
         return records.repeat().map(self._example)
 
     def host_batches(self, placement: rows.Placement) -> iterator.HostBatches:
-        """The rows of each global batch that one host loads.
-
-        Grain deals them out by number, so they are the right rows of each batch, but
-        not those that `placement` puts on the host's devices.
-        """
+        """The rows of each global batch that one host loads."""
+        read_options = grain.ReadOptions(
+            num_threads=self.num_threads,
+            prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
+        )
+        if self.in_place:
+            return _InPlaceBatches(self.examples(), placement, read_options)
         elastic = grain_experimental.ElasticIterator(
             self.examples(),
             len(placement.row_hosts),
             grain.sharding.ShardOptions(
                 shard_index=placement.host, shard_count=placement.num_hosts
             ),
-            read_options=grain.ReadOptions(
-                num_threads=self.num_threads,
-                prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
-            ),
+            read_options=read_options,
         )
-        return _HostBatches(iter(elastic))
+        return _ElasticBatches(iter(elastic))
 
     def _example(self, record: tuple[int, bytes]) -> dict[str, np.ndarray]:
         number, text = record
@@ -99,13 +112,84 @@ class PositionalData:
         }
 
 
-class _HostBatches:
+class _InPlaceBatches:
+    """The examples that stand in the rows of one host."""
+
+    def __init__(
+        self,
+        examples: grain.MapDataset,
+        placement: rows.Placement,
+        read_options: grain.ReadOptions,
+    ) -> None:
+        self._examples = examples
+        self._rows = np.flatnonzero(placement.row_hosts == placement.host)
+        self._global_batch_size = len(placement.row_hosts)
+        self._read_options = read_options
+        self._batches: grain.DatasetIterator | None = None
+        self._next_index = 0
+
+    def __iter__(self) -> _InPlaceBatches:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._batches is None:
+            mine = _RowExamples(
+                self._examples, self._rows, self._global_batch_size, self._next_index
+            )
+            reader = mine.to_iter_dataset(self._read_options)
+            self._batches = iter(reader.batch(len(self._rows)))
+        batch = next(self._batches)
+        self._next_index += self._global_batch_size
+        return batch
+
+    def position(self) -> cursors.Position:
+        return {_POSITION: self._next_index}
+
+    def shard_cursors(self) -> cursors.Cursors:
+        return {}
+
+    def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
+        del read  # there are none
+        next_index = position[_POSITION]
+        assert isinstance(next_index, int)
+        if self._batches is not None:
+            self._batches.close()
+        self._batches, self._next_index = None, next_index
+
+
+class _RowExamples(grain.MapDataset):
+    """The given rows of batch after batch, from an example on."""
+
+    def __init__(
+        self,
+        examples: grain.MapDataset,
+        of_batch: np.ndarray,
+        global_batch_size: int,
+        first: int,
+    ) -> None:
+        super().__init__(examples)
+        self._of_batch = of_batch.tolist()
+        self._global_batch_size = global_batch_size
+        self._first = first
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        batch, row = divmod(index, len(self._of_batch))
+        number = self._first + batch * self._global_batch_size + self._of_batch[row]
+        return self._parent[number]
+
+
+class _ElasticBatches:
     """Grain's elastic iterator, whose state is a position and no cursors."""
 
     def __init__(self, elastic: grain.DatasetIterator) -> None:
         self._elastic = elastic
 
-    def __iter__(self) -> _HostBatches:
+    def __iter__(self) -> _ElasticBatches:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -133,6 +217,7 @@ def from_config(data: schema.DataSection) -> PositionalData:
         max_target_length=data.max_target_length,
         shuffle=data.enable_data_shuffling,
         shuffle_seed=data.data_shuffle_seed,
+        in_place=not data.grain_use_elastic_iterator,
         num_threads=data.grain_num_threads,
         prefetch_records=data.grain_prefetch_buffer_size,
     )

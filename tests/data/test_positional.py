@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import cloudpickle
@@ -38,6 +39,11 @@ def next_rows(hosts):
     return sorted(found)
 
 
+@pytest.fixture(params=[True, False], ids=["in place", "by Grain"])
+def data(request, data):
+    return dataclasses.replace(data, in_place=request.param)
+
+
 @pytest.fixture
 def oracle(data):
     one = world(data, 1)
@@ -61,6 +67,31 @@ def test_the_state_before_every_batch_continues_on_any_other_number_of_hosts(
         for host in hosts:
             host.go_to(saved, read=None)
         assert next_rows(hosts) == batch
+
+
+def in_order(hosts):
+    """The ids of the next global batch, as the hosts' devices hold them."""
+    return [id_ for host in hosts for id_ in example_id.join(next(host)["example_id"])]
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 4, 6, 12])
+def test_in_place_every_row_stands_where_it_stands_on_one_host(data, num_hosts):
+    one, hosts = world(data, 1), world(data, num_hosts)
+    same = [in_order(hosts) == in_order(one) for _ in range(NUM_BATCHES)]
+    # With one row a host there is but one way.
+    assert same == [data.in_place or num_hosts == GLOBAL_BATCH_SIZE] * NUM_BATCHES
+
+
+def test_the_position_of_either_way_continues_in_the_other(data, oracle):
+    other = dataclasses.replace(data, in_place=not data.in_place)
+    hosts = world(data, 3)
+    for batch in oracle[:5]:
+        assert next_rows(hosts) == batch
+    others = world(other, 2)
+    for host in others:
+        host.go_to(hosts[0].position(), read=None)
+    for batch in oracle[5:]:
+        assert next_rows(others) == batch
 
 
 def test_each_epoch_uses_each_example_once_in_an_order_of_its_own(data):

@@ -13,13 +13,14 @@ from tests import runs
 # The same float32 sums in another order: over hosts, devices and rows of a batch. Over
 # the 120 steps of the README's demo the largest relative difference was 9e-7.
 LOSS_RTOL = 1e-5
+TWO_SLICES = {"slices": 2, "devices_per_host": 2, "grain_use_elastic_iterator": True}
 
 
 @pytest.fixture(scope="module")
 def resized(tmp_path_factory, corpus):
     """A run of 12 steps on 4 hosts, 12 more on 2, and 12 more on 4."""
     directory = tmp_path_factory.mktemp("resized")
-    config = runs.write_config(directory, corpus, slices=2, devices_per_host=2)
+    config = runs.write_config(directory, corpus, **TWO_SLICES)
     outputs = []
     for hosts, steps in ((4, 12), (2, 24), (4, 36)):
         ended = runs.cli("train", config, f"hosts={hosts}", f"steps={steps}")
@@ -32,7 +33,7 @@ def resized(tmp_path_factory, corpus):
 def one_host(tmp_path_factory, corpus):
     """The same 36 steps on one host, never stopped."""
     directory = tmp_path_factory.mktemp("one_host")
-    config = runs.write_config(directory, corpus, slices=2, devices_per_host=2)
+    config = runs.write_config(directory, corpus, **TWO_SLICES)
     ended = runs.cli("train", config, "hosts=1", "steps=36")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
@@ -138,6 +139,8 @@ def test_it_runs_in_process_too_and_at_another_batch_size(tmp_path, corpus):
         assert ended.returncode == 0, ended.stderr
     audit = runs.verb("audit", tmp_path / "tiny")
     assert "9 steps took 60 rows, 0.60 epochs; hosts: 2 -> 1" in audit
+    # Without Grain's elastic iterator every row is in its place.
+    assert "rows in the one-host places: 9 of 9 batches" in audit
 
 
 def test_without_checkpoints_a_run_begins_anew_and_repeats_itself_to_the_bit(
