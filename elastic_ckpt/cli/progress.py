@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import shutil
 import sys
 from typing import Any, TextIO
 
@@ -58,7 +59,9 @@ class Progress:
             f" | {rate:.1f} steps/s | {self._world} | {self._saved}"
         )
         if self._is_terminal:
-            self._stream.write(f"\r\033[K{text}")
+            # A line that wraps could not be written over.
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r\033[K{text[:width]}")
             self._stream.flush()
             self._moving = True
         elif event["step"] % self._log_period == 0 or event["step"] == event["steps"]:

@@ -55,11 +55,6 @@ def this_host() -> int:
     return jax.process_index()
 
 
-def num_hosts() -> int:
-    """How many processes make up this world."""
-    return jax.process_count()
-
-
 def is_primary() -> bool:
     """Whether this process writes what is written once for all hosts."""
     return this_host() == 0
@@ -100,15 +95,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def _hardware_slice(device: jax.Device) -> int:
-    # CPU and single-slice devices have no such attribute, or say 0.
-    return getattr(device, "slice_index", 0) or 0
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def place(batch: dict[str, jax.Array], sharding: Sharding) -> dict[str, jax.Array]:
     """`batch` under `sharding`, whose shards lie on the same hosts as the batch's own.
 
@@ -116,6 +102,15 @@ def place(batch: dict[str, jax.Array], sharding: Sharding) -> dict[str, jax.Arra
     its own shards, since `jax.device_put` would compare values over all hosts first.
     """
     return {name: _place(array, sharding) for name, array in batch.items()}
+
+
+def _hardware_slice(device: jax.Device) -> int:
+    # CPU and single-slice devices have no such attribute, or say 0.
+    return getattr(device, "slice_index", 0) or 0
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _place(array: jax.Array, sharding: Sharding) -> jax.Array:

@@ -31,7 +31,8 @@ class ShardedData:
     Attributes:
       make_shard: makes the pipeline of a shard from the shard's number: a Grain
         `IterDataset` without end, of dicts of arrays that have the same shapes
-        everywhere. It has to be a pure function and survive cloudpickle.
+        everywhere. It has to be a pure function and survive cloudpickle. Batches have
+        one feature more, `example_id`, uint32 `[B, 2]`: each row's place in the stream.
       num_shards: S, frozen for the life of a run.
       pipeline: names what `make_shard` does; change it when the examples change.
     """
@@ -79,6 +80,15 @@ class _HostBatches:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
+        self._check_whole()
+        try:
+            return self._next()
+        except Exception as error:
+            # Some shards are further than the position now: neither go on nor save.
+            self._error = error
+            raise
+
+    def _next(self) -> dict[str, np.ndarray]:
         shards = self._batch.shards(self._stream_row)[self._mine.rows]
         yielded = [self._next_row(shard) for shard in shards.tolist()]
         ids = rows.stream_rows(self._batch, self._stream_row)[self._mine.rows]
@@ -87,6 +97,7 @@ class _HostBatches:
         return {**batch, "example_id": np.stack([example_id.split(i) for i in ids])}
 
     def position(self) -> cursors.Position:
+        self._check_whole()
         return {"stream_row": self._stream_row}
 
     def shard_cursors(self) -> cursors.Cursors:
@@ -109,6 +120,14 @@ class _HostBatches:
         self._unopened = unopened
         self._mine = mine
         self._stream_row = stream_row
+        self._error: Exception | None = None
+
+    def _check_whole(self) -> None:
+        if self._error is not None:
+            raise errors.DataError(
+                "the data stopped in the middle of a batch; load a saved state before"
+                f" you go on or save ({self._error})"
+            ) from self._error
 
     def _next_row(self, shard: int) -> dict[str, Any]:
         opened = self._iterators.get(shard)

@@ -34,11 +34,19 @@ def test_a_file_gets_a_line_each_log_period():
     )
 
 
-def test_a_terminal_gets_one_line_that_moves():
+def test_a_terminal_gets_one_line_that_moves(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     output = show(Terminal())
     assert output.count("\r\033[K") == 4
     assert output.count("\n") == 3
     assert output.endswith("nothing saved yet\nstep 4 is done, after 2.0 s\n")
+
+
+def test_a_narrow_terminal_gets_as_much_of_the_line_as_fits(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = show(Terminal()).split("\r\033[K")[1:]
+    assert lines[0] == "step 1/4 | loss 2.0000 | 2.0 "
+    assert len(lines[0]) == 29
 
 
 def test_saves_are_shown_in_the_line():
