@@ -56,6 +56,8 @@ def write_config(
         "learning_rate": 0.01,
         "learning_rate_schedule_steps": 100,
         "colocated_python_data_input": True,
+        # The same few programs are compiled once for all tests.
+        "jax_cache_dir": str(pathlib.Path(corpus).parent / "jax_cache"),
         "checkpoint_period": 4,
         "steps": 12,
         "log_period": 4,

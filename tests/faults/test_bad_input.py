@@ -119,6 +119,7 @@ def test_a_data_state_that_is_missing_cut_short_or_not_json(trained, data_state)
     assert f"data state {data_state} is missing" in refuse(trained, "steps=8")
 
 
+@pytest.mark.slow
 def test_moving_a_spoilt_step_away_continues_from_the_one_before(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, steps=4, checkpoint_period=2)
     assert runs.cli("train", config).returncode == 0

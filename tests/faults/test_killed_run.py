@@ -19,7 +19,7 @@ POINTS = [
     pytest.param("before_the_state_is_written", 2, [4], True, marks=pytest.mark.slow),
     ("with_the_state_half_written", 2, [4], True),
     pytest.param("after_the_state_is_written", 2, [4], True, marks=pytest.mark.slow),
-    ("before_the_step_is_committed", 1, [4], True),
+    pytest.param("before_the_step_is_committed", 1, [4], True, marks=pytest.mark.slow),
     ("after_the_step_is_committed", 1, [4, 8], False),
 ]
 
@@ -75,6 +75,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
     assert "tiny: to step 12" in output
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, async_checkpointing=False)
     kill_at("between_two_saves", 7, config, hosts=2)
@@ -88,7 +89,9 @@ def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus
 def test_a_run_killed_at_any_moment_again_and_again_ends_as_if_nothing_were(
     tmp_path, corpus
 ):
-    config = runs.write_config(tmp_path, corpus, steps=60, checkpoint_period=3)
+    config = runs.write_config(
+        tmp_path, corpus, steps=60, checkpoint_period=3, jax_cache_dir=""
+    )
     seed = int(time.time())
     print(f"random moments with seed {seed}")
     moments = random.Random(seed)

@@ -13,7 +13,7 @@ from tests import runs
 # The same float32 sums in another order: over hosts, devices and rows of a batch. Over
 # the 120 steps of the README's demo the largest relative difference was 9e-7.
 LOSS_RTOL = 1e-5
-TWO_SLICES = {"slices": 2, "devices_per_host": 2, "grain_use_elastic_iterator": True}
+TWO_SLICES = {"slices": 2, "grain_use_elastic_iterator": True}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,8 @@ def one_host(tmp_path_factory, corpus):
     """The same 36 steps on one host, never stopped."""
     directory = tmp_path_factory.mktemp("one_host")
     config = runs.write_config(directory, corpus, **TWO_SLICES)
-    ended = runs.cli("train", config, "hosts=1", "steps=36")
+    # Its two devices stand for the two slices.
+    ended = runs.cli("train", config, "hosts=1", "devices_per_host=2", "steps=36")
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""
     return directory / "tiny"
@@ -54,9 +55,9 @@ def test_the_audit_passes_after_two_changes_of_the_number_of_hosts(resized):
 
 def test_each_start_continues_where_the_last_one_ended(resized):
     _, outputs = resized
-    assert "tiny: to step 12 on 4 hosts, 2 slices, 8 devices" in outputs[0]
-    assert "tiny: from step 12 to step 24 on 2 hosts, 2 slices, 4 devices" in outputs[1]
-    assert "tiny: from step 24 to step 36 on 4 hosts, 2 slices, 8 devices" in outputs[2]
+    assert "tiny: to step 12 on 4 hosts, 2 slices, 4 devices" in outputs[0]
+    assert "tiny: from step 12 to step 24 on 2 hosts, 2 slices, 2 devices" in outputs[1]
+    assert "tiny: from step 24 to step 36 on 4 hosts, 2 slices, 4 devices" in outputs[2]
 
 
 def test_every_batch_has_the_rows_of_the_one_host_run(resized, one_host):
@@ -95,8 +96,8 @@ def test_inspect_shows_arrays_and_data_of_every_step(resized):
         for step in (12, 24)
     }
     assert sharding == {
-        12: "[-, -, fsdp] over slice=2, fsdp=4",
-        24: "[-, -, fsdp] over slice=2, fsdp=2",
+        12: "[-, -, fsdp] over slice=2, fsdp=2",
+        24: "[whole] over slice=2, fsdp=1",
     }
     text = runs.verb("inspect", run)
     assert "9 complete steps" in text
