@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING
 
 from elastic_ckpt.cli import run_directory
@@ -21,12 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run; 1 if it fails."""
+    from elastic_ckpt.checkpoint import checkpointer, summary
     from elastic_ckpt.data import positional
     from elastic_ckpt.training import audit, step_log
 
     config = run_directory.read_config(arguments.run)
     attempts = step_log.read(arguments.run)
-    outcome = audit.audit(attempts, positional.from_config(config.data))
+    saved = summary.steps(os.path.join(arguments.run, checkpointer.DIRECTORY))
+    outcome = audit.audit(
+        attempts,
+        positional.from_config(config.data),
+        num_saved_steps=max(saved, default=0),
+    )
     if arguments.json:
         content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
         print(json.dumps(content, indent=2))

@@ -46,12 +46,23 @@ class Audit:
         return not (self.first_difference or self.num_lost or self.num_repeated)
 
 
-def audit(attempts: list[step_log.Attempt], data: positional.PositionalData) -> Audit:
+def audit(
+    attempts: list[step_log.Attempt],
+    data: positional.PositionalData,
+    *,
+    num_saved_steps: int = 0,
+) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over `data`.
 
     Batch for batch, the same examples with the same tokens have to be there; their
     places in the batch may differ, and are counted. The one-host run is read anew from
     the files.
+
+    Args:
+      attempts: the step log.
+      data: what the run was configured to train on.
+      num_saved_steps: the run's newest checkpoint; a log that ends before it has lost
+        steps that were trained.
     """
     lineage = step_log.lineage(attempts)
     steps = [lineage[step] for step in sorted(lineage)]
@@ -68,6 +79,11 @@ def audit(attempts: list[step_log.Attempt], data: positional.PositionalData) -> 
         if not difference and record.step != number:
             difference = f"step {number} is missing from the step log"
         difference = difference or _difference(record, rows)
+    if not difference and num_saved_steps > len(steps):
+        difference = (
+            f"step {len(steps)} is missing from the step log, whose end was lost:"
+            f" checkpoint {num_saved_steps} was saved after it"
+        )
     num_logged = sum(len(attempt.records) for attempt in attempts)
     num_examples = sum(used.values())
     return Audit(

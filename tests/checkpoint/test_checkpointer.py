@@ -151,12 +151,23 @@ def test_an_interrupted_step_is_told_passed_over_and_cleaned_away(make, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
 
 
-def test_a_step_that_orbax_declines_is_an_error_not_a_silence(make):
+def test_a_step_that_orbax_declines_is_an_error_not_a_silence(make, monkeypatch):
+    run = make()
+    monkeypatch.setattr(run._orbax, "save_checkpointables_async", lambda *_, **__: None)
+    with pytest.raises(
+        errors.CheckpointError, match="step 4 was not saved: Orbax decl"
+    ):
+        run.save(4, state())
+
+
+def test_a_complete_step_is_never_written_over(make, tmp_path):
     run = make()
     run.save(4, state())
     run.close()
-    with pytest.raises(Exception, match="4"):
-        run.save(4, state())
+    before = files(tmp_path)
+    with pytest.raises(FileExistsError, match="Step 4 already exists"):
+        make().save(4, state(1.0))
+    assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize(

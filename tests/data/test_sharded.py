@@ -144,7 +144,7 @@ def test_a_cursor_is_small_and_a_shard_that_yielded_nothing_has_none():
     world.next()
     _, cursors = world.save()
     assert [shard for shard, cursor in cursors if cursor] == [0, 1, 2, 3]
-    assert all(len(json.dumps(c, separators=(",", ":"))) <= 300 for _, c in cursors)
+    assert all(len(json.dumps(c, separators=(",", ":"))) <= 200 for _, c in cursors)
 
 
 def test_a_shard_that_ends_is_named():

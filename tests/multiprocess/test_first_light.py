@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 
@@ -51,6 +52,15 @@ def test_the_audit_passes_after_two_changes_of_the_number_of_hosts(resized):
     assert outcome["passed"] is True
     assert (outcome["num_lost"], outcome["num_repeated"]) == (0, 0)
     assert outcome["num_redone_steps"] == 0
+
+
+def test_an_audit_without_the_log_of_the_last_start_fails(resized, tmp_path):
+    run, _ = resized
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "step_log" / "attempt-00003.jsonl").unlink()
+    output = runs.verb("audit", copy, code=1)
+    assert "FAILED: step 24 is missing from the step log" in output
 
 
 def test_each_start_continues_where_the_last_one_ended(resized):

@@ -49,12 +49,13 @@ def test_a_program_that_used_it_ends_without_a_word(corpus, end):
     assert ended.stdout + ended.stderr == ""
 
 
-def test_of_a_bare_sidecar_neither_orbax_nor_the_command_line_is_imported():
+def test_of_ours_a_bare_sidecar_imports_no_room_above_data():
     program = (
         "import sys, sidecar\n"
         "from elastic_ckpt.data import positional\n"
         "print([m for m in sys.modules if m.startswith(('elastic_ckpt.cli',"
-        " 'elastic_ckpt.checkpoint', 'elastic_ckpt.elastic'))])"
+        " 'elastic_ckpt.checkpoint', 'elastic_ckpt.elastic',"
+        " 'elastic_ckpt.training'))])"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True

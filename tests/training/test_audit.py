@@ -99,6 +99,14 @@ def test_the_right_ids_with_other_tokens_are_a_difference(data):
     assert "step 2: the examples are those" in outcome.first_difference
 
 
+def test_a_log_that_ends_before_the_newest_checkpoint_is_a_difference(data):
+    attempts = [attempt(records(data, 4))]
+    assert audit.audit(attempts, data, num_saved_steps=4).passed
+    outcome = audit.audit(attempts, data, num_saved_steps=6)
+    assert outcome.first_difference.startswith("step 4 is missing from the step log")
+    assert "checkpoint 6 was saved after it" in outcome.first_difference
+
+
 @pytest.mark.parametrize("missing", [0, 2])
 def test_a_step_that_was_not_logged_is_a_difference(data, missing):
     steps = [record for record in records(data, 4) if record.step != missing]
