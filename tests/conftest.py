@@ -4,6 +4,7 @@ import os
 import pathlib
 import time
 
+import hypothesis
 import jax
 import pytest
 
@@ -17,6 +18,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 MARK = f"ELASTIC_CKPT_TEST_SESSION={os.getpid()}"
 os.environ.update([MARK.split("=")])
+
+# Speed is for the benchmarks: no test fails because the machine is busy.
+hypothesis.settings.register_profile(
+    "untimed",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("untimed")
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import member
 
 
@@ -18,8 +19,8 @@ def configure(world: schema.WorldSection) -> None:
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     jax.config.update("jax_num_cpu_devices", world.devices_per_host)
     if world.jax_cache_dir:
-        directory = os.path.abspath(os.path.expanduser(world.jax_cache_dir))
-        jax.config.update("jax_compilation_cache_dir", directory)
+        directory = storage.absolute(os.path.expanduser(world.jax_cache_dir))
+        jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

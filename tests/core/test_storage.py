@@ -91,6 +91,12 @@ def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tm
         pass
 
 
+def test_an_object_store_s_path_is_absolute_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert os.fspath(storage.absolute("a/b")) == f"{tmp_path}/a/b"
+    assert os.fspath(storage.absolute("gs://bucket/a")) == "gs://bucket/a"
+
+
 def test_canonical_json_does_not_depend_on_the_order_of_keys():
     one, other = {"a": 1, "b": [None, "x"]}, {"b": [None, "x"], "a": 1}
     assert storage.canonical_json(one) == storage.canonical_json(other)
