@@ -9,6 +9,8 @@ from benchmarks import report
 
 SUITES = {
     "first_light": "the demo: secs until it computes and ends; colocated next()",
+    "data": "packed tokens a second from Parquet, beside Grain and every peer",
+    "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
 
 

@@ -90,7 +90,7 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
         data = positional.from_config(config.data)
         mesh, _ = topology.make_mesh(config.world.slices)
         size = config.data.global_batch_size
-        sides: dict[str, Iterator[Any]] = {
+        sides: dict[str, Any] = {
             "colocated": sidecar.RemoteIterator(
                 data, mesh=mesh, global_batch_size=size
             ),

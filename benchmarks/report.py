@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -20,6 +21,16 @@ _PACKAGES = (
     "array-record",
     "tensorstore",
     "numpy",
+    "pyarrow",
+)
+# Those that a suite is compared with; printed where they are installed.
+_PEERS = (
+    "mosaicml-streaming",
+    "litdata",
+    "lancedb",
+    "datasets",
+    "torchdata",
+    "torch",
 )
 
 
@@ -45,11 +56,11 @@ class Figure:
 
 def table(figures: dict[str, Figure]) -> str:
     """The figures as lines for people, with the machine and the versions."""
-    lines = [f"{'figure':<28} {'median':>9} {'least':>9} {'most':>9}  unit, against"]
+    lines = [f"{'figure':<34} {'median':>9} {'least':>9} {'most':>9}  unit, against"]
     for name, figure in figures.items():
         numbers = (figure.value, min(figure.samples), max(figure.samples))
         cells = " ".join(f"{number:9.3f}" for number in numbers)
-        lines.append(f"{name:<28} {cells}  {figure.unit}, {figure.against}")
+        lines.append(f"{name:<34} {cells}  {figure.unit}, {figure.against}")
     machine = ", ".join(f"{key} {value}" for key, value in _machine().items())
     versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
     return "\n".join([*lines, machine, versions])
@@ -93,4 +104,7 @@ def _cpu() -> str:
 
 def _versions() -> dict[str, str]:
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    for name in _PEERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {"python": platform.python_version()} | versions

@@ -40,6 +40,10 @@ class RemoteIterator:
         )
         self._tickets = itertools.count()
         self._next_call = worker.letter({}, self._cpu_sharding)
+        self._data = data
+        self._deliver = iterator.Delivery(
+            data, sharding=self._sharding, global_batch_size=global_batch_size
+        )
         self._worker = worker.Worker(data, global_batch_size)
         # Also at the end of the program, should nobody call `close`.
         self._release = weakref.finalize(self, _release, self._worker)
@@ -48,8 +52,18 @@ class RemoteIterator:
         return self
 
     def __next__(self) -> iterator.Batch:
-        batch = jax.block_until_ready(self._worker.next(self._next_call))
-        return topology.place(batch, self._sharding)
+        return self._deliver(self._load)
+
+    def reset(self) -> None:
+        """Has the workers go to the beginning."""
+        self._call(self._worker.reset)
+
+    def resize(self, global_batch_size: int) -> None:
+        """Has the workers go on with batches of another size."""
+        self._call(self._worker.resize, global_batch_size=global_batch_size)
+        self._deliver = iterator.Delivery(
+            self._data, sharding=self._sharding, global_batch_size=global_batch_size
+        )
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
         """Has the workers take their state now, and write it in the background."""
@@ -72,7 +86,13 @@ class RemoteIterator:
 
     def close(self) -> None:
         """Lets go of the workers; the iterator cannot be used any more."""
+        if self._release.alive:
+            self._call(self._worker.close)
         self._release()
+
+    def _load(self) -> iterator.Batch:
+        batch = jax.block_until_ready(self._worker.next(self._next_call))
+        return topology.place(batch, self._sharding)
 
     def _call(self, method: Any, **content: Any) -> None:
         jax.block_until_ready(method(worker.letter(content, self._cpu_sharding)))

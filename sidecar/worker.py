@@ -73,6 +73,21 @@ class _HostWorker:
         self._on(call).load(_field(call, "directory"))
         return call
 
+    def reset(self, call: jax.Array) -> jax.Array:
+        """Goes to the beginning."""
+        self._on(call).reset()
+        return call
+
+    def resize(self, call: jax.Array) -> jax.Array:
+        """Goes on with batches of the size that `call` names."""
+        self._on(call).resize(_field(call, "global_batch_size"))
+        return call
+
+    def close(self, call: jax.Array) -> jax.Array:
+        """Ends what reads ahead."""
+        self._on(call).close()
+        return call
+
     def _on(self, call: jax.Array) -> iterator.HostIterator:
         if self._iterator is None:
             self._iterator = iterator.HostIterator(

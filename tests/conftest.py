@@ -72,9 +72,9 @@ def data(corpus) -> positional.PositionalData:
     )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_behind():
-    """Fails a test that leaves a process or a file in /dev/shm."""
+    """Fails the last test of a file whose tests leave a process, or one in /dev/shm."""
     shared = set(os.listdir("/dev/shm"))
     yield
     deadline = time.monotonic() + 5

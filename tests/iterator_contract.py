@@ -122,6 +122,44 @@ class IteratorContract:
         np.testing.assert_array_equal(loaded["state"]["w"], weights["w"])
         assert ids(next(batches)) == ids(expected[1])
 
+    def test_it_can_begin_again(self, batches, data):
+        first = self.expected(data, 1)[0]
+        next(batches)
+        next(batches)
+        batches.reset()
+        assert ids(next(batches)) == ids(first)
+
+    def test_batches_can_change_their_size_on_the_way(self, batches, data, tmp_path):
+        sizes = [16, 16, 8, 24, 16]
+        expected = self.expected_of_sizes(data, sizes)
+        for size, batch in zip(sizes, expected, strict=True):
+            batches.resize(size)
+            found = next(batches)
+            assert found.keys() == batch.keys()
+            for name, array in batch.items():
+                np.testing.assert_array_equal(found[name], array)
+            run(batches.save(Created(tmp_path)))
+        # What was saved does not tell the size.
+        run(batches.load(epath.Path(tmp_path)))
+        batches.resize(8)
+        (*_, later) = self.expected_of_sizes(data, [*sizes, 8])
+        assert ids(next(batches)) == ids(later)
+
+    def expected_of_sizes(self, data, sizes):
+        found, position, cursors = [], None, None
+        for size in sizes:
+            host = data.host_batches(
+                rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+            )
+            if position:
+                held = dict(cursors)
+                host.go_to(
+                    position, lambda shards, held=held: {s: held[s] for s in shards}
+                )
+            found.append(next(host))
+            position, cursors = host.position(), host.shard_cursors()
+        return found
+
     def test_a_spoilt_state_is_refused_and_the_position_stays(
         self, batches, data, tmp_path
     ):

@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.cli import run_directory
+from elastic_ckpt.config import load, schema
 
 if TYPE_CHECKING:
     from elastic_ckpt.training import audit
@@ -23,15 +24,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run; 1 if it fails."""
     from elastic_ckpt.checkpoint import checkpointer, summary
-    from elastic_ckpt.data import positional
+    from elastic_ckpt.data import iterator, pipeline, positional
     from elastic_ckpt.training import audit, step_log
 
     config = run_directory.read_config(arguments.run)
     attempts = step_log.read(arguments.run)
     saved = summary.steps(os.path.join(arguments.run, checkpointer.DIRECTORY))
+    logged = {attempt.attempt: attempt.data for attempt in attempts}
+
+    def data_of(attempt: int) -> iterator.ElasticData:
+        values: dict[str, Any] = {**schema.values(config), **logged[attempt]}
+        return pipeline.from_config(
+            load.from_values(values, place=f"the log of attempt {attempt}").data
+        )
+
+    last = data_of(attempts[-1].attempt)
     outcome = audit.audit(
         attempts,
-        positional.from_config(config.data),
+        data_of,
+        num_records=last.num_records()
+        if isinstance(last, positional.PositionalData)
+        else None,
         num_saved_steps=max(saved, default=0),
     )
     if arguments.json:
@@ -46,8 +59,9 @@ def describe(outcome: audit.Audit) -> str:
     """The outcome in words."""
     hosts = " -> ".join(map(str, outcome.hosts))
     lines = [
-        f"{outcome.num_steps} steps took {outcome.num_examples:,} rows,"
-        f" {outcome.num_epochs:.2f} epochs; hosts: {hosts}",
+        f"{outcome.num_steps} steps took {outcome.num_examples:,} rows"
+        + (f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else "")
+        + f"; hosts: {hosts}",
         f"lost: {outcome.num_lost} examples; repeated: {outcome.num_repeated}",
         f"rows in the one-host places: {outcome.num_row_identical_steps} of"
         f" {outcome.num_steps} batches",

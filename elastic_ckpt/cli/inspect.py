@@ -59,7 +59,7 @@ def describe(content: dict[str, Any]) -> str:
                 f"  {leaf['num_bytes']:,} bytes  {leaf['sharding']}"
                 for leaf in step["state"]
             ]
-        lines.append(f"  data: {json.dumps(step['data'])}")
+        lines += _data_lines(step["data"])
         before = step
     lines += [
         f"step {step['step']} was interrupted while it was saved: {step['path']}"
@@ -68,15 +68,46 @@ def describe(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _data_lines(data: dict[str, Any]) -> list[str]:
+    if "error" in data:
+        return [f"  data: {data['error']}"]
+    datasets = data["pipeline"].get("datasets", {})
+    lines = [f"  data: {data['engine']}, position {json.dumps(data['position'])}"]
+    for key, value in data["pipeline"].items():
+        if key != "datasets":
+            lines.append(f"    {key}: {json.dumps(value)}")
+    weights = sum(of["weight"] for of in datasets.values()) or 1
+    taken = sum(data["taken"].values()) or 1
+    for name, of in datasets.items():
+        achieved = ""
+        if name in data["taken"]:
+            share = data["taken"][name] / taken
+            achieved = f", {share:.2%} of {taken:,} documents taken"
+        lines.append(
+            f"    dataset {name}: weight {of['weight'] / weights:.2%}{achieved},"
+            f" {len(of['files'])} files"
+        )
+    if data["skipped"]:
+        lines.append(f"    corrupt records skipped: {data['skipped']:,}")
+    return lines
+
+
 def _step(step: int, path: str) -> dict[str, Any]:
     from elastic_ckpt.checkpoint import checkpointer, summary
-    from elastic_ckpt.data import state
+    from elastic_ckpt.data import cursors, mixing, records, state
 
     parts = summary.read_parts(path)
     leaves = summary.summarize(parts.get(checkpointer.STATE, {}))
     try:
-        saved = state.read(os.path.join(path, checkpointer.DATA))
-        data: dict[str, Any] = dataclasses.asdict(saved)
+        directory = os.path.join(path, checkpointer.DATA)
+        saved = state.read(directory)
+        num_shards: Any = saved.pipeline.get("num_logical_shards", 0)
+        found = cursors.read(directory, range(num_shards), saved.position)
+        data: dict[str, Any] = {
+            **dataclasses.asdict(saved),
+            "taken": mixing.taken(found.values()),
+            "skipped": records.skipped(found.values()),
+        }
     except errors.DataError as error:
         # A step that cannot be continued from is still worth looking at.
         data = {"error": str(error)}

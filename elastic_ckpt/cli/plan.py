@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
@@ -18,6 +19,11 @@ _SHOWN_RANGES = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
+    parser.add_argument(
+        "config",
+        nargs="?",
+        help="a YAML file whose data to show, and whose number of shards to take",
+    )
     parser.add_argument(
         "--hosts", required=True, help="numbers of hosts, separated by commas"
     )
@@ -37,6 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = _numbers("--hosts", arguments.hosts)
     batches = _numbers("--batches", arguments.batches)
     (num_shards,) = _numbers("--shards", arguments.shards, least=0)
+    if arguments.config:
+        from elastic_ckpt.data import pipeline
+
+        data = load.load(arguments.config).data
+        num_shards = num_shards or data.num_logical_shards
+        if not arguments.json:
+            print(pipeline.describe(data))
     num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
     found = plan.outlooks(num_shards, hosts, batches)
     if arguments.json:
@@ -63,19 +76,17 @@ def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
 
 def _verdict(outlook: plan.Outlook) -> str:
     size, moved = outlook.global_batch_size, outlook.moved_rows
-    if not outlook.loading_hosts:
-        return "impossible"
     if outlook.loading_hosts < outlook.num_hosts:
         return (
-            f"do not fit; {outlook.loading_hosts} of them can load"
+            f"do not divide the batch; {outlook.loading_hosts} of them can load it"
             f" ({outlook.arrangement}), and {moved} of {size} rows have to be handed on"
         )
-    if outlook.rows_identical:
-        return f"{outlook.arrangement}, rows identical to those of one host"
-    return (
-        f"{outlook.arrangement}, the same rows in each batch, but {moved} of {size} in"
-        " the place of another host"
-    )
+    identical = f"{outlook.arrangement}, rows identical to those of one host"
+    if outlook.made_rows > size:
+        return f"{identical}; {outlook.made_rows} rows are made for each {size}"
+    if moved:
+        return f"{identical}; {moved} of {size} rows move between hosts' devices"
+    return identical
 
 
 def _ranges(shards: Sequence[int]) -> str:

@@ -73,6 +73,15 @@ class Progress:
     def _on_saved(self, **event: Any) -> None:
         self._saved = f"saved step {event['step']}"
 
+    def _on_evaluated(self, **event: Any) -> None:
+        batches = _count(event["batches"], "batch", "es")
+        self._line(
+            f"step {event['step']}: evaluated {batches}, loss {event['loss']:.4f}"
+        )
+
+    def _on_data_ended(self, **event: Any) -> None:
+        self._line(f"the data ended after step {event['step']}")
+
     def _on_run_finished(self, **event: Any) -> None:
         self._line(f"step {event['step']} is done, after {event['secs']:.1f} s")
 
@@ -82,5 +91,5 @@ class Progress:
         self._stream.flush()
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" + plural * (number != 1)

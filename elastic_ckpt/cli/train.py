@@ -22,13 +22,17 @@ from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from elastic_ckpt.checkpoint import checkpointer
     from elastic_ckpt.elastic import member
+    from elastic_ckpt.training import evaluation, train_step
 
 # What a host imports, for the fork server to have it ready.
 _HOST_MODULES = (
     "sidecar.remote_iterator",
     "elastic_ckpt.checkpoint.checkpointer",
-    "elastic_ckpt.data.positional",
+    "elastic_ckpt.data.pipeline",
     "elastic_ckpt.elastic.multicontroller",
     "elastic_ckpt.training.loop",
 )
@@ -92,24 +96,50 @@ def check_world(config: schema.Config) -> None:
         devices=world.hosts * world.devices_per_host,
     )
     expected.check()
-    batch_size.global_batch_size(config.data, expected)
+    batch_size.schedule(config.data, expected)
 
 
 def prepare(config: schema.Config) -> schema.Config:
-    """Writes the training file if that is asked for; names the files absolutely."""
-    from elastic_ckpt.data import text
-    from elastic_ckpt.data.sources import arrayrecord
+    """Writes training files if that is asked for; names them absolutely."""
+    from elastic_ckpt.data import datasets
 
     data = config.data
-    file = pathlib.Path(data.grain_train_files)
-    is_one_file = not set("*?[,") & set(str(file))
-    if data.text_directory and is_one_file and not file.exists():
-        written = text.write_arrayrecord(data.text_directory, str(file))
-        print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
-    files = arrayrecord.find_files(data.grain_train_files)
-    absolute = [os.path.abspath(f) if storage.is_local(f) else f for f in files]
-    data = dataclasses.replace(data, grain_train_files=",".join(absolute))
+    directories = [part for part in data.text_directory.split(";") if part]
+    keys = ["grain_train_files"] + ["grain_eval_files"] * bool(data.eval_interval)
+    if data.grain_train_mixture_config_path:
+        path = os.path.abspath(data.grain_train_mixture_config_path)
+        data = dataclasses.replace(data, grain_train_mixture_config_path=path)
+        keys.remove("grain_train_files")
+    for key in keys:
+        of = datasets.from_list(getattr(data, key), key=key)
+        for place, dataset in enumerate(of):
+            directory = directories.pop(0) if directories else ""
+            of[place] = dataclasses.replace(
+                dataset,
+                patterns=_written(dataset.patterns, directory, data.grain_file_type),
+            )
+        changed: dict[str, Any] = {key: datasets.to_list(of)}
+        data = dataclasses.replace(data, **changed)
     return dataclasses.replace(config, data=data)
+
+
+def _written(patterns: str, directory: str, file_type: str) -> str:
+    # The patterns, absolute; their one file is written if it is not there.
+    from elastic_ckpt.data import text
+    from elastic_ckpt.data.sources import files
+
+    file = pathlib.Path(patterns)
+    is_one_file = not set("*?[,") & set(patterns) and storage.is_local(patterns)
+    if directory and is_one_file and not file.exists():
+        written = text.write(directory, str(file), file_type=file_type)
+        print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
+    parts = [part.strip() for part in patterns.split(",") if part.strip()]
+    absolute = [
+        os.path.abspath(os.path.expanduser(part)) if storage.is_local(part) else part
+        for part in parts
+    ]
+    files.find_files(",".join(absolute))
+    return ",".join(absolute)
 
 
 def run_host(config: schema.Config, emit: events.Emit) -> None:
@@ -127,27 +157,25 @@ def run_host(config: schema.Config, emit: events.Emit) -> None:
 
 
 def _train(config: schema.Config, emit: events.Emit) -> None:
-    from elastic_ckpt.checkpoint import checkpointer
     from elastic_ckpt.core import topology
-    from elastic_ckpt.data import batch_size, positional
+    from elastic_ckpt.data import batch_size, pipeline
     from elastic_ckpt.training import loop, step_log, train_step
 
     began_secs = time.monotonic()
     directory = run_directory.of(config)
     mesh, world = topology.make_mesh(config.world.slices)
-    data = positional.from_config(config.data)
-    batch_rows = batch_size.global_batch_size(config.data, world)
-    batches = _batches(config, data, mesh=mesh, global_batch_size=batch_rows)
-    program = train_step.build(config, mesh)
-    saver, start_step = None, 0
-    if config.checkpoint.enable_checkpointing:
-        saver = checkpointer.RunCheckpointer(
-            os.path.join(directory, checkpointer.DIRECTORY),
-            config.checkpoint,
-            data=batches,
-            emit=emit,
-        )
-        start_step = saver.latest_step or 0
+    data = pipeline.from_config(config.data)
+    sizes = batch_size.schedule(config.data, world)
+    batches = _batches(config, data, mesh=mesh, global_batch_size=sizes.at(0))
+    program = train_step.build(
+        config,
+        mesh,
+        vocab_size=config.model.vocab_size or pipeline.vocab_size(config.data),
+    )
+    saver = _saver(config, batches, emit)
+    start_step = (saver.latest_step if saver else 0) or 0
+    if sizes.at(start_step) != sizes.at(0):
+        batches.resize(sizes.at(start_step))
     emit(
         "run_started",
         run=config.run.run_name,
@@ -163,18 +191,67 @@ def _train(config: schema.Config, emit: events.Emit) -> None:
     log = None
     if topology.is_primary():
         run_directory.write_config(directory, config)
-        log = step_log.StepLog(directory, start_step=start_step, world=world)
-    loop.Loop(program=program, batches=batches, log=log, saver=saver, emit=emit).run(
-        state, start_step=start_step, steps=config.run.steps
-    )
+        log = step_log.StepLog(
+            directory,
+            start_step=start_step,
+            world=world,
+            data=dataclasses.asdict(config.data),
+        )
+    evaluation = _evaluation(config, program, mesh, emit)
+    _, done = loop.Loop(
+        program=program,
+        batches=batches,
+        sizes=sizes,
+        log=log,
+        saver=saver,
+        evaluation=evaluation,
+        emit=emit,
+    ).run(state, start_step=start_step, steps=config.run.steps)
     # Only here: after an error the other hosts may be gone, and closing waits for them.
     if saver:
         saver.close()
     if log:
         log.close()
+    if evaluation:
+        evaluation.batches.close()
     batches.close()
-    done = max(start_step, config.run.steps)
     emit("run_finished", step=done, secs=time.monotonic() - began_secs)
+
+
+def _saver(
+    config: schema.Config, batches: Any, emit: events.Emit
+) -> checkpointer.RunCheckpointer | None:
+    from elastic_ckpt.checkpoint import checkpointer
+
+    if not config.checkpoint.enable_checkpointing:
+        return None
+    return checkpointer.RunCheckpointer(
+        os.path.join(run_directory.of(config), checkpointer.DIRECTORY),
+        config.checkpoint,
+        data=batches,
+        emit=emit,
+    )
+
+
+def _evaluation(
+    config: schema.Config, program: train_step.Program, mesh: Mesh, emit: events.Emit
+) -> evaluation.Evaluation | None:
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.data import batch_size, pipeline
+    from elastic_ckpt.training import evaluation
+
+    if not config.data.eval_interval:
+        return None
+    _, world = topology.make_mesh(config.world.slices)
+    rows = batch_size.global_batch_size(config.data, world)
+    data = pipeline.eval_from_config(config.data, global_batch_size=rows)
+    return evaluation.Evaluation(
+        evaluate=program.evaluate,
+        batches=_batches(config, data, mesh=mesh, global_batch_size=rows),
+        interval=config.data.eval_interval,
+        max_batches=config.data.eval_steps,
+        emit=emit,
+    )
 
 
 def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:

@@ -90,6 +90,12 @@ class ModelSection:
     head_dim: int = _key(32, "Width of a head.", at_least=2)
     base_mlp_dim: int = _key(512, "Width inside the feed-forward block.", at_least=1)
     base_num_decoder_layers: int = _key(4, "Layers.", at_least=1)
+    vocab_size: int = _key(
+        0,
+        "Rows of the embedding; 0 takes the tokenizer's vocabulary, or for tokens that"
+        " are not made here 259, that of bytes.",
+        at_least=0,
+    )
     init_weights_seed: int = _key(0, "Seed of the initial weights.", at_least=0)
 
 
@@ -125,20 +131,83 @@ class DataSection:
 
     grain_train_files: str = _key(
         "",
-        "Files with the training records: a path or a glob pattern, or several"
-        " separated by commas.",
+        "Files with the training records: a path, a URI or a glob pattern, or several"
+        " separated by commas. A mixture is written patterns,weight;patterns,weight.",
+    )
+    grain_train_mixture_config_path: str = _key(
+        "",
+        "A JSON file of the mixture instead:"
+        ' {"name": {"path": "files*", "weight": 0.5}, ...}; in the place of path,'
+        " datasets nests another mixture. Weights and datasets may change at a resume.",
     )
     grain_file_type: str = _key(
-        "arrayrecord", "Format of the files.", choices=("arrayrecord",)
+        "arrayrecord",
+        "Format of the files.",
+        choices=("arrayrecord", "parquet", "tfrecord"),
+    )
+    grain_record_format: str = _key(
+        "bytes",
+        "What a record of ArrayRecord or TFRecord is: the text, or a tf.Example.",
+        choices=("bytes", "tf_example"),
+    )
+    train_data_columns: str = _key(
+        "text", "The column, or feature of a tf.Example, that has the text or tokens."
     )
     text_directory: str = _key(
         "",
-        "If grain_train_files is a single path that does not exist yet, it is written"
-        " from the text files below this directory, as `elastic-ckpt data` does;"
-        " `python-stdlib` stands for the sources of Python's standard library.",
+        "If a dataset is a single path that does not exist yet, it is written from the"
+        " text files below this directory, as `elastic-ckpt data` does; `python-stdlib`"
+        " stands for the sources of Python's standard library, `python-stdlib/email`"
+        " for a part of them. Several datasets, those to evaluate on last, have several"
+        " directories, separated by semicolons.",
     )
-    max_target_length: int = _key(
-        256, "Tokens of an example; longer ones are trimmed.", at_least=1
+    num_logical_shards: int = _key(
+        0,
+        "Logical shards of the run, frozen for its life; every number of hosts that"
+        " divides it (`elastic-ckpt plan` tells) works at no cost. 0 chooses the"
+        " positional engine: ArrayRecord, one record one example, no packing.",
+        at_least=0,
+    )
+    num_epoch: int = _key(
+        0, "Epochs until the data ends, and the run with it; 0 never ends.", at_least=0
+    )
+    drop_remainder: bool = _key(
+        False,
+        "Leave out the last batch if it is not full; otherwise it is padded, and the"
+        " padding masked.",
+    )
+    corrupt_records: str = _key(
+        "fail",
+        "What to do with a record that is not what was written: end with an error that"
+        " names it, or skip and count it.",
+        choices=("fail", "skip"),
+    )
+    tokenize_train_data: bool = _key(
+        True, "Tokenize the column; false if it has the tokens."
+    )
+    tokenizer_type: str = _key(
+        "bytes",
+        "The tokenizer; the last three need the extra `tokenizers`.",
+        choices=("bytes", "sentencepiece", "tiktoken", "huggingface"),
+    )
+    tokenizer_path: str = _key("", "The tokenizer's file, a path or a URI.")
+    add_bos: bool = _key(True, "Begin a text with the tokenizer's begin token.")
+    add_eos: bool = _key(True, "End a text with the tokenizer's end token.")
+    max_target_length: int = _key(256, "Tokens of a row.", at_least=1)
+    use_truncation: bool = _key(
+        True, "Trim longer texts to a row; false cuts them into several examples."
+    )
+    packing: bool = _key(False, "Fill a row with several examples.")
+    grain_packing_type: str = _key(
+        "first_fit",
+        "How rows are filled.",
+        choices=("first_fit", "best_fit", "concat_then_split"),
+    )
+    grain_shuffle_buffer_size: int = _key(
+        100,
+        "Examples of a logical shard that are shuffled at a time, if"
+        " enable_data_shuffling; 0 shuffles files and their blocks alone.",
+        at_least=0,
     )
     per_device_batch_size: float = _key(
         1.0, "Rows a device takes each step, if global_batch_size is 0.", at_least=0
@@ -149,6 +218,20 @@ class DataSection:
         " per_device_batch_size times the devices that are there.",
         at_least=0,
     )
+    enable_rampup_batch_size: bool = _key(
+        False,
+        "Begin with smaller batches, and grow them in equal stages; needs"
+        " per_device_batch_size.",
+    )
+    per_device_batch_size_start: float = _key(
+        4.0, "Rows a device takes each step of the first stage.", at_least=0
+    )
+    per_device_batch_size_increment: float = _key(
+        2.0, "Rows by which each stage is larger than the one before.", at_least=0
+    )
+    global_rampup_samples: int = _key(
+        500, "Rows that all stages before the last take together.", at_least=1
+    )
     enable_data_shuffling: bool = _key(True, "Shuffle the records anew each epoch.")
     data_shuffle_seed: int = _key(0, "Seed of the shuffle.", at_least=0)
     grain_use_elastic_iterator: bool = _key(
@@ -158,10 +241,31 @@ class DataSection:
         " rows that their devices hold, and batches are row for row the same.",
     )
     grain_num_threads: int = _key(
-        4, "Threads that read records on each host.", at_least=0
+        4, "Threads that read records on each host; positional engine.", at_least=0
     )
     grain_prefetch_buffer_size: int = _key(
-        16, "Records read ahead on each host.", at_least=1
+        16, "Records read ahead on each host; positional engine.", at_least=1
+    )
+    grain_worker_count: int = _key(
+        0,
+        "Processes that run the logical shards of each host; 0 runs them in the host's"
+        " own process. May change at a resume.",
+        at_least=0,
+    )
+    grain_per_worker_buffer_size: int = _key(
+        1,
+        "Batches that each of these processes, or without them a thread, has ready; 0"
+        " reads when a batch is asked for.",
+        at_least=0,
+    )
+    grain_eval_files: str = _key(
+        "", "Files to evaluate on, written and read like grain_train_files."
+    )
+    eval_interval: int = _key(
+        0, "Training steps between two evaluations; 0 evaluates never.", at_least=0
+    )
+    eval_steps: int = _key(
+        0, "Batches of an evaluation; 0 takes all that there are.", at_least=0
     )
     colocated_python_data_input: bool = _key(
         False,

@@ -9,7 +9,7 @@ bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import jax
@@ -41,6 +41,15 @@ def row_digests(tokens: Array) -> Array:
     return ((tokens.astype(np.uint32) + np.uint32(1)) * weights).sum(
         axis=1, dtype=np.uint32
     )
+
+
+def row_features(batch: Mapping[str, Array]) -> list[Array]:
+    """The features of a batch that digests of its rows cover: `[rows, length]` each.
+
+    The example ids are covered by `batch_digest`.
+    """
+    names = sorted(batch.keys() - {"example_id"})
+    return [batch[name] for name in names if batch[name].ndim == 2]
 
 
 def batch_digest(row_ids: Iterable[int], digests: Iterable[int]) -> str:

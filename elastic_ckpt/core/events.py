@@ -20,6 +20,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "step": ("step", "steps", "loss", "secs"),
     "save_started": ("step",),
     "saved": ("step", "secs"),
+    "evaluated": ("step", "loss", "batches", "secs"),
+    "data_ended": ("step",),
     "run_finished": ("step", "secs"),
 }
 

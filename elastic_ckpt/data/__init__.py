@@ -3,19 +3,39 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
-    from elastic_ckpt.data.iterator import Batches, ElasticData
-    from elastic_ckpt.data.positional import PositionalData, from_config
+    from elastic_ckpt.data.grain_states import adopt as adopt_grain_states
+    from elastic_ckpt.data.iterator import Batches, ElasticData, End
+    from elastic_ckpt.data.local_batches import LocalBatches
+    from elastic_ckpt.data.mixing import Mixture
+    from elastic_ckpt.data.packing import ConcatThenSplit
+    from elastic_ckpt.data.pipeline import from_config
+    from elastic_ckpt.data.positional import PositionalData
+    from elastic_ckpt.data.records import RandomMap, Reading, Records
     from elastic_ckpt.data.rows import suggest_num_shards
-    from elastic_ckpt.data.sharded import ShardedData, sharded
+    from elastic_ckpt.data.sharded_data import ShardedData, sharded
     from elastic_ckpt.data.shuffling import WindowShuffle
+    from elastic_ckpt.data.sources.arrayrecord import ArrayRecord
+    from elastic_ckpt.data.sources.parquet import Parquet
+    from elastic_ckpt.data.sources.tfrecord import TFRecord
     from elastic_ckpt.data.text import write_arrayrecord
 
 __all__ = [
+    "ArrayRecord",
     "Batches",
+    "ConcatThenSplit",
     "ElasticData",
+    "End",
+    "LocalBatches",
+    "Mixture",
+    "Parquet",
     "PositionalData",
+    "RandomMap",
+    "Reading",
+    "Records",
     "ShardedData",
+    "TFRecord",
     "WindowShuffle",
+    "adopt_grain_states",
     "from_config",
     "sharded",
     "suggest_num_shards",

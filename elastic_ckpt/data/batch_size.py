@@ -2,8 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The batch size of each step: stages that follow each other.
+
+    Attributes:
+      stages: of each stage, the step that it begins with, and its rows.
+    """
+
+    stages: tuple[tuple[int, int], ...]
+
+    def at(self, step: int) -> int:
+        """Rows of the global batch of `step`."""
+        return next(rows for begin, rows in reversed(self.stages) if begin <= step)
+
+
+def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
+    """The batch sizes of a run on `world`.
+
+    A ramp is Megatron-LM's (`num_microbatches_calculator.py`): stages from the start to
+    the final size, each until its share of the ramp's rows is taken.
+
+    Raises:
+      ConfigError: if a batch does not divide over the hosts and devices, or a ramp does
+        not lead from its start to its end.
+    """
+    final = global_batch_size(data, world)
+    if not data.enable_rampup_batch_size:
+        return Schedule(stages=((0, final),))
+    start, step = data.per_device_batch_size_start, data.per_device_batch_size_increment
+    distance = data.per_device_batch_size - start
+    if data.global_batch_size or not step or distance < 0 or distance % step:
+        raise errors.ConfigError(
+            f"a ramp from per_device_batch_size_start={start} by"
+            f" per_device_batch_size_increment={step} does not come to"
+            f" per_device_batch_size={data.per_device_batch_size}; choose them so, and"
+            " global_batch_size=0"
+        )
+    num_increments = round(distance / step)
+    begin, stages = 0, []
+    for number in range(num_increments):
+        size = dataclasses.replace(data, per_device_batch_size=start + number * step)
+        rows = global_batch_size(size, world)
+        stages.append((begin, rows))
+        begin += max(1, round(data.global_rampup_samples / num_increments / rows))
+    return Schedule(stages=(*stages, (begin, final)))
 
 
 def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int:

@@ -13,7 +13,7 @@ from etils import epath
 
 from elastic_ckpt.core import digest, errors, storage
 
-# How `to_bytes` ends a file; inside it every closing brace is indented.
+# How `to_bytes` ends a file, and no field.
 _END = b"\n}\n"
 
 
@@ -21,7 +21,12 @@ def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
     """The content of a file with `fields`."""
     content: dict[str, storage.Json] = {"version": version, **fields}
     content["digest"] = digest.json_digest(content)
-    return json.dumps(content, indent=2).encode() + b"\n"
+    # A field a line.
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
+        for name, value in content.items()
+    ]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:

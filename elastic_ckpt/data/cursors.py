@@ -14,7 +14,8 @@ shards and no others, however many hosts wrote them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from etils import epath
 
@@ -24,18 +25,22 @@ from elastic_ckpt.data import checked_json
 VERSION = 1
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")
 
-Cursors = Mapping[int, storage.Json]
+Cursor = storage.Json
+Cursors = Mapping[int, Cursor]
 Position = dict[str, storage.Json]
+
+
+def to_bytes(of_shards: Sequence[Cursor], position: Position) -> bytes:
+    """The content of the file of adjacent shards."""
+    fields: dict[str, storage.Json] = {"position": position, "cursors": list(of_shards)}
+    return checked_json.to_bytes(fields, version=VERSION)
 
 
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
     """Writes the cursors that a host has, one file for each run of adjacent shards."""
     for shards in _runs(sorted(cursors)):
-        content = checked_json.to_bytes(
-            {"position": position, "cursors": [cursors[shard] for shard in shards]},
-            version=VERSION,
-        )
         name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json"
+        content = to_bytes([cursors[shard] for shard in shards], position)
         storage.write_atomic(epath.Path(directory) / name, content)
 
 
@@ -78,6 +83,16 @@ def read(
             " directory to continue from the step before"
         )
     return found
+
+
+def parts(cursor: Any) -> Iterator[dict[str, Any]]:
+    """Every object inside a cursor, that of each transformation of a pipeline."""
+    if isinstance(cursor, dict):
+        yield cursor
+        cursor = list(cursor.values())
+    if isinstance(cursor, list):
+        for value in cursor:
+            yield from parts(value)
 
 
 def _files(directory: epath.PathLike) -> list[tuple[epath.Path, int, int]]:

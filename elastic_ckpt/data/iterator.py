@@ -9,29 +9,42 @@ colocated Python.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from elastic_ckpt.core import errors, storage, topology
 from elastic_ckpt.data import cursors, rows, state
 
 Batch = dict[str, jax.Array]
 
+# The feature that tells real rows from padding, in data that ends.
+MASK = "mask"
 
 # Reads the cursors of the given shards, whoever saved them.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
+class End(enum.Enum):
+    """How data ends.
+
+    PADDED: with the last real row; what is missing of the last batch is zeros, and
+    `mask` tells them apart. DROPPED: with the last batch of which every row is real.
+    """
+
+    NEVER = "never"
+    PADDED = "padded"
+    DROPPED = "dropped"
+
+
 class HostBatches(Protocol):
     """One host's rows of each global batch."""
-
-    def __iter__(self) -> HostBatches:
-        """Itself."""
 
     def __next__(self) -> dict[str, np.ndarray]:
         """The next rows: arrays of shape `[rows of the host, ...]`."""
@@ -39,11 +52,17 @@ class HostBatches(Protocol):
     def position(self) -> cursors.Position:
         """The position after the last rows, the same on every host."""
 
-    def shard_cursors(self) -> cursors.Cursors:
-        """The cursors of the logical shards that this host has, as they are now."""
+    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
+        """The cursors of the logical shards that this host saves, as they are now.
+
+        With `shared` also of those that it runs, and another host saves.
+        """
 
     def go_to(self, position: cursors.Position, read: ReadCursors) -> None:
         """Goes to a position of any host, reading the cursors that it needs here."""
+
+    def close(self) -> None:
+        """Ends threads and processes that read ahead; `go_to` opens it again."""
 
 
 class ElasticData(Protocol):
@@ -53,8 +72,19 @@ class ElasticData(Protocol):
     def engine(self) -> str:
         """Names the kind of position that its batches have."""
 
+    @property
+    def end(self) -> End:
+        """How it ends; if it does, batches have the feature `mask`, bool `[B]`."""
+
+    @property
+    def rows_of_end(self) -> int:
+        """Rows of padding, one after the other, behind which there is no real one."""
+
     def identity(self) -> dict[str, storage.Json]:
         """What decides which example comes when, named by configuration keys."""
+
+    def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
+        """Where each row of a batch stands in what the hosts load; None if in place."""
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The batches of one host."""
@@ -88,23 +118,51 @@ class HostIterator:
     def __init__(
         self, data: ElasticData, *, sharding: Sharding, global_batch_size: int
     ) -> None:
-        holders = row_holders(sharding, global_batch_size)
-        groups = sorted(set(holders.values()), key=lambda held: held[0])
-        mine = holders[topology.this_host()]
+        held = RowsHeld.of(sharding, global_batch_size)
+        me = topology.this_host()
         # Hosts with the same rows count as one, and the first of them writes for it.
-        writer = min(host for host, held in holders.items() if held == mine)
-        self._writes_cursors = writer == topology.this_host()
-        self._writes_state = self._writes_cursors and groups[0] == mine
+        self._writes_cursors = held.first_holder(me) == me
+        self._writes_state = self._writes_cursors and held.groups[0] == held.holders[me]
+        self._data = data
         self._sharding = sharding
-        self._global_batch_size = global_batch_size
-        self._engine = data.engine
         self._identity = data.identity()
-        row_hosts = np.full(global_batch_size, -1)
-        for number, held in enumerate(groups):
-            row_hosts[list(held)] = number
-        self._rows = data.host_batches(
-            rows.Placement(row_hosts=row_hosts, host=groups.index(mine))
-        )
+        self._global_batch_size = global_batch_size
+        self._rows = self._begin(global_batch_size)
+
+    def reset(self) -> None:
+        """Goes to the beginning."""
+        self._rows.close()
+        self._rows = self._begin(self._global_batch_size)
+
+    def resize(self, global_batch_size: int) -> None:
+        """Goes on with batches of another size.
+
+        Raises:
+          ConfigError: if hosts would have to hand shards to each other, which goes
+            through a checkpoint; nothing is changed then.
+        """
+        position = self._rows.position()
+        own = self._rows.shard_cursors(shared=True)
+
+        def read(shards: Sequence[int]) -> cursors.Cursors:
+            missing = sorted(set(shards) - own.keys())
+            if missing:
+                raise errors.ConfigError(
+                    f"going from batches of {self._global_batch_size} rows to"
+                    f" {global_batch_size} moves logical shards {missing} between"
+                    " hosts; choose multiples of num_logical_shards, or change the size"
+                    " at a restart"
+                )
+            return {shard: own[shard] for shard in shards}
+
+        resized = self._begin(global_batch_size)
+        resized.go_to(position, read)
+        self._rows.close()
+        self._rows, self._global_batch_size = resized, global_batch_size
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        self._rows.close()
 
     def next(self) -> Batch:
         """The next global batch: arrays of shape `[B, ...]` in the given sharding."""
@@ -114,7 +172,7 @@ class HostIterator:
     def get_state(self) -> HostState:
         """What to save after the last batch."""
         data_state = state.DataState(
-            engine=self._engine,
+            engine=self._data.engine,
             position=self._rows.position(),
             pipeline=self._identity,
         )
@@ -134,12 +192,18 @@ class HostIterator:
           DataError: if it cannot be read, or is of another pipeline.
         """
         saved = state.read(directory)
-        state.check_same_pipeline(saved, self._engine, self._identity)
+        state.check_same_pipeline(saved, self._data.engine, self._identity)
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
         self._rows.go_to(saved.position, read)
+
+    def _begin(self, global_batch_size: int) -> HostBatches:
+        held = RowsHeld.of(self._sharding, global_batch_size)
+        group = held.group(topology.this_host())
+        placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
+        return self._data.host_batches(placement)
 
     def _place(self, loaded: np.ndarray) -> jax.Array:
         shape = (self._global_batch_size, *loaded.shape[1:])
@@ -165,29 +229,112 @@ class HostIterator:
         return jax.make_array_from_single_device_arrays(shape, self._sharding, pieces)
 
 
-def row_holders(
-    sharding: Sharding, global_batch_size: int
-) -> dict[int, tuple[int, ...]]:
-    """The rows of a batch that the devices of each host hold, by process number.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsHeld:
+    """Which rows of a batch the devices of each host hold.
 
-    Raises:
-      ConfigError: if two hosts share some of their rows and not all.
+    Attributes:
+      holders: the rows of each process, ascending, by process number.
+      groups: the distinct ones of these, ordered by their first row; hosts that hold
+        the same rows are one group, and count as one host.
     """
-    held: dict[int, set[int]] = {}
-    shape = (global_batch_size,)
-    for device, index in sharding.devices_indices_map(shape).items():
-        part = (index or (slice(None),))[0]
-        held.setdefault(device.process_index, set()).update(
-            range(*part.indices(global_batch_size))
-        )
-    holders = {host: tuple(sorted(of_host)) for host, of_host in held.items()}
-    distinct = set(holders.values())
-    if sum(map(len, distinct)) != global_batch_size:
-        raise errors.ConfigError(
-            f"the sharding {sharding} gives hosts overlapping rows of a batch; shard"
-            " the rows so that two hosts have the same rows or none in common"
-        )
-    return holders
+
+    holders: dict[int, tuple[int, ...]]
+    groups: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, sharding: Sharding, global_batch_size: int) -> RowsHeld:
+        """The rows that `sharding` gives to each host.
+
+        Raises:
+          ConfigError: if two hosts share some of their rows and not all.
+        """
+        held: dict[int, set[int]] = {}
+        shape = (global_batch_size,)
+        for device, index in sharding.devices_indices_map(shape).items():
+            part = (index or (slice(None),))[0]
+            held.setdefault(device.process_index, set()).update(
+                range(*part.indices(global_batch_size))
+            )
+        holders = {host: tuple(sorted(of_host)) for host, of_host in held.items()}
+        groups = sorted(set(holders.values()), key=lambda group: group[0])
+        if sum(map(len, groups)) != global_batch_size:
+            raise errors.ConfigError(
+                f"the sharding {sharding} gives hosts overlapping rows of a batch;"
+                " shard the rows so that two hosts have the same rows or none in common"
+            )
+        return cls(holders=holders, groups=groups)
+
+    def group(self, host: int) -> int:
+        """The group of a host."""
+        return self.groups.index(self.holders[host])
+
+    def first_holder(self, host: int) -> int:
+        """The first host that holds the rows of `host`."""
+        mine = self.holders[host]
+        return min(other for other, held in self.holders.items() if held == mine)
+
+    def row_hosts(self) -> np.ndarray:
+        """The group that holds each row, int `[B]`."""
+        found = np.full(sum(map(len, self.groups)), -1)
+        for number, held in enumerate(self.groups):
+            found[list(held)] = number
+        return found
+
+
+def batches_of_end(data: ElasticData, global_batch_size: int) -> int:
+    """Batches without a real row, one after the other, that mean the end of `data`.
+
+    A batch that is all padding is otherwise passed over: the shards that it takes rows
+    from have ended, others may not.
+    """
+    if data.end is not End.PADDED:
+        return 1
+    return -(-data.rows_of_end // global_batch_size)
+
+
+class Delivery:
+    """What is left to do with a global batch on devices before a loop may have it.
+
+    Puts rows into the places of a one-host batch, if hosts load others than they hold;
+    and ends data that is finite at the same batch on every host. Both are computations
+    over all devices, so every host has to call it, in the same order.
+
+    Args:
+      data: what the batches are of.
+      sharding: how their rows lie on devices.
+      global_batch_size: rows of a global batch, B.
+    """
+
+    def __init__(
+        self, data: ElasticData, *, sharding: NamedSharding, global_batch_size: int
+    ) -> None:
+        held = RowsHeld.of(sharding, global_batch_size)
+        order = data.row_order(held.row_hosts())
+        self._exchange: Callable[[Batch], Batch] | None = None
+        if order is not None:
+            self._exchange = jax.jit(
+                lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
+                out_shardings=sharding,
+            )
+        self._goes_on: Callable[[jax.Array], jax.Array] | None = None
+        self._batches_of_end = batches_of_end(data, global_batch_size)
+        if data.end is not End.NEVER:
+            replicated = NamedSharding(sharding.mesh, PartitionSpec())
+            test = jnp.any if data.end is End.PADDED else jnp.all
+            self._goes_on = jax.jit(test, out_shardings=replicated)
+
+    def __call__(self, load: Callable[[], Batch]) -> Batch:
+        """The next batch that the loop gets, of those that `load` returns.
+
+        Raises:
+          StopIteration: if the data has ended.
+        """
+        for _ in range(self._batches_of_end):
+            batch = load()
+            if self._goes_on is None or bool(self._goes_on(batch[MASK])):
+                return self._exchange(batch) if self._exchange else batch
+        raise StopIteration
 
 
 class Batches:
@@ -202,17 +349,31 @@ class Batches:
     def __init__(
         self, data: ElasticData, *, mesh: Mesh, global_batch_size: int
     ) -> None:
+        self._data = data
+        self._sharding = topology.batch_sharding(mesh)
         self._host = HostIterator(
-            data,
-            sharding=topology.batch_sharding(mesh),
-            global_batch_size=global_batch_size,
+            data, sharding=self._sharding, global_batch_size=global_batch_size
+        )
+        self._deliver = Delivery(
+            data, sharding=self._sharding, global_batch_size=global_batch_size
         )
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> Batch:
-        return self._host.next()
+        return self._deliver(self._host.next)
+
+    def reset(self) -> None:
+        """Goes to the beginning."""
+        self._host.reset()
+
+    def resize(self, global_batch_size: int) -> None:
+        """Goes on with batches of another size; see `HostIterator.resize`."""
+        self._host.resize(global_batch_size)
+        self._deliver = Delivery(
+            self._data, sharding=self._sharding, global_batch_size=global_batch_size
+        )
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Takes the state now; the awaitable writes it into Orbax's directory."""
@@ -232,4 +393,5 @@ class Batches:
         return read()
 
     def close(self) -> None:
-        """Does nothing: there is nothing to end in this process."""
+        """Ends what reads ahead."""
+        self._host.close()

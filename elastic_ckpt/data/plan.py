@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.data import rows
 
 
@@ -19,11 +18,13 @@ class Outlook:
       num_hosts: H.
       global_batch_size: B.
       arrangement: how rows lie in a batch; it depends on S and B alone.
-      loading_hosts: the hosts that would load, H or the most that can; 0 if none can.
-      rows_identical: whether these load the rows that stand in their places, so that
-        every batch is row for row that of one host.
-      host_shards: the shards of each loading host.
+      loading_hosts: the hosts that would load, H or the most that divide B.
+      rows_identical: whether H hosts have batches that are row for row those of one
+        host; false if H does not divide B, and rows have to be handed on.
+      host_shards: the shards that each loading host runs.
       moved_rows: rows of a batch that are loaded on another host than they belong to.
+      made_rows: rows that all hosts make for a batch; more than B if hosts run the same
+        shards, and each discards what is another's.
     """
 
     num_hosts: int
@@ -33,34 +34,36 @@ class Outlook:
     rows_identical: bool
     host_shards: tuple[tuple[int, ...], ...]
     moved_rows: int
+    made_rows: int
 
 
 def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
-    """How H hosts, in row order, would load batches of B rows from S shards.
-
-    If H does not fit, the most hosts below it that do would load, and hand rows on.
-    """
+    """How H hosts, in row order, would load batches of B rows from S shards."""
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=global_batch_size)
-    for loading_hosts in range(num_hosts, 0, -1):
-        assigned = _assigned(batch, loading_hosts)
-        if assigned is not None:
-            break
-    else:
-        loading_hosts, assigned = 0, []
+    loading_hosts = next(
+        h for h in range(num_hosts, 0, -1) if not global_batch_size % h
+    )
+    placement = rows.Placement.in_order(
+        0, num_hosts=loading_hosts, global_batch_size=global_batch_size
+    )
+    assigned = rows.assign(batch, placement.row_hosts, 0)
     # Where a row would have to be, if H divides B; else each host takes an equal share.
     belongs = np.arange(global_batch_size) * num_hosts // global_batch_size
     stays = sum(
         int((belongs[host.rows] == number).sum())
         for number, host in enumerate(assigned)
     )
+    # How often a batch takes a row of each shard, on average.
+    rows_a_shard = global_batch_size / num_shards
     return Outlook(
         num_hosts=num_hosts,
         global_batch_size=global_batch_size,
         arrangement=batch.arrangement.value,
         loading_hosts=loading_hosts,
-        rows_identical=bool(assigned) and all(host.in_place for host in assigned),
+        rows_identical=loading_hosts == num_hosts,
         host_shards=tuple(tuple(host.shards.tolist()) for host in assigned),
         moved_rows=global_batch_size - stays,
+        made_rows=round(rows_a_shard * sum(host.shards.size for host in assigned)),
     )
 
 
@@ -69,13 +72,3 @@ def outlooks(
 ) -> list[Outlook]:
     """The outlook of each number of hosts with each batch size."""
     return [outlook(num_shards, h, size) for h in hosts for size in batches]
-
-
-def _assigned(batch: rows.BatchRows, num_hosts: int) -> list[rows.HostRows] | None:
-    try:
-        placement = rows.Placement.in_order(
-            0, num_hosts=num_hosts, global_batch_size=batch.global_batch_size
-        )
-        return rows.assign(batch, placement.row_hosts, 0)
-    except errors.ConfigError:
-        return None

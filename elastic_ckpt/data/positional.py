@@ -25,7 +25,9 @@ from grain import experimental as grain_experimental
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
 from elastic_ckpt.data import cursors, example_id, iterator, rows, tokens
-from elastic_ckpt.data.sources import arrayrecord
+from elastic_ckpt.data.sources import arrayrecord, files
+
+Example = dict[str, np.ndarray]
 
 # The name that Grain's `ElasticIterator` gives to a position.
 _POSITION = "global_next_index"
@@ -33,7 +35,7 @@ _POSITION = "global_next_index"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionalData:
-    """Text records as examples for a language model, endless and elastic.
+    """Text records as examples for a language model, elastic.
 
     Attributes:
       files: ArrayRecord files; a record is the bytes of one text.
@@ -44,6 +46,9 @@ class PositionalData:
         `ElasticIterator` deals them out.
       num_threads: threads that read on each host; 0 reads in the caller.
       prefetch_records: records read ahead on each host.
+      num_epochs: epochs until the end; None repeats the records without end.
+      drop_remainder: whether the rows that fill no batch at the end are left out. Grain
+        leaves them out anyway.
     """
 
     files: tuple[str, ...]
@@ -53,6 +58,22 @@ class PositionalData:
     in_place: bool = True
     num_threads: int = 4
     prefetch_records: int = 16
+    num_epochs: int | None = None
+    drop_remainder: bool = False
+
+    @property
+    def end(self) -> iterator.End:
+        """How the data ends."""
+        if self.num_epochs is None:
+            return iterator.End.NEVER
+        # Of Grain's rows that fill no batch, some hosts may have one, and others none.
+        dropped = self.drop_remainder or not self.in_place
+        return iterator.End.DROPPED if dropped else iterator.End.PADDED
+
+    @property
+    def rows_of_end(self) -> int:
+        """One: padding has no rows after it."""
+        return 1
 
     @property
     def engine(self) -> str:
@@ -71,10 +92,11 @@ class PositionalData:
             "tokenizer": "bytes",
             "enable_data_shuffling": self.shuffle,
             "data_shuffle_seed": self.shuffle_seed,
+            "num_epoch": self.num_epochs or 0,
         }
 
     def examples(self) -> grain.MapDataset:
-        """All examples of the run in order, endless.
+        """All examples of the run in order.
 
         An example is `inputs` and `targets`, int32 `[L]` with 0 for padding, and
         `example_id`, uint32 `[2]`: the record number.
@@ -82,7 +104,11 @@ class PositionalData:
         records = grain.MapDataset.source(arrayrecord.ArrayRecordFiles(self.files))
         if self.shuffle:
             records = records.seed(self.shuffle_seed).shuffle()
-        return records.repeat().map(self._example)
+        return records.repeat(self.num_epochs).map(self._example)
+
+    def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
+        """None: what hosts load stays where it is."""
+        del row_hosts
 
     def host_batches(self, placement: rows.Placement) -> iterator.HostBatches:
         """The rows of each global batch that one host loads."""
@@ -102,14 +128,17 @@ class PositionalData:
         )
         return _ElasticBatches(iter(elastic))
 
-    def _example(self, record: tuple[int, bytes]) -> dict[str, np.ndarray]:
+    def _example(self, record: tuple[int, bytes]) -> Example:
         number, text = record
         text_tokens = tokens.encode(text, self.max_target_length + 1)
-        return {
+        example = {
             "inputs": text_tokens[:-1],
             "targets": text_tokens[1:],
             "example_id": example_id.split(number),
         }
+        if self.end is not iterator.End.NEVER:
+            example[iterator.MASK] = np.array(True)
+        return example
 
 
 class _InPlaceBatches:
@@ -128,10 +157,7 @@ class _InPlaceBatches:
         self._batches: grain.DatasetIterator | None = None
         self._next_index = 0
 
-    def __iter__(self) -> _InPlaceBatches:
-        return self
-
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> Example:
         if self._batches is None:
             mine = _RowExamples(
                 self._examples, self._rows, self._global_batch_size, self._next_index
@@ -145,16 +171,21 @@ class _InPlaceBatches:
     def position(self) -> cursors.Position:
         return {_POSITION: self._next_index}
 
-    def shard_cursors(self) -> cursors.Cursors:
+    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
+        del shared  # there are none
         return {}
 
     def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
         del read  # there are none
         next_index = position[_POSITION]
         assert isinstance(next_index, int)
+        self.close()
+        self._next_index = next_index
+
+    def close(self) -> None:
         if self._batches is not None:
             self._batches.close()
-        self._batches, self._next_index = None, next_index
+        self._batches = None
 
 
 class _RowExamples(grain.MapDataset):
@@ -180,7 +211,12 @@ class _RowExamples(grain.MapDataset):
             return self.slice(index)
         batch, row = divmod(index, len(self._of_batch))
         number = self._first + batch * self._global_batch_size + self._of_batch[row]
-        return self._parent[number]
+        if number < len(self._parent):
+            return self._parent[number]
+        # Padding for whoever has to know when all hosts have come to the end.
+        first = self._parent[0]
+        assert first is not None
+        return _padding(first)
 
 
 class _ElasticBatches:
@@ -188,22 +224,45 @@ class _ElasticBatches:
 
     def __init__(self, elastic: grain.DatasetIterator) -> None:
         self._elastic = elastic
+        self._last: Example = {}
 
-    def __iter__(self) -> _ElasticBatches:
-        return self
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        return next(self._elastic)
+    def __next__(self) -> Example:
+        try:
+            self._last = next(self._elastic)
+        except StopIteration:
+            return _padding(self._last or self._reread())
+        return self._last
 
     def position(self) -> cursors.Position:
         return dict(self._elastic.get_state())
 
-    def shard_cursors(self) -> cursors.Cursors:
+    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
+        del shared  # there are none
         return {}
 
     def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
         del read  # there are none
         self._elastic.set_state(position)
+
+    def close(self) -> None:
+        self._elastic.close()
+
+    def _reread(self) -> Example:
+        # A batch, for its shapes.
+        at_end = self._elastic.get_state()
+        self._elastic.set_state({_POSITION: 0})
+        first = next(self._elastic)
+        self._elastic.set_state(at_end)
+        return first
+
+
+def _padding(example: Example) -> Example:
+    # What takes the place of `example`, or of a batch, when the data has ended.
+    padding = {name: np.zeros_like(array) for name, array in example.items()}
+    padding["example_id"] = np.broadcast_to(
+        example_id.split(example_id.NONE), example["example_id"].shape
+    )
+    return padding
 
 
 def from_config(data: schema.DataSection) -> PositionalData:
@@ -213,11 +272,13 @@ def from_config(data: schema.DataSection) -> PositionalData:
       DataError: if its files are missing.
     """
     return PositionalData(
-        files=arrayrecord.find_files(data.grain_train_files),
+        files=files.find_files(data.grain_train_files),
         max_target_length=data.max_target_length,
         shuffle=data.enable_data_shuffling,
         shuffle_seed=data.data_shuffle_seed,
         in_place=not data.grain_use_elastic_iterator,
         num_threads=data.grain_num_threads,
         prefetch_records=data.grain_prefetch_buffer_size,
+        num_epochs=data.num_epoch or None,
+        drop_remainder=data.drop_remainder,
     )

@@ -11,9 +11,12 @@ Inside a batch the rows are arranged so that each shard can stay on one host:
   of shard `s`. A host that holds a whole number of such runs owns these shards.
 * `windowed`, if B divides S: in the order of the stream. Row `r` comes from the shards
   that are `r + p` modulo B, at each step until B changes. Who holds row `r` owns them.
-* `striped` otherwise: in the order of the stream, but loaded by host `g % H`, which
-  owns the shards that are `h` modulo H. Each batch has the right rows; to stand in
-  their places they have to be exchanged between hosts.
+* `striped` otherwise: in the order of the stream, but if H divides S, row `r` is loaded
+  by host `r % H`, which owns every H-th shard. Each batch has the right rows; to stand
+  in their places they are exchanged between the hosts' devices (`exchanged`).
+
+Hosts that fit in none of these ways run each shard of which they hold a row, and
+discard the rows that are another host's: every H that divides B works, at a price.
 
 Glossary: g stream row, r row of a batch, s shard, h host; S, B, H are their numbers.
 """
@@ -108,12 +111,16 @@ class HostRows:
 
     Attributes:
       rows: the rows of a batch that the host loads, ascending, int64 `[B / H]`.
-      shards: the shards that these rows come from, ascending; no other host has them.
+      shards: the shards that the host runs, ascending; other rows of theirs than `rows`
+        are discarded.
+      writes: those of the shards whose cursors the host saves; each shard has one such
+        host.
       in_place: whether `rows` are those that the host's devices hold.
     """
 
     rows: np.ndarray
     shards: np.ndarray
+    writes: np.ndarray
     in_place: bool
 
 
@@ -142,32 +149,44 @@ def assign(batch: BatchRows, row_hosts: np.ndarray, position: int) -> list[HostR
       row_hosts: the host whose devices hold each row of a batch, int `[B]`, numbered
         from 0 without gaps; hosts that hold the same rows count as one.
       position: where in the stream the first batch begins.
-
-    Raises:
-      ConfigError: if no arrangement gives each shard to one host; the message says
-        which numbers would fit.
     """
     num_hosts = int(row_hosts.max()) + 1
-    if batch.arrangement is not Arrangement.STRIPED:
-        assigned = _assign_in_place(batch, row_hosts, position, num_hosts)
-        if assigned is not None:
-            return assigned
-    size, num_shards = batch.global_batch_size, batch.num_shards
-    if size % num_hosts or num_shards % num_hosts:
-        raise errors.ConfigError(
-            f"{num_hosts} hosts cannot share {num_shards} logical shards in batches of"
-            f" {size} rows: the hosts have to divide both; use a number of hosts that"
-            f" divides {math.gcd(size, num_shards)}, or start a run with"
-            f" num_logical_shards={suggest_num_shards([num_hosts], [size])}"
-        )
+    rows = np.argsort(row_hosts, kind="stable")
+    in_place = exchanged(batch, row_hosts) is None
+    if in_place:
+        hosts, shards, writes = _in_place(batch, row_hosts, position)
+    else:
+        rows = _every_nth(rows.size, num_hosts)
+        shards = _every_nth(batch.num_shards, num_hosts)
+        shards = np.sort((shards.reshape(num_hosts, -1) + position) % batch.num_shards)
+        shards = shards.reshape(-1)
+        hosts = np.repeat(np.arange(num_hosts), batch.num_shards // num_hosts)
+        writes = np.ones(batch.num_shards, bool)
+    ends = np.arange(1, num_hosts)
     return [
-        HostRows(
-            rows=np.flatnonzero(batch.shards(position) % num_hosts == host),
-            shards=np.arange(host, num_shards, num_hosts),
-            in_place=False,
+        HostRows(rows=of_host, shards=runs, writes=saves, in_place=in_place)
+        for of_host, runs, saves in zip(
+            np.split(rows, ends * (rows.size // num_hosts)),
+            np.split(shards, np.searchsorted(hosts, ends)),
+            np.split(shards[writes], np.searchsorted(hosts[writes], ends)),
+            strict=True,
         )
-        for host in range(num_hosts)
     ]
+
+
+def exchanged(batch: BatchRows, row_hosts: np.ndarray) -> np.ndarray | None:
+    """Where each row of a batch stands in what the hosts load, int64 `[B]`.
+
+    None if the hosts load the rows that their devices hold. Takes the arguments of
+    `assign`; the same at every position.
+    """
+    num_hosts = int(row_hosts.max()) + 1
+    fits = batch.num_shards % num_hosts == 0
+    if batch.arrangement is not Arrangement.STRIPED or not fits or num_hosts == 1:
+        return None
+    # Host h has loaded the rows h, h + H, h + 2H, ... and holds these places.
+    places = np.argsort(row_hosts, kind="stable").reshape(num_hosts, -1)
+    return places.T.reshape(-1)
 
 
 def suggest_num_shards(hosts: Sequence[int], batches: Sequence[int]) -> int:
@@ -193,24 +212,27 @@ def suggest_num_shards(hosts: Sequence[int], batches: Sequence[int]) -> int:
     return math.lcm(*batches)
 
 
-def _assign_in_place(
-    batch: BatchRows, row_hosts: np.ndarray, position: int, num_hosts: int
-) -> list[HostRows] | None:
-    # A shard's owner by way of a row that it has; None if its rows are of several.
-    size, num_shards = batch.global_batch_size, batch.num_shards
-    shards = np.arange(num_shards)
-    if batch.arrangement is Arrangement.BLOCKED:
-        by_shard = row_hosts.reshape(num_shards, -1)
-        owners = by_shard[:, 0]
-        if (by_shard != owners[:, None]).any():
-            return None
-    else:
-        owners = row_hosts[(shards - position) % size]
-    return [
-        HostRows(
-            rows=np.flatnonzero(row_hosts == host),
-            shards=np.flatnonzero(owners == host),
-            in_place=True,
-        )
-        for host in range(num_hosts)
-    ]
+def _in_place(
+    batch: BatchRows, row_hosts: np.ndarray, position: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    # Every pair of a host and a shard that it runs, sorted, as two arrays; and of each
+    # pair, whether the host is the first that runs the shard.
+    #
+    # The next batch begins B rows later. Unless blocks keep their places, a row then
+    # comes from another shard, and in the end from every gcd(B, S)-th.
+    num_shards = batch.num_shards
+    stride = math.gcd(batch.global_batch_size, num_shards)
+    shards = batch.shards(position)
+    classes = np.unique(row_hosts * stride + shards % stride)
+    later = np.arange(0, num_shards, stride)
+    of_class = classes // stride * num_shards + classes % stride
+    pairs = np.sort((of_class[:, None] + later).reshape(-1))
+    hosts, run = pairs // num_shards, pairs % num_shards
+    first = np.full(num_shards, row_hosts.size)
+    np.minimum.at(first, run, hosts)
+    return hosts, run, first[run] == hosts
+
+
+def _every_nth(count: int, num_hosts: int) -> np.ndarray:
+    # Host by host, what is the host's number modulo H.
+    return np.arange(count).reshape(-1, num_hosts).T.reshape(-1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 from etils import epath
 
@@ -23,6 +24,15 @@ from elastic_ckpt.data import checked_json
 
 FILE_NAME = "data_state.json"
 VERSION = 1
+
+# The field of a pipeline that has the datasets of a mixture by name.
+DATASETS = "datasets"
+# The field that has the epochs until the end; 0 if there is none.
+NUM_EPOCH = "num_epoch"
+
+# Fields that list files.
+_FILE_LISTS = ("files", "grain_train_files")
+_MAX_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,19 +83,70 @@ def read(directory: epath.PathLike) -> DataState:
 def check_same_pipeline(
     saved: DataState, engine: str, pipeline: dict[str, storage.Json]
 ) -> None:
-    """Raises a DataError naming each part in which `saved` is of another pipeline."""
-    before = saved.pipeline | {"engine": saved.engine}
-    now = pipeline | {"engine": engine}
-    changed = [
-        f"{key}: saved {_shown(before.get(key))}, now {_shown(now.get(key))}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
+    """Raises a DataError naming each part in which `saved` is of another pipeline.
+
+    Of a mixture, weights may differ, and datasets be new or gone; the files of a
+    dataset that is in both may not. If the data ends, no dataset may be new or gone:
+    shards that have ended would not read it.
+    """
+    before, now = dict(saved.pipeline), dict(pipeline)
+    changed = []
+    if saved.engine != engine:
+        changed.append(f"engine: saved {_shown(saved.engine)}, now {_shown(engine)}")
+    datasets: list[Any] = [of.pop(DATASETS, {}) for of in (before, now)]
+    if now.get(NUM_EPOCH) and datasets[0].keys() != datasets[1].keys():
+        names = [sorted(of) for of in datasets]
+        changed.append(f"{DATASETS}: saved {names[0]}, now {names[1]}")
+    else:
+        changed += _dataset_changes(*datasets)
+    changed += _changes("", before, now)
     if changed:
         raise errors.DataError(
             "the data state was saved by another pipeline (" + "; ".join(changed) + ");"
             " set these keys back, or start a new run_name"
         )
+
+
+def _dataset_changes(before: Any, now: Any) -> list[str]:
+    common = before.keys() & now.keys()
+    if before and now and not common:
+        return [f"{DATASETS}: saved {sorted(before)}, now {sorted(now)}"]
+    changed: list[str] = []
+    for name in sorted(common):
+        own = [{**of[name], "weight": None} for of in (before, now)]
+        changed += _changes(f"{DATASETS}.{name}.", *own)
+    return changed
+
+
+def _changes(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    changed = []
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key), now.get(key)
+        if old == new:
+            continue
+        if key in _FILE_LISTS and isinstance(old, list) and isinstance(new, list):
+            changed += [
+                f"{prefix}{key}: {change}" for change in _file_changes(old, new)
+            ]
+        else:
+            changed.append(f"{prefix}{key}: saved {_shown(old)}, now {_shown(new)}")
+    return changed
+
+
+def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
+    # Files are lists that begin with a name, a size in bytes and a number of records.
+    old, new = ({file[0]: file for file in files} for files in (before, now))
+    gone = [f"{name} is gone" for name in old if name not in new]
+    added = [f"{name} is new" for name in new if name not in old]
+    altered = [
+        f"{name} had {old[name][1]} bytes and {old[name][2]} records, now"
+        f" {file[1]} and {file[2]}"
+        for name, file in new.items()
+        if old.get(name, file) != file
+    ]
+    changes = gone + added + altered or ["the files are in another order"]
+    more = len(changes) - _MAX_SHOWN
+    return changes[:_MAX_SHOWN] + [f"and {more} changes more"] * (more > 0)
 
 
 def _shown(value: storage.Json) -> str:

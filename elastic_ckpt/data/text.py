@@ -1,17 +1,21 @@
-"""Writes the text files below a directory as ArrayRecord, one file a record."""
+"""Writes the text files below a directory as training files, one file a record."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data.sources import parquet, tfrecord
 
 PYTHON_STDLIB = "python-stdlib"
 
 # Below the standard library's directory, but not of it.
 _NOT_STDLIB = ("site-packages", "dist-packages")
+_ROW_GROUP_DOCUMENTS = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,37 +34,74 @@ def write_arrayrecord(directory: str, file: str) -> Written:
 
     Args:
       directory: any directory, or `python-stdlib` for the `.py` files of the standard
-        library of the Python that runs this.
+        library of the Python that runs this, or `python-stdlib/email` for a part of it.
       file: the ArrayRecord file to write; it appears whole or not at all.
 
     Raises:
       DataError: if there is no such directory, or no text in it.
     """
-    from array_record.python import array_record_module
+    return write(directory, file, file_type="arrayrecord")
 
-    documents = _documents(directory)
-    text_bytes = 0
-    num_documents = 0
+
+def write(directory: str, file: str, *, file_type: str) -> Written:
+    """As `write_arrayrecord`, in any of the file types that can be read."""
+    counted = _Counted(map(pathlib.Path.read_bytes, _documents(directory)))
     with storage.atomic_path(file) as temporary:
-        writer = array_record_module.ArrayRecordWriter(temporary, "group_size:1")
-        for path in documents:
-            text = path.read_bytes()
-            if not _is_text(text):
-                continue
-            writer.write(text)
-            num_documents += 1
-            text_bytes += len(text)
-        writer.close()
-        if not num_documents:
+        _WRITERS[file_type](temporary, counted)
+        if not counted.num_documents:
             raise errors.DataError(
                 f"{directory}: no text file in it; name a directory that has some"
             )
-    return Written(num_documents=num_documents, text_bytes=text_bytes)
+    return Written(num_documents=counted.num_documents, text_bytes=counted.text_bytes)
+
+
+class _Counted:
+    """Those of the given contents that are text, counted as they pass."""
+
+    def __init__(self, contents: Iterable[bytes]) -> None:
+        self._contents = contents
+        self.num_documents = 0
+        self.text_bytes = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for content in filter(_is_text, self._contents):
+            self.num_documents += 1
+            self.text_bytes += len(content)
+            yield content
+
+
+def _write_arrayrecord(path: str, texts: Iterable[bytes]) -> None:
+    from array_record.python import array_record_module
+
+    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    for content in texts:
+        writer.write(content)
+    writer.close()
+
+
+def _write_parquet(path: str, texts: Iterable[bytes]) -> None:
+    writer_class = parquet.library().ParquetWriter
+    import pyarrow as pa
+
+    schema = pa.schema([("text", pa.string())])
+    with writer_class(path, schema, write_page_checksum=True) as writer:
+        contents = iter(texts)
+        while group := list(itertools.islice(contents, _ROW_GROUP_DOCUMENTS)):
+            columns = {"text": [content.decode() for content in group]}
+            writer.write_table(pa.table(columns, schema=schema))
+
+
+_WRITERS: dict[str, Callable[[str, Iterable[bytes]], None]] = {
+    "arrayrecord": _write_arrayrecord,
+    "parquet": _write_parquet,
+    "tfrecord": tfrecord.write,
+}
 
 
 def _documents(directory: str) -> list[pathlib.Path]:
-    if directory == PYTHON_STDLIB:
-        root, pattern = pathlib.Path(sysconfig.get_path("stdlib")), "*.py"
+    first, _, part = directory.partition("/")
+    if first == PYTHON_STDLIB:
+        root, pattern = pathlib.Path(sysconfig.get_path("stdlib"), part), "*.py"
     else:
         root, pattern = pathlib.Path(directory).expanduser(), "*"
     if not root.is_dir():

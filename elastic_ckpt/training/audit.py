@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 
-import grain
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import example_id, positional
+from elastic_ckpt.data import example_id, iterator, rows
 from elastic_ckpt.training import step_log
 
 
@@ -21,7 +20,8 @@ class Audit:
     Attributes:
       num_steps: steps in the run's lineage.
       num_examples: rows that these steps took, repeats of later epochs counted.
-      num_epochs: passes over the data, the last one perhaps in part.
+      num_epochs: passes over the data, the last one perhaps in part; None where an
+        example is not a record.
       num_lost: examples that the one-host run used up to here, and the run did not.
       num_repeated: examples that the run used more often than the one-host run.
       num_row_identical_steps: steps whose rows also stand in the one-host order.
@@ -32,7 +32,7 @@ class Audit:
 
     num_steps: int
     num_examples: int
-    num_epochs: float
+    num_epochs: float | None
     num_lost: int
     num_repeated: int
     num_row_identical_steps: int
@@ -48,11 +48,12 @@ class Audit:
 
 def audit(
     attempts: list[step_log.Attempt],
-    data: positional.PositionalData,
+    data_of: Callable[[int], iterator.ElasticData],
     *,
+    num_records: int | None = None,
     num_saved_steps: int = 0,
 ) -> Audit:
-    """Compares the lineage of `attempts` with a one-host run over `data`.
+    """Compares the lineage of `attempts` with a one-host run over the same data.
 
     Batch for batch, the same examples with the same tokens have to be there; their
     places in the batch may differ, and are counted. The one-host run is read anew from
@@ -60,7 +61,8 @@ def audit(
 
     Args:
       attempts: the step log.
-      data: what the run was configured to train on.
+      data_of: the data that an attempt was configured to train on, by its number.
+      num_records: records of an epoch, if each of them is an example.
       num_saved_steps: the run's newest checkpoint; a log that ends before it has lost
         steps that were trained.
     """
@@ -70,26 +72,29 @@ def audit(
     expected: collections.Counter[int] = collections.Counter()
     num_row_identical = 0
     difference = ""
-    oracle = _one_host_rows(data.examples())
+    oracle = _OneHost(data_of)
     for number, record in enumerate(steps):
-        rows = [next(oracle) for _ in record.ids]
-        expected.update(row for row, _ in rows)
+        one_host = oracle.next(record)
+        expected.update(row for row, _ in one_host)
         used.update(record.ids)
-        num_row_identical += list(record.ids) == [row for row, _ in rows]
+        num_row_identical += list(record.ids) == [row for row, _ in one_host]
         if not difference and record.step != number:
             difference = f"step {number} is missing from the step log"
-        difference = difference or _difference(record, rows)
+        difference = difference or _difference(record, one_host)
+    oracle.close()
     if not difference and num_saved_steps > len(steps):
         difference = (
             f"step {len(steps)} is missing from the step log, whose end was lost:"
             f" checkpoint {num_saved_steps} was saved after it"
         )
+    for padding in (used, expected):
+        del padding[example_id.NONE]
     num_logged = sum(len(attempt.records) for attempt in attempts)
     num_examples = sum(used.values())
     return Audit(
         num_steps=len(steps),
         num_examples=num_examples,
-        num_epochs=num_examples / data.num_records(),
+        num_epochs=num_examples / num_records if num_records else None,
         num_lost=(expected - used).total(),
         num_repeated=(used - expected).total(),
         num_row_identical_steps=num_row_identical,
@@ -99,23 +104,56 @@ def audit(
     )
 
 
-def _one_host_rows(examples: grain.MapDataset) -> Iterator[tuple[int, int]]:
-    # (example id, row digest) of every example of the one-host run, in order.
-    number = 0
-    while True:
-        example = examples[number]
-        assert example is not None
-        tokens = np.concatenate([example["inputs"], example["targets"]])[None]
-        yield (
-            example_id.join(example["example_id"][None])[0],
-            int(digest.row_digests(tokens)[0]),
+class _OneHost:
+    """The run of one host; sizes and data change where those of the run did."""
+
+    def __init__(self, data_of: Callable[[int], iterator.ElasticData]) -> None:
+        self._data_of = data_of
+        self._of: tuple[int, int] | None = None
+        self._batches: iterator.HostBatches | None = None
+        # Batches without a real row that may come before one that has some.
+        self._passed_over = 0
+
+    def next(self, record: step_log.StepRecord) -> list[tuple[int, int]]:
+        """The batch of a step: example id and row digest of each row, in order."""
+        if self._of != (record.attempt, len(record.ids)):
+            self._batches = self._continued(record)
+            self._of = record.attempt, len(record.ids)
+        assert self._batches is not None
+        batch = next(self._batches)
+        for _ in range(self._passed_over):
+            if batch[iterator.MASK].any():
+                break
+            batch = next(self._batches)
+        tokens = np.concatenate(digest.row_features(batch), axis=1)
+        digests = digest.row_digests(tokens).tolist()
+        return list(zip(example_id.join(batch["example_id"]), digests, strict=True))
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        if self._batches:
+            self._batches.close()
+
+    def _continued(self, record: step_log.StepRecord) -> iterator.HostBatches:
+        placement = rows.Placement.in_order(
+            0, num_hosts=1, global_batch_size=len(record.ids)
         )
-        number += 1
+        data = self._data_of(record.attempt)
+        self._passed_over = iterator.batches_of_end(data, len(record.ids)) - 1
+        continued = data.host_batches(placement)
+        if self._batches:
+            cursors = self._batches.shard_cursors()
+            continued.go_to(
+                self._batches.position(),
+                lambda shards: {shard: cursors[shard] for shard in shards},
+            )
+            self._batches.close()
+        return continued
 
 
-def _difference(record: step_log.StepRecord, rows: list[tuple[int, int]]) -> str:
+def _difference(record: step_log.StepRecord, one_host: list[tuple[int, int]]) -> str:
     used = collections.Counter(record.ids)
-    expected = collections.Counter(row for row, _ in rows)
+    expected = collections.Counter(row for row, _ in one_host)
     if used != expected:
         row, wrong = next(
             (row, id_)
@@ -127,7 +165,7 @@ def _difference(record: step_log.StepRecord, rows: list[tuple[int, int]]) -> str
             f" has {sorted((expected - used).elements())} in this batch instead of"
             f" {sorted((used - expected).elements())}"
         )
-    tokens = dict(rows)
+    tokens = dict(one_host)
     if digest.batch_digest(record.ids, (tokens[id_] for id_ in record.ids)) != (
         record.digest
     ):

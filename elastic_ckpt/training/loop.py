@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Protocol
 
 from elastic_ckpt.core import events
-from elastic_ckpt.data import iterator
-from elastic_ckpt.training import step_log, train_step
+from elastic_ckpt.data import batch_size, iterator
+from elastic_ckpt.training import evaluation, step_log, train_step
 
 
 class Saver(Protocol):
@@ -22,42 +21,74 @@ class Saver(Protocol):
         """Starts to save `state` and the position of the data."""
 
 
+class Batches(Protocol):
+    """Global batches, at the position of the first step."""
+
+    def __next__(self) -> iterator.Batch:
+        """The next batch; StopIteration at the end, on all hosts at once."""
+
+    def resize(self, global_batch_size: int) -> None:
+        """Goes on with batches of another size."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
     """What a training run goes through.
 
     Attributes:
       program: the compiled program.
-      batches: endless global batches, at the position of the first step.
+      batches: global batches, of the size of the first step.
+      sizes: the batch size of each step.
       log: the step log; None on the hosts that do not write it.
       saver: None trains without checkpoints.
+      evaluation: None trains without evaluating.
       emit: hears of each step.
     """
 
     program: train_step.Program
-    batches: Iterator[iterator.Batch]
+    batches: Batches
+    sizes: batch_size.Schedule
     log: step_log.StepLog | None
     saver: Saver | None
+    evaluation: evaluation.Evaluation | None
     emit: events.Emit
 
     def run(
         self, state: train_step.TrainState, *, start_step: int, steps: int
-    ) -> train_step.TrainState:
-        """Trains from step `start_step` on until `steps` are done; returns the state.
+    ) -> tuple[train_step.TrainState, int]:
+        """Trains from step `start_step` on, until `steps` are done or the data ends.
 
         The log runs one step behind the devices, so that they never wait for it, and
         catches up before a checkpoint: what is saved is logged.
+
+        Returns:
+          The state, and the steps that are done.
         """
         recorder = _Recorder(self.log, self.emit, steps)
-        for step in range(start_step, steps):
-            state, report = self.program.step(state, next(self.batches))
-            recorder.take(step, report)
-            done = step + 1
+        done = saved = start_step
+        while done < steps:
+            if self.sizes.at(done) != self.sizes.at(max(done - 1, start_step)):
+                self.batches.resize(self.sizes.at(done))
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                recorder.catch_up()
+                self.emit("data_ended", step=done)
+                break
+            state, report = self.program.step(state, batch)
+            recorder.take(done, report)
+            done += 1
+            if self.evaluation and self.evaluation.is_due(done):
+                recorder.catch_up()
+                self.evaluation.run(done, state)
             if self.saver and self.saver.is_due(done, last=done == steps):
                 recorder.catch_up()
                 self.saver.save(done, state)
+                saved = done
         recorder.catch_up()
-        return state
+        if self.saver and done > saved and self.saver.is_due(done, last=True):
+            self.saver.save(done, state)
+        return state, done
 
 
 class _Recorder:

@@ -1,9 +1,10 @@
 """The step log: which examples each step was computed from, written as the run goes.
 
-A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 1 of the
-file is JSON lines. The first describes the attempt:
+A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 2 of the
+file is JSON lines. The first describes the attempt, and what it was to read (`data`,
+which version 1 did not have):
 
-    {"version":1,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8}
+    {"version":2,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8,"data":{}}
 
 and each further line a step, in order:
 
@@ -31,7 +32,8 @@ from elastic_ckpt.data import example_id
 from elastic_ckpt.training import train_step
 
 DIRECTORY = "step_log"
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,23 +45,34 @@ class StepRecord:
       loss: over the global batch, before the update.
       digest: of ids and tokens, `core.digest.batch_digest`.
       ids: example ids in row order.
+      attempt: the start of the run that it is of.
     """
 
     step: int
     loss: float
     digest: str
     ids: tuple[int, ...]
+    attempt: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One start of a run, and the steps that it logged."""
+    """One start of a run, and the steps that it logged.
+
+    Attributes:
+      attempt: its number, from 1.
+      start_step: the first step that it was to train.
+      hosts: hosts of its world; slices and devices likewise.
+      data: the configuration of its data, by key; empty if it is not known.
+      records: its steps.
+    """
 
     attempt: int
     start_step: int
     hosts: int
     slices: int
     devices: int
+    data: dict[str, storage.Json]
     records: tuple[StepRecord, ...]
 
 
@@ -70,6 +83,7 @@ class StepLog:
       run_directory: the run's directory.
       start_step: the first step of this attempt.
       world: its hosts, slices and devices.
+      data: the configuration of its data, by key.
     """
 
     def __init__(
@@ -78,6 +92,7 @@ class StepLog:
         *,
         start_step: int,
         world: topology.Topology,
+        data: dict[str, storage.Json],
     ) -> None:
         directory = epath.Path(run_directory) / DIRECTORY
         attempt = 1 + max(map(_attempt_number, _files(run_directory)), default=0)
@@ -90,6 +105,7 @@ class StepLog:
                 "hosts": world.hosts,
                 "slices": world.slices,
                 "devices": world.devices,
+                "data": data,
             }
         )
 
@@ -160,11 +176,14 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
         # Killed while it wrote its first line: nothing was trained.
         return None
     header: dict[str, Any] = lines[0]
-    if header.get("version") != VERSION:
+    version = header.pop("version", None)
+    if version not in _READABLE:
         raise errors.DataError(
-            f"{path} has version {header.get('version')!r}, and this program reads"
-            f" version {VERSION}; audit the run with the program that wrote it"
+            f"{path} has version {version!r}, and this program reads versions"
+            f" {_READABLE[0]} to {VERSION}; audit the run with the program that wrote"
+            " it"
         )
+    header.setdefault("data", {})
     try:
         return Attempt(
             records=tuple(
@@ -173,10 +192,11 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
                     loss=line["loss"],
                     digest=line["digest"],
                     ids=tuple(line["ids"]),
+                    attempt=header["attempt"],
                 )
                 for line in lines[1:]
             ),
-            **{key: value for key, value in header.items() if key != "version"},
+            **header,
         )
     except (KeyError, TypeError) as error:
         raise errors.DataError(

@@ -42,35 +42,37 @@ class Program:
       abstract_state: shapes, dtypes and shardings of the train state.
       init: makes the initial state, sharded.
       step: `(state, batch) -> (state, StepReport)`; takes the state over (donates it).
+      evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats, and the
+        number of targets that it is of.
     """
 
     abstract_state: TrainState
     init: Callable[[], TrainState]
     step: Callable[[TrainState, iterator.Batch], tuple[TrainState, StepReport]]
+    evaluate: Callable[[TrainState, iterator.Batch], tuple[jax.Array, jax.Array]]
 
 
-def build(config: schema.Config, mesh: Mesh) -> Program:
+def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
     """The program of `config` on `mesh`: weights over `fsdp`, rows over both axes."""
     optimizer = _optimizer(config)
 
-    def gather(params: transformer.Params) -> transformer.Params:
-        return jax.lax.with_sharding_constraint(params, topology.replicated(mesh))
-
     def init() -> TrainState:
         params = transformer.init(
-            jax.random.key(config.model.init_weights_seed), config.model
+            jax.random.key(config.model.init_weights_seed),
+            config.model,
+            vocab_size=vocab_size,
         )
         step = jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": optimizer.init(params), "step": step}
 
+    summed_loss = _summed_loss(config, mesh)
+
+    def mean_loss(params: transformer.Params, batch: iterator.Batch) -> jax.Array:
+        total, count = summed_loss(params, batch)
+        return total / jnp.maximum(count, 1)
+
     def step(state: TrainState, batch: iterator.Batch) -> tuple[TrainState, StepReport]:
-        loss, gradients = jax.value_and_grad(transformer.loss)(
-            state["params"],
-            batch["inputs"],
-            batch["targets"],
-            head_dim=config.model.head_dim,
-            gather=gather,
-        )
+        loss, gradients = jax.value_and_grad(mean_loss)(state["params"], batch)
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
         )
@@ -78,7 +80,7 @@ def build(config: schema.Config, mesh: Mesh) -> Program:
             loss=loss,
             example_id=batch["example_id"],
             row_digests=digest.row_digests(
-                jnp.concatenate([batch["inputs"], batch["targets"]], axis=1)
+                jnp.concatenate(digest.row_features(batch), axis=1)
             ),
         )
         return {
@@ -103,6 +105,10 @@ def build(config: schema.Config, mesh: Mesh) -> Program:
             out_shardings=(shardings, topology.replicated(mesh)),
             donate_argnums=0,
         ),
+        evaluate=jax.jit(
+            lambda state, batch: summed_loss(state["params"], batch),
+            out_shardings=topology.replicated(mesh),
+        ),
     )
 
 
@@ -115,6 +121,22 @@ def check_step(state: TrainState, step: int) -> None:
             f" renamed, or copied from another step; move {step} out of its directory"
             " to continue from the step before"
         )
+
+
+def _summed_loss(
+    config: schema.Config, mesh: Mesh
+) -> Callable[[transformer.Params, iterator.Batch], tuple[jax.Array, jax.Array]]:
+    def gather(params: transformer.Params) -> transformer.Params:
+        return jax.lax.with_sharding_constraint(params, topology.replicated(mesh))
+
+    def summed_loss(
+        params: transformer.Params, batch: iterator.Batch
+    ) -> tuple[jax.Array, jax.Array]:
+        return transformer.loss(
+            params, batch, head_dim=config.model.head_dim, gather=gather
+        )
+
+    return summed_loss
 
 
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

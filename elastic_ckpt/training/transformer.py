@@ -19,21 +19,23 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.data import tokens
 
 Params = dict[str, jax.Array]
+Batch = dict[str, jax.Array]
 # Makes the parameters of one layer whole on each device, where they lie in shards.
 Gather = Callable[[Params], Params]
 
 
-def init(key: jax.Array, model: schema.ModelSection) -> Params:
+def init(key: jax.Array, model: schema.ModelSection, *, vocab_size: int) -> Params:
     """Initial parameters, float32: LeCun's uniform, of variance 1 / fan-in.
 
     Args:
       key: a JAX PRNG key.
       model: the sizes.
+      vocab_size: rows of the embedding.
     """
     layers, emb = model.base_num_decoder_layers, model.base_emb_dim
     heads, mlp = model.base_num_query_heads * model.head_dim, model.base_mlp_dim
     shapes = {
-        "embedding": (tokens.VOCAB_SIZE, emb),
+        "embedding": (vocab_size, emb),
         "qkv": (layers, emb, 3 * heads),
         "attention_out": (layers, heads, emb),
         "mlp_in": (layers, emb, 2 * mlp),
@@ -55,14 +57,14 @@ def init(key: jax.Array, model: schema.ModelSection) -> Params:
     return params
 
 
-def logits(
-    params: Params, inputs: jax.Array, *, head_dim: int, gather: Gather
-) -> jax.Array:
+def logits(params: Params, batch: Batch, *, head_dim: int, gather: Gather) -> jax.Array:
     """Next-token logits.
 
     Args:
       params: what `init` made.
-      inputs: int32 tokens `[rows, length]`.
+      batch: `inputs`, int32 tokens `[rows, length]`. If rows are packed, also
+        `inputs_segmentation` and `inputs_position`, of the same shape: a token attends
+        to those before it in its segment.
       head_dim: width of an attention head.
       gather: applied to the parameters of a layer before the layer.
 
@@ -71,10 +73,16 @@ def logits(
     """
     ends = gather({k: params[k] for k in ("embedding", "final_norm")})
     layers = {k: v for k, v in params.items() if k not in ends}
+    inputs = batch["inputs"]
+    positions, mask = jnp.arange(inputs.shape[1])[None], None
+    if "inputs_segmentation" in batch:
+        positions, segments = batch["inputs_position"], batch["inputs_segmentation"]
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
 
     def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
         layer = gather(layer)
-        x += _attention(_rms_norm(x, layer["attention_norm"]), layer, head_dim)
+        normed = _rms_norm(x, layer["attention_norm"])
+        x += _attention(normed, layer, head_dim, positions=positions, mask=mask)
         gate, up = jnp.split(_rms_norm(x, layer["mlp_norm"]) @ layer["mlp_in"], 2, -1)
         return x + (jax.nn.silu(gate) * up) @ layer["mlp_out"], None
 
@@ -83,27 +91,32 @@ def logits(
 
 
 def loss(
-    params: Params,
-    inputs: jax.Array,
-    targets: jax.Array,
-    *,
-    head_dim: int,
-    gather: Gather,
-) -> jax.Array:
-    """Mean cross-entropy in nats over the targets that are not padding, a scalar."""
-    scores = jax.nn.log_softmax(
-        logits(params, inputs, head_dim=head_dim, gather=gather)
-    )
+    params: Params, batch: Batch, *, head_dim: int, gather: Gather
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy in nats, summed over the targets that are not padding; their count.
+
+    Takes the arguments of `logits`; the batch also has `targets`, and if rows are
+    packed, `targets_segmentation`, which is 0 in the padding.
+    """
+    targets = batch["targets"]
+    scores = jax.nn.log_softmax(logits(params, batch, head_dim=head_dim, gather=gather))
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    counted = targets != tokens.PAD
-    return -(picked * counted).sum() / counted.sum()
+    counted = batch.get("targets_segmentation", targets) != tokens.PAD
+    return -(picked * counted).sum(), counted.sum()
 
 
-def _attention(x: jax.Array, layer: Params, head_dim: int) -> jax.Array:
+def _attention(
+    x: jax.Array,
+    layer: Params,
+    head_dim: int,
+    *,
+    positions: jax.Array,
+    mask: jax.Array | None,
+) -> jax.Array:
     rows, length, _ = x.shape
     qkv = (x @ layer["qkv"]).reshape(rows, length, 3, -1, head_dim)
-    q, k, v = _rotary(qkv[:, :, 0]), _rotary(qkv[:, :, 1]), qkv[:, :, 2]
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    q, k = _rotary(qkv[:, :, 0], positions), _rotary(qkv[:, :, 1], positions)
+    mixed = jax.nn.dot_product_attention(q, k, qkv[:, :, 2], mask=mask, is_causal=True)
     return mixed.reshape(rows, length, -1) @ layer["attention_out"]
 
 
@@ -111,12 +124,12 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def _rotary(x: jax.Array) -> jax.Array:
+def _rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     # x: [rows, length, heads, head_dim]; pairs are (i, i + head_dim / 2).
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half) / half)
-    angles = jnp.arange(x.shape[1])[:, None] * frequencies
-    sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+    angles = positions[:, :, None] * frequencies
+    sin, cos = jnp.sin(angles)[:, :, None], jnp.cos(angles)[:, :, None]
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1

@@ -12,18 +12,33 @@ def test_it_says_who_reads_what_and_what_a_misfit_costs():
         "3 hosts, batches of 24: blocked, rows identical to those of one host\n"
         "  host 0 reads shards 0-3\n"
         "  host 2 reads shards 8-11\n"
-        "3 hosts, batches of 8: do not fit; 2 of them can load (striped), and 4 of 8"
-        " rows have to be handed on\n"
+        "3 hosts, batches of 8: do not divide the batch; 2 of them can load it"
+        " (striped), and 4 of 8 rows have to be handed on\n"
         "  host 0 reads shards 0, 2, 4, ... 6 in all\n"
         "  host 1 reads shards 1, 3, 5, ... 6 in all\n"
-        "5 hosts, batches of 24: do not fit; 4 of them can load (blocked), and 10 of 24"
-        " rows have to be handed on\n"
+        "5 hosts, batches of 24: do not divide the batch; 4 of them can load it"
+        " (blocked), and 10 of 24 rows have to be handed on\n"
         "  host 0 reads shards 0-2\n"
         "  host 3 reads shards 9-11\n"
-        "5 hosts, batches of 8: do not fit; 4 of them can load (striped), and 7 of 8"
-        " rows have to be handed on\n"
+        "5 hosts, batches of 8: do not divide the batch; 4 of them can load it"
+        " (striped), and 7 of 8 rows have to be handed on\n"
         "  host 0 reads shards 0, 4, 8\n"
         "  host 3 reads shards 3, 7, 11\n"
+    )
+
+
+def test_it_says_what_hosts_exchange_and_what_they_discard():
+    output = runs.verb("plan", "--hosts", "2,8", "--batches", "16", "--shards", "12")
+    assert output == (
+        "12 logical shards\n"
+        "2 hosts, batches of 16: striped, rows identical to those of one host; 8 of 16"
+        " rows move between hosts' devices\n"
+        "  host 0 reads shards 0, 2, 4, ... 6 in all\n"
+        "  host 1 reads shards 1, 3, 5, ... 6 in all\n"
+        "8 hosts, batches of 16: striped, rows identical to those of one host; 64 rows"
+        " are made for each 16\n"
+        "  host 0 reads shards 0-1, 4-5, 8-9\n"
+        "  host 7 reads shards 2-3, 6-7, 10-11\n"
     )
 
 

@@ -59,7 +59,10 @@ def test_a_mistyped_override_is_refused(tmp_path):
         ("learning_rate: fast", "learning_rate takes a number, not 'fast'"),
         ("learning_rate: .nan", "learning_rate is at least 0"),
         ("hardware: fpga", 'hardware is one of "cpu", "gpu", "tpu", not \'fpga\''),
-        ("grain_file_type: csv", 'grain_file_type is one of "arrayrecord", not'),
+        (
+            "grain_file_type: csv",
+            'grain_file_type is one of "arrayrecord", "parquet", "tfrecord", not',
+        ),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_refused_with_its_line(

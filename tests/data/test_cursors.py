@@ -76,3 +76,13 @@ def test_a_renamed_file_is_named(tmp_path):
 def test_version_1_has_these_bytes(tmp_path, golden):
     cursors.write(tmp_path, {3: None, 4: {"next_index": 7}}, POSITION)
     golden("cursors_v1.json", (tmp_path / "shards-00003-00004.json").read_text())
+
+
+def test_the_first_version_still_loads_also_as_it_was_laid_out_before(
+    tmp_path, request
+):
+    for name in ("cursors_v1.json", "cursors_v1_indented.json"):
+        golden = request.path.parent.parent / "golden" / name
+        (tmp_path / "shards-00003-00004.json").write_bytes(golden.read_bytes())
+        found = cursors.read(tmp_path, [3, 4], POSITION)
+        assert found == {3: None, 4: {"next_index": 7}}

@@ -1,11 +1,14 @@
+import dataclasses
+
+import grain
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import iterator, rows
-from tests import iterator_contract
+from elastic_ckpt.data import example_id, iterator, rows, sharded_data
+from tests import iterator_contract, pipelines, worlds
 
 
 class TestBatches(iterator_contract.IteratorContract):
@@ -61,3 +64,252 @@ def test_an_iterator_that_gives_too_few_rows_is_named():
 
 def test_the_devices_of_the_tests_are_there():
     assert len(jax.devices()) == 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A device of some host."""
+
+    process_index: int
+    number: int
+
+
+class ShardingOfHosts:
+    """A sharding of rows whose devices hold the given parts of them."""
+
+    def __init__(self, *parts):
+        self._parts = parts
+
+    def devices_indices_map(self, shape):
+        (size,) = shape
+        step = size // (1 + max(part for of_host in self._parts for part in of_host))
+        return {
+            Device(host, part): (slice(part * step, (part + 1) * step),)
+            for host, of_host in enumerate(self._parts)
+            for part in of_host
+        }
+
+
+def held(*parts, size=8):
+    return iterator.RowsHeld.of(ShardingOfHosts(*parts), size)
+
+
+def test_each_host_holds_the_rows_of_its_devices():
+    of = held([0, 2], [1, 3])
+    assert of.row_hosts().tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [of.group(host) for host in (0, 1)] == [0, 1]
+
+
+def test_hosts_with_the_same_rows_count_as_one_whose_first_saves():
+    of = held([2, 3], [0, 1], [2, 3], [0, 1])
+    assert of.row_hosts().tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [of.group(host) for host in range(4)] == [1, 0, 1, 0]
+    assert [of.first_holder(host) for host in range(4)] == [0, 1, 0, 1]
+
+
+def test_hosts_that_share_some_rows_and_not_all_are_refused():
+    with pytest.raises(
+        errors.ConfigError, match="gives hosts overlapping rows of a ba"
+    ):
+        held([0, 1], [1, 2, 3])
+
+
+def numbers(shard, *, length=None):
+    """Endless examples of a shard, or so many."""
+    examples = grain.MapDataset.range(10**6 if length is None else length)
+    return examples.map(
+        lambda n: {"x": np.array([shard, n + 1], np.int32)}
+    ).to_iter_dataset(pipelines.IN_CALLER)
+
+
+@pytest.fixture
+def as_host(monkeypatch):
+    """Makes this process that host of a world."""
+
+    def take_part(number):
+        monkeypatch.setattr(topology, "this_host", lambda: number)
+
+    return take_part
+
+
+def host_of_twelve_shards(sharding, size):
+    data = sharded_data.sharded(numbers, num_shards=12)
+    return iterator.HostIterator(data, sharding=sharding, global_batch_size=size)
+
+
+def written(as_host, directory, sharding, num_hosts):
+    """The files that each host writes of the first state."""
+    found = []
+    for number in range(num_hosts):
+        as_host(number)
+        host = host_of_twelve_shards(sharding, 24)
+        own = directory / str(number)
+        own.mkdir()
+        host.write(own, host.get_state())
+        found.append(sorted(path.name for path in own.iterdir()))
+    return found
+
+
+def test_of_hosts_with_the_same_rows_one_writes(as_host, tmp_path):
+    sharding = ShardingOfHosts([1], [0], [1], [0])
+    assert written(as_host, tmp_path, sharding, 4) == [
+        ["shards-00006-00011.json"],
+        ["data_state.json", "shards-00000-00005.json"],
+        [],
+        [],
+    ]
+
+
+def test_of_hosts_that_run_the_same_shard_one_writes_it(as_host, tmp_path):
+    # Of 12 shards, 8 hosts run one or two, half of them with another host.
+    sharding = ShardingOfHosts(*([number] for number in range(8)))
+    found = written(as_host, tmp_path, sharding, 8)
+    assert "data_state.json" in found[0]
+    names = [name for of_host in found for name in of_host]
+    names.remove("data_state.json")
+    runs = [range(int(name[7:12]), int(name[13:18]) + 1) for name in names]
+    assert sorted(shard for run in runs for shard in run) == list(range(12))
+
+
+def resizing(as_host, directory, num_hosts, size):
+    """Hosts that have taken a batch, in turn."""
+    data = sharded_data.sharded(numbers, num_shards=12)
+    world = worlds.World(data, num_hosts, size)
+    world.batch()
+    world.write(directory)
+    sharding = ShardingOfHosts(*([number] for number in range(num_hosts)))
+    for number in range(num_hosts):
+        as_host(number)
+        host = host_of_twelve_shards(sharding, size)
+        host.load(directory)
+        yield host
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "sizes"),
+    [
+        (2, (24, 12)),
+        (2, (12, 36)),
+        (4, (12, 24, 12)),
+        (3, (18, 9)),
+        # Pairs of hosts run the same shard.
+        (8, (24, 48)),
+        (1, (24, 10)),
+        (1, (10, 4)),
+    ],
+)
+def test_a_size_that_leaves_shards_where_they_are_is_taken_at_once(
+    as_host, tmp_path, num_hosts, sizes
+):
+    for host in resizing(as_host, tmp_path, num_hosts, sizes[0]):
+        before = host.get_state()
+        for size in sizes[1:]:
+            host.resize(size)
+            assert host.get_state() == before
+
+
+def test_a_size_that_moves_shards_between_hosts_is_refused_and_changes_nothing(
+    as_host, tmp_path
+):
+    missing = iter([[6, 8, 10], [1, 3, 5]])
+    for host in resizing(as_host, tmp_path, 2, 24):
+        before = host.get_state()
+        with pytest.raises(errors.ConfigError) as refused:
+            host.resize(16)
+        assert str(refused.value) == (
+            f"going from batches of 24 rows to 16 moves logical shards {next(missing)}"
+            " between hosts; choose multiples of num_logical_shards, or change the size"
+            " at a restart"
+        )
+        assert host.get_state() == before
+        host.resize(36)
+        assert host.get_state() == before
+
+
+def batches_of(data, size):
+    return iterator.Batches(data, mesh=topology.make_mesh(2)[0], global_batch_size=size)
+
+
+def ending(num_shards, lengths, end):
+    def make_shard(shard):
+        return numbers(shard, length=lengths[shard % len(lengths)])
+
+    return sharded_data.sharded(make_shard, num_shards=num_shards, end=end)
+
+
+@pytest.mark.parametrize(
+    ("num_shards", "size"), [(8, 8), (4, 8), (16, 8), (48, 8), (12, 8), (12, 16)]
+)
+@pytest.mark.parametrize("lengths", [(1, 2, 3), (5,), (0, 0, 9), (7, 0, 0, 0)])
+def test_padded_data_ends_when_every_shard_has_given_its_last_row(
+    num_shards, size, lengths
+):
+    batches = batches_of(ending(num_shards, lengths, iterator.End.PADDED), size)
+    found = list(batches)
+    real = [np.asarray(batch["x"])[np.asarray(batch["mask"])] for batch in found]
+    assert all(len(rows_) for rows_ in real)
+    assert sorted(map(tuple, np.concatenate(real).tolist())) == [
+        (shard, n + 1)
+        for shard in range(num_shards)
+        for n in range(lengths[shard % len(lengths)])
+    ]
+    for batch in found:
+        padding = ~np.asarray(batch["mask"])
+        assert not np.asarray(batch["x"])[padding].any()
+        assert set(example_id.join(np.asarray(batch["example_id"])[padding])) <= {
+            example_id.NONE
+        }
+    # It stays at its end.
+    assert list(batches) == []
+
+
+def test_dropping_data_ends_before_the_first_padding():
+    batches = batches_of(ending(8, (3, 5), iterator.End.DROPPED), 16)
+    (batch,) = batches
+    assert np.asarray(batch["mask"]).all()
+    assert np.asarray(batch["x"]).tolist() == [
+        [shard, n + 1] for shard in range(8) for n in range(2)
+    ]
+    assert list(batches) == []
+
+
+def test_data_that_has_ended_can_begin_again():
+    batches = batches_of(ending(8, (2, 3), iterator.End.PADDED), 8)
+    first = [worlds.content(jax.device_get(batch)) for batch in batches]
+    batches.reset()
+    assert [worlds.content(jax.device_get(batch)) for batch in batches] == first
+    assert len(first) == 3
+
+
+def test_data_without_a_row_says_so():
+    batches = batches_of(ending(8, (0,), iterator.End.PADDED), 8)
+    with pytest.raises(
+        errors.DataError, match="none of the 8 logical shards has an ex"
+    ):
+        next(batches)
+
+
+@dataclasses.dataclass
+class Exchanged:
+    """Data of which hosts load the rows in another order."""
+
+    order: np.ndarray
+    end: iterator.End = iterator.End.NEVER
+    rows_of_end: int = 1
+
+    def row_order(self, row_hosts):
+        assert row_hosts.tolist() == [0] * len(self.order)
+        return self.order
+
+
+def test_rows_are_put_into_their_places_on_the_devices():
+    order = np.random.default_rng(0).permutation(16)
+    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
+    deliver = iterator.Delivery(
+        Exchanged(order), sharding=sharding, global_batch_size=16
+    )
+    loaded = {"x": np.arange(32).reshape(16, 2), "y": np.arange(16) % 3 == 0}
+    batch = deliver(lambda: jax.device_put(loaded, sharding))
+    for name, feature in loaded.items():
+        np.testing.assert_array_equal(batch[name], feature[order])
+        assert batch[name].sharding == sharding

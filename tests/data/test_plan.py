@@ -8,21 +8,30 @@ def test_hosts_that_fit_read_their_own_shards_and_move_nothing():
     assert (found.arrangement, found.loading_hosts) == ("blocked", 3)
     assert found.rows_identical
     assert found.host_shards == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
-    assert found.moved_rows == 0
+    assert (found.moved_rows, found.made_rows) == (0, 24)
 
 
-def test_hosts_that_fit_neither_way_load_the_right_rows_elsewhere():
+def test_hosts_that_fit_the_shards_alone_exchange_rows():
     found = plan.outlook(12, 2, 8)
     assert (found.arrangement, found.loading_hosts) == ("striped", 2)
-    assert not found.rows_identical
+    assert found.rows_identical
     assert found.host_shards == ((0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11))
     # Every second row of each half of the batch is loaded by the other host.
-    assert found.moved_rows == 4
+    assert (found.moved_rows, found.made_rows) == (4, 8)
+
+
+def test_hosts_that_fit_neither_way_make_rows_that_they_discard():
+    found = plan.outlook(4, 3, 12)
+    assert (found.arrangement, found.loading_hosts) == ("blocked", 3)
+    assert found.rows_identical
+    assert found.host_shards == ((0, 1), (1, 2), (2, 3))
+    # Three hosts make the three rows of two shards each.
+    assert (found.moved_rows, found.made_rows) == (0, 18)
 
 
 def test_hosts_that_do_not_divide_the_batch_leave_the_loading_to_fewer():
     found = plan.outlook(12, 5, 12)
-    assert (found.loading_hosts, found.rows_identical) == (4, True)
+    assert (found.loading_hosts, found.rows_identical) == (4, False)
     # Hosts 0 to 3 load rows 0-2, 3-5, 6-8, 9-11; they keep 3, 2, 2 and 1 of them.
     assert found.moved_rows == 4
 

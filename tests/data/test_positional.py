@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import itertools
 
@@ -5,7 +6,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from elastic_ckpt.data import example_id, positional, rows
+from elastic_ckpt.core import topology
+from elastic_ckpt.data import example_id, iterator, positional, rows
+from tests import worlds
 
 GLOBAL_BATCH_SIZE = 12
 NUM_BATCHES = 30  # of 12 rows: more than three epochs of 100 examples
@@ -123,6 +126,86 @@ def test_reading_threads_change_nothing(corpus, oracle):
         files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=3
     )
     assert [next_rows(hosts) for hosts in [world(threaded, 2)] * 5] == oracle[:5]
+
+
+def finite(data, *, drop_remainder):
+    return dataclasses.replace(data, num_epochs=2, drop_remainder=drop_remainder)
+
+
+def ids_of(batches):
+    return [
+        id_
+        for batch in batches
+        for id_ in example_id.join(batch["example_id"])
+        if id_ != example_id.NONE
+    ]
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 12])
+def test_two_epochs_have_each_example_twice_and_padding_that_is_masked(data, num_hosts):
+    data = finite(data, drop_remainder=False)
+    batches = worlds.World(data, num_hosts, 12).rest()
+    examples = collections.Counter(ids_of(batches))
+    if data.in_place:
+        assert examples == dict.fromkeys(range(100), 2)
+        assert [int(batch["mask"].sum()) for batch in batches] == [12] * 16 + [8]
+        padding = {name: feature[8:] for name, feature in batches[-1].items()}
+        assert set(example_id.join(padding.pop("example_id"))) == {example_id.NONE}
+        assert not any(feature.any() for feature in padding.values())
+    else:
+        # Grain leaves out the 8 rows that fill no batch.
+        assert examples.total() == 192
+        assert all(batch["mask"].all() for batch in batches)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 12])
+def test_what_fills_no_batch_can_be_left_out(data, num_hosts):
+    oracle = finite(dataclasses.replace(data, in_place=True), drop_remainder=False)
+    expected = ids_of(worlds.World(oracle, 1, 12).rest()[:16])
+    batches = worlds.World(finite(data, drop_remainder=True), num_hosts, 12).rest()
+    assert [len(batch["mask"]) for batch in batches] == [12] * 16
+    assert all(batch["mask"].all() for batch in batches)
+    found = ids_of(batches)
+    assert sorted(found[:12]) == sorted(expected[:12])
+    assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(
+    data, drop_remainder
+):
+    data = finite(data, drop_remainder=drop_remainder)
+    expected = worlds.World(data, 3, 12).rest()
+    world, states = worlds.World(data, 3, 12), []
+    for _ in expected:
+        states.append(world.save())
+        world.batch()
+    states.append(world.save())
+    for number, saved in enumerate(states):
+        resumed = worlds.World(data, 3, 12)
+        resumed.load(saved)
+        # All of them in turn, and the end from near it.
+        found = resumed.rest() if number > 14 else [resumed.batch()]
+        later = expected[number:] if number > 14 else [expected[number]]
+        assert list(map(worlds.content, found)) == list(map(worlds.content, later))
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+def test_finite_data_ends_in_a_loop_as_it_says(data, drop_remainder):
+    data = finite(data, drop_remainder=drop_remainder)
+    batches = iterator.Batches(
+        data, mesh=topology.make_mesh(2)[0], global_batch_size=16
+    )
+    padded = data.in_place and not drop_remainder
+    assert len(list(batches)) == (13 if padded else 12)
+    assert list(batches) == []
+    batches.reset()
+    assert len(list(batches)) == (13 if padded else 12)
+    batches.close()
+
+
+def test_endless_data_has_no_mask(data):
+    assert "mask" not in worlds.World(data, 1, 12).batch()
 
 
 def test_data_travels_to_a_sidecar_by_cloudpickle(data):

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -27,8 +28,11 @@ def test_version_1_has_these_bytes(golden):
     golden("data_state_v1.json", state.to_bytes(STATE).decode())
 
 
-def test_the_first_version_still_loads(tmp_path, request):
-    golden = request.path.parent.parent / "golden" / "data_state_v1.json"
+@pytest.mark.parametrize("name", ["data_state_v1.json", "data_state_v1_indented.json"])
+def test_the_first_version_still_loads_also_as_it_was_laid_out_before(
+    tmp_path, request, name
+):
+    golden = request.path.parent.parent / "golden" / name
     (tmp_path / state.FILE_NAME).write_bytes(golden.read_bytes())
     assert state.read(tmp_path) == STATE
 
@@ -89,3 +93,80 @@ def test_another_pipeline_is_named_part_by_part():
         state.check_same_pipeline(STATE, "positional", changed)
     with refused('engine: saved "positional", now "sharded"'):
         state.check_same_pipeline(STATE, "sharded", current)
+
+
+def test_fields_are_a_line_each(tmp_path):
+    state.write(tmp_path, STATE)
+    lines = (tmp_path / state.FILE_NAME).read_text().splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "{",
+        '"version"',
+        '"engine"',
+        '"position"',
+        '"pipeline"',
+        '"digest"',
+        "}",
+    ]
+
+
+def source(*files, **more):
+    return {"format": "parquet", "files": list(files), **more}
+
+
+def mixed(**datasets):
+    return {"seed": 1, state.DATASETS: datasets}
+
+
+def check(before, now):
+    saved = state.DataState(engine="sharded", position={}, pipeline=before)
+    state.check_same_pipeline(saved, "sharded", now)
+
+
+WEB, CODE = source(["a", 10, 1, "x"], weight=0.5), source(["b", 20, 2, "y"], weight=1)
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"web": WEB, "code": CODE},
+        {"web": WEB | {"weight": 7.0}, "code": CODE},
+        {"web": WEB},
+        {"code": CODE, "books": source(["c", 1, 1, "z"], weight=2)},
+    ],
+    ids=["the same", "another weight", "one gone", "one new and one gone"],
+)
+def test_weights_and_datasets_of_a_mixture_may_change(now):
+    check(mixed(web=WEB, code=CODE), mixed(**now))
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ({"web": WEB | {"files": []}, "code": CODE}, "datasets.web.files: a is gone"),
+        (
+            {"web": source(["a", 11, 1, "x"], weight=0.5)},
+            "datasets.web.files: a had 10 bytes and 1 records, now 11 and 1",
+        ),
+        (
+            {"web": WEB | {"format": "tfrecord"}},
+            'datasets.web.format: saved "parquet", now "tfrecord"',
+        ),
+        ({"books": WEB}, "datasets: saved ['code', 'web'], now ['books']"),
+    ],
+    ids=["a file less", "a file changed", "another format", "none in common"],
+)
+def test_what_a_dataset_reads_may_not_change(now, message):
+    with refused(re.escape(message)):
+        check(mixed(web=WEB, code=CODE), mixed(**now))
+
+
+def test_many_changed_files_are_counted():
+    now = source(*([name, 1, 1, "x"] for name in "cdefghij"), weight=0.5)
+    with refused(r"a is gone; .*c is new.*f is new; .*and 4 changes more"):
+        check(mixed(web=WEB), mixed(web=now))
+
+
+def test_files_in_another_order_are_named():
+    one, two = ["a", 1, 1, "x"], ["b", 1, 1, "x"]
+    with refused("files: the files are in another order"):
+        check(mixed(web=source(one, two)), mixed(web=source(two, one)))

@@ -11,21 +11,25 @@ from orbax.checkpoint import v1 as ocp
 import sidecar
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import cursors, example_id, rows, sharded
+from elastic_ckpt.data import cursors, example_id, rows, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
 from tests import pipelines
 
 NUM_SHARDS = 12
-SIZE = 12
 BATCHES_A_WORLD = 5
+# Hosts and rows of a batch: each shard is one host's; rows are exchanged between the
+# hosts; hosts run each other's shards, and discard what is not theirs.
+WORLDS = ((4, 12), (3, 18), (5, 20), (6, 12))
 
 
 def data():
     make_shard = functools.partial(pipelines.everything, num_shards=NUM_SHARDS)
-    return sharded.sharded(make_shard, num_shards=NUM_SHARDS, pipeline="everything")
+    return sharded_data.sharded(
+        make_shard, num_shards=NUM_SHARDS, pipeline="everything"
+    )
 
 
-def train(place, emit, *, directory, late_host=None):
+def train(place, emit, *, directory, size, late_host=None):
     """Continues from the newest step, takes a few batches, and saves."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(place):
@@ -38,7 +42,7 @@ def train(place, emit, *, directory, late_host=None):
 
             cursors.write = late
         mesh, _ = topology.make_mesh(1)
-        batches = sidecar.RemoteIterator(data(), mesh=mesh, global_batch_size=SIZE)
+        batches = sidecar.RemoteIterator(data(), mesh=mesh, global_batch_size=size)
         weights = {
             "w": jax.make_array_from_callback(
                 (2,), topology.replicated(mesh), lambda i: np.arange(2.0)[i]
@@ -65,22 +69,32 @@ def token_sum(batch):
     return float((tokens * (1 + np.arange(tokens.size)).reshape(tokens.shape)).sum())
 
 
-def expected_batches(num_batches):
-    one = data().host_batches(
-        rows.Placement.in_order(0, num_hosts=1, global_batch_size=SIZE)
-    )
-    batches = [next(one) for _ in range(num_batches)]
-    return [(str(example_id.join(b["example_id"])), token_sum(b)) for b in batches]
+def expected_batches(sizes):
+    """What one host has, going on from size to size."""
+    found, before = [], None
+    for size in sizes:
+        one = data().host_batches(
+            rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+        )
+        if before is not None:
+            cursors = before.shard_cursors()
+            one.go_to(before.position(), lambda _, cursors=cursors: cursors)
+        for _ in range(BATCHES_A_WORLD):
+            batch = next(one)
+            ids = str(example_id.join(batch["example_id"]))
+            found.append((ids, token_sum(batch)))
+        before = one
+    return found
 
 
-def run_world(directory, tmp_path, num_hosts, **options):
+def run_world(directory, tmp_path, num_hosts, size, **options):
     heard = []
 
     def hear(_, **fields):
         heard.append((fields["path"], fields["secs"]))
 
     supervisor.World(
-        functools.partial(train, directory=str(directory), **options),
+        functools.partial(train, directory=str(directory), size=size, **options),
         num_hosts=num_hosts,
         log_directory=tmp_path / f"logs-{num_hosts}-{time.monotonic_ns()}",
         emit=hear,
@@ -90,15 +104,15 @@ def run_world(directory, tmp_path, num_hosts, **options):
     return list(dict.fromkeys(heard))
 
 
-def test_batches_are_those_of_one_host_through_worlds_of_other_sizes(tmp_path):
+def test_batches_are_those_of_one_host_through_worlds_and_sizes(tmp_path):
     found = []
-    for num_hosts in (4, 3, 6):
-        found += run_world(tmp_path / "steps", tmp_path, num_hosts)
-    assert found == expected_batches(3 * BATCHES_A_WORLD)
+    for num_hosts, size in WORLDS:
+        found += run_world(tmp_path / "steps", tmp_path, num_hosts, size)
+    assert found == expected_batches([size for _, size in WORLDS])
 
 
 def test_a_step_is_not_committed_before_the_last_host_has_written(tmp_path):
-    run_world(tmp_path / "steps", tmp_path, 3, late_host=2)
+    run_world(tmp_path / "steps", tmp_path, 3, 12, late_host=2)
     saved = tmp_path / "steps" / str(BATCHES_A_WORLD) / "data"
     assert sorted(path.name for path in saved.glob("shards-*")) == [
         "shards-00000-00003.json",

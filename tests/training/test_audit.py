@@ -1,34 +1,59 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
 from elastic_ckpt.core import digest
+from elastic_ckpt.data import example_id, rows
 from elastic_ckpt.training import audit, step_log
 
 BATCH = 8
 
 
-def records(data, num_steps, start_step=0):
+def one_host_rows(data, *, skip=0):
+    """Id and digest of every row of the one-host run, from one on."""
+    host = data.host_batches(
+        rows.Placement.in_order(0, num_hosts=1, global_batch_size=BATCH)
+    )
+    for batch in iter(lambda: next(host), None):
+        tokens = np.concatenate(digest.row_features(batch), axis=1)
+        ids = example_id.join(batch["example_id"])
+        for row in zip(ids, digest.row_digests(tokens).tolist(), strict=True):
+            if skip:
+                skip -= 1
+            else:
+                yield row
+
+
+def records(data, num_steps, start_step=0, attempt=1):
     """What a one-host run logs."""
-    rows = audit._one_host_rows(data.examples())
-    for _ in range(start_step * BATCH):
-        next(rows)
+    found = one_host_rows(data, skip=start_step * BATCH)
     for step in range(start_step, start_step + num_steps):
-        ids, digests = zip(*(next(rows) for _ in range(BATCH)), strict=True)
+        ids, digests = zip(*(next(found) for _ in range(BATCH)), strict=True)
         yield step_log.StepRecord(
-            step=step, loss=1.0, digest=digest.batch_digest(ids, digests), ids=ids
+            step=step,
+            loss=1.0,
+            digest=digest.batch_digest(ids, digests),
+            ids=ids,
+            attempt=attempt,
         )
 
 
 def attempt(steps, start_step=0, hosts=1):
     return step_log.Attempt(
         attempt=1, start_step=start_step, hosts=hosts, slices=1, devices=1,
-        records=tuple(steps),
+        data={}, records=tuple(steps),
     )  # fmt: skip
 
 
+def run_audit(attempts, data, **options):
+    return audit.audit(
+        attempts, lambda _: data, num_records=data.num_records(), **options
+    )
+
+
 def test_a_one_host_run_passes_over_several_epochs(data):
-    outcome = audit.audit([attempt(records(data, 30))], data)
+    outcome = run_audit([attempt(records(data, 30))], data)
     assert outcome.passed
     assert (outcome.num_steps, outcome.num_examples) == (30, 240)
     assert outcome.num_epochs == 2.4
@@ -37,26 +62,25 @@ def test_a_one_host_run_passes_over_several_epochs(data):
 
 def test_rows_in_other_places_of_their_batch_pass_and_are_counted(data):
     steps = list(records(data, 4))
-    rows = dict(audit_rows(data, steps[2]))
+    digests = dict(audit_rows(data, steps[2]))
     ids = steps[2].ids[::-1]
     steps[2] = dataclasses.replace(
-        steps[2], ids=ids, digest=digest.batch_digest(ids, [rows[i] for i in ids])
+        steps[2], ids=ids, digest=digest.batch_digest(ids, [digests[i] for i in ids])
     )
-    outcome = audit.audit([attempt(steps)], data)
+    outcome = run_audit([attempt(steps)], data)
     assert outcome.passed
     assert outcome.num_row_identical_steps == 3
 
 
 def audit_rows(data, record):
-    oracle = audit._one_host_rows(data.examples())
-    rows = [next(oracle) for _ in range((record.step + 1) * BATCH)]
-    return rows[-BATCH:]
+    oracle = one_host_rows(data, skip=record.step * BATCH)
+    return [next(oracle) for _ in range(BATCH)]
 
 
 def test_steps_that_were_trained_again_count_once(data):
     first = list(records(data, 7))
     again = list(records(data, 4, start_step=4))
-    outcome = audit.audit(
+    outcome = run_audit(
         [attempt(first, hosts=4), attempt(again, start_step=4, hosts=2)], data
     )
     assert outcome.passed
@@ -70,7 +94,7 @@ def test_an_example_used_twice_is_lost_elsewhere_and_named(data):
     ids = (*steps[1].ids[:3], wrong, *steps[1].ids[4:])
     lost = steps[1].ids[3]
     steps[1] = dataclasses.replace(steps[1], ids=ids)
-    outcome = audit.audit([attempt(steps)], data)
+    outcome = run_audit([attempt(steps)], data)
     assert not outcome.passed
     assert (outcome.num_lost, outcome.num_repeated) == (1, 1)
     assert outcome.first_difference == (
@@ -85,7 +109,7 @@ def test_two_batches_in_the_wrong_order_are_a_difference_though_nothing_is_lost(
         dataclasses.replace(steps[1], step=0),
         dataclasses.replace(steps[0], step=1),
     )
-    outcome = audit.audit([attempt(steps)], data)
+    outcome = run_audit([attempt(steps)], data)
     assert not outcome.passed
     assert (outcome.num_lost, outcome.num_repeated) == (0, 0)
     assert outcome.first_difference.startswith("step 0, row 0: example")
@@ -94,15 +118,15 @@ def test_two_batches_in_the_wrong_order_are_a_difference_though_nothing_is_lost(
 def test_the_right_ids_with_other_tokens_are_a_difference(data):
     steps = list(records(data, 3))
     steps[2] = dataclasses.replace(steps[2], digest="0" * 16)
-    outcome = audit.audit([attempt(steps)], data)
+    outcome = run_audit([attempt(steps)], data)
     assert not outcome.passed
     assert "step 2: the examples are those" in outcome.first_difference
 
 
 def test_a_log_that_ends_before_the_newest_checkpoint_is_a_difference(data):
     attempts = [attempt(records(data, 4))]
-    assert audit.audit(attempts, data, num_saved_steps=4).passed
-    outcome = audit.audit(attempts, data, num_saved_steps=6)
+    assert run_audit(attempts, data, num_saved_steps=4).passed
+    outcome = run_audit(attempts, data, num_saved_steps=6)
     assert outcome.first_difference.startswith("step 4 is missing from the step log")
     assert "checkpoint 6 was saved after it" in outcome.first_difference
 
@@ -110,5 +134,5 @@ def test_a_log_that_ends_before_the_newest_checkpoint_is_a_difference(data):
 @pytest.mark.parametrize("missing", [0, 2])
 def test_a_step_that_was_not_logged_is_a_difference(data, missing):
     steps = [record for record in records(data, 4) if record.step != missing]
-    outcome = audit.audit([attempt(steps)], data)
+    outcome = run_audit([attempt(steps)], data)
     assert outcome.first_difference == f"step {missing} is missing from the step log"

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from elastic_ckpt.training import loop, train_step
+from elastic_ckpt.data import batch_size
+from elastic_ckpt.training import evaluation, loop, train_step
 
 
 class Journal:
@@ -32,8 +33,25 @@ class Journal:
         self.calls.append("sync")
 
     def emit(self, name, **fields):
+        if name == "data_ended":
+            self.calls.append(f"ended {fields['step']}")
+            return
         assert name == "step"
         self.calls.append(f"emit {fields['step']}/{fields['steps']}: {fields['loss']}")
+
+
+class Batches:
+    """So many batches, which are numbers."""
+
+    def __init__(self, journal, count):
+        self._journal = journal
+        self._numbers = iter(range(count))
+
+    def __next__(self):
+        return next(self._numbers)
+
+    def resize(self, global_batch_size):
+        self._journal.calls.append(f"resize {global_batch_size}")
 
 
 @pytest.fixture
@@ -42,13 +60,19 @@ def journal():
 
 
 def run(journal, **changes):
-    parts = {"batches": iter(range(100)), "log": journal, "saver": journal} | changes
+    parts = {
+        "batches": Batches(journal, 100),
+        "sizes": batch_size.Schedule(stages=((0, 8),)),
+        "log": journal,
+        "saver": journal,
+        "evaluation": None,
+    } | changes
     loop_ = loop.Loop(program=journal, emit=journal.emit, **parts)
     return loop_.run(0, start_step=0, steps=3)
 
 
 def test_what_is_saved_is_logged_and_durable_before(journal):
-    assert run(journal) == 3
+    assert run(journal) == (3, 3)
     assert journal.calls == [
         "step 0",
         "step 1",
@@ -79,3 +103,68 @@ def test_without_a_saver_every_step_is_logged(journal):
         "log 1",
         "log 2",
     ]
+
+
+def test_data_that_ends_ends_the_run_and_the_last_step_is_saved(journal):
+    assert run(journal, batches=Batches(journal, 1)) == (1, 1)
+    assert journal.calls == [
+        "step 0",
+        "log 0",
+        "emit 1/3: 0.0",
+        "sync",
+        "ended 1",
+        "sync",
+        "save 1: 1",
+    ]
+
+
+def test_data_that_ends_with_a_saved_step_is_not_saved_again(journal):
+    assert run(journal, batches=Batches(journal, 2)) == (2, 2)
+    assert [call for call in journal.calls if call.startswith("save")] == ["save 2: 2"]
+
+
+def test_a_run_whose_data_has_ended_does_nothing(journal):
+    assert run(journal, batches=Batches(journal, 0)) == (0, 0)
+    assert journal.calls == ["sync", "ended 0", "sync"]
+
+
+def test_the_batch_size_changes_before_the_step_that_it_is_of(journal):
+    sizes = batch_size.Schedule(stages=((0, 8), (1, 16), (2, 24)))
+    run(journal, sizes=sizes, log=None, saver=None)
+    assert journal.calls == ["step 0", "resize 16", "step 1", "resize 24", "step 2"]
+
+
+class Evaluated:
+    """Two batches a time, noting when it begins again."""
+
+    def __init__(self):
+        self.begun = 0
+
+    def reset(self):
+        self.begun += 1
+        self._left = iter([(6.0, 2), (9.0, 4)])
+
+    def __next__(self):
+        return next(self._left)
+
+
+@pytest.mark.parametrize(("max_batches", "loss"), [(0, 2.5), (1, 3.0)])
+def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
+    journal, max_batches, loss
+):
+    heard = []
+    batches = Evaluated()
+    evaluated = evaluation.Evaluation(
+        evaluate=lambda _, batch: batch,
+        batches=batches,
+        interval=2,
+        max_batches=max_batches,
+        emit=lambda name, **fields: heard.append(
+            (name, fields["step"], fields["loss"])
+        ),
+    )
+    run(journal, evaluation=evaluated)
+    assert heard == [("evaluated", 2, loss)]
+    evaluated.run(4, None)
+    assert heard[-1] == ("evaluated", 4, loss)
+    assert batches.begun == 2

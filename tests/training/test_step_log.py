@@ -17,14 +17,16 @@ def report(ids, loss=1.5):
 
 
 def write_attempt(directory, start_step, steps):
-    log = step_log.StepLog(directory, start_step=start_step, world=WORLD)
+    log = step_log.StepLog(
+        directory, start_step=start_step, world=WORLD, data={"packing": True}
+    )
     for step, ids in steps.items():
         log.append(step, report(ids))
     log.close()
 
 
 def test_an_attempt_is_read_as_it_was_written(tmp_path):
-    log = step_log.StepLog(tmp_path, start_step=3, world=WORLD)
+    log = step_log.StepLog(tmp_path, start_step=3, world=WORLD, data={"packing": True})
     assert log.append(3, report([5, 2**40], loss=0.1)) == float(np.float32(0.1))
     log.close()
     (attempt,) = step_log.read(tmp_path)
@@ -34,20 +36,31 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path):
         hosts=2,
         slices=1,
         devices=4,
+        data={"packing": True},
         records=(
             step_log.StepRecord(
                 step=3,
                 loss=float(np.float32(0.1)),
                 digest=digest.batch_digest([5, 2**40], [5, 2**40 % 97]),
                 ids=(5, 2**40),
+                attempt=1,
             ),
         ),
     )
 
 
-def test_version_1_has_these_lines(tmp_path, golden):
+def test_version_2_has_these_lines(tmp_path, golden):
     write_attempt(tmp_path, 0, {0: [12, 7], 1: [3, 4]})
-    golden("step_log_v1.jsonl", (tmp_path / "step_log/attempt-00001.jsonl").read_text())
+    golden("step_log_v2.jsonl", (tmp_path / "step_log/attempt-00001.jsonl").read_text())
+
+
+def test_version_1_still_loads_and_does_not_know_its_data(tmp_path, request):
+    kept = request.path.parent.parent / "golden" / "step_log_v1.jsonl"
+    (tmp_path / "step_log").mkdir()
+    (tmp_path / "step_log/attempt-00001.jsonl").write_bytes(kept.read_bytes())
+    (attempt,) = step_log.read(tmp_path)
+    assert attempt.data == {}
+    assert [record.ids for record in attempt.records] == [(12, 7), (3, 4)]
 
 
 def test_a_later_attempt_overrules_the_steps_that_it_repeats(tmp_path):
@@ -72,7 +85,7 @@ def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version":2}\n', "has version 2, and this program reads version 1"),
+        ('{"version":3}\n', "has version 3, and this program reads versions 1 to 2"),
         ('{"no":1}\n', "has version None"),
         (HEADER + '{"step":0}\n', "not a step log"),
         (HEADER.replace("hosts", "hots"), "not a step log"),

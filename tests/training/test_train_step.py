@@ -5,7 +5,7 @@ from jax.sharding import PartitionSpec
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import digest, topology
-from elastic_ckpt.data import example_id, iterator, rows
+from elastic_ckpt.data import example_id, iterator, rows, tokens
 from elastic_ckpt.training import train_step
 
 CONFIG = schema.Config(
@@ -22,7 +22,7 @@ CONFIG = schema.Config(
 
 def train(data, slices, num_steps):
     mesh, _ = topology.make_mesh(slices)
-    program = train_step.build(CONFIG, mesh)
+    program = train_step.build(CONFIG, mesh, vocab_size=tokens.VOCAB_SIZE)
     batches = iterator.Batches(data, mesh=mesh, global_batch_size=16)
     state = program.init()
     reports = []
@@ -51,8 +51,8 @@ def test_the_report_names_the_rows_that_were_trained_on(trained, data):
         assert example_id.join(np.asarray(report.example_id)) == (
             example_id.join(batch["example_id"])
         )
-        tokens = np.concatenate([batch["inputs"], batch["targets"]], axis=1)
-        np.testing.assert_array_equal(report.row_digests, digest.row_digests(tokens))
+        row = np.concatenate([batch["inputs"], batch["targets"]], axis=1)
+        np.testing.assert_array_equal(report.row_digests, digest.row_digests(row))
 
 
 def test_the_state_keeps_its_shapes_and_shardings(trained):
@@ -72,7 +72,12 @@ def test_parameters_are_sharded_over_a_slice_and_repeated_over_slices(trained):
 
 
 def test_initial_weights_do_not_depend_on_the_mesh():
-    states = [train_step.build(CONFIG, topology.make_mesh(s)[0]).init() for s in (1, 4)]
+    states = [
+        train_step.build(
+            CONFIG, topology.make_mesh(slices)[0], vocab_size=tokens.VOCAB_SIZE
+        ).init()
+        for slices in (1, 4)
+    ]
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
@@ -83,3 +88,16 @@ def test_losses_agree_over_meshes(data):
         for slices in (1, 8)
     ]
     np.testing.assert_allclose(*runs, rtol=1e-5)
+
+
+def test_an_evaluation_sums_over_targets_and_changes_nothing(trained, data):
+    program, state, _ = trained
+    mesh, _ = topology.make_mesh(2)
+    batch = next(iterator.Batches(data, mesh=mesh, global_batch_size=16))
+    before = jax.tree.map(np.asarray, state)
+    loss, count = program.evaluate(state, batch)
+    assert count == np.count_nonzero(batch["targets"])
+    _, report = program.step(state, batch)
+    # The same sums in another program.
+    np.testing.assert_allclose(loss / count, report.loss, rtol=1e-5)
+    assert before["step"] == 12

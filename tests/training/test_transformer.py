@@ -13,17 +13,20 @@ MODEL = schema.ModelSection(
     base_mlp_dim=32,
     base_num_decoder_layers=2,
 )
-PARAMS = transformer.init(jax.random.key(0), MODEL)
+PARAMS = transformer.init(jax.random.key(0), MODEL, vocab_size=tokens.VOCAB_SIZE)
 
 
-def logits(inputs):
-    return transformer.logits(PARAMS, inputs, head_dim=8, gather=lambda params: params)
+def logits(inputs, **packing):
+    batch = {"inputs": inputs, **packing}
+    return transformer.logits(PARAMS, batch, head_dim=8, gather=lambda params: params)
 
 
-def loss(inputs, targets):
-    return transformer.loss(
-        PARAMS, inputs, targets, head_dim=8, gather=lambda params: params
+def loss(inputs, targets, **packing):
+    batch = {"inputs": inputs, "targets": targets, **packing}
+    summed, count = transformer.loss(
+        PARAMS, batch, head_dim=8, gather=lambda params: params
     )
+    return summed / count
 
 
 def test_a_token_sees_those_before_it_and_none_after():
@@ -48,3 +51,34 @@ def test_padding_does_not_count():
     np.testing.assert_allclose(
         loss(inputs, targets), loss(inputs[:, :4], targets[:, :4]), rtol=1e-6
     )
+
+
+def test_an_example_of_a_packed_row_is_as_if_it_were_alone():
+    first = jax.random.randint(jax.random.key(1), (1, 5), 3, tokens.VOCAB_SIZE)
+    second = jax.random.randint(jax.random.key(2), (1, 4), 3, tokens.VOCAB_SIZE)
+    packing = {
+        "inputs_segmentation": jnp.array([[1, 1, 1, 1, 1, 2, 2, 2, 2, 0]]),
+        "inputs_position": jnp.array([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0]]),
+    }
+    row = jnp.concatenate([first, second, jnp.zeros((1, 1), int)], axis=1)
+    packed = logits(row, **packing)
+    # The same sums in another order.
+    np.testing.assert_allclose(packed[:, :5], logits(first), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(packed[:, 5:9], logits(second), rtol=1e-5, atol=1e-5)
+
+
+def test_the_segmentation_tells_padding_also_where_token_0_is_a_word():
+    inputs = targets = jnp.array([[0, 7, 0, 9]])
+    segments = jnp.array([[1, 1, 1, 0]])
+    packing = {
+        "inputs_segmentation": segments,
+        "inputs_position": jnp.arange(4)[None],
+        "targets_segmentation": segments,
+    }
+    _, count = transformer.loss(
+        PARAMS,
+        {"inputs": inputs, "targets": targets, **packing},
+        head_dim=8,
+        gather=lambda params: params,
+    )
+    assert count == 3

@@ -1,37 +1,70 @@
-"""ArrayRecord files as one random-access list of records."""
+"""ArrayRecord files: read in units, or as one random-access list of records."""
 
 from __future__ import annotations
 
-import glob
+import dataclasses
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import grain
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import units
+from elastic_ckpt.data.sources import files, record_format, source
+
+# Records that are asked for at a time.
+_RUN_RECORDS = 64
+# Readers that a process keeps open.
+_MAX_OPEN = 64
 
 
-def find_files(patterns: str) -> tuple[str, ...]:
-    """The files of comma-separated paths or globs, sorted within each.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecord:
+    """ArrayRecord files, in blocks of 1,024 records.
 
-    Raises:
-      DataError: naming the pattern that matches nothing.
+    Attributes:
+      files: their paths or URIs; a remote file is copied to this machine first.
+      columns: what to keep of a record, see `record_format`.
+      record_format: what a record is: `bytes` or `tf_example`.
     """
-    found: list[str] = []
-    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
-        matches = _matches(pattern)
-        if not matches:
-            raise errors.DataError(
-                f"grain_train_files: {pattern} matches no file; write one with"
-                " `elastic-ckpt data DIRECTORY FILE`, or set text_directory"
-            )
-        found += matches
-    if not found:
-        raise errors.DataError(
-            "grain_train_files is empty; set it to the ArrayRecord files to train on"
+
+    files: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    record_format: str = record_format.BYTES
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The format and what is read of a record."""
+        return {
+            "format": "arrayrecord",
+            "record_format": self.record_format,
+            "columns": list(self.columns),
+        }
+
+    def index(self, file: str) -> source.FileIndex:
+        """Counts the records."""
+        return source.FileIndex(
+            num_bytes=files.size_bytes(file),
+            block_records=source.blocks(_count(files.local_copy(file))),
         )
-    return tuple(found)
+
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Element]:
+        """The records of a unit but for the first `skip`."""
+        decode = record_format.decoder(self.record_format, self.columns)
+        file = self.files[unit.file]
+        begin = unit.block * source.BLOCK_RECORDS + unit.first
+        for first in range(begin + skip, begin + unit.num_records, _RUN_RECORDS):
+            stop = min(first + _RUN_RECORDS, begin + unit.num_records)
+            records = files.retried(
+                functools.partial(_read_run, file, first, stop), f"{file}, {first}"
+            )
+            for number, record in enumerate(records, start=first):
+                place = f"{file}, record {number}"
+                if isinstance(record, RuntimeError):
+                    raise source.corrupt(place, record)
+                yield record_format.decoded(decode, record, place)
 
 
 class ArrayRecordFiles:
@@ -44,8 +77,8 @@ class ArrayRecordFiles:
       DataError: if a file cannot be read as ArrayRecord, or no file holds a record.
     """
 
-    def __init__(self, files: Sequence[str]) -> None:
-        self._files = tuple(files)
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._files = tuple(map(files.local_copy, paths))
         self.records_per_file = tuple(_count(file) for file in self._files)
         if not sum(self.records_per_file):
             raise errors.DataError(
@@ -87,11 +120,35 @@ class ArrayRecordFiles:
         ]
 
 
-def _matches(pattern: str) -> list[str]:
-    if storage.is_local(pattern):
-        return sorted(glob.glob(os.path.expanduser(pattern)))
-    path = epath.Path(pattern)
-    return sorted(os.fspath(match) for match in path.parent.glob(path.name))
+@functools.lru_cache(maxsize=_MAX_OPEN)
+def _reader(file: str) -> Any:
+    # One a file and process; all readers share the library's own pool of threads.
+    from array_record.python import array_record_module
+
+    reader = array_record_module.ArrayRecordReader(
+        files.local_copy(file), "readahead_buffer_size:0", file_reader_buffer_size=32768
+    )
+    if not reader.ok():
+        # It says so only here, and would be a file without a record.
+        raise OSError(f"{file} cannot be opened")
+    return reader
+
+
+def _read_run(file: str, first: int, stop: int) -> list[bytes | RuntimeError]:
+    # The records, and in the place of one that cannot be read, why.
+    try:
+        return _reader(file).read(first, stop)
+    except RuntimeError:
+        return [_read_one(file, number) for number in range(first, stop)]
+
+
+def _read_one(file: str, number: int) -> bytes | RuntimeError:
+    try:
+        return _reader(file).read([number])[0]
+    except RuntimeError as error:
+        if not os.path.exists(files.local_copy(file)):
+            raise OSError(f"{file} is gone") from error
+        return error
 
 
 def _count(file: str) -> int:

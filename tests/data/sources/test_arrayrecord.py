@@ -3,12 +3,72 @@ import pathlib
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import arrayrecord
-from tests import corpora
+from elastic_ckpt.data.sources import arrayrecord, record_format, source
+from tests import corpora, source_contract
 
 
 def refused(match):
     return pytest.raises(errors.DataError, match=match)
+
+
+class TestArrayRecord(source_contract.SourceContract):
+    def write(self, path, elements):
+        return corpora.write_arrayrecord(path, elements)
+
+    def make(self, files, columns=()):
+        return arrayrecord.ArrayRecord(
+            files=files, columns=columns, record_format=record_format.TF_EXAMPLE
+        )
+
+    def forget_open_files(self):
+        arrayrecord._reader.cache_clear()
+
+
+@pytest.mark.parametrize("run_records", [1, 7, 64])
+@pytest.mark.parametrize("num_shards", [1, 5])
+def test_raw_records_of_any_size_are_read(
+    tmp_path, monkeypatch, run_records, num_shards
+):
+    monkeypatch.setattr(arrayrecord, "_RUN_RECORDS", run_records)
+    data = [bytes([n]) * (n * n % 257) for n in range(100)]
+    file = corpora.write_records(tmp_path / "a", data)
+    found = source_contract.read_all(
+        arrayrecord.ArrayRecord(files=(file,)), num_shards, num_epochs=1
+    )
+    found.sort(key=lambda element: element["record"])
+    assert [element["text"] for element in found] == data
+
+
+def test_a_file_is_in_blocks_of_1024_records(tmp_path):
+    file = corpora.write_records(tmp_path / "a", [b"a"] * 2050)
+    found = arrayrecord.ArrayRecord(files=(file,)).index(file)
+    assert found.block_records.tolist() == [1024, 1024, 2]
+    assert found.num_bytes == (tmp_path / "a").stat().st_size
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_a_corrupt_chunk_loses_its_records_and_no_other(tmp_path, num_shards):
+    data = [b"text %d " % number for number in range(100)]
+    file = corpora.write_records(
+        tmp_path / "a", data, options="group_size:10,uncompressed"
+    )
+    of = arrayrecord.ArrayRecord(files=(file,))
+    source.indexes(of)
+    corpora.spoil(file, b"text 33 ")
+    with refused(r"/a, record 3\d: corrupt"):
+        source_contract.read_all(of, num_shards, num_epochs=1)
+    found = source_contract.read_all(of, num_shards, num_epochs=1, skip_corrupt=True)
+    assert sorted(element["text"] for element in found) == sorted(data[:30] + data[40:])
+
+
+def test_a_reader_is_closed_when_too_many_are_open(tmp_path):
+    names = [str(tmp_path / str(number)) for number in range(70)]
+    for name in names:
+        corpora.write_records(name, [name.encode()])
+    of = arrayrecord.ArrayRecord(files=tuple(names))
+    found = source_contract.read_all(of, 1, num_epochs=2)
+    assert [e["text"].decode() for e in found] == 2 * names
+    assert arrayrecord._reader.cache_info().currsize <= arrayrecord._MAX_OPEN
 
 
 def test_records_are_numbered_over_all_files(tmp_path):
@@ -31,20 +91,6 @@ def test_the_identity_names_files_sizes_and_counts_but_no_directory(tmp_path):
     file = corpora.write_texts(tmp_path / "a", num_texts=3)
     size = pathlib.Path(file).stat().st_size
     assert arrayrecord.ArrayRecordFiles([file]).identity() == [["a", size, 3]]
-
-
-def test_patterns_give_sorted_files_in_the_order_of_the_patterns(tmp_path):
-    for name in ("b2", "b1", "a1"):
-        corpora.write_texts(tmp_path / name, num_texts=1)
-    found = arrayrecord.find_files(f"{tmp_path}/b*, {tmp_path}/a1")
-    assert [pathlib.Path(f).name for f in found] == ["b1", "b2", "a1"]
-
-
-def test_missing_files_are_named_with_the_pattern(tmp_path):
-    with refused(r"nothing\* matches no file; write one with"):
-        arrayrecord.find_files(f"{tmp_path}/nothing*")
-    with refused("grain_train_files is empty; set it"):
-        arrayrecord.find_files(" , ")
 
 
 def test_files_without_a_record_are_an_error(tmp_path):

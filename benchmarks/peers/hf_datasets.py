@@ -1,0 +1,153 @@
+"""Hugging Face `datasets`: streams Parquet, through torchdata's `StatefulDataLoader`.
+
+Two peers, for there are two ways to write the same pipeline:
+
+* `hf_datasets` packs as its examples do: `map(group_texts, batched=True)` chains Python
+  lists of 1000 documents and cuts them. Fixed rows are formatted as NumPy arrays.
+* `hf_datasets_arrow` does the same to Arrow tables, without a Python list anywhere.
+
+Both drop what is left over of each 1000 documents, carry nothing over, and lose their
+shuffle buffer at a checkpoint. Unshuffled they read one file after the other; a shuffle
+takes the files in turns too, and on Arrow tables its window is a row group at least.
+The format of fixed rows is Parquet.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pathlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.documents import COLUMN, Documents
+from benchmarks.peers.peer import (
+    ROW_LENGTH,
+    ROWS_A_BATCH,
+    SHUFFLE_WINDOW,
+    Peer,
+    Setting,
+    Tokens,
+)
+
+_FILE = "rows.parquet"
+_DOCUMENTS_AT_A_TIME = 1000  # the default of `map`
+
+
+def _prepare(source: Documents, directory: pathlib.Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    directory.mkdir(parents=True)
+    rows = np.stack(list(source.packed(ROW_LENGTH)))
+    pq.write_table(
+        pa.table({COLUMN: _cut(pa.array(rows.reshape(-1)))}),
+        directory / _FILE,
+        row_group_size=source.documents_a_row_group,
+    )
+
+
+def _rows_from_lists(
+    setting: Setting, source: Documents, directory: pathlib.Path
+) -> Iterator[Tokens]:
+    if setting == "fixed_rows":
+        rows = _streamed([str(directory / _FILE)])
+        for batch in _loaded(rows.with_format("numpy").batch(ROWS_A_BATCH)):
+            yield np.asarray(batch[COLUMN]).astype(np.int32)  # a tensor of int64
+        return
+    rows = _documents(setting, source).map(
+        _group_texts, batched=True, batch_size=_DOCUMENTS_AT_A_TIME
+    )
+    for row in _loaded(rows):
+        yield np.asarray(row[COLUMN], np.int32)
+
+
+def _rows_from_arrow(
+    setting: Setting, source: Documents, directory: pathlib.Path
+) -> Iterator[Tokens]:
+    if setting == "fixed_rows":
+        rows = _streamed([str(directory / _FILE)]).with_format("arrow")
+    else:
+        documents = _documents(setting, source).with_format("arrow")
+        rows = documents.map(
+            _group_tables, batched=True, batch_size=_DOCUMENTS_AT_A_TIME
+        )
+    for batch in _loaded(rows.batch(ROWS_A_BATCH)):
+        lists = batch[COLUMN].combine_chunks()  # one list of 16 lists
+        yield lists.flatten().flatten().to_numpy().reshape(-1, ROW_LENGTH)
+
+
+def _streamed(files: list[str]) -> Any:
+    import datasets
+
+    # Once another peer has imported torchvision, each row would be held against a class
+    # of videos that torchvision no longer has.
+    datasets.config.TORCHVISION_AVAILABLE = False
+    return datasets.load_dataset(
+        "parquet", data_files=files, split="train", streaming=True
+    )
+
+
+def _documents(setting: Setting, source: Documents) -> Any:
+    documents = _streamed(source.files)
+    if setting == "packed_shuffled":
+        return documents.shuffle(seed=0, buffer_size=SHUFFLE_WINDOW)
+    return documents
+
+
+def _loaded(dataset: Any) -> Iterator[Any]:
+    from torchdata import stateful_dataloader
+
+    with warnings.catch_warnings():  # of its own call of a deprecated function
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        loader = stateful_dataloader.StatefulDataLoader(
+            dataset, batch_size=None, num_workers=0
+        )
+    try:
+        yield from loader
+    finally:
+        # Arrow's scanner hangs or aborts the process at its end, where it outlives a
+        # pass that was not run to its end (apache/arrow#45214).
+        del loader, dataset
+        gc.collect()
+
+
+def _group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    # The function of this name in the language modelling examples of Transformers.
+    tokens = list(itertools.chain(*examples[COLUMN]))
+    end = len(tokens) // ROW_LENGTH * ROW_LENGTH
+    return {COLUMN: [tokens[at : at + ROW_LENGTH] for at in range(0, end, ROW_LENGTH)]}
+
+
+def _group_tables(documents: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.table({COLUMN: _cut(documents[COLUMN].combine_chunks().flatten())})
+
+
+def _cut(tokens: Any) -> Any:
+    # An Arrow array of tokens as one of lists of them; a tail is left out.
+    import pyarrow as pa
+
+    num_rows = len(tokens) // ROW_LENGTH
+    offsets = np.arange(num_rows + 1, dtype=np.int32) * np.int32(ROW_LENGTH)
+    return pa.ListArray.from_arrays(offsets, tokens[: num_rows * ROW_LENGTH])
+
+
+def _peer(
+    name: str, rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]]
+) -> Peer:
+    return Peer(
+        name=name,
+        packages=("datasets", "torchdata", "torch", "pyarrow"),
+        lacks={},
+        prepare=_prepare,
+        rows=rows,
+    )
+
+
+HF_DATASETS = _peer("hf_datasets", _rows_from_lists)
+HF_DATASETS_ARROW = _peer("hf_datasets_arrow", _rows_from_arrow)

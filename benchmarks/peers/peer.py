@@ -1,0 +1,90 @@
+"""What every peer side is: one frozen `Peer`, the same job done by another loader.
+
+Three jobs, each in one process without worker processes:
+
+* `packed`: documents of varying length become rows of 2048 tokens.
+* `packed_shuffled`: the same, documents shuffled in a window of 100 before.
+* `fixed_rows`: rows of 2048 tokens, packed beforehand and kept in the peer's own
+  format, come as stacked batches of 16.
+
+A peer does the jobs that it has a feature for, in the fastest form found, and says why
+it lacks the others. What it yields is int32 arrays, rows or batches; a driver counts
+their tokens. A peer imports its packages inside of functions: where one is missing the
+peer is still listed, `not_installed` says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.peers.documents import Documents
+
+Setting = Literal["packed", "packed_shuffled", "fixed_rows"]
+SETTINGS: tuple[Setting, ...] = ("packed", "packed_shuffled", "fixed_rows")
+
+ROW_LENGTH = 2048
+ROWS_A_BATCH = 16
+SHUFFLE_WINDOW = 100
+
+INSTALL = "see benchmarks/peers/pyproject.toml"
+
+Tokens = NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another loader, and how it does the jobs.
+
+    Attributes:
+      name: in the figure `ratio_<name>`.
+      packages: the distributions that it needs, the one that it is about first.
+      lacks: why it does not do a setting; it does all that are not in here.
+      prepare: writes the corpus in the peer's own format below a directory that is its
+        own and does not exist yet. Not timed.
+      rows: the tokens of a setting, from the corpus or from what `prepare` wrote: a
+        fresh iterator over one pass, arrays of shape (2048,) or (rows, 2048), int32.
+        Closing it ends the peer's threads.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    lacks: Mapping[Setting, str]
+    prepare: Callable[[Documents, pathlib.Path], None]
+    rows: Callable[[Setting, Documents, pathlib.Path], Iterator[Tokens]]
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Those that it does."""
+        return tuple(setting for setting in SETTINGS if setting not in self.lacks)
+
+    @property
+    def versions(self) -> dict[str, str | None]:
+        """Of its packages; None for one that is not installed."""
+        return {package: _version(package) for package in self.packages}
+
+    @property
+    def not_installed(self) -> str | None:
+        """What is missing and where to look, or None where all is there."""
+        missing = [name for name, version in self.versions.items() if version is None]
+        if not missing:
+            return None
+        return f"{self.name}: not installed: {', '.join(missing)}; {INSTALL}"
+
+
+def prepare_nothing(source: Documents, directory: pathlib.Path) -> None:
+    """Of a peer that reads the Parquet files of the corpus themselves."""
+    del source, directory
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,140 @@
+"""Named datasets and their weights, as a configuration writes them.
+
+Either a list, `a*.parquet,0.3;b*.parquet,0.7`, or a JSON file of names as MaxText has
+it, `{"web": {"path": "web/*.parquet", "weight": 0.3}, ...}`. In the file, an entry may
+have `datasets` in the place of `path`: a mixture in the mixture, whose parts are named
+`code/python` and share the entry's weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import mixing
+
+# The name of the only dataset.
+ONLY = "train"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """One dataset of a mixture, or the only one.
+
+    Attributes:
+      name: its name in cursors and reports.
+      patterns: comma-separated paths, URIs or globs.
+      weight: its weight; only ratios count.
+    """
+
+    name: str
+    patterns: str
+    weight: float
+
+
+def from_list(text: str, *, key: str) -> list[Dataset]:
+    """The datasets of `patterns,weight;patterns,weight`, or of patterns alone.
+
+    A dataset is called by the shortest end of its first pattern that tells it from the
+    others, so that the same files elsewhere are the same dataset.
+
+    Raises:
+      ConfigError: naming `key` and the part that lacks a weight.
+    """
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    if len(parts) <= 1 and not (parts and _weight(parts[0]) is not None):
+        return [Dataset(name=ONLY, patterns=text, weight=1.0)]
+    found = []
+    for part, name in zip(parts, _names(parts), strict=True):
+        patterns, _, _ = part.rpartition(",")
+        weight = _weight(part)
+        if weight is None:
+            raise errors.ConfigError(
+                f"{key}: {part} has no weight; write patterns,weight;patterns,weight"
+            )
+        found.append(Dataset(name=name, patterns=patterns, weight=weight))
+    mixing.check_weights({d.name: d.weight for d in found})
+    return found
+
+
+def from_file(path: epath.PathLike) -> list[Dataset]:
+    """The datasets of a JSON file.
+
+    Raises:
+      ConfigError: naming the file, the entry and what is wrong with it.
+    """
+    try:
+        content = json.loads(epath.Path(path).read_text())
+    except FileNotFoundError:
+        raise errors.ConfigError(f"{path}: no such mixture file") from None
+    except ValueError as error:
+        raise errors.ConfigError(f"{path}: not JSON ({error})") from None
+    found = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
+    mixing.check_weights({dataset.name: dataset.weight for dataset in found})
+    return found
+
+
+def to_list(datasets: list[Dataset]) -> str:
+    """The text that `from_list` reads as these datasets, given their order."""
+    if [dataset.name for dataset in datasets] == [ONLY]:
+        return datasets[0].patterns
+    return ";".join(f"{d.patterns},{d.weight}" for d in datasets)
+
+
+def _entries(
+    content: Any, *, place: str, prefix: str, share: float
+) -> Iterator[Dataset]:
+    if not isinstance(content, dict) or not content:
+        raise errors.ConfigError(
+            f'{place}: {prefix or "the file"} is not of the form {{"name": {{"path":'
+            ' "files*", "weight": 0.5}, ...}'
+        )
+    weights = {}
+    for name, entry in content.items():
+        fields = entry.keys() if isinstance(entry, dict) else set()
+        if fields not in ({"path", "weight"}, {"datasets", "weight"}):
+            raise errors.ConfigError(
+                f"{place}: {prefix}{name} has {sorted(fields)}; give it weight, and"
+                " path or datasets"
+            )
+        weight = entry["weight"]
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise errors.ConfigError(
+                f"{place}: {prefix}{name} has the weight {weight!r}; give it a number"
+            )
+        weights[prefix + name] = weight
+    mixing.check_weights(weights)
+    total = sum(weights.values())
+    for name, entry in content.items():
+        part = share * entry["weight"] / total
+        if "path" in entry:
+            yield Dataset(name=prefix + name, patterns=entry["path"], weight=part)
+        else:
+            yield from _entries(
+                entry["datasets"], place=place, prefix=f"{prefix}{name}/", share=part
+            )
+
+
+def _weight(part: str) -> float | None:
+    _, comma, last = part.rpartition(",")
+    try:
+        return float(last) if comma else None
+    except ValueError:
+        return None
+
+
+def _names(parts: list[str]) -> list[str]:
+    paths = [part.split(",")[0].strip().split("/") for part in parts]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(path[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise errors.ConfigError(
+        f"mixture: {'; '.join(parts)} names the same files twice; give them one weight"
+    )

@@ -1,0 +1,231 @@
+"""From documents to examples of a language model: pairs of inputs and targets.
+
+A document of n tokens is the pair of its first n - 1 and its last n - 1, so that a
+target is always the token after its input, however pairs are then cut, shuffled and
+packed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from grain import experimental
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import packing as packing_rows
+from elastic_ckpt.data import tokenizers
+
+Example = dict[str, np.ndarray]
+
+_BYTES = tokenizers.Bytes()
+
+FIRST_FIT = "first_fit"
+BEST_FIT = "best_fit"
+CONCAT_THEN_SPLIT = "concat_then_split"
+PACKINGS = (FIRST_FIT, BEST_FIT, CONCAT_THEN_SPLIT)
+
+# Rows that a fitting packer has in hand: 16 are filled to 97 %.
+PACKING_BINS = 16
+
+_FEATURES = ("inputs", "targets")
+# What Grain's packers call the features that tell documents apart, and MaxText.
+_RENAMED = (("_segment_ids", "_segmentation"), ("_positions", "_position"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Documents:
+    """How the records of a source are made tokens.
+
+    Attributes:
+      column: the column that has the text, or the tokens.
+      tokenizer: makes the tokens; None if the column has them.
+      add_begin: whether a text begins with the tokenizer's begin token.
+      add_end: whether it ends with the end token.
+    """
+
+    column: str = "text"
+    tokenizer: tokenizers.Tokenizer | None = _BYTES
+    add_begin: bool = True
+    add_end: bool = True
+
+    def tokens(self, element: dict[str, Any]) -> np.ndarray:
+        """The tokens of a record, int32 `[tokens]`; none if it has no value.
+
+        Raises:
+          DataError: if the column is missing or has something else.
+        """
+        if self.column not in element:
+            raise errors.DataError(
+                f"a record has no column {self.column!r} but {sorted(element)}; set"
+                " train_data_columns"
+            )
+        value = element[self.column]
+        if value is None:
+            return _as_tokens(None)
+        if self.tokenizer is None:
+            found = np.asarray(value)
+            if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+                raise errors.DataError(
+                    f"column {self.column!r} has {found.dtype}{list(found.shape)}, not"
+                    " a list of tokens; set tokenize_train_data=true if it is text"
+                )
+            return found.astype(np.int32, copy=False)
+        if not isinstance(value, str | bytes):
+            raise errors.DataError(
+                f"column {self.column!r} has a {type(value).__name__}, not text; set"
+                " tokenize_train_data=false if these are tokens"
+            )
+        begin = self.tokenizer.begin if self.add_begin else None
+        end = self.tokenizer.end if self.add_end else None
+        return np.concatenate(
+            [_as_tokens(begin), self.tokenizer.encode(value), _as_tokens(end)]
+        )
+
+
+def _as_tokens(token: int | None) -> np.ndarray:
+    return np.array([] if token is None else [token], np.int32)
+
+
+class Examples(grain.IterDataset[Example]):
+    """Pairs of at most L tokens from documents.
+
+    A document of less than two tokens makes no example.
+
+    Args:
+      parent: records as dicts of columns.
+      documents: how a record is made tokens.
+      length: L.
+      truncate: whether a longer document is trimmed to L; if not, it makes several
+        examples, one after the other.
+    """
+
+    def __init__(
+        self,
+        parent: grain.IterDataset,
+        *,
+        documents: Documents,
+        length: int,
+        truncate: bool,
+    ) -> None:
+        super().__init__(parent)
+        self._documents = documents
+        self._length = length
+        self._truncate = truncate
+
+    def __iter__(self) -> grain.DatasetIterator[Example]:
+        make = _TrimmedIterator if self._truncate else _ChunkedIterator
+        return make(iter(self._parent), self._documents, self._length)
+
+
+class _TrimmedIterator(grain.DatasetIterator[Example]):
+    def __init__(
+        self, parent: grain.DatasetIterator, documents: Documents, length: int
+    ) -> None:
+        super().__init__(parent)
+        self._documents = documents
+        self._length = length
+
+    def __next__(self) -> Example:
+        while True:
+            tokens = self._documents.tokens(next(self._parent))
+            if len(tokens) > 1:
+                return pair(tokens[: self._length + 1])
+
+    def get_state(self) -> Any:
+        return self._parent.get_state()
+
+    def set_state(self, state: Any) -> None:
+        self._parent.set_state(state)
+
+
+class _ChunkedIterator(grain.DatasetIterator[Example]):
+    """Keeps the parent's state before the document, and the chunks taken of it."""
+
+    def __init__(
+        self, parent: grain.DatasetIterator, documents: Documents, length: int
+    ) -> None:
+        super().__init__(parent)
+        self._documents = documents
+        self._length = length
+        self._before = parent.get_state()
+        self._chunks: list[Example] = []
+        self._taken = 0
+
+    def __next__(self) -> Example:
+        while self._taken == len(self._chunks):
+            self._before = self._parent.get_state()
+            tokens = self._documents.tokens(next(self._parent))
+            self._chunks, self._taken = list(chunks(tokens, self._length)), 0
+        self._taken += 1
+        return self._chunks[self._taken - 1]
+
+    def get_state(self) -> dict[str, Any]:
+        if self._taken == len(self._chunks):
+            return {"parent": self._parent.get_state(), "chunk": 0}
+        return {"parent": self._before, "chunk": self._taken}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._chunks, self._taken = [], 0
+        for _ in range(state["chunk"]):
+            next(self)
+
+
+def pair(tokens: np.ndarray) -> Example:
+    """Inputs and targets of a run of n tokens, each `[n - 1]`."""
+    return {"inputs": tokens[:-1], "targets": tokens[1:]}
+
+
+def chunks(tokens: np.ndarray, length: int) -> Iterator[Example]:
+    """The pairs of at most `length` that hold each target of `tokens` once."""
+    for first in range(0, len(tokens) - 1, length):
+        yield pair(tokens[first : first + length + 1])
+
+
+def padded(example: Example, length: int) -> Example:
+    """`example` as a row of `length` tokens, with segmentation and position.
+
+    Segmentation is 1 where a token is, and 0 in the padding.
+    """
+    row = {}
+    for name, tokens in example.items():
+        row[name] = np.pad(tokens, (0, length - len(tokens)))
+        row[f"{name}_segmentation"] = (np.arange(length) < len(tokens)).astype(np.int32)
+        row[f"{name}_position"] = np.arange(length, dtype=np.int32)
+    return row
+
+
+def packed(
+    parent: grain.IterDataset, *, packing: str, length: int, seed: int
+) -> grain.IterDataset:
+    """Rows of `length` tokens, of several examples each, by one of `PACKINGS`.
+
+    The segmentation counts the examples of a row from 1, and is 0 in the padding; the
+    position counts the tokens of an example from 0.
+    """
+    lengths = dict.fromkeys(_FEATURES, length)
+    if packing == CONCAT_THEN_SPLIT:
+        rows = packing_rows.ConcatThenSplit(parent, features=_FEATURES, length=length)
+    else:
+        packer = (
+            experimental.FirstFitPackIterDataset
+            if packing == FIRST_FIT
+            else experimental.BestFitPackIterDataset
+        )
+        rows = packer(
+            parent, length_struct=lengths, num_packing_bins=PACKING_BINS, seed=seed
+        )
+    return rows.map(_with_maxtext_names)
+
+
+def _with_maxtext_names(row: Example) -> Example:
+    renamed = {}
+    for name, value in row.items():
+        for ours, theirs in _RENAMED:
+            name = name.replace(ours, theirs)
+        renamed[name] = value
+    return renamed

@@ -1,0 +1,164 @@
+"""Mixtures of datasets by weight, after a schedule that is a pure function.
+
+Which dataset gives element `n` of shard `s` follows from `n`, `s` and the weights now:
+the point `n * phi + s * sqrt(2)`, modulo one, falls into one of the intervals that the
+weights cut the unit interval into. Multiples of the golden ratio fill it more evenly
+than any other sequence of this kind (Kronecker's; Niederreiter 1992): of n elements, a
+dataset is at most 4 from its share up to n = 1,000, and 6 up to a million. As nothing
+is remembered but `n`, weights can change at any resume.
+"""
+
+from __future__ import annotations
+
+import collections
+import fractions
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import grain
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import cursors
+
+# The unit interval in 64 bits; the fractions of the golden ratio and of sqrt(2) in it.
+_ONE = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
+_PHASE = 0x6A09E667F3BCC909
+
+# The field of a cursor that counts what was taken of each dataset.
+TAKEN = "taken"
+
+
+def check_weights(weights: Mapping[str, float]) -> None:
+    """Raises a ConfigError that names the weight that cannot be meant."""
+    for name, weight in weights.items():
+        if not 0 <= weight < float("inf"):
+            raise errors.ConfigError(
+                f"mixture: dataset {name} has the weight {weight}; weights are numbers"
+                " from 0 on"
+            )
+    if not any(weights.values()):
+        raise errors.ConfigError(
+            f"mixture: all weights of {sorted(weights)} are 0; raise one of them"
+        )
+
+
+def bounds(weights: Mapping[str, float]) -> list[tuple[int, str]]:
+    """Where the interval of each dataset ends, in 64 bits, and its name."""
+    check_weights(weights)
+    exact = {name: fractions.Fraction(weight) for name, weight in weights.items()}
+    total = sum(exact.values())
+    ends = itertools.accumulate(exact.values())
+    return [
+        (int(end / total * _ONE), name) for end, name in zip(ends, exact, strict=True)
+    ]
+
+
+def chosen(turn: int, *, shard: int, ends: list[tuple[int, str]]) -> str:
+    """The dataset that gives element `turn` of `shard`; see `bounds`."""
+    point = (turn * _GOLDEN + shard * _PHASE) % _ONE
+    return next(name for end, name in ends if point < end)
+
+
+class Mixture(grain.IterDataset):
+    """Elements of several datasets of one shard, by weight.
+
+    A dataset is opened when its first element is due. If datasets end, the others go
+    on, and the mixture ends with the last of them. The state is keyed by the datasets'
+    names: at a resume, one may be new, one gone, and the weights others.
+
+    Args:
+      parts: the datasets by name.
+      weights: a number from 0 on for each name; only their ratios count.
+      shard: the shard's number.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, grain.IterDataset],
+        weights: Mapping[str, float],
+        *,
+        shard: int,
+    ) -> None:
+        # In the order of names, so that a list in another order is the same mixture.
+        weighed = {name: weights[name] for name in sorted(parts) if weights[name]}
+        self._ends = bounds(weighed or dict(weights))
+        super().__init__([parts[name] for name in weighed])
+        self._parts = {name: parts[name] for name in weighed}
+        self._shard = shard
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _MixtureIterator(self._parts, self._ends, self._shard)
+
+
+class _MixtureIterator(grain.DatasetIterator):
+    def __init__(
+        self,
+        parts: dict[str, grain.IterDataset],
+        ends: list[tuple[int, str]],
+        shard: int,
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        self._ends = ends
+        self._shard = shard
+        self._turn = 0
+        self._opened: dict[str, grain.DatasetIterator] = {}
+        self._ended: set[str] = set()
+        self._taken: dict[str, int] = {}
+        # Where the datasets are that were not opened since.
+        self._saved: dict[str, Any] = {}
+
+    def __next__(self) -> Any:
+        while len(self._ended) < len(self._parts):
+            name = chosen(self._turn, shard=self._shard, ends=self._ends)
+            if name not in self._ended:
+                try:
+                    element = next(self._open(name))
+                except StopIteration:
+                    self._ended.add(name)
+                    continue
+                self._turn += 1
+                self._taken[name] = self._taken.get(name, 0) + 1
+                return element
+            # Its turns pass by, and the others keep theirs.
+            self._turn += 1
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        now = {name: opened.get_state() for name, opened in self._opened.items()}
+        state: dict[str, Any] = {"turn": self._turn, TAKEN: dict(self._taken)}
+        state["parts"] = self._saved | now
+        return state | {"ended": sorted(self._ended)} if self._ended else state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._turn = state["turn"]
+        self._taken = dict(state[TAKEN])
+        self._saved = dict(state["parts"])
+        self._ended = set(state.get("ended", ())) & self._parts.keys()
+
+    def close(self) -> None:
+        for opened in self._opened.values():
+            opened.close()
+        self._opened = {}
+
+    def _open(self, name: str) -> grain.DatasetIterator:
+        opened = self._opened.get(name)
+        if opened is None:
+            opened = iter(self._parts[name])
+            if name in self._saved:
+                opened.set_state(self._saved.pop(name))
+            self._opened[name] = opened
+        return opened
+
+
+def taken(of_shards: Iterable[cursors.Cursor]) -> dict[str, int]:
+    """Elements taken of each dataset, by the cursors of all shards."""
+    found: collections.Counter[str] = collections.Counter()
+    for cursor in of_shards:
+        for part in cursors.parts(cursor):
+            if TAKEN in part and "parts" in part:
+                found.update(part[TAKEN])
+    return dict(found)

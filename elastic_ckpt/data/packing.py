@@ -1,0 +1,116 @@
+"""Packs examples into rows by joining them end to end and cutting every L tokens.
+
+Rows are those of Grain's `ConcatThenSplitIterDataset`, token for token. What differs is
+the cost: an example is copied into its row at once, and the state, where the row began
+in the last example, is put together when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grain
+import numpy as np
+
+from elastic_ckpt.core import errors
+
+Example = dict[str, np.ndarray]
+
+
+class ConcatThenSplit(grain.IterDataset[Example]):
+    """Rows of L tokens without padding, but for the last row of data that ends.
+
+    Beside each feature, a row has its `{feature}_segment_ids`, which count the examples
+    of the row from 1 (0 is padding), and `{feature}_positions`, which count the tokens
+    of an example, or of the part of it that is in the row, from 0; both int32 `[L]`.
+
+    Args:
+      parent: examples: dicts of arrays of one length each, `[tokens, ...]`.
+      features: the features to pack; others are left out.
+      length: L.
+    """
+
+    def __init__(
+        self, parent: grain.IterDataset, *, features: tuple[str, ...], length: int
+    ) -> None:
+        super().__init__(parent)
+        self._features = features
+        self._length = length
+
+    def __iter__(self) -> grain.DatasetIterator[Example]:
+        return _ConcatThenSplitIterator(
+            iter(self._parent), features=self._features, length=self._length
+        )
+
+
+class _ConcatThenSplitIterator(grain.DatasetIterator[Example]):
+    def __init__(
+        self, parent: grain.DatasetIterator, *, features: tuple[str, ...], length: int
+    ) -> None:
+        super().__init__(parent)
+        self._source = parent
+        self._features = features
+        self._length = length
+        self._places = np.arange(length, dtype=np.int32)
+        # The example that the next row begins in, the parent's state before it, and how
+        # many of its tokens are in rows already.
+        self._columns: list[np.ndarray] = []
+        self._before: Any = None
+        self._size, self._taken = 0, 0
+
+    def __next__(self) -> Example:
+        length, places = self._length, self._places
+        rows: list[np.ndarray] = []
+        segments, positions = np.zeros((2, length), np.int32)
+        filled, segment = 0, 0
+        while filled < length:
+            if self._taken == self._size:
+                try:
+                    self._open()
+                except StopIteration:
+                    if not filled:
+                        raise
+                    break
+                continue
+            rows = rows or [
+                np.zeros((length, *column.shape[1:]), column.dtype)
+                for column in self._columns
+            ]
+            first = self._taken
+            count = min(length - filled, self._size - first)
+            end, segment = filled + count, segment + 1
+            for row, column in zip(rows, self._columns, strict=True):
+                row[filled:end] = column[first : first + count]
+            segments[filled:end] = segment
+            positions[filled:end] = places[:count]
+            self._taken, filled = first + count, end
+        packed = dict(zip(self._features, rows, strict=True))
+        for feature in self._features:
+            packed[f"{feature}_segment_ids"] = segments
+            packed[f"{feature}_positions"] = positions
+        return packed
+
+    def get_state(self) -> dict[str, Any]:
+        if self._taken == self._size:
+            return {"parent": self._source.get_state(), "taken": 0}
+        return {"parent": self._before, "taken": self._taken}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._source.set_state(state["parent"])
+        self._size = self._taken = 0
+        if state["taken"]:
+            self._open()
+            self._taken = state["taken"]
+
+    def _open(self) -> None:
+        before = self._source.get_state()
+        example = next(self._source)
+        columns = [example[feature] for feature in self._features]
+        sizes = {len(column) for column in columns}
+        if len(sizes) != 1:
+            raise errors.DataError(
+                f"an example has {self._features} of {sorted(sizes)} tokens; to be"
+                " packed together they have to be of one length"
+            )
+        self._columns, self._before = columns, before
+        self._size, self._taken = sizes.pop(), 0

@@ -1,0 +1,266 @@
+"""The pipeline of a logical shard that a configuration describes.
+
+    units -> records -> mix -> tokens -> trim or chunk -> window shuffle -> pack or pad
+
+Each arrow is a Grain dataset that saves where it is, so the whole saves where it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import grain
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import (
+    datasets,
+    iterator,
+    language,
+    mixing,
+    positional,
+    records,
+    sharded_data,
+    shuffling,
+    state,
+    tokenizers,
+    units,
+)
+from elastic_ckpt.data.sources import arrayrecord, files, parquet, source, tfrecord
+
+_SOURCES: dict[str, Any] = {
+    "arrayrecord": arrayrecord.ArrayRecord,
+    "parquet": parquet.Parquet,
+    "tfrecord": tfrecord.TFRecord,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A dataset of the mixture: its name, files and weight."""
+
+    name: str
+    source: source.Source
+    weight: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguagePipeline:
+    """Makes the pipeline of a shard; a pure function of these values.
+
+    Attributes:
+      parts: the datasets; one is read as it is, several are mixed.
+      num_shards: S.
+      reading: in which order records are read, and until when.
+      documents: how a record is made tokens.
+      length: tokens of a row, L.
+      truncate: whether longer documents are trimmed; if not, they are cut in chunks.
+      window: examples that are shuffled at a time; 0 shuffles none.
+      packing: one of `language.PACKINGS`; empty pads each example to a row.
+      seed: of every shuffle.
+    """
+
+    parts: tuple[Part, ...]
+    num_shards: int
+    reading: records.Reading
+    documents: language.Documents
+    length: int
+    truncate: bool = True
+    window: int = 0
+    packing: str = ""
+    seed: int = 0
+
+    def __call__(self, shard: int) -> grain.IterDataset:
+        """The rows of a shard."""
+        read = {part.name: self._records(part, shard) for part in self.parts}
+        weights = {part.name: part.weight for part in self.parts}
+        found = language.Examples(
+            # Also of a single dataset: others may join it at a resume.
+            mixing.Mixture(read, weights, shard=shard),
+            documents=self.documents,
+            length=self.length,
+            truncate=self.truncate,
+        )
+        # Another order in each shard.
+        seed = units.mixed(self.seed ^ shard) >> 32
+        if self.window:
+            found = shuffling.WindowShuffle(found, window_size=self.window, seed=seed)
+        if self.packing:
+            return language.packed(
+                found, packing=self.packing, length=self.length, seed=seed
+            )
+        return found.map(self._pad)
+
+    def identity(self) -> dict[str, storage.Json]:
+        """What decides which row comes when, named by configuration keys."""
+        tokenizer = self.documents.tokenizer
+        return {
+            state.DATASETS: {
+                part.name: {"weight": part.weight, **source.identity(part.source)}
+                for part in self.parts
+            },
+            "tokenizer": tokenizer.identity() if tokenizer else None,
+            "train_data_columns": self.documents.column,
+            "add_bos": self.documents.add_begin,
+            "add_eos": self.documents.add_end,
+            "max_target_length": self.length,
+            "use_truncation": self.truncate,
+            "grain_packing_type": self.packing,
+            "grain_shuffle_buffer_size": self.window,
+            "enable_data_shuffling": self.reading.shuffle_seed is not None,
+            "data_shuffle_seed": self.seed,
+            state.NUM_EPOCH: self.reading.num_epochs or 0,
+        }
+
+    def _records(self, part: Part, shard: int) -> records.Records:
+        return records.Records(
+            part.source, shard=shard, num_shards=self.num_shards, reading=self.reading
+        )
+
+    def _pad(self, example: language.Example) -> language.Example:
+        return language.padded(example, self.length)
+
+
+def from_config(data: schema.DataSection) -> iterator.ElasticData:
+    """The training data that a configuration describes.
+
+    With `num_logical_shards` it is sharded, else positional.
+
+    Raises:
+      ConfigError: if the positional engine cannot do what is asked.
+      DataError: if files are missing or not of their format.
+    """
+    if data.num_logical_shards:
+        return _sharded(
+            data,
+            of=_datasets(data),
+            num_epochs=data.num_epoch,
+            num_workers=data.grain_worker_count,
+        )
+    needs = _needs_shards(data)
+    if needs:
+        raise errors.ConfigError(
+            f"{needs} needs logical shards; set num_logical_shards to a number that the"
+            " numbers of hosts divide, for example the global batch size"
+        )
+    return positional.from_config(data)
+
+
+def eval_from_config(
+    data: schema.DataSection, *, global_batch_size: int
+) -> iterator.ElasticData:
+    """The evaluation data: one epoch of `grain_eval_files`, in order, padded."""
+    ordered = dataclasses.replace(
+        data,
+        enable_data_shuffling=False,
+        drop_remainder=False,
+        num_logical_shards=data.num_logical_shards or global_batch_size,
+    )
+    return _sharded(
+        ordered,
+        of=datasets.from_list(data.grain_eval_files, key="grain_eval_files"),
+        key="grain_eval_files",
+        num_epochs=1,
+        num_workers=0,
+    )
+
+
+def vocab_size(data: schema.DataSection) -> int:
+    """Tokens that the data may have, as far as it tells."""
+    return (_tokenizer(data) or tokenizers.Bytes()).vocab_size
+
+
+def describe(data: schema.DataSection) -> str:
+    """The training data in words: each dataset as a tree, with its share."""
+    of = _datasets(data)
+    total = sum(dataset.weight for dataset in of)
+    return "\n".join(
+        f"{dataset.name}, {dataset.weight / total:.1%}\n"
+        + source.tree(_source(data, dataset))
+        for dataset in of
+    )
+
+
+def _datasets(data: schema.DataSection) -> list[datasets.Dataset]:
+    if data.grain_train_mixture_config_path:
+        return datasets.from_file(data.grain_train_mixture_config_path)
+    return datasets.from_list(data.grain_train_files, key="grain_train_files")
+
+
+def _sharded(
+    data: schema.DataSection,
+    *,
+    of: list[datasets.Dataset],
+    key: str = "grain_train_files",
+    num_epochs: int,
+    num_workers: int,
+) -> sharded_data.ShardedData:
+    shuffle = data.enable_data_shuffling
+    pipeline = LanguagePipeline(
+        parts=tuple(
+            Part(name=d.name, source=_source(data, d, key), weight=d.weight) for d in of
+        ),
+        num_shards=data.num_logical_shards,
+        reading=records.Reading(
+            shuffle_seed=data.data_shuffle_seed if shuffle else None,
+            num_epochs=num_epochs or None,
+            skip_corrupt=data.corrupt_records == "skip",
+        ),
+        documents=language.Documents(
+            column=data.train_data_columns,
+            tokenizer=_tokenizer(data),
+            add_begin=data.add_bos,
+            add_end=data.add_eos,
+        ),
+        length=data.max_target_length,
+        truncate=data.use_truncation,
+        window=data.grain_shuffle_buffer_size if shuffle else 0,
+        packing=data.grain_packing_type if data.packing else "",
+        seed=data.data_shuffle_seed,
+    )
+    end = iterator.End.DROPPED if data.drop_remainder else iterator.End.PADDED
+    return sharded_data.ShardedData(
+        make_shard=pipeline,
+        num_shards=data.num_logical_shards,
+        pipeline=pipeline.identity(),
+        end=end if num_epochs else iterator.End.NEVER,
+        num_workers=num_workers,
+        read_ahead_batches=data.grain_per_worker_buffer_size,
+    )
+
+
+def _source(
+    data: schema.DataSection, dataset: datasets.Dataset, key: str = "grain_train_files"
+) -> source.Source:
+    columns = (data.train_data_columns,)
+    found = files.find_files(dataset.patterns, key=key)
+    more = {}
+    if data.grain_file_type != "parquet":
+        more["record_format"] = data.grain_record_format
+    return _SOURCES[data.grain_file_type](files=found, columns=columns, **more)
+
+
+def _tokenizer(data: schema.DataSection) -> tokenizers.Tokenizer | None:
+    if not data.tokenize_train_data:
+        return None
+    return tokenizers.load(data.tokenizer_type, data.tokenizer_path)
+
+
+def _needs_shards(data: schema.DataSection) -> str:
+    # The first setting that the positional engine has nothing for, in words.
+    asked = {
+        f"grain_file_type={data.grain_file_type}": (
+            data.grain_file_type != "arrayrecord"
+        ),
+        "packing=true": data.packing,
+        "use_truncation=false": not data.use_truncation,
+        "grain_train_mixture_config_path": data.grain_train_mixture_config_path,
+        "a mixture in grain_train_files": ";" in data.grain_train_files,
+        f"tokenizer_type={data.tokenizer_type}": data.tokenizer_type != "bytes",
+        "tokenize_train_data=false": not data.tokenize_train_data,
+        "grain_record_format=tf_example": data.grain_record_format != "bytes",
+        f"grain_worker_count={data.grain_worker_count}": data.grain_worker_count,
+        "corrupt_records=skip": data.corrupt_records == "skip",
+    }
+    return next((name for name, value in asked.items() if value), "")

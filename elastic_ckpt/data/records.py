@@ -1,0 +1,210 @@
+"""The records of one logical shard, unit after unit, epoch after epoch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grain
+import numpy as np
+from absl import logging
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import cursors, units
+from elastic_ckpt.data.sources import source
+
+# Which record an element was made of: its number in the endless list of all epochs.
+RECORD = "record"
+
+# The field of a cursor that counts the corrupt records left out.
+_SKIPPED = "skipped"
+
+# A shard that reads as many records, and two epochs, yields no row any more.
+_MAX_FRUITLESS_RECORDS = 300_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the records of a source are read.
+
+    Attributes:
+      shuffle_seed: of the order of units in each epoch; None reads them in file order.
+      num_epochs: epochs until the end; None reads without end.
+      skip_corrupt: whether records that are not what was written are left out and
+        counted; else they are an error.
+    """
+
+    shuffle_seed: int | None = None
+    num_epochs: int | None = None
+    skip_corrupt: bool = False
+
+
+class Records(grain.IterDataset[source.Element]):
+    """The records that are one shard's, as dicts of columns.
+
+    Each element also has `record`, an int that no other element of the source has. The
+    state is the shard's turn (`data.units`), and the records taken in it.
+
+    Args:
+      of: the files.
+      shard: the shard's number.
+      num_shards: S.
+      reading: in which order, and until when.
+    """
+
+    def __init__(
+        self,
+        of: source.Source,
+        *,
+        shard: int,
+        num_shards: int,
+        reading: Reading | None = None,
+    ) -> None:
+        super().__init__()
+        self._source = of
+        self._shard = shard
+        self._num_shards = num_shards
+        self._reading = reading or Reading()
+
+    def __iter__(self) -> grain.DatasetIterator[source.Element]:
+        return _RecordsIterator(
+            self._source, self._shard, self._num_shards, self._reading
+        )
+
+    def __str__(self) -> str:
+        return f"Records(shard={self._shard} of {self._num_shards})"
+
+
+class _RecordsIterator(grain.DatasetIterator[source.Element]):
+    def __init__(
+        self, of: source.Source, shard: int, num_shards: int, reading: Reading
+    ) -> None:
+        super().__init__()
+        self._source = of
+        self._shard = shard
+        self._num_shards = num_shards
+        self._reading = reading
+        self._units = source.cut(of, num_shards)
+        self._turn, self._taken, self._skipped = 0, 0, 0
+        self._open: Iterator[source.Element] | None = None
+        self._first_record = 0
+
+    def __next__(self) -> source.Element:
+        while True:
+            if self._open is None:
+                self._open = self._open_unit()
+            try:
+                element = next(self._open)
+            except StopIteration:
+                self._turn, self._taken, self._open = self._turn + 1, 0, None
+                continue
+            except source.CorruptError as error:
+                self._open = None
+                if not self._reading.skip_corrupt:
+                    raise
+                logging.warning("%s; skipped %d", error, error.num_records)
+                self._taken += error.num_records
+                self._skipped += error.num_records
+                continue
+            if RECORD in element:
+                raise errors.DataError(
+                    f"{self._source.files[0]}: its column {RECORD!r} has the name of"
+                    " what Records adds; select other columns, or rename it"
+                )
+            element[RECORD] = self._first_record + self._taken
+            self._taken += 1
+            return element
+
+    def get_state(self) -> dict[str, Any]:
+        state = {"turn": self._turn, "taken": self._taken}
+        return state | {_SKIPPED: self._skipped} if self._skipped else state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._turn, self._taken = state["turn"], state["taken"]
+        self._skipped = state.get(_SKIPPED, 0)
+        self._open = None
+
+    def _open_unit(self) -> Iterator[source.Element]:
+        reading, count = self._reading, len(self._units)
+        epoch, place = units.dealt(
+            self._turn, shard=self._shard, num_shards=self._num_shards, num_units=count
+        )
+        if reading.num_epochs is not None and epoch >= reading.num_epochs:
+            raise StopIteration
+        if reading.shuffle_seed is not None:
+            key = (reading.shuffle_seed, epoch)
+            place = units.permuted(place, length=count, key=key)
+        unit = self._units[place]
+        _FRUITLESS.count(unit.num_records, 2 * self._units.total_records, self._source)
+        self._first_record = epoch * self._units.total_records + unit.record
+        return self._source.read(unit, self._taken)
+
+
+def skipped(of_shards: Iterable[cursors.Cursor]) -> int:
+    """Corrupt records left out so far, by the cursors of all shards."""
+    parts = itertools.chain.from_iterable(map(cursors.parts, of_shards))
+    return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
+
+
+class RandomMap(grain.IterDataset):
+    """Maps elements with randomness that belongs to the example.
+
+    What an example meets depends on the seed and on its `record`, which is another in
+    each epoch: not on the host, the shard, or what else was read before it.
+
+    Args:
+      parent: elements with the field `record`, as `Records` yields them.
+      function: `(element, numpy.random.Generator) -> element`.
+      seed: a non-negative number.
+    """
+
+    def __init__(
+        self,
+        parent: grain.IterDataset,
+        function: Callable[[source.Element, np.random.Generator], Any],
+        *,
+        seed: int,
+    ) -> None:
+        super().__init__(parent)
+        self._function = function
+        self._seed = seed
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return iter(self._parent.map(self._map))
+
+    def _map(self, element: source.Element) -> Any:
+        generator = np.random.default_rng([self._seed, element[RECORD]])
+        return self._function(element, generator)
+
+
+class _Fruitless(threading.local):
+    """Records read in this thread since a shard was asked for the row that is due."""
+
+    # None while no row is due: then nobody waits, and nothing is counted.
+    num_records: int | None = None
+
+    def count(self, num_records: int, two_epochs: int, of: source.Source) -> None:
+        """Counts the records of a unit that is opened."""
+        if self.num_records is None:
+            return
+        self.num_records += num_records
+        if self.num_records > max(two_epochs, _MAX_FRUITLESS_RECORDS):
+            raise errors.DataError(
+                f"{of.files[0]} and the {len(of.files) - 1} files after it:"
+                f" {self.num_records:,} records in a row, more than two epochs, made no"
+                " example; is there a filter that rejects everything?"
+            )
+
+
+_FRUITLESS = _Fruitless()
+
+
+def row_is_due(due: bool) -> None:
+    """Tells the records of this thread that a row is due, or that it has come.
+
+    While it is due, reading without end is an error, not a loop.
+    """
+    _FRUITLESS.num_records = 0 if due else None

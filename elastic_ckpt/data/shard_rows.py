@@ -1,0 +1,230 @@
+"""Rows of a few logical shards, batch after batch, in whatever process reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import cursors, example_id, iterator, records, rows
+
+MakeShard = Callable[[int], grain.IterDataset]
+Rows = dict[str, np.ndarray]
+
+# Marks a JSON list that was a tuple.
+_TUPLE = "()"
+# The only field of the cursor of a shard that came to its end: what its pipeline said.
+_ENDED = "ended"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was read of one batch.
+
+    Attributes:
+      rows: features of shape `[rows, ...]`; None if no row was to be read.
+      cursors: the shards that gave rows, as they are after it; empty if nobody asked.
+    """
+
+    rows: Rows | None
+    cursors: cursors.Cursors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to read.
+
+    Attributes:
+      make_shard: makes the pipeline of a shard.
+      batch: S and B.
+      keep: the rows of a batch that are wanted, ascending.
+      position: where in the stream the first batch begins.
+      start: the cursors of the shards to run; None for one at its beginning.
+      finite: whether shards end; they then yield rows of zeros, and `mask` says which.
+      track: whether each batch comes with its cursors.
+    """
+
+    make_shard: MakeShard
+    batch: rows.BatchRows
+    keep: np.ndarray
+    position: int
+    start: cursors.Cursors
+    finite: bool
+    track: bool
+
+    def wanted(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards that a batch takes rows from in turn, and which rows are kept."""
+        shards = self.batch.shards(position)
+        runs, keep = np.zeros(self.batch.num_shards, bool), np.zeros(len(shards), bool)
+        runs[list(self.start)] = keep[self.keep] = True
+        mine = runs[shards]
+        return shards[mine], keep[mine]
+
+
+class ShardRows(grain.IterDataset[Loaded]):
+    """The rows of one batch after another; a worker takes its share of the shards."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._task = task
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        """Takes every n-th shard; Grain calls it in each worker process."""
+        assert not sequential_slice
+        share = sorted(self._task.start)[sl]
+        start = {shard: self._task.start[shard] for shard in share}
+        self._task = dataclasses.replace(self._task, start=start)
+
+    def __iter__(self) -> ShardRowsIterator:
+        return ShardRowsIterator(self._task)
+
+
+class ShardRowsIterator(grain.DatasetIterator[Loaded]):
+    """Runs the pipelines of a task's shards, each opened when its first row is due."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self._task = task
+        self._position = task.position
+        # A shard that was not opened is still where it was.
+        self._unopened = dict(task.start)
+        self._opened: dict[int, grain.DatasetIterator] = {}
+        self._ended: dict[int, storage.Json] = {}
+        self._zeros: Any = None
+
+    def __next__(self) -> Loaded:
+        shards, keep = (array.tolist() for array in self._task.wanted(self._position))
+        self._position += self._task.batch.global_batch_size
+        drawn = [self._next_row(shard) for shard in shards]
+        kept = [row for row, wanted in zip(drawn, keep, strict=True) if wanted]
+        touched = set(shards) if self._task.track else ()
+        return Loaded(
+            rows=self._stack(kept) if kept else None,
+            cursors={shard: self._cursor(shard) for shard in touched},
+        )
+
+    def cursors(self) -> cursors.Cursors:
+        """The cursors of all shards, as they are now."""
+        return {shard: self._cursor(shard) for shard in self._task.start}
+
+    def get_state(self) -> dict[str, Any]:
+        """Nothing: the cursors say where the shards are."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Does nothing; a task begins where its cursors say."""
+
+    def close(self) -> None:
+        """Closes the pipelines."""
+        for opened in self._opened.values():
+            opened.close()
+        self._opened = {}
+
+    def _next_row(self, shard: int) -> Any:
+        # The next example of a shard, or None if it has ended.
+        if shard in self._ended:
+            return None
+        records.row_is_due(True)
+        try:
+            return next(self._open(shard))
+        except StopIteration:
+            pass
+        except errors.ElasticCkptError:
+            raise
+        except Exception as error:
+            error.add_note(f"in the pipeline of logical shard {shard}")
+            raise
+        finally:
+            records.row_is_due(False)
+        if not self._task.finite:
+            raise errors.DataError(
+                f"logical shard {shard} came to its end; let make_shard repeat its"
+                " records without end, or say that the data is finite"
+            )
+        if shard not in self._ended:
+            final = to_json(self._opened.pop(shard).get_state())
+            self._ended[shard] = {_ENDED: final}
+        return None
+
+    def _open(self, shard: int) -> grain.DatasetIterator:
+        opened = self._opened.get(shard)
+        if opened is None:
+            cursor = self._unopened[shard]
+            if isinstance(cursor, dict) and cursor.keys() == {_ENDED}:
+                self._ended[shard] = cursor
+                raise StopIteration
+            opened = iter(self._task.make_shard(shard))
+            if cursor is not None:
+                opened.set_state(from_json(cursor))
+            self._opened[shard] = opened
+            del self._unopened[shard]
+        return opened
+
+    def _cursor(self, shard: int) -> storage.Json:
+        if shard in self._ended:
+            return self._ended[shard]
+        opened = self._opened.get(shard)
+        return self._unopened[shard] if opened is None else to_json(opened.get_state())
+
+    def _stack(self, drawn: list[Any]) -> Rows:
+        if not self._task.finite:
+            return _stacked(drawn)
+        real = [row for row in drawn if row is not None]
+        if self._zeros is None:
+            example = real[0] if real else self._any()
+            self._zeros = {name: np.zeros_like(leaf) for name, leaf in example.items()}
+        filled = [self._zeros if row is None else row for row in drawn]
+        return {
+            **_stacked(filled),
+            iterator.MASK: np.array([row is not None for row in drawn]),
+        }
+
+    def _any(self) -> Any:
+        # An example of any shard, for the shapes: those of this task have none.
+        for shard in range(self._task.batch.num_shards):
+            for example in self._task.make_shard(shard):
+                return example
+        raise errors.DataError(
+            f"none of the {self._task.batch.num_shards} logical shards has an example;"
+            " is there a filter that rejects everything?"
+        )
+
+
+def _stacked(examples: list[Any]) -> Rows:
+    return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+
+
+def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
+    """`loaded` with the feature `example_id`; padding has the id that means none."""
+    halves = example_id.split_all(ids)
+    if iterator.MASK in loaded:
+        halves[~loaded[iterator.MASK]] = example_id.split(example_id.NONE)
+    return {**loaded, "example_id": halves}
+
+
+def to_json(state: Any) -> Any:
+    """A Grain state as a cursor, from which `from_json` makes the state again."""
+    # Such states hold NumPy integers, and tuples that must not come back as lists:
+    # Grain's concat-then-split compares them with tuples.
+    if isinstance(state, dict):
+        return {key: to_json(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return {_TUPLE: [to_json(value) for value in state]}
+    if isinstance(state, list):
+        return [to_json(value) for value in state]
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def from_json(cursor: Any) -> Any:
+    """The Grain state of which `to_json` made a cursor."""
+    if isinstance(cursor, dict):
+        if cursor.keys() == {_TUPLE}:
+            return tuple(from_json(value) for value in cursor[_TUPLE])
+        return {key: from_json(value) for key, value in cursor.items()}
+    if isinstance(cursor, list):
+        return [from_json(value) for value in cursor]
+    return cursor

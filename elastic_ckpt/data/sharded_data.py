@@ -1,0 +1,160 @@
+"""The sharded engine: S logical shards, each a whole pipeline of its own.
+
+A shard may filter, tokenise, chunk, shuffle and pack as it likes, for nothing inside it
+depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`); a
+host runs the shards that it owns, and hands their cursors on when the hosts change.
+
+Rows are read by the caller, by a thread that reads ahead, or by worker processes that
+share the host's shards. What is saved is the same: the cursors after the last batch
+delivered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import cursors, iterator, read_ahead, rows, shard_rows
+
+MakeShard = shard_rows.MakeShard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardedData:
+    """A pipeline for each logical shard, elastic.
+
+    Attributes:
+      make_shard: makes the pipeline of a shard from the shard's number: a Grain
+        `IterDataset` of dicts of arrays that have the same shapes everywhere. It has to
+        be a pure function and survive cloudpickle. Batches have one feature more,
+        `example_id`, uint32 `[B, 2]`: each row's place in the stream.
+      num_shards: S, frozen for the life of a run.
+      pipeline: names what `make_shard` does, JSON; change it when the examples change.
+      end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:
+        rows of a shard that has ended are zeros, with the `example_id` of no example.
+      num_workers: processes of each host that run its shards; 0 runs them in the host's
+        own. The state does not depend on it, nor on the next one.
+      read_ahead_batches: batches that a thread, or each worker process, has ready.
+    """
+
+    make_shard: MakeShard
+    num_shards: int
+    pipeline: storage.Json = ""
+    end: iterator.End = iterator.End.NEVER
+    num_workers: int = 0
+    read_ahead_batches: int = 0
+
+    @property
+    def rows_of_end(self) -> int:
+        """A row of each shard: before that, some may still have rows."""
+        return self.num_shards
+
+    @property
+    def engine(self) -> str:
+        """Names the kind of position that the batches have."""
+        return "sharded"
+
+    def identity(self) -> dict[str, storage.Json]:
+        """What decides which example comes when."""
+        own: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
+        if isinstance(self.pipeline, dict):
+            return own | self.pipeline
+        return own | {"pipeline": self.pipeline}
+
+    def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
+        """Where each row of a batch stands in what the hosts load; None if in place."""
+        return rows.exchanged(self._batch(row_hosts), row_hosts)
+
+    def host_batches(self, placement: rows.Placement) -> iterator.HostBatches:
+        """The rows of each global batch that one host loads."""
+        return _HostBatches(self, self._batch(placement.row_hosts), placement)
+
+    def _batch(self, row_hosts: np.ndarray) -> rows.BatchRows:
+        return rows.BatchRows(
+            num_shards=self.num_shards, global_batch_size=len(row_hosts)
+        )
+
+
+def sharded(
+    make_shard: MakeShard, *, num_shards: int, pipeline: storage.Json = "", **more: Any
+) -> ShardedData:
+    """Elastic data from a pipeline for each logical shard; see `ShardedData`."""
+    return ShardedData(
+        make_shard=make_shard, num_shards=num_shards, pipeline=pipeline, **more
+    )
+
+
+class _HostBatches:
+    """The shards of one host, taken in turn."""
+
+    def __init__(
+        self, data: ShardedData, batch: rows.BatchRows, placement: rows.Placement
+    ) -> None:
+        self._data = data
+        self._batch = batch
+        self._placement = placement
+        self._reader: read_ahead.Reader | None = None
+        self.go_to({"stream_row": 0}, lambda shards: dict.fromkeys(shards))
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self._check_whole()
+        try:
+            loaded = self._read()
+        except Exception as error:
+            # Some shards are further than the position now: neither go on nor save.
+            self._error = error
+            raise
+        ids = rows.stream_rows(self._batch, self._stream_row)[self._mine.rows]
+        self._stream_row += self._batch.global_batch_size
+        return shard_rows.with_ids(loaded, ids)
+
+    def position(self) -> cursors.Position:
+        self._check_whole()
+        return {"stream_row": self._stream_row}
+
+    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
+        now = self._reader.cursors() if self._reader else {}
+        shards = self._mine.shards if shared else self._mine.writes
+        return {shard: now.get(shard, self._start[shard]) for shard in shards.tolist()}
+
+    def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
+        stream_row = position["stream_row"]
+        assert isinstance(stream_row, int)
+        row_hosts = self._placement.row_hosts
+        mine = rows.assign(self._batch, row_hosts, stream_row)[self._placement.host]
+        start = dict(read(mine.shards.tolist()))
+        self.close()
+        self._mine, self._start, self._stream_row = mine, start, stream_row
+        self._error: Exception | None = None
+
+    def close(self) -> None:
+        if self._reader:
+            self._reader.close()
+        self._reader = None
+
+    def _read(self) -> shard_rows.Rows:
+        if self._reader is None:
+            data = self._data
+            task = shard_rows.Task(
+                make_shard=data.make_shard,
+                batch=self._batch,
+                keep=self._mine.rows,
+                position=self._stream_row,
+                start=self._start,
+                finite=data.end is not iterator.End.NEVER,
+                track=False,
+            )
+            self._reader = read_ahead.reader(
+                task, num_workers=data.num_workers, batches=data.read_ahead_batches
+            )
+        return next(self._reader)
+
+    def _check_whole(self) -> None:
+        if self._error is not None:
+            raise errors.DataError(
+                "the data stopped in the middle of a batch; load a saved state before"
+                f" you go on or save ({self._error})"
+            ) from self._error

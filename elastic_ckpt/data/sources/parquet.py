@@ -1,0 +1,350 @@
+"""Parquet files, a row group at a time, decoded a little at a time.
+
+A shard that waits for its turn holds a small batch of rows and, while it is one of the
+last to have been read, an open row group. Shards that read parts of one row group share
+its table.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import units
+from elastic_ckpt.data.sources import files, source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+# Decoded bytes of the rows that a shard holds, of a row group that stays open.
+_BATCH_BYTES = 128 * 1024
+# A smaller row group does not stay open: it gives larger batches, and is decoded from
+# its begin for each. That costs less than to hold a page while other shards read.
+_SMALL_BYTES = 2 * 1024 * 1024
+_SMALL_BATCH_BYTES = 512 * 1024
+# Of a column chunk, what is read at a time.
+_BUFFER_BYTES = 64 * 1024
+# Bytes of a decoded number of each type.
+_WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
+# Row groups that are open in a process.
+_MAX_OPEN = 256
+# Parts of a row group from which on shards share its table.
+_SHARED_PARTS = 4
+# A table that is shared between shards is at most so large.
+_MAX_SHARED_BYTES = 256 * 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parquet:
+    """Parquet files, in blocks of a row group.
+
+    An element has a column's value by the column's name: lists of numbers as NumPy
+    arrays that cannot be written to, text as `str`, anything else as Arrow gives it to
+    Python; None where there is no value.
+
+    Attributes:
+      files: their paths or URIs.
+      columns: the columns to read; none reads all.
+    """
+
+    files: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The format and what is read of a record."""
+        return {"format": "parquet", "columns": list(self.columns)}
+
+    def index(self, file: str) -> source.FileIndex:
+        """The rows of each row group, from the file's footer."""
+        metadata = _metadata(file)
+        missing = set(self.columns) - set(metadata.schema.to_arrow_schema().names)
+        if missing:
+            raise errors.DataError(
+                f"{file}: no column {sorted(missing)}, it has"
+                f" {metadata.schema.to_arrow_schema().names}; set train_data_columns"
+            )
+        return source.FileIndex(
+            num_bytes=files.size_bytes(file),
+            block_records=np.array(
+                [
+                    metadata.row_group(n).num_rows
+                    for n in range(metadata.num_row_groups)
+                ],
+                np.int64,
+            ),
+        )
+
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Element]:
+        """The rows of a unit but for the first `skip`."""
+        rows = _OpenRows(self, unit, skip)
+        file, left = self.files[unit.file], unit.num_records - skip
+        while left:
+            place = f"{file}, row group {unit.block}"
+            try:
+                batch = files.retried(functools.partial(_next, rows), place)
+                yield from _elements(batch.slice(0, left))
+            except _CorruptPage as error:
+                row = unit.first + unit.num_records - left
+                raise source.corrupt(
+                    f"{place}, from row {row} on", error, num_records=left
+                ) from None
+            left -= min(left, batch.num_rows)
+
+
+def _is_small_part(unit: units.Unit) -> bool:
+    # Smaller parts are read by several shards: better to decode the row group once, and
+    # hold it, than to decode and drop what lies before the part in each of them.
+    return unit.num_records * _SHARED_PARTS <= unit.block_records
+
+
+class _CorruptPage(Exception):
+    pass
+
+
+class _OpenRows:
+    """Batches of a row group from a row on; the way there may be closed in between."""
+
+    def __init__(self, parquet: Parquet, unit: units.Unit, skip: int) -> None:
+        self._parquet = parquet
+        self._unit = unit
+        self._row = unit.first + skip
+        is_small = _row_group_bytes(parquet, unit) <= _SMALL_BYTES
+        self.stays_open = not is_small or _is_small_part(unit)
+
+    def open(self) -> Iterator[pa.RecordBatch]:
+        """Batches from the row on that the next one begins with."""
+        unit = self._unit
+        table = _shared_table(self._parquet, unit) if _is_small_part(unit) else None
+        if table is not None:
+            stop = unit.first + unit.num_records
+            return _shared(table, self._row, stop)
+        return _skipped(_streamed(self._parquet, unit), self._row)
+
+    def advance(self, num_rows: int) -> None:
+        """Remembers that so many rows were taken."""
+        self._row += num_rows
+
+
+def _next(rows: _OpenRows) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    try:
+        batch = next(_OPEN.get(rows, rows.open))
+        # Checked once, since a damaged page may decode to offsets out of bounds.
+        batch.validate(full=True)
+    except StopIteration:
+        raise _CorruptPage("fewer rows than the footer says") from None
+    except (pa.ArrowInvalid, pa.ArrowException, OSError, EOFError) as error:
+        _OPEN.drop(rows)
+        if _is_from_outside(error):
+            raise
+        raise _CorruptPage(error) from None
+    rows.advance(batch.num_rows)
+    if not rows.stays_open:
+        _OPEN.drop(rows)
+    return batch
+
+
+def _is_from_outside(error: Exception) -> bool:
+    # Arrow also calls bytes that it cannot decode an OSError: a bare one, no number.
+    bare = type(error) is OSError and error.errno is None
+    return isinstance(error, OSError) and not bare
+
+
+def _shared(table: pa.Table, first: int, stop: int) -> Iterator[pa.RecordBatch]:
+    # While this is open, it keeps the table for other shards.
+    num_batches = max(1, table.nbytes // _BATCH_BYTES)
+    batch_rows = -(-table.num_rows // num_batches)
+    yield from table.slice(first, stop - first).to_batches(max_chunksize=batch_rows)
+
+
+def _skipped(
+    batches: Iterator[pa.RecordBatch], num_rows: int
+) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        if num_rows < batch.num_rows:
+            yield batch.slice(num_rows)
+            break
+        num_rows -= batch.num_rows
+    yield from batches
+
+
+def _streamed(parquet: Parquet, unit: units.Unit) -> Iterator[pa.RecordBatch]:
+    file, columns = parquet.files[unit.file], list(parquet.columns) or None
+    num_bytes = _row_group_bytes(parquet, unit)
+    batch_bytes = _BATCH_BYTES if num_bytes > _SMALL_BYTES else _SMALL_BATCH_BYTES
+    batch_rows = -(-unit.block_records // -(-num_bytes // batch_bytes))
+    with _open(file, buffered=True) as opened:
+        yield from opened.iter_batches(
+            batch_size=batch_rows,
+            row_groups=[unit.block],
+            columns=columns,
+            use_threads=False,
+        )
+
+
+def _shared_table(parquet: Parquet, unit: units.Unit) -> pa.Table | None:
+    # None for a row group too large to hold: every reader of a part then decodes, and
+    # drops, what lies before it.
+    file, columns = parquet.files[unit.file], list(parquet.columns) or None
+    if _row_group_bytes(parquet, unit) > _MAX_SHARED_BYTES:
+        return None
+    key = (file, unit.block, parquet.columns)
+    with _TABLES_LOCK:
+        table = _TABLES.get(key)
+        if table is None:
+            with _open(file, buffered=False) as opened:
+                table = opened.read_row_group(
+                    unit.block, columns=columns, use_threads=False
+                )
+            _TABLES[key] = table
+        return table
+
+
+class _Open:
+    """The row groups that are open, the last ones used; each by who reads it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._batches: collections.OrderedDict[int, Any] = collections.OrderedDict()
+
+    def get(
+        self, rows: _OpenRows, make: Callable[[], Iterator[pa.RecordBatch]]
+    ) -> Iterator[pa.RecordBatch]:
+        """The open batches of `rows`, or new ones."""
+        with self._lock:
+            found = self._batches.get(id(rows))
+            if found is not None:
+                self._batches.move_to_end(id(rows))
+                return found
+        made = make()
+        with self._lock:
+            weakref.finalize(rows, self._batches.pop, id(rows), None)
+            self._batches[id(rows)] = made
+            while len(self._batches) > _MAX_OPEN:
+                self._batches.popitem(last=False)
+        return made
+
+    def drop(self, rows: _OpenRows) -> None:
+        """Closes the batches of `rows`."""
+        with self._lock:
+            self._batches.pop(id(rows), None)
+
+
+_OPEN = _Open()
+_TABLES_LOCK = threading.Lock()
+_TABLES: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
+def _open(file: str, *, buffered: bool) -> pq.ParquetFile:
+    # Memory-mapped, a local file needs neither buffers nor copies.
+    local = storage.is_local(file)
+    place: Any = file
+    if not local:
+        import fsspec
+
+        system, path = fsspec.url_to_fs(file)
+        place = system.open(path, "rb")
+    return library().ParquetFile(
+        place,
+        memory_map=local,
+        metadata=_metadata(file),
+        buffer_size=_BUFFER_BYTES if buffered and not local else 0,
+        pre_buffer=False,
+        page_checksum_verification=True,
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _metadata(file: str) -> pq.FileMetaData:
+    import pyarrow as pa
+
+    try:
+        with files.opened(file) as stream:
+            return library().read_metadata(stream)
+    except (pa.ArrowInvalid, pa.ArrowException, OSError) as error:
+        if _is_from_outside(error):
+            raise
+        raise errors.DataError(
+            f"{file}: not a whole Parquet file ({error}); restore it from a copy, or"
+            " set grain_file_type to its format"
+        ) from None
+
+
+def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
+    # About what the columns take when they are decoded.
+    group = _metadata(parquet.files[unit.file]).row_group(unit.block)
+    size = 0
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if not parquet.columns or chunk.path_in_schema.split(".")[0] in parquet.columns:
+            width = _WIDTHS.get(chunk.physical_type)
+            decoded = width * chunk.num_values if width else 0
+            size += max(decoded, chunk.total_uncompressed_size)
+    return size
+
+
+def _elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
+    names = batch.schema.names
+    for row in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(names, row, strict=True))
+
+
+def _values(column: pa.Array) -> Iterator[Any]:
+    import pyarrow as pa
+
+    kind = column.type
+    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(
+        kind.value_type
+    ):
+        if column.values.null_count:
+            raise _CorruptPage("a list of numbers has holes")
+        offsets = column.offsets.to_numpy()
+        values = column.values.to_numpy()
+        if offsets[-1] - offsets[0] < len(values):
+            # Part of a table: a view would keep the whole of it alive.
+            values = values[offsets[0] : offsets[-1]].copy()
+            offsets = offsets - offsets[0]
+        bounds = itertools.pairwise(offsets.tolist())
+        missing = column.is_null().to_pylist()
+        return (
+            None if gone else values[begin:end]
+            for (begin, end), gone in zip(bounds, missing, strict=True)
+        )
+    if _is_number(kind):
+        # Of one type, whether or not another row of the batch has none.
+        numbers = np.asarray(column.fill_null(0))
+        missing = column.is_null().to_pylist()
+        return (None if gone else n for n, gone in zip(numbers, missing, strict=True))
+    return iter(column.to_pylist())
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def library() -> Any:
+    """`pyarrow.parquet`.
+
+    Raises:
+      ConfigError: if it is not installed.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise errors.ConfigError(
+            "Parquet files need pyarrow; install it: pip install elastic-ckpt[parquet]"
+        ) from None
+    return pyarrow.parquet

@@ -1,0 +1,215 @@
+"""TFRecord files, whose checksums are all verified.
+
+A record is its length (uint64, little-endian), the masked CRC-32C of these eight bytes,
+the data, and the data's masked CRC-32C (TensorFlow's `record_writer.h`). Where records
+begin is known from a walk over the lengths alone. It is taken once: its outcome, where
+each block of 1,024 records begins, is kept below `$XDG_CACHE_HOME/elastic_ckpt`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+import google_crc32c
+from etils import epath
+
+from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.data import checked_json, units
+from elastic_ckpt.data.sources import files, record_format, source
+
+_LENGTH = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
+_HEADER_BYTES = 12
+_FOOTER_BYTES = 4
+# Read at a time while records are delivered.
+_BUFFER_BYTES = 256 * 1024
+_INDEX_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TFRecord:
+    """TFRecord files that are not compressed, in blocks of 1,024 records.
+
+    Attributes:
+      files: their paths or URIs.
+      columns: what to keep of a record, see `record_format`.
+      record_format: what a record is: `bytes` or `tf_example`.
+    """
+
+    files: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    record_format: str = record_format.TF_EXAMPLE
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The format and what is read of a record."""
+        return {
+            "format": "tfrecord",
+            "record_format": self.record_format,
+            "columns": list(self.columns),
+        }
+
+    def index(self, file: str) -> source.FileIndex:
+        """Where the blocks begin, from the cache or from a walk over the file."""
+        num_bytes = files.size_bytes(file)
+        cached = _cache_path(file, num_bytes)
+        try:
+            found = checked_json.read(cached, what="index", version=_INDEX_VERSION)
+            starts, num_records = tuple(found["block_bytes"]), found["num_records"]
+        except (errors.DataError, OSError):
+            starts, num_records = _walk(file, num_bytes)
+            _keep(cached, starts, num_records)
+        return source.FileIndex(
+            num_bytes=num_bytes,
+            block_records=source.blocks(num_records),
+            block_bytes=starts,
+        )
+
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Element]:
+        """The records of a unit but for the first `skip`."""
+        decode = record_format.decoder(self.record_format, self.columns)
+        file = self.files[unit.file]
+        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
+        before = unit.first + skip
+        number = unit.block * source.BLOCK_RECORDS
+        left = unit.num_records - skip
+        while left:
+            records, offset = files.retried(
+                functools.partial(_read_run, file, offset, before=before, limit=left),
+                f"{file}, byte {offset}",
+            )
+            number += before
+            for data, crc in records:
+                place = f"{file}, record {number}"
+                if _masked_crc(data) != crc:
+                    raise source.corrupt(place, "its checksum differs")
+                yield record_format.decoded(decode, data, place)
+                number += 1
+            left -= len(records)
+            before = 0
+
+
+def write(path: epath.PathLike, records: Iterable[bytes]) -> None:
+    """Writes `records` as a TFRecord file; it appears whole or not at all."""
+    with storage.atomic_path(path) as temporary, open(temporary, "wb") as file:
+        for data in records:
+            length = _LENGTH.pack(len(data))
+            file.write(length + _CRC.pack(_masked_crc(length)))
+            file.write(data + _CRC.pack(_masked_crc(data)))
+
+
+def _read_run(
+    file: str, offset: int, *, before: int, limit: int
+) -> tuple[list[tuple[bytes, int]], int]:
+    # Passes over `before` records, then takes about a buffer of them, with their
+    # checksums; and where the next one begins.
+    records: list[tuple[bytes, int]] = []
+    taken_bytes = 0
+    with files.opened(file) as stream:
+        stream.seek(offset)
+        while before:
+            length = _read_length(stream, file, offset, limit)
+            offset += _HEADER_BYTES + length + _FOOTER_BYTES
+            stream.seek(offset)
+            before -= 1
+        while len(records) < limit and taken_bytes < _BUFFER_BYTES:
+            try:
+                length = _read_length(stream, file, offset, limit)
+                data = stream.read(length + _FOOTER_BYTES)
+                if len(data) < length + _FOOTER_BYTES:
+                    raise _lost(file, offset, limit)
+            except source.CorruptError:
+                # What lies before it is delivered first.
+                if records:
+                    break
+                raise
+            records.append((data[:length], _CRC.unpack_from(data, length)[0]))
+            offset += _HEADER_BYTES + length + _FOOTER_BYTES
+            taken_bytes += length
+    return records, offset
+
+
+def _read_length(stream: BinaryIO, file: str, offset: int, left: int) -> int:
+    header = stream.read(_HEADER_BYTES)
+    if len(header) < _HEADER_BYTES or not _is_header(header):
+        raise _lost(file, offset, left)
+    return _LENGTH.unpack_from(header)[0]
+
+
+def _lost(file: str, offset: int, left: int) -> source.CorruptError:
+    # Without its length there is no way to the next record of the block.
+    return source.corrupt(
+        f"{file}, byte {offset}",
+        "not the length of a record, or cut short; what follows in this block cannot"
+        " be found",
+        num_records=left,
+    )
+
+
+def _is_header(header: bytes) -> bool:
+    return _masked_crc(header[:8]) == _CRC.unpack_from(header, 8)[0]
+
+
+def _masked_crc(data: bytes) -> int:
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _walk(file: str, num_bytes: int) -> tuple[tuple[int, ...], int]:
+    starts: list[int] = []
+    offset, count = 0, 0
+    with files.opened(file) as stream:
+        while offset < num_bytes:
+            stream.seek(offset)
+            header = stream.read(_HEADER_BYTES)
+            if len(header) < _HEADER_BYTES or not _is_header(header):
+                raise errors.DataError(_foreign(file, offset, header))
+            if count % source.BLOCK_RECORDS == 0:
+                starts.append(offset)
+            offset += _HEADER_BYTES + _LENGTH.unpack_from(header)[0] + _FOOTER_BYTES
+            count += 1
+    if offset != num_bytes:
+        raise errors.DataError(
+            f"{file}: cut short in record {count - 1} (after {num_bytes} bytes);"
+            " restore it from a copy"
+        )
+    return tuple(starts), count
+
+
+def _foreign(file: str, offset: int, header: bytes) -> str:
+    if offset == 0 and header[:2] in (b"\x1f\x8b", b"\x78\x9c"):
+        return (
+            f"{file}: a compressed file, in which records cannot be found; decompress"
+            " it, or write it again without compression"
+        )
+    return (
+        f"{file}, byte {offset}: not a TFRecord file, or damaged there; restore it"
+        " from a copy, or set grain_file_type to its format"
+    )
+
+
+def _cache_path(file: str, num_bytes: int) -> epath.Path:
+    # Another size or time is another file.
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    place, changed = file, 0
+    if storage.is_local(file):
+        place, changed = os.path.abspath(file), os.stat(file).st_mtime_ns
+    name = digest.json_digest([place, num_bytes, changed])
+    return epath.Path(root) / "elastic_ckpt" / "tfrecord" / f"{name}.json"
+
+
+def _keep(path: epath.Path, starts: tuple[int, ...], num_records: int) -> None:
+    fields: dict[str, storage.Json] = {
+        "block_bytes": list(starts),
+        "num_records": num_records,
+    }
+    content = checked_json.to_bytes(fields, version=_INDEX_VERSION)
+    try:
+        storage.write_atomic(path, content)
+    except OSError:
+        # A cache that cannot be written costs a walk at the next start, no more.
+        return

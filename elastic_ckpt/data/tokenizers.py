@@ -1,0 +1,349 @@
+"""Tokenizers: each turns a text into tokens, and says what decides them.
+
+`load(kind, path)` gives one of four kinds:
+
+* `bytes`: the byte-level tokens of `data.tokens`, no file
+* `sentencepiece`: a SentencePiece `.model` file
+* `tiktoken`: a `.tiktoken` file, each line a base64 token and its rank, read as Llama 3
+  and MaxText do: their pattern, and 256 special tokens after the last rank
+* `huggingface`: a `tokenizer.json` file, or a directory that has one
+
+The last three need the packages of the extra `tokenizers`. Special tokens that a text
+spells out stay plain text; only in a `tokenizer.json`, as with `transformers`, do they
+become the special token.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import importlib
+import itertools
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import tokens
+
+_BYTES = "bytes"
+_WANTED = {
+    "sentencepiece": "a SentencePiece .model file",
+    "tiktoken": "a .tiktoken file of base64 tokens and their ranks",
+    "huggingface": "a downloaded tokenizer.json file, or a directory that has one",
+}
+KINDS = (_BYTES, *_WANTED)
+
+# Llama 3's. `begin` and `end` are the first two of its special tokens.
+_LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_NUM_SPECIAL = 256
+
+_VARINT = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
+
+# Where no file beside a tokenizer.json names them.
+_USUAL_BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
+_USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """Turns a text into tokens; survives pickling, and several threads may use it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token, special ones included."""
+
+    @property
+    def pad(self) -> int:
+        """What fills a batch, always 0; in many vocabularies that is a token too."""
+
+    @property
+    def begin(self) -> int | None:
+        """The token that begins a text, if there is one."""
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a text, if there is one."""
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The tokens of `text` without begin and end, int32 of shape `[tokens]`."""
+
+    def identity(self) -> storage.Json:
+        """What decides the tokens, the same wherever the tokenizer's file lies."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """A byte's token is its value plus 3, whatever the bytes are."""
+
+    vocab_size: int = dataclasses.field(default=tokens.VOCAB_SIZE, init=False)
+    pad: int = dataclasses.field(default=tokens.PAD, init=False)
+    begin: int = dataclasses.field(default=tokens.BEGIN, init=False)
+    end: int = dataclasses.field(default=tokens.END, init=False)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """One token a byte; a `str` is taken as UTF-8."""
+        content = text if isinstance(text, bytes) else _readable(text).encode()
+        first_byte = tokens.VOCAB_SIZE - 256
+        return np.frombuffer(content, np.uint8).astype(np.int32) + first_byte
+
+    def identity(self) -> storage.Json:
+        """The kind alone: it has no file."""
+        return {"kind": _BYTES}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileTokenizer:
+    """A tokenizer that lies in a file; `load` makes it.
+
+    Only these fields are pickled: another process opens the file at `path`, absolute or
+    a URI, at its first text, and refuses one of another BLAKE2b `digest`.
+    """
+
+    kind: str
+    path: str
+    digest: str
+    vocab_size: int
+    begin: int | None
+    end: int | None
+    pad: int = dataclasses.field(default=tokens.PAD, init=False)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The tokens of `text`; what is not Unicode in it becomes U+FFFD."""
+        opened = _opened(self.kind, self.path, self.digest)
+        return np.array(opened.encode(_readable(text)), np.int32)
+
+    def identity(self) -> storage.Json:
+        """Kind, digest of the file, and the tokens of begin and end."""
+        return {
+            "kind": self.kind,
+            "digest": self.digest,
+            "begin": self.begin,
+            "end": self.end,
+        }
+
+
+def load(kind: str, path: str = "") -> Tokenizer:
+    """The tokenizer of `kind` that lies at `path`; a process opens each file once.
+
+    Args:
+      kind: one of `KINDS`.
+      path: its file, on this machine or a URI; empty for `bytes`.
+
+    Raises:
+      ConfigError: if kind and path do not fit, or the kind's package is not installed.
+      DataError: if the file is missing, cut short or of another kind.
+    """
+    if kind not in KINDS:
+        raise errors.ConfigError(
+            f"tokenizer_type {kind!r} is unknown; set it to one of {', '.join(KINDS)}"
+        )
+    if (kind == _BYTES) != (not path):
+        remedy = f"set it to {_WANTED[kind]}" if kind in _WANTED else "leave it empty"
+        raise errors.ConfigError(
+            f"tokenizer_path {path!r} does not fit tokenizer_type {kind!r}; {remedy}"
+        )
+    if kind == _BYTES:
+        return Bytes()
+    file = storage.absolute(os.path.expanduser(path))
+    if kind == "huggingface" and file.is_dir():
+        file /= "tokenizer.json"
+    digest = _digest(_read(kind, file))
+    opened = _opened(kind, os.fspath(file), digest)
+    return FileTokenizer(
+        kind=kind,
+        path=os.fspath(file),
+        digest=digest,
+        vocab_size=opened.vocab_size,
+        begin=opened.begin,
+        end=opened.end,
+    )
+
+
+class _Opened(NamedTuple):
+    encode: Callable[[str], Sequence[int]]
+    vocab_size: int
+    begin: int | None
+    end: int | None
+
+
+_opened_files: dict[tuple[str, str, str], _Opened] = {}
+_opening = threading.Lock()
+
+
+def _opened(kind: str, path: str, digest: str) -> _Opened:
+    key = (kind, path, digest)
+    with _opening:
+        if key not in _opened_files:
+            content = _read(kind, epath.Path(path))
+            if _digest(content) != digest:
+                raise errors.DataError(
+                    f"{path} is not the tokenizer that was loaded (its digest differs);"
+                    " put the same file there on every host"
+                )
+            _opened_files[key] = _open(kind, path, content)
+    return _opened_files[key]
+
+
+def _open(kind: str, path: str, content: bytes) -> _Opened:
+    try:
+        if kind == "sentencepiece":
+            return _open_sentencepiece(content)
+        if kind == "tiktoken":
+            return _open_tiktoken(content)
+        return _open_huggingface(content, epath.Path(path).parent)
+    except errors.ElasticCkptError:
+        raise
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise errors.DataError(
+            f"{path}: cannot be read as {_WANTED[kind]} ({error}); restore the file"
+            " from a copy, or set tokenizer_type to the kind that it is"
+        ) from None
+
+
+def _open_sentencepiece(content: bytes) -> _Opened:
+    model = _package("sentencepiece").SentencePieceProcessor(model_proto=content)
+    if not _is_whole_model(content):
+        raise ValueError("it is cut short")
+    begin, end = (
+        token if token >= 0 else None for token in (model.bos_id(), model.eos_id())
+    )
+    return _Opened(model.encode, model.vocab_size(), begin, end)
+
+
+def _is_whole_model(content: bytes) -> bool:
+    # A model cut between two of its pieces loads as a smaller vocabulary. The file is a
+    # protocol buffer: pieces, then field 2 (the trainer's) and 3 (the normalizer's).
+    missing, place = {2, 3}, 0
+    while missing and place < len(content):
+        missing.discard(content[place] >> 3)
+        length = _VARINT.match(content, place + 1)
+        assert length
+        digits = enumerate(length[0])
+        place = length.end() + sum((byte & 0x7F) << 7 * n for n, byte in digits)
+    return not missing
+
+
+def _open_tiktoken(content: bytes) -> _Opened:
+    ranks = dict(_ranks(content))
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError("its ranks have gaps: it is cut short or was altered")
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        raise ValueError("it lacks some of the 256 single bytes")
+    begin, end = len(ranks), len(ranks) + 1
+    encoding = _package("tiktoken").Encoding(
+        name="llama3",
+        pat_str=_LLAMA3_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={"<|begin_of_text|>": begin, "<|end_of_text|>": end},
+    )
+
+    def encode(text: str) -> list[int]:
+        return [n for part in _parts(text) for n in encoding.encode_ordinary(part)]
+
+    return _Opened(encode, len(ranks) + _LLAMA3_NUM_SPECIAL, begin, end)
+
+
+def _ranks(content: bytes) -> Iterator[tuple[bytes, int]]:
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            yield base64.b64decode(token, validate=True), int(rank)
+        except ValueError:
+            raise ValueError(f"line {number} is not a token and its rank") from None
+
+
+# Llama 3 cuts a text here before tiktoken sees it, and so does MaxText: without these
+# cuts, a long text's tokens would differ from theirs.
+_MAX_CHARACTERS = 400_000
+_MAX_RUN = 25_000
+_LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1},}}|(?<!\s)\s{{{_MAX_RUN + 1},}}")
+
+
+def _parts(text: str) -> Iterator[str]:
+    for first in range(0, len(text), _MAX_CHARACTERS):
+        part = text[first : first + _MAX_CHARACTERS]
+        cuts = [0]
+        for run in _LONG_RUN.finditer(part):
+            cuts += range(run.start() + _MAX_RUN, run.end(), _MAX_RUN)
+        for begin, end in itertools.pairwise([*cuts, len(part)]):
+            yield part[begin:end]
+
+
+def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
+    tokenizer = _package("tokenizers").Tokenizer.from_str(content.decode())
+    if getattr(tokenizer.model, "dropout", None):
+        raise ValueError("it drops merges at random: set its dropout to null")
+    # The file may say so; a text's tokens must not depend on the length of a batch.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    named = {
+        **_settings(directory / "special_tokens_map.json"),
+        **_settings(directory / "tokenizer_config.json"),
+    }
+    return _Opened(
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        max(tokenizer.get_vocab().values(), default=-1) + 1,
+        _special_token(tokenizer, named, "bos_token", _USUAL_BEGINS),
+        _special_token(tokenizer, named, "eos_token", _USUAL_ENDS),
+    )
+
+
+def _settings(file: epath.Path) -> Mapping[str, Any]:
+    try:
+        return dict(json.loads(file.read_bytes())) if file.exists() else {}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file.name} beside it is no JSON object: {error}") from None
+
+
+def _special_token(
+    tokenizer: Any, named: Mapping[str, Any], key: str, usual: Sequence[str]
+) -> int | None:
+    if key not in named:
+        found = map(tokenizer.token_to_id, usual)
+        return next((token for token in found if token is not None), None)
+    name = named[key]["content"] if isinstance(named[key], dict) else named[key]
+    token = None if name is None else tokenizer.token_to_id(name)
+    if name is not None and token is None:
+        raise ValueError(f"it lacks {name!r}, the {key} of the files beside it")
+    return token
+
+
+def _read(kind: str, file: epath.Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise errors.DataError(
+            f"{file}: cannot be read ({error.strerror or error}); set tokenizer_path"
+            f" to {_WANTED[kind]}"
+        ) from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _readable(text: str | bytes) -> str:
+    # JSON can bring halves of surrogate pairs into a `str`; no library takes them.
+    if isinstance(text, str):
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.decode(errors="replace")
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise errors.ConfigError(
+            f"the package {name} cannot be imported ({error}); install it with"
+            " `pip install elastic-ckpt[tokenizers]`, or set tokenizer_type to bytes"
+        ) from None

@@ -1,0 +1,148 @@
+"""Units of work, and which shard reads which of them when: numbers to numbers.
+
+The units of an epoch come in an order of its own, a keyed permutation that is computed
+one number at a time. Epoch after epoch they form one endless list, and shard `s` of S
+reads entries `s`, `s + S`, `s + 2S` and so on. So each unit is read once an epoch, and
+every shard reads as many units as any other, whatever their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+# Blocks a shard, from which on their sizes even out.
+_ENOUGH_BLOCKS = 4
+
+_MASK = 2**64 - 1
+_ROUNDS = 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A run of records in one block of one file.
+
+    Attributes:
+      file: the file's number.
+      block: the block's number in the file.
+      first: the first record, counted in its block.
+      num_records: how many.
+      block_records: records of the whole block.
+      record: number of the first record over all files.
+    """
+
+    file: int
+    block: int
+    first: int
+    num_records: int
+    block_records: int
+    record: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Units:
+    """Units in the order of their records, each field an int64 `[units]`."""
+
+    file: np.ndarray
+    block: np.ndarray
+    first: np.ndarray
+    num_records: np.ndarray
+    block_records: np.ndarray
+    record: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, number: int) -> Unit:
+        fields = dataclasses.fields(self)
+        return Unit(**{f.name: int(getattr(self, f.name)[number]) for f in fields})
+
+    @property
+    def total_records(self) -> int:
+        """Records of an epoch."""
+        return int(self.num_records.sum())
+
+
+def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
+    """The units of files whose blocks have so many records.
+
+    A unit is a block. Only where shards would get too few of these to be alike, blocks
+    are cut into parts, of sizes as equal as can be and in a number that S divides. No
+    unit is empty.
+
+    Args:
+      block_records: of each file, the records of its blocks.
+      num_shards: S.
+    """
+    records = np.concatenate([np.asarray(b, np.int64) for b in block_records])
+    counts = np.array([len(of_file) for of_file in block_records])
+    file = np.repeat(np.arange(len(counts)), counts)
+    block = np.arange(len(records)) - np.repeat(np.cumsum(counts) - counts, counts)
+    filled = records > 0
+    file, block, records = file[filled], block[filled], records[filled]
+    first, num_records = np.zeros_like(records), records
+    if len(records) < _ENOUGH_BLOCKS * num_shards:
+        parts = _parts(records, num_shards)
+        # Part i of a block of n records is the records from i * n // parts on.
+        of_block = np.repeat(np.arange(len(records)), parts)
+        part = np.arange(len(of_block)) - np.repeat(np.cumsum(parts) - parts, parts)
+        file, block, records = file[of_block], block[of_block], records[of_block]
+        first = part * records // parts[of_block]
+        num_records = (part + 1) * records // parts[of_block] - first
+    return Units(
+        file=file,
+        block=block,
+        first=first,
+        num_records=num_records,
+        block_records=records,
+        record=np.cumsum(num_records) - num_records,
+    )
+
+
+def _parts(records: np.ndarray, num_shards: int) -> np.ndarray:
+    wanted = min(num_shards * -(-len(records) // num_shards), int(records.sum()))
+    # The least size of a part with which there are not too many.
+    low, high = 0, int(records.max())
+    while high - low > 1:
+        size = (low + high) // 2
+        fits = (-(-records // size)).sum() <= wanted
+        low, high = (low, size) if fits else (size, high)
+    parts = -(-records // high)
+    for _ in range(wanted - int(parts.sum())):
+        parts[np.argmax(records / parts)] += 1
+    return parts
+
+
+def dealt(turn: int, *, shard: int, num_shards: int, num_units: int) -> tuple[int, int]:
+    """Epoch, and place in its order, of the unit that `shard` reads at `turn`."""
+    return divmod(turn * num_shards + shard, num_units)
+
+
+def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
+    """The number that stands at `place` of a permutation of `range(length)`.
+
+    A Feistel network over the smallest square that holds the range, walked until it
+    falls into it (Black and Rogaway 2002). Nothing is stored, whatever the length.
+    """
+    bits = max(1, (length - 1).bit_length() + 1 >> 1)
+    half = (1 << bits) - 1
+    seed = 0
+    for part in key:
+        seed = mixed(seed ^ part)
+    while True:
+        left, right = place >> bits, place & half
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (mixed(seed + (turn << 56) + right) & half)
+        place = left << bits | right
+        if place < length:
+            return place
+
+
+def mixed(number: int) -> int:
+    """64 bits that look random (the finaliser of SplitMix64, Steele et al. 2014)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK
+    return number ^ number >> 31

@@ -1,0 +1,70 @@
+"""Evaluation: the mean loss over data that ends, the same on any number of hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import jax
+
+from elastic_ckpt.core import events
+from elastic_ckpt.data import iterator
+from elastic_ckpt.training import train_step
+
+
+class Restartable(Protocol):
+    """Global batches that end, and can begin again."""
+
+    def __next__(self) -> iterator.Batch:
+        """The next batch; StopIteration at the end, on all hosts at once."""
+
+    def reset(self) -> None:
+        """Goes to the beginning."""
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """When and on what to evaluate.
+
+    Attributes:
+      evaluate: the program's.
+      batches: global batches that end; what pads the last one is not counted.
+      interval: training steps between two evaluations.
+      max_batches: batches of an evaluation; 0 takes all.
+      emit: hears of each evaluation.
+    """
+
+    evaluate: Callable[
+        [train_step.TrainState, iterator.Batch], tuple[jax.Array, jax.Array]
+    ]
+    batches: Restartable
+    interval: int
+    max_batches: int
+    emit: events.Emit
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate now that `step` steps are done."""
+        return step % self.interval == 0
+
+    def run(self, step: int, state: train_step.TrainState) -> float:
+        """The mean loss in nats a target, over the data from its beginning."""
+        began = time.monotonic()
+        self.batches.reset()
+        loss, targets, num_batches = 0.0, 0, 0
+        while not self.max_batches or num_batches < self.max_batches:
+            try:
+                batch = next(self.batches)
+            except StopIteration:
+                break
+            summed, count = self.evaluate(state, batch)
+            loss, targets = loss + float(summed), targets + int(count)
+            num_batches += 1
+        mean = loss / max(targets, 1)
+        secs = time.monotonic() - began
+        self.emit("evaluated", step=step, loss=mean, batches=num_batches, secs=secs)
+        return mean

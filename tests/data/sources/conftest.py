@@ -1,0 +1,25 @@
+"""What every test of files gets: no pauses, and caches and stores of its own."""
+
+import fsspec
+import pytest
+
+from elastic_ckpt.data.sources import files
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(files, "_PAUSES_SECS", (0, 0, 0))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache
+
+
+@pytest.fixture(autouse=True)
+def empty_memory():
+    """Empties the store behind `memory://`."""
+    yield
+    fsspec.filesystem("memory").store.clear()

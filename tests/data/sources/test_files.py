@@ -1,0 +1,123 @@
+import pathlib
+
+import fsspec
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data.sources import files
+
+
+def refused(match):
+    return pytest.raises(errors.DataError, match=match)
+
+
+@pytest.fixture
+def directory(tmp_path):
+    for name in ("b2", "b1", "a1"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+@pytest.fixture
+def uri(tmp_path):
+    root = f"memory://{tmp_path.name}"
+    for name in ("b2", "b1", "a1"):
+        with fsspec.open(f"{root}/{name}", "wt") as file:
+            file.write(name)
+    return root
+
+
+@pytest.fixture(params=["directory", "uri"])
+def root(request):
+    """Three files, here or in a store."""
+    return str(request.getfixturevalue(request.param))
+
+
+def names(found):
+    return [pathlib.Path(file).name for file in found]
+
+
+def test_patterns_give_sorted_files_in_the_order_of_the_patterns(root):
+    assert names(files.find_files(f"{root}/b*, {root}/a1")) == ["b1", "b2", "a1"]
+
+
+def test_what_is_found_can_be_opened(root):
+    for file in files.find_files(f"{root}/*1"):
+        content = names([file])[0].encode()
+        assert files.size_bytes(file) == 2
+        with files.opened(file) as stream:
+            stream.seek(1)
+            assert stream.read() == content[1:]
+        assert pathlib.Path(files.local_copy(file)).read_bytes() == content
+
+
+def test_a_local_file_is_its_own_copy(directory):
+    assert files.local_copy(f"{directory}/a1") == f"{directory}/a1"
+
+
+def test_a_home_directory_and_deep_patterns_are_expanded(directory, monkeypatch):
+    monkeypatch.setenv("HOME", str(directory))
+    (directory / "deep" / "er").mkdir(parents=True)
+    (directory / "deep" / "er" / "c1").touch()
+    assert names(files.find_files("~/**/*1")) == ["a1", "b1", "c1"]
+
+
+@pytest.mark.parametrize("pattern", ["c*", "c1"])
+def test_a_pattern_without_a_file_is_named(root, pattern):
+    with refused(rf"a_key: {root}/{pattern[0]}.* matches no file; write one with"):
+        files.find_files(f"{root}/a1,{root}/{pattern}", key="a_key")
+
+
+def test_no_pattern_at_all_is_an_error():
+    with refused("grain_train_files is empty; set it"):
+        files.find_files(" , ")
+
+
+IO_ERROR = OSError(5, "Input/output error")
+
+
+class Failing:
+    """Fails so many times, then returns 7."""
+
+    def __init__(self, times, error=IO_ERROR):
+        self.times = times
+        self.error = error
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error
+        return 7
+
+
+@pytest.mark.parametrize("times", [0, 2, 3])
+def test_a_read_that_fails_is_tried_again(times):
+    read = Failing(times)
+    assert files.retried(read, "the place") == 7
+    assert read.calls == times + 1
+
+
+def test_a_read_that_always_fails_is_named_with_its_place():
+    read = Failing(100)
+    with refused(
+        r"the place: cannot be read, in 4 tries \(.*Input/output error\); restore"
+    ):
+        files.retried(read, "the place")
+    assert read.calls == 4
+
+
+@pytest.mark.parametrize("error", [errors.DataError("cut short"), ValueError("bug")])
+def test_an_error_that_stays_is_not_tried_again(error):
+    read = Failing(1, error)
+    with pytest.raises(type(error), match=str(error)):
+        files.retried(read, "the place")
+    assert read.calls == 1
+
+
+def test_the_pauses_grow(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(files, "_PAUSES_SECS", (1, 2, 3))
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    files.retried(Failing(2), "the place")
+    assert pauses == [1, 2]

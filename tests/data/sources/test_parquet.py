@@ -1,0 +1,437 @@
+import datetime
+import gc
+import io
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data.sources import parquet, source
+from tests import corpora, source_contract
+from tests.source_contract import plain_all, read, read_all
+
+# Of every kind of column, three values.
+KINDS = {
+    "int32": (pa.int32(), [1, -2, 3]),
+    "float16": (pa.float16(), [np.float16(1), np.float16(-2.5), np.float16(3)]),
+    "float32": (pa.float32(), [0.1, -2.5, 3]),
+    "uint64": (pa.uint64(), [2**64 - 1, 0, 1]),
+    "bool": (pa.bool_(), [True, False, True]),
+    "string": (pa.string(), ["a", "", "grün"]),
+    "large_string": (pa.large_string(), ["a", "", "grün"]),
+    "binary": (pa.binary(), [b"\xff", b"", b"a"]),
+    "timestamp": (
+        pa.timestamp("us"),
+        [datetime.datetime(2026, 1, day) for day in (1, 2, 3)],
+    ),
+    "strings": (pa.list_(pa.string()), [["a", "b"], [], ["c"]]),
+    "struct": (
+        pa.struct([("a", pa.int64()), ("b", pa.list_(pa.string()))]),
+        [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}, {"a": 3, "b": ["y", "z"]}],
+    ),
+    "dictionary": (pa.dictionary(pa.int32(), pa.string()), ["a", "b", "a"]),
+}
+NUMBERS = {
+    "int32": np.int32,
+    "float16": np.float16,
+    "float32": np.float32,
+    "uint64": np.uint64,
+}
+ROWS = 400
+
+
+def batches_of(monkeypatch, num_bytes):
+    """Has every row group decoded so many bytes at a time."""
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", num_bytes)
+    monkeypatch.setattr(parquet, "_SMALL_BATCH_BYTES", num_bytes)
+
+
+def refused(match):
+    return pytest.raises(errors.DataError, match=match)
+
+
+def column(kind, values, path):
+    """The values of a column, as they are read."""
+    table = pa.table({"a": pa.array(values, kind)})
+    file = corpora.write_table(path, table, group_rows=len(values))
+    return [e["a"] for e in read_all(parquet.Parquet(files=(file,)), 1, num_epochs=1)]
+
+
+class TestParquet(source_contract.SourceContract):
+    def write(self, path, elements):
+        return corpora.write_parquet(path, elements, group_rows=source_contract.BLOCK)
+
+    def make(self, files, columns=()):
+        return parquet.Parquet(files=files, columns=columns)
+
+    def as_read(self, element):
+        return element
+
+    def place_of(self, number):
+        return f"row group {number // source_contract.BLOCK}, from row"
+
+    def lost_with(self, number):
+        # No page of so small a row group is decoded before the others.
+        first = number // source_contract.BLOCK * source_contract.BLOCK
+        return set(range(first, first + source_contract.BLOCK))
+
+    def test_blocks_are_the_row_groups(self, of):
+        found = [index.block_records.tolist() for index in source.indexes(of)]
+        assert found == [[8, 8, 4], [0], [8, 8, 8, 4]]
+
+    @pytest.mark.parametrize("num_shards", [3, 7, 40])
+    def test_row_groups_are_opened_again_when_too_many_are_open(
+        self, of, monkeypatch, num_shards
+    ):
+        # A batch a row, from row groups that stay open from batch to batch.
+        batches_of(monkeypatch, 1)
+        monkeypatch.setattr(parquet, "_SMALL_BYTES", 0)
+        expected = plain_all(read_all(of, num_shards, num_epochs=2))
+        num_open, next_batch = [], parquet._next
+
+        def noted(rows):
+            batch = next_batch(rows)
+            num_open.append(len(parquet._OPEN._batches))
+            return batch
+
+        monkeypatch.setattr(parquet, "_next", noted)
+        monkeypatch.setattr(parquet, "_MAX_OPEN", 2)
+        assert plain_all(read_all(of, num_shards, num_epochs=2)) == expected
+        assert max(num_open) == 2
+
+    @pytest.mark.parametrize("num_shards", [7, 40])
+    def test_parts_of_a_row_group_too_large_to_share_are_read(
+        self, of, monkeypatch, num_shards
+    ):
+        expected = plain_all(read_all(of, num_shards, num_epochs=1))
+        monkeypatch.setattr(parquet, "_MAX_SHARED_BYTES", 0)
+        assert plain_all(read_all(of, num_shards, num_epochs=1)) == expected
+        source_contract.assert_resumes_everywhere(
+            lambda: read(of, 1, num_shards, num_epochs=1)
+        )
+
+
+class TestParquetHeldOpen(TestParquet):
+    """The same of row groups that are not opened anew for each batch."""
+
+    @pytest.fixture(autouse=True)
+    def held_open(self, monkeypatch):
+        monkeypatch.setattr(parquet, "_SMALL_BYTES", 0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_value_is_what_was_written(tmp_path, name):
+    kind, values = KINDS[name]
+    found = column(kind, values, tmp_path / "a")
+    if name in NUMBERS:
+        assert [type(value) for value in found] == [NUMBERS[name]] * 3
+        assert found == [NUMBERS[name](value) for value in values]
+    else:
+        assert [type(value) for value in found] == [type(value) for value in values]
+        assert found == values
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("batch_bytes", [1, 10**6])
+def test_a_missing_value_is_none_and_changes_no_other(
+    tmp_path, monkeypatch, name, batch_bytes
+):
+    batches_of(monkeypatch, batch_bytes)
+    kind, values = KINDS[name]
+    whole = column(kind, values, tmp_path / "whole")
+    found = column(kind, [values[0], None, *values[1:], None], tmp_path / "holes")
+    assert found[1] is None
+    assert found[4] is None
+    rest = [found[0], *found[2:4]]
+    assert rest == whole
+    assert [type(value) for value in rest] == [type(value) for value in whole]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.int32(), pa.uint16(), pa.int64(), pa.float32(), pa.float64()]
+)
+@pytest.mark.parametrize("list_of", [pa.list_, pa.large_list])
+@pytest.mark.parametrize("batch_bytes", [1, 20, 10**6])
+def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of, batch_bytes):
+    batches_of(monkeypatch, batch_bytes)
+    values = [list(range(n, 3 * n)) for n in (0, 3, 1, 0, 0, 50, 2)]
+    found = column(list_of(kind), values, tmp_path / "a")
+    for array, expected in zip(found, values, strict=True):
+        wanted = np.array(expected, kind.to_pandas_dtype())
+        np.testing.assert_array_equal(array, wanted, strict=True)
+
+
+def test_an_array_holds_no_more_than_its_batch(tmp_path):
+    found = column(pa.list_(pa.int64()), [[n] * 100 for n in range(64)], tmp_path / "a")
+    assert found[5].base.nbytes == 64 * 100 * 8
+
+
+def test_a_list_of_numbers_with_holes_is_named(tmp_path):
+    with refused(
+        "/a, row group 0, from row 0 on: corrupt .a list of numbers has holes"
+    ):
+        column(pa.list_(pa.int64()), [[1], [1, None], [2]], tmp_path / "a")
+
+
+def test_a_list_of_numbers_that_is_missing_is_none(tmp_path):
+    found = column(pa.list_(pa.int64()), [[1], None, [2, 3]], tmp_path / "a")
+    assert [None if e is None else e.tolist() for e in found] == [[1], None, [2, 3]]
+
+
+def test_a_nested_column_is_read_with_all_that_is_in_it(tmp_path):
+    kind, values = KINDS["struct"]
+    table = pa.table({"a": pa.array(values, kind), "b": [1, 2, 3], "c": [4, 5, 6]})
+    file = corpora.write_table(tmp_path / "a", table, group_rows=2)
+    found = read_all(
+        parquet.Parquet(files=(file,), columns=("c", "a")), 1, num_epochs=1
+    )
+    assert [{"a": e["a"], "c": e["c"]} for e in found] == [
+        {"a": value, "c": c} for value, c in zip(values, (4, 5, 6), strict=True)
+    ]
+    assert all(element.keys() == {"a", "c", "record"} for element in found)
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_files_as_pyarrow_writes_them_are_read(tmp_path, compression, version):
+    table = pa.table({"a": range(1000), "text": [f"text {n % 9}" for n in range(1000)]})
+    pq.write_table(
+        table,
+        tmp_path / "a",
+        row_group_size=300,
+        compression=compression,
+        data_page_version=version,
+    )
+    found = read_all(parquet.Parquet(files=(str(tmp_path / "a"),)), 3, num_epochs=1)
+    found.sort(key=lambda element: element["record"])
+    assert [(int(e["a"]), e["text"]) for e in found] == [
+        (n, f"text {n % 9}") for n in range(1000)
+    ]
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Two row groups, each of many pages."""
+    table = pa.table({"text": [f"text {n} " * 3 for n in range(2 * ROWS)]})
+    return corpora.write_table(tmp_path / "a", table, group_rows=ROWS)
+
+
+@pytest.fixture
+def of(file):
+    return parquet.Parquet(files=(file,))
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The rows of each batch that is decoded from now on, at most some 25."""
+    found, next_batch = [], parquet._next
+
+    def noted(rows):
+        batch = next_batch(rows)
+        found.append(batch.num_rows)
+        return batch
+
+    monkeypatch.setattr(parquet, "_next", noted)
+    batches_of(monkeypatch, 800)
+    return found
+
+
+def test_a_row_group_is_decoded_a_little_at_a_time(of, batches):
+    elements = iter(read(of, 0, 1, num_epochs=1))
+    next(elements)
+    assert len(batches) == 1
+    assert 0 < batches[0] < 30
+    list(elements)
+    assert sum(batches) == 2 * ROWS
+    assert max(batches) < 30
+
+
+def test_a_resumed_shard_decodes_only_what_it_delivers(of, batches):
+    elements = iter(read(of, 0, 1, num_epochs=1))
+    elements.set_state({"turn": 1, "taken": ROWS - 3})
+    assert len(list(elements)) == 3
+    assert batches == [3]
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The files that are opened for a whole row group, from now on."""
+    found, open_file = [], parquet._open
+
+    def noted(file, *, buffered):
+        if not buffered:
+            found.append(file)
+        return open_file(file, buffered=buffered)
+
+    monkeypatch.setattr(parquet, "_open", noted)
+    return found
+
+
+@pytest.mark.usefixtures("batches")
+def test_shards_of_one_row_group_share_its_table(of, file, tables):
+    shards = [iter(read(of, shard, 20, num_epochs=1)) for shard in range(20)]
+    found = source_contract.in_turn(shards)
+    assert len(found) == 2 * ROWS
+    assert tables == [file] * 2
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_table_is_dropped_with_its_last_shard(of, tables):
+    shards = [iter(read(of, shard, 20, num_epochs=1)) for shard in range(20)]
+    for shard in shards:
+        next(shard)
+    assert len(parquet._TABLES) == 2
+    del shard, shards
+    gc.collect()
+    assert len(parquet._TABLES) == 0
+    assert len(parquet._OPEN._batches) == 0
+    assert len(tables) == 2
+
+
+@pytest.fixture
+def bad_page(file):
+    """A page in the middle of the second row group is spoilt; the first row in it."""
+    content = pathlib.Path(file).read_bytes()
+    begin = pq.read_metadata(file).row_group(1).column(0).data_page_offset
+    spoilt = ROWS + ROWS // 2
+    assert content.index(b"text %d " % spoilt) > begin
+    corpora.spoil(file, b"text %d " % spoilt)
+    return spoilt - ROWS
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_corrupt_page_is_named_after_the_rows_before_it(of, file, bad_page):
+    elements = iter(read(of, 0, 1))
+    found = []
+    with refused(
+        f"{re.escape(file)}, row group 1, from row \\d+ on: corrupt"
+    ) as caught:
+        found.extend(elements)
+    row = int(re.search(r"from row (\d+) on", str(caught.value))[1])
+    assert bad_page - 30 < row <= bad_page
+    with pytest.raises(errors.DataError, match=f"from row {row} on"):
+        next(elements)
+    again = list(itertools.islice(read(of, 0, 1), ROWS + row))
+    assert [e["record"] for e in again] == list(range(ROWS + row))
+
+
+@pytest.mark.usefixtures("batches")
+@pytest.mark.parametrize("num_shards", [1, 2, 9])
+def test_what_follows_a_corrupt_page_is_counted(of, bad_page, num_shards):
+    reading = {"num_epochs": 2, "skip_corrupt": True, "shuffle_seed": 7}
+    shards = [iter(read(of, n, num_shards, **reading)) for n in range(num_shards)]
+    found = [element["record"] for element in source_contract.in_turn(shards)]
+    skipped = sum(shard.get_state().get("skipped", 0) for shard in shards)
+    assert len(set(found)) == len(found)
+    assert len(found) + skipped == 4 * ROWS
+    assert set(range(ROWS)) <= set(found)
+    assert ROWS + bad_page not in found
+    assert skipped <= 2 * ROWS
+    if num_shards == 1:
+        assert skipped < 2 * (ROWS - bad_page + 30)
+
+
+@pytest.mark.usefixtures("batches", "bad_page")
+def test_what_was_left_out_stays_out_after_a_resume(of):
+    def shard():
+        return iter(read(of, 0, 1, num_epochs=1, skip_corrupt=True, shuffle_seed=2))
+
+    states, elements = source_contract.states_and_elements(shard())
+    for number in range(0, len(states), 37):
+        resumed = shard()
+        resumed.set_state(json.loads(states[number]))
+        assert plain_all(resumed) == elements[number:]
+
+
+def test_a_damaged_page_without_a_checksum_is_named_or_gives_as_many_rows(tmp_path):
+    values = [[n] for n in range(100)]
+    table = pa.table({"a": pa.array(values, pa.list_(pa.int64()))})
+    good = tmp_path / "good"
+    pq.write_table(table, good, compression="none", use_dictionary=False)
+    chunk = pq.read_metadata(good).row_group(0).column(0)
+    corrupt = 0
+    # The header of the page, the lengths of the lists, and the first numbers.
+    for place in range(0, chunk.total_compressed_size - 700):
+        content = bytearray(good.read_bytes())
+        content[chunk.data_page_offset + place] ^= 0xFF
+        path = tmp_path / f"bad-{place}"
+        path.write_bytes(content)
+        elements = iter(read(parquet.Parquet(files=(str(path),)), 0, 1, num_epochs=1))
+        try:
+            found = [next(elements)]
+        except source.CorruptError:
+            corrupt += 1
+        else:
+            assert len(found + list(elements)) == 100
+    assert corrupt > 10
+
+
+def test_text_that_is_none_is_corrupt(tmp_path):
+    file = tmp_path / "a"
+    table = pa.table({"text": ["text 0", "text 1"]})
+    pq.write_table(table, file, compression="none", use_dictionary=False)
+    spoilt = file.read_bytes().replace(b"text 1", b"text \xff")
+    file.write_bytes(spoilt)
+    with refused("/a, row group 0, from row 0 on: corrupt .*UTF8"):
+        read_all(parquet.Parquet(files=(str(file),)), 1, num_epochs=1)
+
+
+def test_an_object_that_vanishes_is_named_and_not_called_corrupt(file, tmp_path):
+    uri = corpora.upload(file, tmp_path.name)
+    elements = iter(read(parquet.Parquet(files=(uri,)), 0, 1, skip_corrupt=True))
+    next(elements)
+    fsspec.filesystem("memory").store.clear()
+    with refused(f"{re.escape(uri)}, row group 1: cannot be read, in 4 tries"):
+        list(elements)
+
+
+def test_a_store_that_is_slow_at_first_is_tried_again(file, tmp_path, monkeypatch):
+    uri = corpora.upload(file, tmp_path.name)
+    of = parquet.Parquet(files=(uri,))
+    tries = []
+
+    class Slow(io.BytesIO):
+        def read(self, *size):
+            tries.append(size)
+            if len(tries) in (1, 2, 4):
+                raise TimeoutError("no answer")
+            return super().read(*size)
+
+    system = fsspec.filesystem("memory")
+    content = pathlib.Path(file).read_bytes()
+    monkeypatch.setattr(system, "open", lambda *_: Slow(content))
+    elements = list(read(of, 0, 1, num_epochs=1, skip_corrupt=True))
+    assert len(elements) == 2 * ROWS
+    assert len(tries) == 5
+
+
+def test_an_object_that_is_missing_is_named(tmp_path):
+    uri = f"memory://{tmp_path.name}/nothing"
+    with refused(f"{re.escape(uri)}: cannot be read, in 4 tries"):
+        source.indexes(parquet.Parquet(files=(uri,)))
+
+
+def test_an_open_row_group_outlives_the_name_of_its_file(of, file):
+    elements = iter(read(of, 0, 1))
+    next(elements)
+    os.unlink(file)
+    assert len(list(itertools.islice(elements, ROWS - 1))) == ROWS - 1
+    with refused("/a, row group 1: cannot be read, in 4 tries"):
+        next(elements)
+
+
+def test_without_pyarrow_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(
+        errors.ConfigError, match=r"pip install elastic-ckpt\[parquet\]"
+    ):
+        parquet.library()

@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.data.sources import record_format
+
+# The example of TensorFlow's tutorial "TFRecord and tf.train.Example", as it prints it.
+TENSORFLOW_EXAMPLE = (
+    b"\nR\n\x11\n\x08feature0\x12\x05\x1a\x03\n\x01\x00"
+    b"\n\x11\n\x08feature1\x12\x05\x1a\x03\n\x01\x04"
+    b"\n\x14\n\x08feature2\x12\x08\n\x06\n\x04goat"
+    b"\n\x14\n\x08feature3\x12\x08\x12\x06\n\x04[\xd3|?"
+)
+# Feature `a` with the int64s 1, 2 and 300, each in a field of its own, as an encoder
+# that does not pack them writes it.
+NOT_PACKED = bytes.fromhex("0a10 0a0e 0a0161 1209 1a07 0801 0802 08ac02")
+
+values = st.one_of(
+    st.binary(max_size=20),
+    st.lists(st.binary(max_size=20), min_size=2, max_size=4),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=5).map(
+        lambda numbers: np.array(numbers, np.int64)
+    ),
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=5).map(
+        lambda numbers: np.array(numbers, np.float32)
+    ),
+)
+
+
+def parse(record, *columns):
+    return record_format.decoder(record_format.TF_EXAMPLE, columns)(record)
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert type(found[name]) is type(value)
+        np.testing.assert_array_equal(found[name], value, strict=True)
+
+
+@given(st.dictionaries(st.text(max_size=8), values, max_size=4))
+def test_what_was_encoded_is_decoded(element):
+    assert_equal(parse(record_format.encode(element)), element)
+
+
+def test_text_and_other_numbers_come_back_as_bytes_int64_and_float32():
+    element = {
+        "text": "grün",
+        "texts": ["a", b"b"],
+        "flags": [b"one"],
+        "number": 3,
+        "matrix": np.ones((2, 2), np.int32),
+        "half": np.array([0.5], np.float64),
+    }
+    assert_equal(
+        parse(record_format.encode(element)),
+        {
+            "text": "grün".encode(),
+            "texts": [b"a", b"b"],
+            "flags": b"one",
+            "number": np.array([3]),
+            "matrix": np.ones(4, np.int64),
+            "half": np.array([0.5], np.float32),
+        },
+    )
+
+
+def test_an_example_of_tensorflow_is_read_as_it_was_meant():
+    assert_equal(
+        parse(TENSORFLOW_EXAMPLE),
+        {
+            "feature0": np.array([0]),
+            "feature1": np.array([4]),
+            "feature2": b"goat",
+            "feature3": np.array([0.9876], np.float32),
+        },
+    )
+
+
+def test_an_example_has_the_bytes_that_tensorflow_writes():
+    element = {
+        "feature0": 0,
+        "feature1": 4,
+        "feature2": "goat",
+        "feature3": np.float32(0.9876),
+    }
+    assert record_format.encode(element) == TENSORFLOW_EXAMPLE
+
+
+def test_numbers_that_are_not_packed_are_read():
+    assert_equal(parse(NOT_PACKED), {"a": np.array([1, 2, 300])})
+
+
+def test_only_the_columns_asked_for_are_kept():
+    found = parse(TENSORFLOW_EXAMPLE, "feature2", "feature0")
+    assert_equal(found, {"feature0": np.array([0]), "feature2": b"goat"})
+
+
+def test_a_missing_feature_is_named_with_those_that_exist():
+    with pytest.raises(LookupError, match=r"no feature \['b', 'c'\], .* has \['a'\]"):
+        parse(NOT_PACKED, "c", "a", "b")
+
+
+@pytest.mark.parametrize("record", [b"text", b"\xff" * 20, TENSORFLOW_EXAMPLE[:-1]])
+def test_what_is_no_example_is_refused(record):
+    with pytest.raises(ValueError, match=r"not a tf\.Example: "):
+        parse(record)
+
+
+def test_a_raw_record_is_one_column_under_the_name_asked_for():
+    assert record_format.decoder(record_format.BYTES, ())(b"\0") == {"text": b"\0"}
+    assert record_format.decoder(record_format.BYTES, ("a",))(b"\0") == {"a": b"\0"}

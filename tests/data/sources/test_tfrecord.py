@@ -1,0 +1,304 @@
+import gzip
+import itertools
+import os
+import pathlib
+import re
+import struct
+import zlib
+
+import fsspec
+import google_crc32c
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data.sources import record_format, source, tfrecord
+from tests import corpora, source_contract
+
+# Two records of TensorBoard's own tests, written by TensorFlow.
+TENSORFLOW_RECORDS = {
+    b"\t\x00\x00\xc0%\xddu\xd5A\x1a\rbrain.Event:1": (
+        b'\x18\x00\x00\x00\x00\x00\x00\x00\xa3\x7fK"',
+        b"\xec\xf32\x8d",
+    ),
+    b"\t\x00\x00\x00'\xe6\xb3\xd5A\x1a\rbrain.Event:2": (
+        b'\x18\x00\x00\x00\x00\x00\x00\x00\xa3\x7fK"',
+        b"jM\x0b\x15",
+    ),
+}
+
+
+def refused(match):
+    return pytest.raises(errors.DataError, match=match)
+
+
+def masked_crc(data):
+    """As the format's specification has it."""
+    crc = google_crc32c.value(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) % 2**32
+
+
+def framed(data):
+    """A record, encoded by hand from the format's specification."""
+    length = struct.pack("<Q", len(data))
+    crcs = [struct.pack("<I", masked_crc(part)) for part in (length, data)]
+    return length + crcs[0] + data + crcs[1]
+
+
+def raw(*files):
+    return tfrecord.TFRecord(files=files, record_format=record_format.BYTES)
+
+
+def texts(elements):
+    return [element["text"] for element in elements]
+
+
+class TestTFRecord(source_contract.SourceContract):
+    def write(self, path, elements):
+        return corpora.write_tfrecord(path, elements)
+
+    def make(self, files, columns=()):
+        return tfrecord.TFRecord(files=files, columns=columns)
+
+    @pytest.fixture
+    def bad_length(self, of, files):
+        """The length of record 13 is spoilt, after the index was made."""
+        source.indexes(of)
+        content = pathlib.Path(files[0]).read_bytes()
+        ends = [0]
+        for _ in range(source_contract.CORRUPT):
+            ends.append(ends[-1] + 16 + struct.unpack_from("<Q", content, ends[-1])[0])
+        corpora.spoil(files[0], content[ends[-1] :])
+
+    @pytest.mark.usefixtures("bad_length")
+    @pytest.mark.parametrize("num_shards", [1, 3, 40])
+    def test_a_spoilt_length_loses_the_rest_of_its_block(self, of, num_shards):
+        reading = {"num_epochs": 2, "skip_corrupt": True}
+        iterators = [
+            iter(source_contract.read(of, shard, num_shards, **reading))
+            for shard in range(num_shards)
+        ]
+        found = source_contract.in_turn(iterators)
+        kept = set(range(source_contract.NUM_RECORDS)) - {13, 14, 15}
+        assert sorted(source_contract.numbers(found)) == sorted([*kept, *kept])
+        assert sum(i.get_state().get("skipped", 0) for i in iterators) == 6
+
+    @pytest.mark.usefixtures("bad_length")
+    def test_the_state_before_every_element_knows_what_was_lost(self, of):
+        source_contract.assert_resumes_everywhere(
+            lambda: source_contract.read(of, 0, 1, num_epochs=2, skip_corrupt=True)
+        )
+
+    @pytest.mark.usefixtures("bad_length")
+    def test_a_spoilt_length_is_named_after_what_is_before_it(self, of, files):
+        elements = iter(source_contract.read(of, 0, 1))
+        found = list(itertools.islice(elements, source_contract.CORRUPT))
+        assert source_contract.numbers(found) == list(range(source_contract.CORRUPT))
+        with self.refused(
+            files[0], r"byte \d+: corrupt \(not the length of a record, or cut"
+        ):
+            next(elements)
+
+    @pytest.mark.parametrize("kept_of_last", [-1, 3, 13])
+    def test_a_file_cut_short_while_it_is_read_is_named(self, of, files, kept_of_last):
+        source.indexes(of)
+        last = len(framed(record_format.encode(corpora.document(47))))
+        size = os.path.getsize(files[2])
+        os.truncate(files[2], size - last + kept_of_last % last)
+        found = []
+        with self.refused(files[2], "corrupt"):
+            found.extend(source_contract.read(of, 0, 1, num_epochs=1))
+        elements = iter(source_contract.read(of, 0, 1, num_epochs=1, skip_corrupt=True))
+        assert source_contract.numbers(elements) == list(range(47))
+        assert elements.get_state()["skipped"] == 1
+
+
+def test_a_file_has_the_bytes_of_the_specification(tmp_path):
+    data = [b"", b"a", b"text " * 1000]
+    tfrecord.write(tmp_path / "a", iter(data))
+    assert (tmp_path / "a").read_bytes() == b"".join(map(framed, data))
+
+
+def test_a_file_has_the_bytes_that_tensorflow_writes(tmp_path):
+    tfrecord.write(tmp_path / "a", iter(TENSORFLOW_RECORDS))
+    assert (tmp_path / "a").read_bytes() == b"".join(
+        header + data + footer for data, (header, footer) in TENSORFLOW_RECORDS.items()
+    )
+
+
+def test_a_file_of_tensorflow_is_read(tmp_path):
+    (tmp_path / "a").write_bytes(
+        b"".join(h + data + f for data, (h, f) in TENSORFLOW_RECORDS.items())
+    )
+    of = raw(str(tmp_path / "a"))
+    found = source_contract.read_all(of, 1, num_epochs=1)
+    assert texts(found) == list(TENSORFLOW_RECORDS)
+
+
+def test_a_writer_that_fails_leaves_no_file(tmp_path):
+    def fails():
+        yield b"a"
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        tfrecord.write(tmp_path / "a", fails())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 100, 10**6])
+@pytest.mark.parametrize("num_shards", [1, 5])
+def test_records_of_any_size_are_read(tmp_path, monkeypatch, buffer_bytes, num_shards):
+    monkeypatch.setattr(tfrecord, "_BUFFER_BYTES", buffer_bytes)
+    data = [bytes([n]) * (n * n % 257) for n in range(60)]
+    tfrecord.write(tmp_path / "a", iter(data))
+    found = source_contract.read_all(raw(str(tmp_path / "a")), num_shards, num_epochs=1)
+    found.sort(key=lambda element: element["record"])
+    assert texts(found) == data
+
+
+def test_a_flipped_bit_of_any_data_is_named(tmp_path):
+    data = [b"text %d" % n for n in range(5)]
+    for number, text in enumerate(data):
+        file = str(tmp_path / f"file-{number}")
+        tfrecord.write(file, iter(data))
+        corpora.spoil(file, text)
+        with refused(f"file-{number}, record {number}: corrupt .its checksum differs"):
+            source_contract.read_all(raw(file), 1, num_epochs=1)
+
+
+def test_a_flipped_bit_of_a_checksum_is_named(tmp_path):
+    tfrecord.write(tmp_path / "a", iter([b"text 0", b"text 1"]))
+    corpora.spoil(str(tmp_path / "a"), struct.pack("<I", masked_crc(b"text 1")))
+    with refused("/a, record 1: corrupt .its checksum differs"):
+        source_contract.read_all(raw(str(tmp_path / "a")), 1, num_epochs=1)
+
+
+def test_a_flipped_bit_of_a_length_is_named_when_the_file_is_opened(tmp_path):
+    tfrecord.write(tmp_path / "a", iter([b"text 0", b"text 1"]))
+    for spoilt in range(12):
+        path = tmp_path / f"file-{spoilt}"
+        content = bytearray((tmp_path / "a").read_bytes())
+        content[len(framed(b"text 0")) + spoilt] ^= 1
+        path.write_bytes(content)
+        with refused(f"file-{spoilt}, byte 22: not a TFRecord file, or damaged there"):
+            source.indexes(raw(str(path)))
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
+def test_a_compressed_file_is_named_with_the_remedy(tmp_path, compress):
+    (tmp_path / "a").write_bytes(compress(framed(b"text")))
+    with refused("/a: a compressed file, .* decompress it, or write it again without"):
+        source.indexes(raw(str(tmp_path / "a")))
+
+
+@pytest.fixture
+def file(tmp_path):
+    tfrecord.write(tmp_path / "a", (b"%d" % number for number in range(3000)))
+    return str(tmp_path / "a")
+
+
+@pytest.fixture
+def walks(monkeypatch):
+    """The files that were walked over, from now on."""
+    found, walk = [], tfrecord._walk
+
+    def noted(file, num_bytes):
+        found.append(file)
+        return walk(file, num_bytes)
+
+    monkeypatch.setattr(tfrecord, "_walk", noted)
+    return found
+
+
+def index(file):
+    """The index of `file`, as another process would find it."""
+    found = raw(file).index(file)
+    return found.num_bytes, found.block_records.tolist(), found.block_bytes
+
+
+def cached(cache):
+    return [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_the_index_says_where_blocks_begin(file):
+    starts = [sum(16 + len(b"%d" % n) for n in range(k)) for k in (0, 1024, 2048)]
+    assert index(file) == (os.path.getsize(file), [1024, 1024, 952], tuple(starts))
+
+
+def test_a_file_is_walked_over_once(file, walks, own_cache):
+    first = index(file)
+    (kept,) = cached(own_cache)
+    assert kept.parent == own_cache / "elastic_ckpt" / "tfrecord"
+    assert index(file) == first
+    assert walks == [file]
+
+
+def test_a_walk_over_another_spelling_of_the_path_is_not_needed(
+    file, walks, monkeypatch
+):
+    first = index(file)
+    monkeypatch.chdir(os.path.dirname(file))
+    assert index("a") == first
+    assert walks == [file]
+
+
+def test_a_file_that_was_written_anew_is_walked_over_again(file, walks):
+    first = index(file)
+    size, changed = os.path.getsize(file), os.stat(file).st_mtime_ns
+    # Records of other lengths in a file of the same size.
+    pathlib.Path(file).write_bytes(framed(bytes(size - 16)))
+    os.utime(file, ns=(changed + 1, changed + 1))
+    assert index(file) == (size, [1], (0,))
+    tfrecord.write(file, iter([b"a"] * 3))
+    assert index(file) == (51, [3], (0,))
+    assert index(file) != first
+    assert walks == [file] * 3
+
+
+@pytest.mark.parametrize("spoilt", [b"", b"{", b"\xff\xfe", b"[]", b'{"version": 1}'])
+def test_a_spoilt_index_is_made_again(file, walks, own_cache, spoilt):
+    first = index(file)
+    (kept,) = cached(own_cache)
+    good = kept.read_bytes()
+    kept.write_bytes(spoilt)
+    assert index(file) == first
+    assert kept.read_bytes() == good
+    assert walks == [file] * 2
+
+
+def test_an_index_with_another_number_in_it_is_made_again(file, walks, own_cache):
+    first = index(file)
+    (kept,) = cached(own_cache)
+    kept.write_bytes(kept.read_bytes().replace(b"3000", b"2999"))
+    assert index(file) == first
+    assert walks == [file] * 2
+
+
+def test_a_directory_in_the_place_of_the_index_costs_a_walk(file, walks, own_cache):
+    first = index(file)
+    (kept,) = cached(own_cache)
+    kept.unlink()
+    kept.mkdir()
+    assert index(file) == first
+    assert walks == [file] * 2
+
+
+def test_a_cache_that_cannot_be_written_costs_a_walk(file, walks, own_cache):
+    own_cache.write_text("a file, where there should be a directory")
+    assert index(file) == index(file)
+    assert walks == [file] * 2
+
+
+def test_files_of_one_name_in_two_directories_have_an_index_each(file, tmp_path):
+    other = tmp_path / "other" / "a"
+    tfrecord.write(other, (b"%d" % number for number in reversed(range(3000))))
+    assert index(file)[0] == index(str(other))[0]
+    assert index(file)[2] != index(str(other))[2]
+
+
+def test_an_object_that_vanishes_is_named_and_not_called_corrupt(file, tmp_path):
+    uri = corpora.upload(file, tmp_path.name)
+    elements = iter(source_contract.read(raw(uri), 0, 1, skip_corrupt=True))
+    next(elements)
+    fsspec.filesystem("memory").store.clear()
+    with refused(f"{re.escape(uri)}, byte .*: cannot be read, in 4 tries"):
+        list(elements)

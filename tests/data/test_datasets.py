@@ -1,0 +1,165 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import datasets
+
+KEY = "grain_train_files"
+
+
+def dataset(name, patterns, weight):
+    return datasets.Dataset(name=name, patterns=patterns, weight=weight)
+
+
+def from_list(text):
+    return datasets.from_list(text, key=KEY)
+
+
+def from_file(directory, content):
+    path = directory / "mixture.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return datasets.from_file(path)
+
+
+def refused(match):
+    return pytest.raises(errors.ConfigError, match=match)
+
+
+@pytest.mark.parametrize(
+    "text", ["a.parquet", "a*.parquet, b*.parquet", "gs://bucket/a-*", "a.parquet;", ""]
+)
+def test_patterns_without_a_weight_are_one_dataset(text):
+    assert from_list(text) == [dataset("train", text, 1.0)]
+
+
+def test_a_list_gives_each_dataset_its_patterns_and_weight():
+    assert from_list("a*.parquet,0.3; b*.parquet,c.parquet, 7 ;") == [
+        dataset("a*.parquet", "a*.parquet", 0.3),
+        dataset("b*.parquet", "b*.parquet,c.parquet", 7.0),
+    ]
+
+
+def test_a_single_dataset_with_a_weight_is_named_after_its_files():
+    assert from_list("web/*.parquet,2") == [dataset("*.parquet", "web/*.parquet", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("/data/web.parquet,1;/data/code.parquet,1", ["web.parquet", "code.parquet"]),
+        ("/data/web/*,1;/data/code/*,1", ["web/*", "code/*"]),
+        ("/one/web/*,1;/two/web/*,1;x,1", ["one/web/*", "two/web/*", "x"]),
+        ("/a/*,1;/b/*,1", ["a/*", "b/*"]),
+    ],
+)
+def test_a_dataset_is_called_by_what_tells_it_from_the_others(text, names):
+    assert [found.name for found in from_list(text)] == names
+
+
+@given(st.sampled_from(["/mnt/one", "/mnt/two/three", "gs://bucket", "."]))
+def test_the_same_files_elsewhere_have_the_same_names(root):
+    found = from_list(f"{root}/web/*.parquet,1;{root}/code/*.parquet,2")
+    assert [of.name for of in found] == ["web/*.parquet", "code/*.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,0.5;b", "grain_train_files: b has no weight; write patterns,weight;"),
+        ("a;b", "grain_train_files: a has no weight"),
+        ("a,0.5;b,half", "grain_train_files: b,half has no weight"),
+        ("a,0.5;a,0.5", "a,0.5; a,0.5 names the same files twice"),
+        ("a,0.5;b,-1", "mixture: dataset b has the weight -1.0; weights are numbers"),
+        ("a,nan;b,1", "mixture: dataset a has the weight nan"),
+        ("a,0;b,0", r"mixture: all weights of \['a', 'b'\] are 0"),
+    ],
+)
+def test_a_list_that_cannot_be_meant_is_refused(text, message):
+    with refused(message):
+        from_list(text)
+
+
+def test_a_file_gives_each_dataset_its_share(tmp_path):
+    content = {
+        "web": {"path": "web/*.parquet", "weight": 3},
+        "code": {"path": "c*,d*", "weight": 1},
+    }
+    assert from_file(tmp_path, content) == [
+        dataset("web", "web/*.parquet", 0.75),
+        dataset("code", "c*,d*", 0.25),
+    ]
+
+
+def test_a_mixture_in_a_mixture_shares_the_weight_of_its_entry(tmp_path):
+    content = {
+        "web": {"path": "w", "weight": 1},
+        "code": {
+            "weight": 1,
+            "datasets": {
+                "python": {"path": "p", "weight": 3},
+                "c": {
+                    "weight": 1,
+                    "datasets": {
+                        "old": {"path": "o", "weight": 5},
+                        "new": {"path": "n", "weight": 5},
+                    },
+                },
+            },
+        },
+    }
+    assert from_file(tmp_path, content) == [
+        dataset("web", "w", 0.5),
+        dataset("code/python", "p", 0.375),
+        dataset("code/c/old", "o", 0.0625),
+        dataset("code/c/new", "n", 0.0625),
+    ]
+
+
+def test_a_dataset_may_have_the_weight_zero(tmp_path):
+    content = {"a": {"path": "x", "weight": 0}, "b": {"path": "y", "weight": 2}}
+    assert [of.weight for of in from_file(tmp_path, content)] == [0.0, 1.0]
+
+
+ENTRY = {"path": "x", "weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"mixture\.json: not JSON"),
+        ([ENTRY], r"mixture\.json: the file is not of the form {\"name\": {\"path\""),
+        ({}, r"mixture\.json: the file is not of the form"),
+        (
+            {"a": "x"},
+            r"mixture\.json: a has \[\]; give it weight, and path or datasets",
+        ),
+        ({"a": {"path": "x"}}, r"a has \['path'\]; give it weight"),
+        ({"a": ENTRY | {"datasets": {}}}, r"a has \['datasets', 'path', 'weight'\]"),
+        ({"a": ENTRY | {"wieght": 1}}, r"a has \['path', 'weight', 'wieght'\]"),
+        ({"a": ENTRY | {"weight": "1"}}, "a has the weight '1'; give it a number"),
+        ({"a": ENTRY | {"weight": True}}, "a has the weight True; give it a number"),
+        ({"a": ENTRY | {"weight": -1}}, "mixture: dataset a has the weight -1"),
+        ('{"a": {"path": "x", "weight": NaN}}', "dataset a has the weight nan"),
+        ({"a": ENTRY | {"weight": 0}}, r"all weights of \['a'\] are 0"),
+        (
+            {"a": {"datasets": {"b": {"path": "x"}}, "weight": 1}},
+            r"a/b has \['path'\]; give it weight",
+        ),
+        ({"a": {"datasets": {}, "weight": 1}}, "a/ is not of the form"),
+        (
+            {"a": {"datasets": {"b": ENTRY | {"weight": -2}}, "weight": 1}},
+            "dataset a/b has the weight -2",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path, content, message):
+    with refused(message):
+        from_file(tmp_path, content)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with refused(r"none\.json: no such mixture file"):
+        datasets.from_file(tmp_path / "none.json")

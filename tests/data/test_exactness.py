@@ -1,0 +1,373 @@
+"""The same bytes on any hosts, for every format and pipeline, also from state to state.
+
+The oracle is one host that is never stopped.
+"""
+
+import dataclasses
+import functools
+import gc
+import itertools
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import example_id, iterator
+from tests import formats, worlds
+
+HOSTS = [1, 2, 3, 4, 6, 8, 12]
+# Multiples of the 12 shards, divisors, and sizes that are neither.
+SIZES = [12, 24, 36, 2, 4, 6, 8, 10, 16, 18, 30]
+
+each_format = pytest.mark.parametrize("file_format", formats.FORMATS)
+each_pipeline = pytest.mark.parametrize("name", formats.PIPELINES)
+
+
+@each_format
+@each_pipeline
+def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(
+    files, file_format, name
+):
+    data = formats.data(files[file_format], name)
+    shards = [iter(data.make_shard(shard)) for shard in range(data.num_shards)]
+    stream, saved = [], None
+    for size in (12, 8, 36, 4, 10, 24):
+        one = worlds.World(data, 1, size)
+        if saved:
+            one.load(saved)
+        batch = one.batch()
+        begin = len(stream)
+        stream += [next(shards[g % 12]) for g in range(begin, begin + size)]
+        ids = example_id.join(batch.pop("example_id"))
+        assert sorted(ids) == list(range(begin, begin + size))
+        for row, number in enumerate(ids):
+            found = {feature: value[row] for feature, value in batch.items()}
+            assert worlds.content(found) == worlds.content(stream[number])
+        saved = one.save()
+
+
+@each_format
+@each_pipeline
+def test_the_state_before_every_batch_continues_on_another_number_of_hosts(
+    files, file_format, name
+):
+    data = formats.data(files[file_format], name)
+    one = worlds.World(data, 1, 24)
+    counts = itertools.cycle([4, 3, 8, 1, 12, 6, 2])
+    world = worlds.World(data, next(counts), 24)
+    for _ in range(14):
+        saved = world.save()
+        world = worlds.World(data, next(counts), 24)
+        world.load(saved)
+        assert worlds.content(world.batch()) == worlds.content(one.batch())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One world of a run, between two changes of hosts or of the batch size."""
+
+    num_hosts: int
+    size: int
+    num_batches: int
+    # How rows lie on hosts: in order, or anyhow.
+    order_seed: int
+    read_ahead_batches: int
+    num_workers: int
+    in_files: bool
+
+    def row_hosts(self):
+        in_order = np.repeat(np.arange(self.num_hosts), self.size // self.num_hosts)
+        if not self.order_seed:
+            return in_order
+        return np.random.default_rng(self.order_seed).permutation(in_order)
+
+
+@st.composite
+def stages(draw, max_hosts=12, max_workers=0):
+    size = draw(st.sampled_from(SIZES))
+    fitting = [h for h in HOSTS if size % h == 0 and h <= max_hosts]
+    return Stage(
+        num_hosts=draw(st.sampled_from(fitting)),
+        size=size,
+        num_batches=draw(st.integers(0, 4)),
+        order_seed=draw(st.integers(0, 3)),
+        read_ahead_batches=draw(st.integers(0, 2)),
+        num_workers=draw(st.integers(0, max_workers)),
+        in_files=draw(st.booleans()),
+    )
+
+
+def batches_until_end(world, num_batches):
+    """At most so many batches, and whether the data goes on."""
+    found = []
+    try:
+        for _ in range(num_batches):
+            found.append(world.batch())
+    except StopIteration:
+        return found, False
+    return found, True
+
+
+def oracle(data, run):
+    """The batches of each stage on one host, which keeps its cursors in memory."""
+    found, position, cursors = [], None, None
+    for stage in run:
+        one = worlds.World(data, 1, stage.size)
+        (host,) = one.hosts
+        if position:
+            host.go_to(
+                position, lambda shards, held=cursors: {s: held[s] for s in shards}
+            )
+        batches, goes_on = batches_until_end(one, stage.num_batches)
+        found.append((list(map(worlds.content, batches)), goes_on))
+        position, cursors = host.position(), host.shard_cursors()
+    return found
+
+
+def check(data, run, make_directory):
+    """Every stage on its hosts, from the state of the one before it."""
+    load = None
+    for stage, expected in zip(run, oracle(data, run), strict=True):
+        eager = dataclasses.replace(
+            data,
+            num_workers=stage.num_workers,
+            read_ahead_batches=stage.read_ahead_batches,
+        )
+        world = worlds.World(eager, stage.num_hosts, stage.size, stage.row_hosts())
+        if load:
+            load(world)
+        batches, goes_on = batches_until_end(world, stage.num_batches)
+        assert (list(map(worlds.content, batches)), goes_on) == expected
+        if stage.in_files:
+            saved = make_directory("data")
+            world.write(saved)
+            load = functools.partial(worlds.World.read, directory=saved)
+        else:
+            load = functools.partial(worlds.World.load, saved=world.save())
+        world.close()
+
+
+@settings(max_examples=60)
+@given(
+    file_format=st.sampled_from(formats.FORMATS),
+    name=st.sampled_from(list(formats.PIPELINES)),
+    num_epochs=st.sampled_from([None, None, 1, 2]),
+    run=st.lists(stages(), min_size=2, max_size=6),
+)
+def test_any_run_has_the_bytes_of_one_host(
+    files, tmp_path_factory, file_format, name, num_epochs, run
+):
+    data = formats.data(files[file_format], name, num_epochs=num_epochs)
+    check(data, run, tmp_path_factory.mktemp)
+
+
+@pytest.mark.slow
+@settings(max_examples=600)
+@given(
+    file_format=st.sampled_from(formats.FORMATS),
+    name=st.sampled_from(list(formats.PIPELINES)),
+    num_epochs=st.sampled_from([None, None, 1, 2]),
+    run=st.lists(stages(), min_size=2, max_size=12),
+)
+def test_any_of_many_runs_has_the_bytes_of_one_host(
+    files, tmp_path_factory, file_format, name, num_epochs, run
+):
+    data = formats.data(files[file_format], name, num_epochs=num_epochs)
+    check(data, run, tmp_path_factory.mktemp)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, phases=[hypothesis.Phase.generate])
+@given(
+    file_format=st.sampled_from(formats.FORMATS),
+    name=st.sampled_from(list(formats.PIPELINES)),
+    num_epochs=st.sampled_from([None, 1]),
+    run=st.lists(stages(max_hosts=2, max_workers=2), min_size=2, max_size=3),
+)
+def test_any_run_with_worker_processes_has_the_bytes_of_one_host(
+    files, tmp_path_factory, file_format, name, num_epochs, run
+):
+    data = formats.data(files[file_format], name, num_epochs=num_epochs)
+    check(data, run, tmp_path_factory.mktemp)
+
+
+def targets(batches):
+    """Every target of real tokens, in order."""
+    return np.concatenate(
+        [b["targets"][b["targets_segmentation"] > 0] for b in batches]
+    ).tolist()
+
+
+def expected_targets(steps):
+    """Every target that the documents have."""
+    found = []
+    for document in formats.documents(*steps.datasets):
+        if not steps.filtered or formats.is_kept({"tokens": document}):
+            end = formats.LENGTH + 1 if steps.truncate else None
+            found += document[1:end].tolist()
+    return sorted(found)
+
+
+@each_format
+@each_pipeline
+def test_an_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
+    files, file_format, name
+):
+    data = formats.data(files[file_format], name, num_epochs=1)
+    one = worlds.World(data, 1, 24).rest()
+    assert sorted(targets(one)) == expected_targets(data.make_shard.steps)
+    expected = list(map(worlds.content, one))
+    for batch in one:
+        padding = batch.pop("example_id")[~batch["mask"]]
+        assert set(example_id.join(padding)) <= {example_id.NONE}
+        assert not any(feature[~batch["mask"]].any() for feature in batch.values())
+    for num_hosts in HOSTS[1:]:
+        found = worlds.World(data, num_hosts, 24).rest()
+        assert list(map(worlds.content, found)) == expected
+
+
+@each_pipeline
+def test_two_epochs_have_every_token_twice_also_in_batches_that_do_not_fit(files, name):
+    data = formats.data(files["parquet"], name, num_epochs=2)
+    batches, saved, goes_on = [], None, True
+    schedule = itertools.cycle([(2, 8), (3, 30), (8, 16), (2, 4), (1, 24)])
+    while goes_on:
+        world = worlds.World(data, *next(schedule))
+        if saved:
+            world.load(saved)
+        found, goes_on = batches_until_end(world, 5)
+        batches += found
+        saved = world.save()
+    assert sorted(targets(batches)) == sorted(
+        2 * expected_targets(data.make_shard.steps)
+    )
+
+
+@each_pipeline
+@pytest.mark.parametrize(("num_hosts", "size"), [(2, 4), (2, 10), (8, 8)])
+def test_an_epoch_in_batches_that_lack_some_shards_has_every_token_once(
+    files, name, num_hosts, size
+):
+    data = formats.data(files["tfrecord"], name, num_epochs=1)
+    found = worlds.World(data, num_hosts, size).rest()
+    assert sorted(targets(found)) == expected_targets(data.make_shard.steps)
+    assert all(batch["mask"].any() for batch in found)
+
+
+def test_an_epoch_that_drops_the_remainder_has_the_batches_before_the_first_padding(
+    files,
+):
+    data = formats.data(files["parquet"], "mixture", num_epochs=1)
+    padded = worlds.World(data, 1, 12).rest()
+    real = list(itertools.takewhile(lambda batch: batch["mask"].all(), padded))
+    assert 0 < len(real) < len(padded)
+    dropping = dataclasses.replace(data, end=iterator.End.DROPPED)
+    for num_hosts in (1, 4):
+        found = worlds.World(dropping, num_hosts, 12).rest()
+        assert list(map(worlds.content, found)) == list(map(worlds.content, real))
+
+
+def test_a_state_does_not_tell_how_many_processes_read(files):
+    data = formats.data(files["parquet"], "everything")
+    one = worlds.World(data, 1, 36)
+    saved = one.save()
+    for num_workers in (0, 4, 0):
+        reading = dataclasses.replace(data, num_workers=num_workers)
+        world = worlds.World(reading, 1, 36)
+        world.load(saved)
+        for _ in range(4):
+            assert worlds.content(world.batch()) == worlds.content(one.batch())
+            saved = world.save()
+            assert saved == one.save()
+        world.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failing:
+    """The shards of another, of which one has rows that nobody can make."""
+
+    of: formats.MakeShard
+    shard: int
+
+    def __call__(self, shard):
+        return self.of(shard).map(self.check) if shard == self.shard else self.of(shard)
+
+    def check(self, row):
+        first = row["targets"][0]
+        if first % 3 == 0:
+            raise ValueError(f"token {first} is divided by 3")
+        return row
+
+
+def batches_before_an_error(world):
+    found = []
+    try:
+        while len(found) < 50:
+            found.append(world.next())
+    except ValueError as error:
+        return found, str(error), error.__notes__
+    return found, "", []
+
+
+@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 0), (0, 2), (1, 1)])
+def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
+    files, num_workers, ahead
+):
+    good = formats.data(files["parquet"], "plain")
+    data = dataclasses.replace(
+        good,
+        make_shard=Failing(of=good.make_shard, shard=7),
+        num_workers=num_workers,
+        read_ahead_batches=ahead,
+    )
+    world = worlds.World(data, 1, 12)
+    found, message, notes = batches_before_an_error(world)
+    assert re.fullmatch(r"token \d+ is divided by 3", message)
+    one = worlds.World(good, 1, 12)
+    assert len(found) > 0
+    assert found == [one.next() for _ in found]
+    assert "in the pipeline of logical shard 7" in notes
+    for step in (world.next, world.save):
+        with pytest.raises(errors.DataError, match="stopped in the middle of a batch"):
+            step()
+    world.close()
+    # The error holds what failed, and with it the semaphores of its processes.
+    del world, step
+    gc.collect()
+
+
+def test_the_workers_of_a_host_that_is_killed_end_by_themselves(tmp_path):
+    host = subprocess.Popen(
+        [sys.executable, "-m", "tests.data.reading_host", str(tmp_path)],
+        cwd=pathlib.Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    workers = [int(pid) for pid in host.stdout.readline().split()]
+    assert len(workers) == 2
+    assert all(map(is_alive, workers))
+    host.send_signal(signal.SIGKILL)
+    host.wait()
+    host.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
+
+
+def is_alive(pid):
+    try:
+        status = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # What nobody has waited for yet has ended all the same.
+    return status.rpartition(")")[2].split()[0] != "Z"

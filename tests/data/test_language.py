@@ -1,0 +1,299 @@
+import collections
+import json
+
+import grain
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import language, tokenizers
+from tests import pipelines
+
+LENGTHS = st.integers(1, 12)
+# Of documents, in tokens; 0 and 1 make no example.
+SIZES = st.lists(st.integers(0, 40), max_size=20)
+TOKENS = language.Documents(column="tokens", tokenizer=None)
+
+
+def documents(sizes):
+    """Documents of so many tokens; no token is twice in them, and none is 0."""
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    return [
+        np.arange(end - size + 1, end + 1, dtype=np.int32)
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def source(records):
+    def get(index):
+        return records[index]
+
+    return (
+        grain.MapDataset.range(len(records))
+        .map(get)
+        .to_iter_dataset(pipelines.IN_CALLER)
+    )
+
+
+def examples(sizes, *, length, truncate):
+    records = [{"tokens": document, "record": 1} for document in documents(sizes)]
+    return language.Examples(
+        source(records), documents=TOKENS, length=length, truncate=truncate
+    )
+
+
+def pairs(example):
+    return list(
+        zip(example["inputs"].tolist(), example["targets"].tolist(), strict=True)
+    )
+
+
+def all_pairs(sizes, *, length=None):
+    """A token and the one after it, of every document, or of its first tokens."""
+    end = None if length is None else length + 1
+    cut = [document[:end] for document in documents(sizes)]
+    return sorted(pair for tokens in cut for pair in pairs(language.pair(tokens)))
+
+
+@given(st.integers(0, 60), LENGTHS)
+def test_chunks_have_each_target_once_with_the_input_before_it(size, length):
+    (document,) = documents([size])
+    chunks = list(language.chunks(document, length))
+    found = [pair for chunk in chunks for pair in pairs(chunk)]
+    assert found == [(n, n + 1) for n in range(1, size)]
+    # All but the last are full.
+    assert [len(chunk["inputs"]) for chunk in chunks[:-1]] == [length] * max(
+        0, len(chunks) - 1
+    )
+    assert all(0 < len(chunk["inputs"]) <= length for chunk in chunks)
+
+
+@given(SIZES, LENGTHS)
+def test_trimmed_documents_give_their_first_tokens(sizes, length):
+    found = list(examples(sizes, length=length, truncate=True))
+    assert sorted(p for example in found for p in pairs(example)) == all_pairs(
+        sizes, length=length
+    )
+    assert len(found) == sum(size > 1 for size in sizes)
+
+
+@given(SIZES, LENGTHS)
+def test_chunked_documents_give_all_of_their_tokens_in_order(sizes, length):
+    found = list(examples(sizes, length=length, truncate=False))
+    assert [p for example in found for p in pairs(example)] == all_pairs(sizes)
+    assert all(0 < len(example["inputs"]) <= length for example in found)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_the_state_before_every_example_can_be_returned_to(truncate):
+    made = examples([5, 0, 40, 1, 7, 12, 13, 1], length=6, truncate=truncate)
+    expected = list(map(pairs, made))
+    elements, states = iter(made), []
+    for _ in range(len(expected)):
+        states.append(json.dumps(elements.get_state()))
+        next(elements)
+    states.append(json.dumps(elements.get_state()))
+    for number, saved in reversed(list(enumerate(states))):
+        for resumed in (elements, iter(made)):
+            resumed.set_state(json.loads(saved))
+            assert json.dumps(resumed.get_state()) == saved
+            assert list(map(pairs, resumed)) == expected[number:]
+
+
+@given(st.integers(0, 12), st.integers(0, 5))
+def test_a_padded_row_says_where_its_tokens_are(size, more):
+    length = size + more
+    (document,) = documents([size + 1])
+    row = language.padded(language.pair(document), length)
+    for name in ("inputs", "targets"):
+        first = document[0] + (name == "targets")
+        assert row[name].tolist() == [*range(first, first + size)] + [0] * more
+        segmentation = row[f"{name}_segmentation"]
+        assert segmentation.tolist() == [1] * size + [0] * more
+        assert row[f"{name}_position"].tolist() == list(range(length))
+    assert {(array.dtype, array.shape) for array in row.values()} == {
+        (np.dtype(np.int32), (length,))
+    }
+    assert len(row) == 6
+
+
+def rows(sizes, packing, length):
+    chunked = examples(sizes, length=length, truncate=False)
+    return list(language.packed(chunked, packing=packing, length=length, seed=3))
+
+
+def segments(row):
+    """The examples of a packed row, by segment; checks what says where they are."""
+    found = {}
+    marks = row["targets_segmentation"]
+    np.testing.assert_array_equal(row["inputs_segmentation"], marks)
+    np.testing.assert_array_equal(row["inputs_position"], row["targets_position"])
+    for name in ("inputs", "targets"):
+        assert not row[name][marks == 0].any()
+    for segment in range(1, marks.max(initial=0) + 1):
+        (places,) = np.nonzero(marks == segment)
+        assert places.tolist() == list(range(places[0], places[-1] + 1))
+        found[segment] = {name: row[name][places] for name in ("inputs", "targets")}
+        position = row["inputs_position"][places]
+        assert position.tolist() == list(range(len(places)))
+    return found
+
+
+@pytest.mark.parametrize("packing", language.PACKINGS)
+@given(sizes=SIZES, length=LENGTHS)
+def test_packed_rows_have_every_pair_once_in_segments_of_one_document(
+    packing, sizes, length
+):
+    packed = rows(sizes, packing, length)
+    assert all(
+        (array.dtype, array.shape) == (np.int32, (length,))
+        for row in packed
+        for array in row.values()
+    )
+    found = [example for row in packed for example in segments(row).values()]
+    for example in found:
+        inputs, targets = example["inputs"], example["targets"]
+        # Successors inside a segment, which never reaches into the next document.
+        np.testing.assert_array_equal(inputs + 1, targets)
+        np.testing.assert_array_equal(inputs[1:], targets[:-1])
+    assert sorted(p for example in found for p in pairs(example)) == all_pairs(sizes)
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+@given(sizes=SIZES, length=LENGTHS)
+def test_fitted_rows_hold_whole_examples(packing, sizes, length):
+    packed = rows(sizes, packing, length)
+    found = collections.Counter(
+        tuple(pairs(example)) for row in packed for example in segments(row).values()
+    )
+    chunked = examples(sizes, length=length, truncate=False)
+    assert found == collections.Counter(tuple(pairs(example)) for example in chunked)
+
+
+@given(sizes=SIZES, length=LENGTHS)
+def test_joined_rows_are_full_but_for_the_last(sizes, length):
+    packed = rows(sizes, "concat_then_split", length)
+    assert all(row["targets_segmentation"].all() for row in packed[:-1])
+    order = [
+        p
+        for row in packed
+        for example in segments(row).values()
+        for p in pairs(example)
+    ]
+    assert order == all_pairs(sizes)
+
+
+@pytest.mark.parametrize("packing", language.PACKINGS)
+def test_a_document_longer_than_a_row_goes_on_in_the_next_ones(packing):
+    packed = rows([30, 3], packing, 8)
+    found = [p for row in packed for e in segments(row).values() for p in pairs(e)]
+    assert sorted(found) == [(n, n + 1) for n in range(1, 30)] + [(31, 32), (32, 33)]
+
+
+@pytest.mark.parametrize("packing", language.PACKINGS)
+def test_the_state_before_every_packed_row_can_be_returned_to(packing):
+    sizes = [5, 40, 1, 13, 2, 22, 9] * 12
+    chunked = examples(sizes, length=10, truncate=False)
+    made = language.packed(chunked, packing=packing, length=10, seed=3)
+    expected = list(map(contents, made))
+    elements, states = iter(made), []
+    for _ in range(len(expected)):
+        states.append(json.dumps(plain(elements.get_state())))
+        next(elements)
+    states.append(json.dumps(plain(elements.get_state())))
+    for number, saved in list(enumerate(states))[::-7]:
+        elements = iter(made)
+        elements.set_state(json.loads(saved))
+        assert list(map(contents, elements)) == expected[number:]
+
+
+def contents(row):
+    return {name: array.tobytes() for name, array in row.items()}
+
+
+def plain(state):
+    """A state of Grain, in which there are NumPy integers, as JSON."""
+    return jax.tree.map(
+        lambda leaf: leaf.item() if isinstance(leaf, np.generic) else leaf, state
+    )
+
+
+@pytest.mark.parametrize("packing", language.PACKINGS)
+@pytest.mark.parametrize("sizes", [[], [0], [1, 0, 1]])
+def test_documents_without_a_pair_make_no_row(packing, sizes):
+    assert rows(sizes, packing, 8) == []
+
+
+def text_tokens(text, **settings):
+    return language.Documents(**settings).tokens({"text": text}).tolist()
+
+
+def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise():
+    assert text_tokens("ab") == [2, 100, 101, 1]
+    assert text_tokens(b"ab") == [2, 100, 101, 1]
+    assert text_tokens("ab", add_begin=False) == [100, 101, 1]
+    assert text_tokens("ab", add_end=False) == [2, 100, 101]
+    assert text_tokens("", add_begin=False, add_end=False) == []
+    assert language.Documents().tokens({"text": "ab"}).dtype == np.int32
+
+
+def test_a_tokenizer_without_begin_and_end_adds_none():
+    class Plain:
+        begin, end = None, None
+
+        def encode(self, text):
+            return tokenizers.Bytes().encode(text)
+
+    assert text_tokens("ab", tokenizer=Plain()) == [100, 101]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
+def test_tokens_of_any_integers_are_taken_as_they_are(dtype):
+    found = TOKENS.tokens({"tokens": np.array([5, 6], dtype)})
+    assert (found.dtype, found.tolist()) == (np.int32, [5, 6])
+
+
+@pytest.mark.parametrize("documents", [TOKENS, language.Documents(column="tokens")])
+def test_a_record_without_a_value_has_no_tokens(documents):
+    assert documents.tokens({"tokens": None}).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("documents", "record", "message"),
+    [
+        (
+            TOKENS,
+            {"text": 1, "record": 2},
+            r"no column 'tokens' but \['record', 'text'",
+        ),
+        (
+            TOKENS,
+            {"tokens": np.zeros(2)},
+            r"float64\[2\], not a list of tokens; set tok",
+        ),
+        (
+            TOKENS,
+            {"tokens": np.zeros((2, 2), int)},
+            r"int64\[2, 2\], not a list of tok",
+        ),
+        (TOKENS, {"tokens": "text"}, r"<U4\[\], not a list of tokens; set tokenize_tr"),
+        (
+            language.Documents(),
+            {"text": np.zeros(2)},
+            "column 'text' has a ndarray, not text; set tokenize_train_data=false",
+        ),
+        (
+            language.Documents(),
+            {"text": 3},
+            "column 'text' has a int, not text; set tokenize_train_data=false",
+        ),
+    ],
+)
+def test_a_column_that_is_missing_or_of_another_type_is_named(
+    documents, record, message
+):
+    with pytest.raises(errors.DataError, match=message):
+        documents.tokens(record)

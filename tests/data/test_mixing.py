@@ -1,0 +1,269 @@
+import collections
+import itertools
+import json
+
+import grain
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import mixing
+from tests import pipelines
+
+NAMES = ["books", "code", "mathematics", "news", "web"]
+WEIGHTS = st.lists(
+    st.one_of(st.integers(1, 10), st.floats(1e-6, 1e6)), min_size=1, max_size=5
+).map(lambda weights: dict(zip(NAMES, weights, strict=False)))
+SHARDS = st.integers(0, 100_000)
+TURNS = st.integers(0, 10**12)
+
+
+def furthest_from_share(chosen, weights):
+    """By how many elements a dataset is off its share at worst, in any prefix."""
+    total, taken, worst = sum(weights.values()), collections.Counter(), 0.0
+    for number, name in enumerate(chosen, start=1):
+        taken[name] += 1
+        off = [abs(taken[n] - number * w / total) for n, w in weights.items()]
+        worst = max(worst, *off)
+    return worst
+
+
+@given(WEIGHTS, SHARDS, TURNS)
+def test_in_a_thousand_elements_no_dataset_is_ever_4_from_its_share(
+    weights, shard, begin
+):
+    # 4 is what points of the golden ratio come to in the worst interval there is; it
+    # grows with the logarithm of the number of elements, to about 7 in a million.
+    ends = mixing.bounds(weights)
+    turns = range(begin, begin + 1000)
+    chosen = [mixing.chosen(turn, shard=shard, ends=ends) for turn in turns]
+    worst = furthest_from_share(chosen, weights)
+    hypothesis.target(worst)
+    assert worst < 4
+
+
+@given(WEIGHTS, TURNS)
+def test_of_a_thousand_shards_at_the_same_turn_no_dataset_gets_5_from_its_share(
+    weights, turn
+):
+    ends = mixing.bounds(weights)
+    chosen = [mixing.chosen(turn, shard=shard, ends=ends) for shard in range(1000)]
+    worst = furthest_from_share(chosen, weights)
+    hypothesis.target(worst)
+    assert worst < 5
+
+
+def test_the_schedule_is_frozen():
+    ends = mixing.bounds({"a": 0.5, "b": 0.3, "c": 0.2})
+    chosen = [
+        "".join(mixing.chosen(turn, shard=shard, ends=ends) for turn in range(24))
+        for shard in range(3)
+    ]
+    assert chosen == [
+        "abacaabacbabaabacbabacba",
+        "aabacbabacbacaabacbabaab",
+        "caabacbabaabacaabacbacaa",
+    ]
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_a_weight_that_cannot_be_meant_is_named(weight):
+    with pytest.raises(
+        errors.ConfigError,
+        match=f"mixture: dataset web has the weight {weight}; weights are numbers from",
+    ):
+        mixing.check_weights({"code": 1, "web": weight})
+
+
+def test_weights_that_are_all_zero_are_refused():
+    message = r"mixture: all weights of \['code', 'web'\] are 0; raise one of them"
+    with pytest.raises(errors.ConfigError, match=message):
+        mixing.Mixture(parts("web", "code"), {"code": 0, "web": 0.0}, shard=0)
+
+
+def part(name, length=None):
+    """Elements (name, 0), (name, 1) and so on."""
+    numbers = grain.MapDataset.range(length or 10**6).to_iter_dataset(
+        pipelines.IN_CALLER
+    )
+    return numbers.map(lambda number: (name, int(number)))
+
+
+def parts(*names, **lengths):
+    return {name: part(name, lengths.get(name)) for name in [*names, *lengths]}
+
+
+def names(elements):
+    return [name for name, _ in elements]
+
+
+def take(elements, count):
+    return list(itertools.islice(elements, count))
+
+
+def saved(elements):
+    return json.loads(json.dumps(elements.get_state()))
+
+
+def resumed(mixture, state):
+    elements = iter(mixture)
+    elements.set_state(state)
+    return elements
+
+
+@given(WEIGHTS, SHARDS)
+def test_elements_come_by_schedule_and_each_dataset_in_its_order(weights, shard):
+    mixture = mixing.Mixture(parts(*weights), weights, shard=shard)
+    found = take(iter(mixture), 60)
+    ends = mixing.bounds(weights)
+    assert names(found) == [
+        mixing.chosen(turn, shard=shard, ends=ends) for turn in range(60)
+    ]
+    for name in weights:
+        numbers = [number for of, number in found if of == name]
+        assert numbers == list(range(len(numbers)))
+
+
+def test_the_order_in_which_datasets_are_listed_does_not_count():
+    weights = {"a": 1, "b": 2, "c": 3}
+    backwards = dict(reversed(weights.items()))
+    one = mixing.Mixture(parts("a", "b", "c"), weights, shard=3)
+    two = mixing.Mixture(parts("c", "a", "b"), backwards, shard=3)
+    assert take(iter(one), 60) == take(iter(two), 60)
+
+
+def test_shards_begin_at_phases_of_their_own():
+    weights = {"a": 1, "b": 1}
+    begins = {
+        tuple(names(take(iter(mixing.Mixture(parts("a", "b"), weights, shard=s)), 12)))
+        for s in range(8)
+    }
+    assert len(begins) > 4
+
+
+@pytest.mark.parametrize("lengths", [{}, {"a": 7, "b": 30, "c": 2}])
+def test_the_state_before_every_element_can_be_returned_to(lengths):
+    mixture = mixing.Mixture(
+        parts(**({"a": None, "b": None, "c": None} | lengths)),
+        {"a": 0.5, "b": 0.3, "c": 0.2},
+        shard=2,
+    )
+    expected = take(iter(mixture), 50)
+    elements = iter(mixture)
+    states = [saved(elements)]
+    for _ in expected:
+        next(elements)
+        states.append(saved(elements))
+    for number, state in reversed(list(enumerate(states))):
+        for later in (elements, iter(mixture)):
+            later.set_state(state)
+            assert saved(later) == state
+            assert take(later, len(expected) - number) == expected[number:]
+
+
+def test_a_dataset_is_opened_when_its_first_element_is_due():
+    opened = []
+
+    class Opening(grain.IterDataset):
+        def __init__(self, name):
+            super().__init__(part(name))
+            self._name = name
+
+        def __iter__(self):
+            opened.append(self._name)
+            return iter(self._parent)
+
+    mixture = mixing.Mixture(
+        {name: Opening(name) for name in ("never", "often", "seldom")},
+        {"never": 0, "often": 0.95, "seldom": 0.05},
+        shard=0,
+    )
+    elements = iter(mixture)
+    assert opened == []
+    while "seldom" not in opened:
+        assert set(opened) <= {"often"}
+        name, number = next(elements)
+    assert (name, number) == ("seldom", 0)
+    take(elements, 100)
+    assert opened == ["often", "seldom"]
+    # Nor does a resume open what it does not need.
+    opened.clear()
+    state = saved(elements)
+    assert saved(resumed(mixture, state)) == state
+    assert opened == []
+
+
+STAGE = st.tuples(
+    st.dictionaries(st.sampled_from(NAMES), st.integers(0, 5), min_size=1).filter(
+        lambda weights: any(weights.values())
+    ),
+    st.integers(0, 30),
+)
+
+
+@given(st.lists(STAGE, min_size=2, max_size=6), SHARDS)
+def test_however_weights_and_datasets_change_each_goes_on_where_it_was(stages, shard):
+    state, found = None, []
+    for weights, count in stages:
+        elements = iter(mixing.Mixture(parts(*weights), weights, shard=shard))
+        if state:
+            elements.set_state(state)
+        now = take(elements, count)
+        assert set(names(now)) <= {name for name, w in weights.items() if w}
+        found += now
+        state = saved(elements)
+    for name in NAMES:
+        numbers = [number for of, number in found if of == name]
+        assert numbers == list(range(len(numbers)))
+    assert mixing.taken([state]) == dict(collections.Counter(names(found)))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(NAMES),
+        st.tuples(st.integers(1, 5), st.integers(1, 25)),
+        min_size=1,
+    ),
+    SHARDS,
+    st.lists(st.integers(1, 20), max_size=5),
+)
+def test_datasets_that_end_leave_the_others_to_go_on_and_lose_nothing(
+    datasets, shard, stops
+):
+    weights = {name: weight for name, (weight, _) in datasets.items()}
+    lengths = {name: length for name, (_, length) in datasets.items()}
+    mixture = mixing.Mixture(parts(**lengths), weights, shard=shard)
+    expected = list(mixture)
+    assert sorted(expected) == sorted(
+        (name, number) for name, length in lengths.items() for number in range(length)
+    )
+    elements, found = iter(mixture), []
+    for count in stops:
+        found += take(elements, count)
+        elements = resumed(mixture, saved(elements))
+    assert found + list(elements) == expected
+
+
+def test_those_that_go_on_keep_their_turns_when_another_has_ended():
+    weights = {"a": 1, "b": 2, "c": 1}
+    endless = take(iter(mixing.Mixture(parts("a", "b", "c"), weights, shard=0)), 200)
+    ending = take(iter(mixing.Mixture(parts("b", "c", a=9), weights, shard=0)), 100)
+    without = [element for element in endless if element[0] != "a" or element[1] < 9]
+    assert ending == without[:100]
+
+
+def test_what_was_taken_of_each_dataset_is_added_up_over_shards():
+    weights, counts = {"a": 1, "b": 2}, (30, 7, 0, 12)
+    found, cursors = [], {}
+    for shard, count in enumerate(counts):
+        elements = iter(mixing.Mixture(parts("a", "b"), weights, shard=shard))
+        found += names(take(elements, count))
+        cursors[shard] = {"window": 3, "parent": [saved(elements)]}
+    cursors |= {4: None, 5: {"ended": True}}
+    assert mixing.taken(cursors.values()) == dict(collections.Counter(found))
+
+
+def test_of_data_without_a_mixture_nothing_is_said():
+    assert mixing.taken([None, {"turn": 3, "taken": 4}, {"ended": True}]) == {}

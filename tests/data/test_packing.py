@@ -1,0 +1,90 @@
+import json
+
+import grain
+import numpy as np
+import pytest
+from grain import experimental
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import packing
+
+IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+
+def examples(lengths):
+    """Examples of the given lengths; no two tokens are alike."""
+    ends = np.cumsum(lengths)
+    drawn = [
+        {"a": np.arange(end - size, end), "b": -np.arange(end - size, end)}
+        for size, end in zip(lengths, ends, strict=True)
+    ]
+    return grain.MapDataset.source(drawn).to_iter_dataset(IN_CALLER)
+
+
+def packed(lengths, *, length=8, features=("a", "b")):
+    return packing.ConcatThenSplit(examples(lengths), features=features, length=length)
+
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=20)
+
+
+@given(LENGTHS, st.integers(1, 12))
+def test_rows_are_those_of_grains_packer(lengths, length):
+    theirs = experimental.ConcatThenSplitIterDataset(
+        examples(lengths), length_struct={"a": length, "b": length}
+    )
+    ours = list(packed(lengths, length=length))
+    theirs = list(theirs)
+    assert len(ours) == len(theirs)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.keys() == other.keys()
+        for name, array in other.items():
+            np.testing.assert_array_equal(own[name], array)
+
+
+@given(LENGTHS)
+def test_the_state_before_every_row_can_be_resumed_from(lengths):
+    rows = iter(packed(lengths))
+    states, found = [rows.get_state()], []
+    for row in rows:
+        found.append(row)
+        states.append(rows.get_state())
+    for number, row in enumerate(found):
+        fresh = iter(packed(lengths))
+        fresh.set_state(json.loads(json.dumps(states[number])))
+        for name, array in next(fresh).items():
+            np.testing.assert_array_equal(array, row[name])
+    fresh = iter(packed(lengths))
+    fresh.set_state(states[-1])
+    with pytest.raises(StopIteration):
+        next(fresh)
+
+
+def test_a_state_in_the_middle_of_an_example_is_small():
+    rows = iter(packed([100]))
+    next(rows)
+    state = rows.get_state()
+    assert state["taken"] == 8
+    assert len(json.dumps(state)) < 60
+
+
+def test_examples_without_tokens_leave_no_trace():
+    (row,) = packed([3, 0, 2, 0])
+    assert row["a"].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert row["a_segment_ids"].tolist() == [1, 1, 1, 2, 2, 0, 0, 0]
+
+
+def test_only_the_features_that_are_named_are_packed():
+    (row,) = packed([3], features=("b",))
+    assert row.keys() == {"b", "b_segment_ids", "b_positions"}
+
+
+def test_features_of_other_lengths_are_refused():
+    uneven = grain.MapDataset.source([{"a": np.arange(3), "b": np.arange(2)}])
+    rows = packing.ConcatThenSplit(
+        uneven.to_iter_dataset(IN_CALLER), features=("a", "b"), length=4
+    )
+    with pytest.raises(errors.DataError, match=r"\('a', 'b'\) of \[2, 3\] tokens"):
+        next(iter(rows))

@@ -1,0 +1,348 @@
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import iterator, pipeline, positional, sharded_data, state
+from tests import formats, worlds
+
+LENGTH = 16
+
+
+def section(corpus="", **settings):
+    return schema.DataSection(
+        **{
+            "grain_train_files": corpus,
+            "max_target_length": LENGTH,
+            "num_logical_shards": 4,
+            **settings,
+        }
+    )
+
+
+def tokens(file_format, parts, **settings):
+    """The documents of `formats`, whose records are lists of tokens."""
+    lists = [f"{','.join(part.source.files)},{part.weight}" for part in parts]
+    return section(
+        ";".join(lists),
+        **{
+            "grain_file_type": file_format,
+            "grain_record_format": "tf_example",
+            "train_data_columns": "tokens",
+            "tokenize_train_data": False,
+            "max_target_length": formats.LENGTH,
+            **settings,
+        },
+    )
+
+
+def refused(match, error=errors.ConfigError):
+    return pytest.raises(error, match=match)
+
+
+def test_without_logical_shards_the_engine_is_the_positional_one(corpus):
+    data = pipeline.from_config(
+        section(corpus, num_logical_shards=0, data_shuffle_seed=3, num_epoch=2)
+    )
+    assert data == positional.PositionalData(
+        files=(corpus,), max_target_length=LENGTH, shuffle_seed=3, num_epochs=2
+    )
+
+
+def test_with_logical_shards_it_is_the_sharded_one(corpus):
+    data = pipeline.from_config(
+        section(corpus, grain_worker_count=3, grain_per_worker_buffer_size=5)
+    )
+    assert isinstance(data, sharded_data.ShardedData)
+    assert (data.num_shards, data.num_workers, data.read_ahead_batches) == (4, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [
+        ("grain_file_type=parquet", {"grain_file_type": "parquet"}),
+        ("packing=true", {"packing": True}),
+        ("use_truncation=false", {"use_truncation": False}),
+        ("grain_train_mixture_config_path", {"grain_train_mixture_config_path": "x"}),
+        ("a mixture in grain_train_files", {"grain_train_files": "a,1;b,1"}),
+        ("tokenizer_type=tiktoken", {"tokenizer_type": "tiktoken"}),
+        ("tokenize_train_data=false", {"tokenize_train_data": False}),
+        ("grain_record_format=tf_example", {"grain_record_format": "tf_example"}),
+        ("grain_worker_count=2", {"grain_worker_count": 2}),
+        ("corrupt_records=skip", {"corrupt_records": "skip"}),
+    ],
+)
+def test_what_the_positional_engine_has_nothing_for_is_named(corpus, asked, settings):
+    with refused(f"^{asked} needs logical shards; set num_logical_shards to a number"):
+        pipeline.from_config(section(corpus, num_logical_shards=0, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({}, iterator.End.NEVER),
+        ({"drop_remainder": True}, iterator.End.NEVER),
+        ({"num_epoch": 1}, iterator.End.PADDED),
+        ({"num_epoch": 1, "drop_remainder": True}, iterator.End.DROPPED),
+    ],
+)
+@pytest.mark.parametrize("num_shards", [0, 4])
+def test_data_ends_as_the_configuration_says(corpus, settings, end, num_shards):
+    found = pipeline.from_config(
+        section(corpus, num_logical_shards=num_shards, **settings)
+    )
+    assert found.end is end
+
+
+def texts(batches):
+    """What the targets of each segment say, without begin and end."""
+    found = []
+    for batch in batches:
+        for row, marks in zip(
+            batch["targets"], batch["targets_segmentation"], strict=True
+        ):
+            for segment in range(1, marks.max(initial=0) + 1):
+                values = row[marks == segment]
+                found.append(bytes((values[values > 2] - 3).astype(np.uint8)))
+    return found
+
+
+EXPECTED_TEXTS = [b"text %d " % number * 5 for number in range(100)]
+
+
+def test_a_text_is_trimmed_to_a_row(corpus):
+    data = pipeline.from_config(section(corpus, num_epoch=1))
+    found = texts(worlds.World(data, 2, 8).rest())
+    assert sorted(found) == sorted(text[:LENGTH] for text in EXPECTED_TEXTS)
+
+
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+def test_texts_that_fit_are_packed_whole(corpus, packing):
+    data = pipeline.from_config(
+        section(
+            corpus,
+            num_epoch=1,
+            packing=True,
+            grain_packing_type=packing,
+            max_target_length=128,
+        )
+    )
+    batches = worlds.World(data, 2, 8).rest()
+    assert sorted(texts(batches)) == sorted(EXPECTED_TEXTS)
+    assert sum(batch["mask"].sum() for batch in batches) < 60
+
+
+@pytest.mark.parametrize("use_truncation", [True, False])
+@pytest.mark.parametrize("packing", ["", "first_fit", "concat_then_split"])
+@pytest.mark.parametrize("file_format", formats.FORMATS)
+def test_an_epoch_of_a_mixture_has_every_token_that_is_not_trimmed_once(
+    files, file_format, packing, use_truncation
+):
+    config = tokens(
+        file_format,
+        files[file_format],
+        num_epoch=1,
+        use_truncation=use_truncation,
+        packing=bool(packing),
+        grain_packing_type=packing or "first_fit",
+    )
+    batches = worlds.World(pipeline.from_config(config), 2, 8).rest()
+    found = [b["targets"][b["targets_segmentation"] > 0] for b in batches]
+    end = formats.LENGTH + 1 if use_truncation else None
+    expected = [d[1:end] for d in formats.documents(*formats.DATASETS)]
+    assert sorted(np.concatenate(found)) == sorted(np.concatenate(expected))
+
+
+def first_rows(data, num_rows):
+    return worlds.World(data, 1, num_rows).batch()["inputs"].tolist()
+
+
+def test_shuffling_changes_the_order_by_the_seed_and_can_be_switched_off(corpus):
+    orders = [
+        first_rows(pipeline.from_config(section(corpus, **settings)), 40)
+        for settings in (
+            {},
+            {"data_shuffle_seed": 1},
+            {"grain_shuffle_buffer_size": 0},
+            {"enable_data_shuffling": False},
+        )
+    ]
+    assert all(one != two for n, one in enumerate(orders) for two in orders[:n])
+
+
+def test_shards_are_shuffled_differently(corpus):
+    # With every record in one block and window, shards would else differ in what they
+    # hold but not in how it is ordered.
+    data = pipeline.from_config(section(corpus, num_epoch=1))
+    orders = []
+    for shard in range(4):
+        rows = [row["inputs"].tobytes() for row in data.make_shard(shard)]
+        in_order = dataclasses.replace(data.make_shard, window=0)
+        plain = [row["inputs"].tobytes() for row in in_order(shard)]
+        assert sorted(rows) == sorted(plain)
+        orders.append(tuple(plain.index(row) for row in rows))
+    assert len(set(orders)) == 4
+
+
+def test_evaluation_is_one_epoch_in_order_padded_whatever_training_does(corpus):
+    config = section(
+        "nowhere",
+        grain_eval_files=corpus,
+        num_epoch=3,
+        drop_remainder=True,
+        grain_worker_count=4,
+    )
+    data = pipeline.eval_from_config(config, global_batch_size=12)
+    assert (data.end, data.num_workers) == (iterator.End.PADDED, 0)
+    expected = [text[:LENGTH] for text in EXPECTED_TEXTS]
+    for num_hosts in (1, 3):
+        batches = worlds.World(data, num_hosts, 12).rest()
+        found = texts(batches)
+        assert sorted(found) == sorted(expected)
+    # Three rows of each shard, which has a quarter of the file.
+    assert found[:12] == [expected[25 * s + n] for s in range(4) for n in range(3)]
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_evaluation_without_logical_shards_has_as_many_as_a_batch_has_rows(
+    corpus, size
+):
+    config = section(num_logical_shards=0, grain_eval_files=corpus)
+    data = pipeline.eval_from_config(config, global_batch_size=size)
+    assert data.num_shards == size
+    assert len(texts(worlds.World(data, 1, size).rest())) == 100
+
+
+@pytest.mark.parametrize("patterns", ["", "nothing*"])
+def test_missing_files_are_named_by_their_key(tmp_path, patterns):
+    where = f"{tmp_path}/{patterns}" if patterns else ""
+    with refused("grain_train_files", errors.DataError):
+        pipeline.from_config(section(where))
+    with refused("grain_eval_files", errors.DataError):
+        pipeline.eval_from_config(section(grain_eval_files=where), global_batch_size=4)
+
+
+def test_the_identity_names_whatever_changes_the_examples(corpus):
+    plain = pipeline.from_config(section(corpus)).identity()
+
+    def differing(**settings):
+        other = pipeline.from_config(section(corpus, **settings)).identity()
+        assert other.keys() == plain.keys()
+        return {key for key in plain if plain[key] != other[key]}
+
+    assert differing() == set()
+    assert differing(grain_worker_count=2, grain_per_worker_buffer_size=7) == set()
+    assert differing(global_batch_size=8, drop_remainder=True) == set()
+    for key, value in {
+        "num_logical_shards": 8,
+        "data_shuffle_seed": 1,
+        "enable_data_shuffling": False,
+        "max_target_length": 8,
+        "use_truncation": False,
+        "num_epoch": 2,
+        "add_bos": False,
+        "add_eos": False,
+    }.items():
+        assert key in differing(**{key: value})
+        assert differing(**{key: value}) <= {key, "grain_shuffle_buffer_size"}
+    assert differing(grain_shuffle_buffer_size=7) == {"grain_shuffle_buffer_size"}
+    assert differing(packing=True) == {"grain_packing_type"}
+    assert differing(train_data_columns="body") == {"train_data_columns", "datasets"}
+    assert differing(tokenize_train_data=False) == {"tokenizer"}
+    # So that a run can go on where it met a corrupt record.
+    assert differing(corrupt_records="skip") == set()
+    assert json.loads(json.dumps(plain)) == plain
+
+
+def test_the_identity_does_not_tell_where_files_lie(corpus, tmp_path):
+    moved = tmp_path / "texts.array_record"
+    shutil.copy(corpus, moved)
+    one, two = (pipeline.from_config(section(str(f))) for f in (corpus, moved))
+    assert one.identity() == two.identity()
+
+
+def test_the_data_is_described_as_a_tree_with_shares(corpus):
+    described = pipeline.describe(section(f"{corpus},3;{corpus[:-1]}?,1"))
+    lines = described.splitlines()
+    assert lines[0] == "texts.array_record, 75.0%"
+    assert lines[1].startswith("arrayrecord: 1 files, 1 blocks, 100 records, finger")
+    assert "texts.array_recor?, 25.0%" in lines
+
+
+def mixture(tmp_path, parts, **weights):
+    """Endless data of the datasets with these weights, from a file of JSON."""
+    paths = {part.name: ",".join(part.source.files) for part in parts}
+    content = {
+        name: {"path": paths[name], "weight": weight}
+        for name, weight in weights.items()
+    }
+    file = tmp_path / "mixture.json"
+    file.write_text(json.dumps(content))
+    config = tokens(
+        "parquet",
+        parts,
+        grain_train_files="",
+        grain_train_mixture_config_path=str(file),
+        enable_data_shuffling=False,
+    )
+    return pipeline.from_config(config)
+
+
+# An input tells its dataset, and in it the document.
+def read(batches):
+    firsts = np.concatenate([batch["inputs"][:, 0] for batch in batches])
+    datasets = list(formats.DATASETS)
+    return [
+        (datasets[number // 1000], number % 1000)
+        for number in ((firsts - 1) // 40).tolist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"web": 1, "code": 1}, {"web": 1, "code": 9}),
+        ({"web": 1, "code": 1}, {"web": 1, "books": 1}),
+        ({"web": 1, "code": 1}, {"web": 1}),
+        ({"web": 1}, {"web": 1, "code": 1}),
+        ({"web": 1, "code": 1, "books": 1}, {"web": 1, "code": 0, "books": 1}),
+    ],
+    ids=["other weights", "one for another", "one less", "one more", "one at zero"],
+)
+def test_a_mixture_may_change_at_a_resume_and_each_dataset_goes_on(
+    files, tmp_path, before, after
+):
+    parts = files["parquet"]
+    one = worlds.World(mixture(tmp_path, parts, **before), 2, 8)
+    batches = [one.batch() for _ in range(3)]
+    one.write(tmp_path)
+    two = worlds.World(mixture(tmp_path, parts, **after), 4, 8)
+    two.read(tmp_path)
+    batches += [two.batch() for _ in range(3)]
+    found = read(batches)
+    assert len(set(found)) == len(found)
+    for name in before | after:
+        alone = worlds.World(mixture(tmp_path, parts, **{name: 1}), 1, 4)
+        shards = [[d for _, d in read([alone.batch()])] for _ in range(12)]
+        for shard in range(4):
+            expected = [batch[shard] for batch in shards]
+            numbers = [n for of, n in found if of == name and n in expected]
+            assert numbers == expected[: len(numbers)]
+
+
+def test_other_files_of_a_dataset_are_refused_at_a_resume(files, tmp_path):
+    parts = files["parquet"]
+    worlds.World(mixture(tmp_path, parts, web=1, code=1), 1, 4).write(tmp_path)
+    web = next(part for part in parts if part.name == "web")
+    fewer = dataclasses.replace(
+        web, source=dataclasses.replace(web.source, files=web.source.files[1:])
+    )
+    changed = [fewer if part is web else part for part in parts]
+    world = worlds.World(mixture(tmp_path, changed, web=1, code=1), 1, 4)
+    with refused("datasets.web.files: web-0.parquet is gone", errors.DataError):
+        world.read(tmp_path)
+    assert state.read(tmp_path).pipeline["datasets"].keys() == {"web", "code"}

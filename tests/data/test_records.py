@@ -1,0 +1,248 @@
+import itertools
+import json
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import records
+from elastic_ckpt.data.sources import parquet, source
+from tests import corpora
+from tests.source_contract import assert_resumes_everywhere, in_turn, read, read_all
+
+# Fewer records, blocks or files than shards; and more; and holes between them.
+CORPORA = {
+    "one record": ((1,),),
+    "one block": ((30,),),
+    "many files": ((2,), (1,), (0,), (3,)) * 6,
+    "many blocks": ((1, 2, 3) * 30, (), (4, 0)),
+    "blocks of all sizes": ((50, 1), (7,), (0, 20, 2)),
+}
+
+
+@pytest.fixture(params=CORPORA)
+def of(request):
+    return corpora.Numbers(blocks=CORPORA[request.param])
+
+
+def mixed(**settings):
+    return corpora.Numbers(blocks=CORPORA["blocks of all sizes"], **settings)
+
+
+def record(element):
+    return element["record"]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_any_number_of_shards_reads_every_record_once_an_epoch(of, seed):
+    size = source.num_records(of)
+    for num_shards in range(1, 41):
+        found = read_all(of, num_shards, shuffle_seed=seed, num_epochs=3)
+        assert sorted(map(record, found)) == list(range(3 * size))
+        assert all(e["number"] == e["record"] % size for e in found)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=5),
+    st.integers(1, 20),
+    st.sampled_from([None, 0, 2**63]),
+)
+def test_any_files_are_read_once_an_epoch(blocks, num_shards, seed):
+    of = corpora.Numbers(blocks=tuple(map(tuple, blocks)))
+    size = sum(map(sum, blocks))
+    if not size:
+        with pytest.raises(errors.DataError, match="not one record"):
+            read_all(of, num_shards)
+        return
+    found = read_all(of, num_shards, shuffle_seed=seed, num_epochs=2)
+    assert sorted(map(record, found)) == list(range(2 * size))
+
+
+def test_one_shard_reads_in_file_order(of):
+    found = read_all(of, 1, num_epochs=2)
+    assert [e["number"] for e in found] == 2 * list(range(source.num_records(of)))
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    of = corpora.Numbers(blocks=CORPORA["many blocks"])
+    size = source.num_records(of)
+    orders = set()
+    for seed in (0, 1):
+        found = [e["number"] for e in read(of, 0, 1, shuffle_seed=seed, num_epochs=2)]
+        orders |= {tuple(found[:size]), tuple(found[size:])}
+    assert len(orders) == 4
+
+
+def test_epochs_follow_each_other_without_end():
+    found = itertools.islice(read(mixed(), 0, 1, shuffle_seed=7), 500)
+    assert len(set(map(record, found))) == 500
+
+
+def test_a_shard_that_has_ended_stays_at_its_end():
+    elements = iter(read(mixed(), 0, 1, num_epochs=1))
+    assert len(list(elements)) == source.num_records(mixed())
+    saved = elements.get_state()
+    assert list(elements) == []
+    assert elements.get_state() == saved
+
+
+def test_a_shard_without_a_unit_ends_at_once():
+    of = corpora.Numbers(blocks=((2,),))
+    assert [len(list(read(of, n, 5, num_epochs=1))) for n in range(5)] == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 40])
+@pytest.mark.parametrize("seed", [None, 7])
+def test_the_state_before_every_element_can_be_resumed_from(of, num_shards, seed):
+    states, _ = assert_resumes_everywhere(
+        lambda: read(of, 0, num_shards, shuffle_seed=seed, num_epochs=2)
+    )
+    assert max(map(len, states)) < 40
+
+
+def test_a_state_can_be_returned_to_in_the_same_iterator():
+    elements = iter(read(mixed(), 0, 2, num_epochs=1))
+    first = [next(elements) for _ in range(5)]
+    saved = json.dumps(elements.get_state())
+    rest = list(elements)
+    elements.set_state(json.loads(saved))
+    assert list(elements) == rest
+    elements.set_state({"turn": 0, "taken": 0})
+    assert list(elements) == first + rest
+
+
+def test_a_corrupt_record_stops_the_shard_where_it_is():
+    elements = iter(read(mixed(corrupt=frozenset([3])), 0, 1))
+    assert [next(elements)["number"] for _ in range(3)] == [0, 1, 2]
+    saved = elements.get_state()
+    for _ in range(2):
+        with pytest.raises(errors.DataError, match="3: corrupt"):
+            next(elements)
+        assert elements.get_state() == saved
+
+
+@given(
+    st.frozensets(st.integers(0, 79), max_size=20),
+    st.integers(1, 20),
+    st.booleans(),
+)
+def test_records_that_are_left_out_are_counted(corrupt, num_shards, lost):
+    reading = {"num_epochs": 2, "skip_corrupt": True, "shuffle_seed": 7}
+    of = mixed(corrupt=corrupt, lost=lost)
+    iterators = [iter(read(of, n, num_shards, **reading)) for n in range(num_shards)]
+    found = sorted(map(record, in_turn(iterators)))
+    skipped = sum(i.get_state().get("skipped", 0) for i in iterators)
+    assert len(set(found)) == len(found)
+    assert len(found) + skipped == 160
+    if not lost:
+        left = [r for r in range(160) if r % 80 not in corrupt]
+        assert found == left
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_state_before_every_element_knows_what_was_left_out(lost):
+    of = mixed(corrupt=frozenset([0, 1, 7, 49, 50, 79]), lost=lost)
+    states, elements = assert_resumes_everywhere(
+        lambda: read(of, 0, 2, num_epochs=2, skip_corrupt=True)
+    )
+    skipped = json.loads(states[-1])["skipped"]
+    every = list(read(mixed(), 0, 2, num_epochs=2))
+    assert skipped + len(elements) == len(every)
+    assert max(map(len, states)) < 60
+
+
+def augmented(of, shard, num_shards, *, seed=5):
+    return records.RandomMap(
+        read(of, shard, num_shards, shuffle_seed=7, num_epochs=2),
+        lambda element, generator: {**element, "drawn": generator.integers(2**62)},
+        seed=seed,
+    )
+
+
+def drawn(num_shards, **settings):
+    """What each record met, by its number."""
+    shards = [
+        iter(augmented(mixed(), n, num_shards, **settings)) for n in range(num_shards)
+    ]
+    return {e["record"]: e["drawn"] for e in in_turn(shards)}
+
+
+def test_an_example_meets_the_same_randomness_whatever_the_shards():
+    assert len(drawn(1)) == 160
+    for num_shards in (2, 7, 40):
+        assert drawn(num_shards) == drawn(1)
+
+
+def test_every_example_epoch_and_seed_meets_other_randomness():
+    assert len({*drawn(1).values(), *drawn(1, seed=6).values()}) == 320
+
+
+def test_the_same_randomness_is_met_after_a_resume():
+    assert_resumes_everywhere(lambda: augmented(mixed(), 1, 3))
+
+
+@pytest.fixture
+def little_patience(monkeypatch):
+    monkeypatch.setattr(records, "_MAX_FRUITLESS_RECORDS", 1000)
+    records.row_is_due(True)
+    yield
+    records.row_is_due(False)
+
+
+@pytest.mark.usefixtures("little_patience")
+@pytest.mark.parametrize("num_shards", [1, 3, 40])
+def test_a_filter_that_rejects_everything_is_an_error(of, num_shards):
+    rejecting = read(of, 0, num_shards).filter(lambda _: False)
+    with pytest.raises(
+        errors.DataError,
+        match=r"numbers-0 and the \d+ files after it: 1,0\d\d records in a row, more"
+        " than two epochs, made no example; is there a filter that rejects everything",
+    ):
+        next(iter(rejecting))
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_two_epochs_are_read_however_many_they_are():
+    of = corpora.Numbers(blocks=((10,) * 300,))
+    late = read(of, 0, 1).filter(lambda e: e["record"] == 5999)
+    assert next(iter(late))["record"] == 5999
+    records.row_is_due(True)
+    never = read(of, 0, 1).filter(lambda e: e["record"] == 6000)
+    with pytest.raises(errors.DataError, match="6,010 records in a row"):
+        next(iter(never))
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_rows_that_come_now_and_then_come_for_ever():
+    seldom = iter(read(mixed(), 0, 1).filter(lambda e: e["record"] % 900 == 0))
+    for row in range(10):
+        records.row_is_due(True)
+        assert next(seldom)["record"] == 900 * row
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_who_reads_without_a_row_that_is_due_may_read_for_ever():
+    records.row_is_due(False)
+    seldom = read(mixed(), 0, 1).filter(lambda e: e["record"] == 6000)
+    assert next(iter(seldom))["record"] == 6000
+
+
+def test_a_column_that_has_the_name_of_the_record_number_is_refused(tmp_path):
+    table = pa.table({"record": [1, 2], "text": ["a", "b"]})
+    file = corpora.write_table(tmp_path / "a.parquet", table, group_rows=2)
+    with pytest.raises(errors.DataError, match="its column 'record' has the name"):
+        next(iter(read(parquet.Parquet(files=(file,)), 0, 1)))
+    of = parquet.Parquet(files=(file,), columns=("text",))
+    assert next(iter(read(of, 0, 1))) == {"text": "a", "record": 0}
+
+
+def test_a_dataset_prints_its_shard():
+    assert str(read(mixed(), 3, 8)) == "Records(shard=3 of 8)"

@@ -1,0 +1,49 @@
+"""torchdata's own loader over our rows, in an environment that has PyTorch."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+
+import pytest
+
+from tests import runs
+
+# pip takes the build without CUDA.
+REQUIREMENTS = ("torch==2.13.0", "torchdata==0.11.0")
+
+
+@pytest.fixture(scope="module")
+def python_with_torch(tmp_path_factory):
+    """A Python of a new environment; all but torch it takes from this one."""
+    directory = tmp_path_factory.mktemp("torch")
+    base = getattr(sys, "_base_executable", sys.executable)
+    subprocess.run([base, "-m", "venv", directory], check=True)
+    python = directory / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", *REQUIREMENTS]
+    subprocess.run(install, check=True, timeout=900)
+    return python
+
+
+@pytest.mark.slow
+def test_a_stateful_data_loader_resumes_in_the_middle_of_a_packed_buffer(
+    python_with_torch,
+):
+    ours = os.pathsep.join([str(runs.ROOT), sysconfig.get_path("purelib")])
+    ended = subprocess.run(
+        [python_with_torch, "-m", "tests.data.stateful_loader"],
+        cwd=runs.ROOT,
+        env=os.environ | {"PYTHONPATH": ours},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    *compared, refused = ended.stdout.splitlines()
+    assert compared == [
+        "0 workers: resumed in the middle of a buffer",
+        "1 workers: resumed in the middle of a buffer",
+        "2 ranks, then 3: the batches of one",
+    ]
+    assert "2 workers of a DataLoader would each read every row; use" in refused

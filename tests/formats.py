@@ -1,0 +1,201 @@
+"""The same documents in files of every format, and pipelines that read them."""
+
+import dataclasses
+from collections.abc import Callable
+
+import grain
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+from array_record.python import array_record_module
+
+from elastic_ckpt.data import (
+    iterator,
+    language,
+    mixing,
+    pipeline,
+    records,
+    sharded_data,
+    shuffling,
+)
+from elastic_ckpt.data.sources import arrayrecord, parquet, record_format, tfrecord
+
+FORMATS = ("arrayrecord", "parquet", "tfrecord")
+# Documents of each file of each dataset.
+DATASETS = {"books": (30,), "code": (50, 40), "web": (90, 1, 80)}
+WEIGHTS = {"books": 0.2, "code": 0.3, "web": 0.5}
+
+LENGTH = 12
+NUM_SHARDS = 12
+SEED = 5
+
+
+def tokens(dataset: str, number: int) -> np.ndarray:
+    """A document of 0 to 30 tokens; no token is in two documents, and none is 0."""
+    place = list(DATASETS).index(dataset)
+    first = 1 + 40 * (1000 * place + number)
+    return np.arange(first, first + (number * 7 + 3 * place) % 31, dtype=np.int32)
+
+
+def documents(*datasets: str) -> list[np.ndarray]:
+    """Every document of the given datasets."""
+    return [
+        tokens(name, number)
+        for name in datasets
+        for number in range(sum(DATASETS[name]))
+    ]
+
+
+def write(directory, file_format: str) -> tuple[pipeline.Part, ...]:
+    """Writes the documents as files of one format; the datasets in them."""
+    parts = []
+    for name, counts in DATASETS.items():
+        paths, first = [], 0
+        for number, count in enumerate(counts):
+            paths.append(str(directory / f"{name}-{number}.{file_format}"))
+            held = [tokens(name, n) for n in range(first, first + count)]
+            _WRITERS[file_format](paths[-1], held)
+            first += count
+        parts.append(
+            pipeline.Part(
+                name=name,
+                source=_source(file_format, tuple(paths)),
+                weight=WEIGHTS[name],
+            )
+        )
+    return tuple(parts)
+
+
+def _source(file_format, paths):
+    columns = ("tokens",)
+    if file_format == "parquet":
+        return parquet.Parquet(files=paths, columns=columns)
+    of = arrayrecord.ArrayRecord if file_format == "arrayrecord" else tfrecord.TFRecord
+    return of(files=paths, columns=columns, record_format=record_format.TF_EXAMPLE)
+
+
+def _write_arrayrecord(path, held):
+    writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
+    for document in held:
+        writer.write(record_format.encode({"tokens": document}))
+    writer.close()
+
+
+def _write_parquet(path, held):
+    column = pa.array([d.tolist() for d in held], pa.list_(pa.int32()))
+    table = pa.table({"tokens": column, "other": pa.array(["x"] * len(held))})
+    pa.parquet.write_table(table, path, row_group_size=16, write_page_checksum=True)
+
+
+def _write_tfrecord(path, held):
+    encoded = (record_format.encode({"tokens": document}) for document in held)
+    tfrecord.write(path, encoded)
+
+
+_WRITERS: dict[str, Callable] = {
+    "arrayrecord": _write_arrayrecord,
+    "parquet": _write_parquet,
+    "tfrecord": _write_tfrecord,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What is done with the documents of a shard.
+
+    Attributes:
+      datasets: those that are read.
+      filtered: whether a third of the documents is left out.
+      truncate: whether long documents are trimmed.
+      window: of the shuffle.
+      packing: how rows are filled.
+    """
+
+    datasets: tuple[str, ...] = ("web",)
+    filtered: bool = False
+    truncate: bool = True
+    window: int = 0
+    packing: str = ""
+
+
+PIPELINES = {
+    "plain": Steps(),
+    "filter": Steps(filtered=True),
+    "chunk": Steps(truncate=False),
+    "window_shuffle": Steps(window=5),
+    "concat_then_split": Steps(truncate=False, packing="concat_then_split"),
+    "first_fit": Steps(truncate=False, packing="first_fit"),
+    "best_fit": Steps(truncate=False, packing="best_fit"),
+    "mixture": Steps(datasets=tuple(DATASETS)),
+    "everything": Steps(
+        datasets=tuple(DATASETS),
+        filtered=True,
+        truncate=False,
+        window=7,
+        packing="first_fit",
+    ),
+}
+
+
+def is_kept(element) -> bool:
+    """Two thirds of the documents."""
+    return len(element["tokens"]) % 3 > 0
+
+
+def pad(example):
+    return language.padded(example, LENGTH)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakeShard:
+    """The pipeline of a shard; workers import it from here."""
+
+    parts: tuple[pipeline.Part, ...]
+    steps: Steps
+    num_epochs: int | None
+
+    def __call__(self, shard: int) -> grain.IterDataset:
+        read = {
+            part.name: self._records(part, shard)
+            for part in self.parts
+            if part.name in self.steps.datasets
+        }
+        steps = self.steps
+        (found, *_) = read.values()
+        if len(read) > 1:
+            found = mixing.Mixture(read, WEIGHTS, shard=shard)
+        found = language.Examples(
+            found,
+            documents=language.Documents(column="tokens", tokenizer=None),
+            length=LENGTH,
+            truncate=steps.truncate,
+        )
+        if steps.window:
+            found = shuffling.WindowShuffle(
+                found, window_size=steps.window, seed=SEED + shard
+            )
+        if steps.packing:
+            return language.packed(
+                found, packing=steps.packing, length=LENGTH, seed=SEED + shard
+            )
+        return found.map(pad)
+
+    def _records(self, part, shard):
+        found = records.Records(
+            part.source,
+            shard=shard,
+            num_shards=NUM_SHARDS,
+            reading=records.Reading(shuffle_seed=SEED, num_epochs=self.num_epochs),
+        )
+        return found.filter(is_kept) if self.steps.filtered else found
+
+
+def data(parts, name, *, num_epochs=None, **more) -> sharded_data.ShardedData:
+    """Elastic data of the pipeline `name` over the files of one format."""
+    return sharded_data.sharded(
+        MakeShard(parts=parts, steps=PIPELINES[name], num_epochs=num_epochs),
+        num_shards=NUM_SHARDS,
+        pipeline=name,
+        **({"end": iterator.End.PADDED} if num_epochs else {}),
+        **more,
+    )

@@ -1,0 +1,140 @@
+"""All hosts of a world in one process: what they load, and what they save."""
+
+import contextlib
+import json
+
+import numpy as np
+
+from elastic_ckpt.data import cursors, example_id, iterator, rows, state
+
+
+class World:
+    """H hosts that share the batches of `data`.
+
+    Args:
+      data: what they load.
+      num_hosts: H.
+      size: rows of a global batch.
+      row_hosts: the host that holds each row; without it the h-th part is the h-th's.
+    """
+
+    def __init__(self, data, num_hosts, size, row_hosts=None):
+        if row_hosts is None:
+            row_hosts = rows.Placement.in_order(
+                0, num_hosts=num_hosts, global_batch_size=size
+            ).row_hosts
+        self._data = data
+        self._row_hosts = row_hosts
+        self.hosts = [
+            data.host_batches(rows.Placement(row_hosts=row_hosts, host=host))
+            for host in range(num_hosts)
+        ]
+
+    def batch(self):
+        """The next global batch as a loop gets it, features of shape `[B, ...]`.
+
+        Every host is asked, also at the end: none may come to it before the others.
+        """
+        data, size = self._data, len(self._row_hosts)
+        if data.end is iterator.End.NEVER:
+            return self._whole()
+        if data.end is iterator.End.DROPPED:
+            batch = self._whole()
+            if batch[iterator.MASK].all():
+                return batch
+            raise StopIteration
+        for _ in range(-(-data.rows_of_end // size)):
+            batch = self._whole()
+            if batch[iterator.MASK].any():
+                return batch
+        raise StopIteration
+
+    def _whole(self):
+        loaded = [next(host) for host in self.hosts]
+        order = self._data.row_order(self._row_hosts)
+        whole = {}
+        for name in loaded[0]:
+            parts = [features[name] for features in loaded]
+            feature = np.empty(
+                (len(self._row_hosts), *parts[0].shape[1:]), parts[0].dtype
+            )
+            for host, part in enumerate(parts):
+                assert part.dtype == feature.dtype
+                feature[self._row_hosts == host] = part
+            whole[name] = feature if order is None else feature[order]
+        assert all(features.keys() == whole.keys() for features in loaded)
+        return whole
+
+    def next(self):
+        """The next global batch, row after row, as (id, bytes of every feature)."""
+        return by_row(self.batch())
+
+    def rest(self):
+        """All batches until the end."""
+        found = []
+        with contextlib.suppress(StopIteration):
+            while len(found) < 1000:
+                found.append(self.batch())
+            raise AssertionError("data of a few hundred rows does not end")
+        return found
+
+    def save(self):
+        """What the hosts save, as JSON that went through text."""
+        (position,) = {json.dumps(host.position()) for host in self.hosts}
+        saved = [host.shard_cursors() for host in self.hosts]
+        merged = {shard: cursor for one in saved for shard, cursor in one.items()}
+        assert len(merged) == sum(map(len, saved))
+        return json.loads(json.dumps([json.loads(position), sorted(merged.items())]))
+
+    def load(self, saved):
+        """Goes to what a world of any size saved."""
+        position, of_shards = saved
+        found = dict(map(tuple, of_shards))
+        for host in self.hosts:
+            host.go_to(position, lambda shards: {s: found[s] for s in shards})
+
+    def write(self, directory):
+        """Saves into files, as the hosts of a run do."""
+        for host in self.hosts:
+            cursors.write(directory, host.shard_cursors(), host.position())
+        state.write(
+            directory,
+            state.DataState(
+                engine=self._data.engine,
+                position=self.hosts[0].position(),
+                pipeline=self._data.identity(),
+            ),
+        )
+
+    def read(self, directory):
+        """Goes to what the files of a world of any size say."""
+        saved = state.read(directory)
+        state.check_same_pipeline(saved, self._data.engine, self._data.identity())
+        for host in self.hosts:
+            host.go_to(
+                saved.position,
+                lambda shards: cursors.read(directory, shards, saved.position),
+            )
+
+    def close(self):
+        """Ends threads and processes."""
+        for host in self.hosts:
+            host.close()
+
+
+def content(batch):
+    """A batch as values that are equal if every byte, type and shape is."""
+    return {
+        name: (feature.dtype.str, feature.shape, feature.tobytes())
+        for name, feature in batch.items()
+    }
+
+
+def by_row(batch):
+    """The rows of a batch as (id, bytes of every other feature, by name)."""
+    features = dict(sorted(batch.items()))
+    ids = example_id.join(features.pop("example_id"))
+    return [
+        (number, *(feature.tobytes() for feature in row))
+        for number, row in zip(ids, zip(*features.values(), strict=True), strict=True)
+    ]
