@@ -31,7 +31,7 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
 
     Raises:
       ConfigError: if a batch does not divide over the hosts and devices, or a ramp does
-        not lead from its start to its end.
+        not lead from its start to its end, or its hosts would have to exchange shards.
     """
     final = global_batch_size(data, world)
     if not data.enable_rampup_batch_size:
@@ -52,7 +52,14 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
         rows = global_batch_size(size, world)
         stages.append((begin, rows))
         begin += max(1, round(data.global_rampup_samples / num_increments / rows))
-    return Schedule(stages=(*stages, (begin, final)))
+    found = Schedule(stages=(*stages, (begin, final)))
+    shards = data.num_logical_shards or 1
+    if world.hosts > 1 and any(rows % shards for _, rows in found.stages):
+        raise errors.ConfigError(
+            f"a ramp of {[rows for _, rows in found.stages]} rows would move logical"
+            f" shards between running hosts; choose multiples of {shards}"
+        )
+    return found
 
 
 def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int:

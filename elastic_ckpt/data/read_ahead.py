@@ -52,6 +52,8 @@ def reader(task: shard_rows.Task, *, num_workers: int, batches: int) -> Reader:
 class _InCaller:
     def __init__(self, task: shard_rows.Task) -> None:
         self._rows = shard_rows.ShardRowsIterator(task)
+        # Also at the end of the program, before the modules are gone.
+        self._close = weakref.finalize(self, self._rows.close)
 
     def __next__(self) -> shard_rows.Rows:
         found = next(self._rows).rows
@@ -62,7 +64,7 @@ class _InCaller:
         return self._rows.cursors()
 
     def close(self) -> None:
-        self._rows.close()
+        self._close()
 
 
 class _Ahead:

@@ -110,8 +110,9 @@ def _parts(records: np.ndarray, num_shards: int) -> np.ndarray:
         fits = (-(-records // size)).sum() <= wanted
         low, high = (low, size) if fits else (size, high)
     parts = -(-records // high)
-    for _ in range(wanted - int(parts.sum())):
-        parts[np.argmax(records / parts)] += 1
+    while rest := wanted - int(parts.sum()):
+        sizes = records / parts
+        parts[np.flatnonzero(sizes == sizes.max())[:rest]] += 1
     return parts
 
 

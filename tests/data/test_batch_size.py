@@ -33,3 +33,38 @@ def test_the_batch_grows_with_the_devices_otherwise():
 def test_a_batch_that_cannot_be_shared_out_says_what_would_fit(data, message):
     with pytest.raises(errors.ConfigError, match=message):
         batch_size.global_batch_size(schema.DataSection(**data), WORLD)
+
+
+RAMP = {
+    "enable_rampup_batch_size": True,
+    "per_device_batch_size": 6.0,
+    "per_device_batch_size_start": 2.0,
+    "per_device_batch_size_increment": 2.0,
+    "global_rampup_samples": 96,
+}
+
+
+def test_without_a_ramp_every_step_has_the_same_batch():
+    found = batch_size.schedule(schema.DataSection(global_batch_size=16), WORLD)
+    assert [found.at(step) for step in (0, 1, 1000)] == [16, 16, 16]
+
+
+def test_a_ramp_gives_each_stage_its_share_of_the_rows():
+    found = batch_size.schedule(schema.DataSection(**RAMP), WORLD)
+    # 48 rows by 16, 48 by 32 (to the nearest whole step), then the final size.
+    assert [found.at(step) for step in range(8)] == [16, 16, 16, 32, 32, 48, 48, 48]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"per_device_batch_size_increment": 3.0}, "does not come to per_device_batch"),
+        ({"per_device_batch_size_increment": 0.0}, "does not come to per_device_batch"),
+        ({"per_device_batch_size_start": 8.0}, "does not come to per_device_batch"),
+        ({"global_batch_size": 16}, "choose them so, and global_batch_size=0"),
+        ({"num_logical_shards": 32}, r"ramp of \[16, 32, 48\] .* multiples of 32"),
+    ],
+)
+def test_a_ramp_that_leads_nowhere_is_refused(changes, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        batch_size.schedule(schema.DataSection(**RAMP | changes), WORLD)

@@ -88,12 +88,14 @@ class Parquet:
         """The rows of a unit but for the first `skip`."""
         rows = _OpenRows(self, unit, skip)
         file, left = self.files[unit.file], unit.num_records - skip
+        # By a local name: at the end of the program the module's may be gone first.
+        corrupt_page = _CorruptPage
         while left:
             place = f"{file}, row group {unit.block}"
             try:
                 batch = files.retried(functools.partial(_next, rows), place)
                 yield from _elements(batch.slice(0, left))
-            except _CorruptPage as error:
+            except corrupt_page as error:
                 row = unit.first + unit.num_records - left
                 raise source.corrupt(
                     f"{place}, from row {row} on", error, num_records=left
