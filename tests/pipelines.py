@@ -39,6 +39,11 @@ def filtered(shard, num_shards):
     return plain(shard, num_shards).filter(is_kept)
 
 
+def batched(shard, num_shards):
+    """Rows of two documents each."""
+    return filtered(shard, num_shards).batch(2)
+
+
 class Halves(grain.experimental.FlatMapTransform):
     max_fan_out = 2
 
@@ -79,6 +84,7 @@ def everything(shard, num_shards):
 ALL = {
     "plain": plain,
     "filtered": filtered,
+    "batched": batched,
     "chunked": chunked,
     "shuffled": shuffled,
     "concatenated": concatenated,

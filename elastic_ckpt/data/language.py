@@ -8,6 +8,7 @@ packed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,49 +118,42 @@ class Examples(grain.IterDataset[Example]):
         self._truncate = truncate
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
-        make = _TrimmedIterator if self._truncate else _ChunkedIterator
-        return make(iter(self._parent), self._documents, self._length)
+        return _ExamplesIterator(
+            iter(self._parent),
+            self._documents,
+            self._length,
+            max_chunks=1 if self._truncate else None,
+        )
 
 
-class _TrimmedIterator(grain.DatasetIterator[Example]):
-    def __init__(
-        self, parent: grain.DatasetIterator, documents: Documents, length: int
-    ) -> None:
-        super().__init__(parent)
-        self._documents = documents
-        self._length = length
-
-    def __next__(self) -> Example:
-        while True:
-            tokens = self._documents.tokens(next(self._parent))
-            if len(tokens) > 1:
-                return pair(tokens[: self._length + 1])
-
-    def get_state(self) -> Any:
-        return self._parent.get_state()
-
-    def set_state(self, state: Any) -> None:
-        self._parent.set_state(state)
-
-
-class _ChunkedIterator(grain.DatasetIterator[Example]):
+class _ExamplesIterator(grain.DatasetIterator[Example]):
     """Keeps the parent's state before the document, and the chunks taken of it."""
 
     def __init__(
-        self, parent: grain.DatasetIterator, documents: Documents, length: int
+        self,
+        parent: grain.DatasetIterator,
+        documents: Documents,
+        length: int,
+        *,
+        max_chunks: int | None,
     ) -> None:
         super().__init__(parent)
         self._documents = documents
         self._length = length
+        self._max_chunks = max_chunks
         self._before = parent.get_state()
         self._chunks: list[Example] = []
         self._taken = 0
 
     def __next__(self) -> Example:
         while self._taken == len(self._chunks):
-            self._before = self._parent.get_state()
+            if self._max_chunks != 1:
+                # Else no state is ever taken in the middle of a document.
+                self._before = self._parent.get_state()
             tokens = self._documents.tokens(next(self._parent))
-            self._chunks, self._taken = list(chunks(tokens, self._length)), 0
+            made = chunks(tokens, self._length)
+            self._chunks = list(itertools.islice(made, self._max_chunks))
+            self._taken = 0
         self._taken += 1
         return self._chunks[self._taken - 1]
 

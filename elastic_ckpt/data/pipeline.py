@@ -128,10 +128,16 @@ def from_config(data: schema.DataSection) -> iterator.ElasticData:
     With `num_logical_shards` it is sharded, else positional.
 
     Raises:
-      ConfigError: if the positional engine cannot do what is asked.
+      ConfigError: if the engine cannot do what is asked.
       DataError: if files are missing or not of their format.
     """
     if data.num_logical_shards:
+        if data.grain_use_elastic_iterator:
+            raise errors.ConfigError(
+                "grain_use_elastic_iterator=true and num_logical_shards="
+                f"{data.num_logical_shards}: Grain's elastic iterator knows no shards;"
+                " set one of them back"
+            )
         return _sharded(
             data,
             of=_datasets(data),
@@ -259,6 +265,8 @@ def _needs_shards(data: schema.DataSection) -> str:
         "a mixture in grain_train_files": ";" in data.grain_train_files,
         f"tokenizer_type={data.tokenizer_type}": data.tokenizer_type != "bytes",
         "tokenize_train_data=false": not data.tokenize_train_data,
+        "add_bos=false": not data.add_bos,
+        "add_eos=false": not data.add_eos,
         "grain_record_format=tf_example": data.grain_record_format != "bytes",
         f"grain_worker_count={data.grain_worker_count}": data.grain_worker_count,
         "corrupt_records=skip": data.corrupt_records == "skip",

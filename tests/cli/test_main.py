@@ -30,10 +30,10 @@ def test_help_needs_none_of_the_heavy_libraries():
 
 
 def test_an_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("elastic_ckpt.data.text.write_arrayrecord", interrupt)
+    monkeypatch.setattr("elastic_ckpt.data.text.write", interrupt)
     assert main.main(["data", "a", "b"]) == 130
     assert capsys.readouterr().err == "elastic-ckpt data: interrupted\n"
 

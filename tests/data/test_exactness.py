@@ -171,7 +171,7 @@ def test_any_run_has_the_bytes_of_one_host(
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),
@@ -186,7 +186,7 @@ def test_any_of_many_runs_has_the_bytes_of_one_host(
 
 
 @pytest.mark.slow
-@settings(max_examples=10, phases=[hypothesis.Phase.generate])
+@settings(max_examples=6, phases=[hypothesis.Phase.generate])
 @given(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),

@@ -74,11 +74,18 @@ def test_with_logical_shards_it_is_the_sharded_one(corpus):
         ("grain_record_format=tf_example", {"grain_record_format": "tf_example"}),
         ("grain_worker_count=2", {"grain_worker_count": 2}),
         ("corrupt_records=skip", {"corrupt_records": "skip"}),
+        ("add_bos=false", {"add_bos": False}),
+        ("add_eos=false", {"add_eos": False}),
     ],
 )
 def test_what_the_positional_engine_has_nothing_for_is_named(corpus, asked, settings):
     with refused(f"^{asked} needs logical shards; set num_logical_shards to a number"):
         pipeline.from_config(section(corpus, num_logical_shards=0, **settings))
+
+
+def test_grains_elastic_iterator_and_logical_shards_exclude_each_other(corpus):
+    with refused("grain_use_elastic_iterator=true and num_logical_shards=4: Grain's"):
+        pipeline.from_config(section(corpus, grain_use_elastic_iterator=True))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
+import functools
 import pathlib
 
 import grain
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import text
+from elastic_ckpt.data import records, text
+from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
+from tests import runs
 
 
 def read(file):
@@ -53,3 +56,41 @@ def test_a_directory_without_text_or_missing_is_an_error_and_writes_nothing(tmp_
     with pytest.raises(errors.DataError, match="none: no such directory"):
         text.write_arrayrecord(str(tmp_path / "none"), str(out))
     assert [p.name for p in tmp_path.iterdir()] == ["tree"]
+
+
+@pytest.mark.parametrize(
+    ("file_type", "reader"),
+    [
+        ("arrayrecord", arrayrecord.ArrayRecord),
+        ("parquet", parquet.Parquet),
+        ("tfrecord", functools.partial(tfrecord.TFRecord, record_format="bytes")),
+    ],
+)
+def test_every_type_that_is_written_is_read_as_the_same_texts(
+    tmp_path, monkeypatch, file_type, reader
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tree").mkdir()
+    texts = [f"text {number} äöü" for number in range(250)]
+    for number, content in enumerate(texts):
+        (tmp_path / "tree" / f"{number:03d}.txt").write_text(content)
+    file = str(tmp_path / "texts")
+    output = runs.verb("data", tmp_path / "tree", file, "--type", file_type)
+    assert "250 documents" in output
+    reading = records.Reading(num_epochs=1)
+    found = records.Records(
+        reader(files=(file,)), shard=0, num_shards=1, reading=reading
+    )
+    decoded = [
+        text if isinstance(text, str) else text.decode()
+        for text in (element["text"] for element in found)
+    ]
+    assert decoded == texts
+
+
+def test_a_part_of_the_standard_library_can_be_named(tmp_path):
+    out = tmp_path / "email"
+    written = text.write_arrayrecord(f"{text.PYTHON_STDLIB}/email", str(out))
+    assert 10 < written.num_documents < 100
+    with pytest.raises(errors.DataError, match="email/nothing: no such directory"):
+        text.write_arrayrecord(f"{text.PYTHON_STDLIB}/email/nothing", str(out))

@@ -20,7 +20,9 @@ POINTS = [
     ("with_the_state_half_written", 2, [4], True),
     pytest.param("after_the_state_is_written", 2, [4], True, marks=pytest.mark.slow),
     pytest.param("before_the_step_is_committed", 1, [4], True, marks=pytest.mark.slow),
-    ("after_the_step_is_committed", 1, [4, 8], False),
+    pytest.param(
+        "after_the_step_is_committed", 1, [4, 8], False, marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -154,6 +154,7 @@ def test_it_runs_in_process_too_and_at_another_batch_size(tmp_path, corpus):
     assert "rows in the one-host places: 9 of 9 batches" in audit
 
 
+@pytest.mark.slow
 def test_without_checkpoints_a_run_begins_anew_and_repeats_itself_to_the_bit(
     tmp_path, corpus
 ):
