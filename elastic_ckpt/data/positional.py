@@ -86,14 +86,15 @@ class PositionalData:
 
     def identity(self) -> dict[str, storage.Json]:
         """What decides which example has which number, named by configuration keys."""
-        return {
+        found: dict[str, storage.Json] = {
             "grain_train_files": arrayrecord.ArrayRecordFiles(self.files).identity(),
             "max_target_length": self.max_target_length,
             "tokenizer": "bytes",
             "enable_data_shuffling": self.shuffle,
             "data_shuffle_seed": self.shuffle_seed,
-            "num_epoch": self.num_epochs or 0,
         }
+        # Without it, where there is none, the states of older programs still load.
+        return found | ({"num_epoch": self.num_epochs} if self.num_epochs else {})
 
     def examples(self) -> grain.MapDataset:
         """All examples of the run in order.

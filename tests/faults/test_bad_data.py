@@ -109,6 +109,7 @@ def test_a_corrupt_row_group_ends_the_run_or_is_left_out_and_counted(trained, tm
     assert json.loads(runs.verb("audit", tmp_path / "tiny", "--json"))["passed"]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_is_named_and_the_saved_step_stays(trained):
     run = trained.parent / "tiny"
     before = files(run)

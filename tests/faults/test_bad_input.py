@@ -139,6 +139,7 @@ def copy_step(config, name):
     return checkpoints / name
 
 
+@pytest.mark.slow
 def test_a_step_under_another_name(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, steps=4)
     assert runs.cli("train", config).returncode == 0

@@ -67,6 +67,7 @@ def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["12", "4", "8"]
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus)
     kill_at("with_the_state_half_written", 1, config, hosts=2)

@@ -114,6 +114,7 @@ def test_inspect_shows_arrays_and_data_of_every_step(resized):
     assert '"global_next_index": 288' in text
 
 
+@pytest.mark.slow
 def test_the_same_program_runs_under_an_outer_launcher(tmp_path, corpus):
     # What `srun --ntasks=2` sets, on one node; JAX itself recognises it as Slurm.
     config = runs.write_config(tmp_path, corpus, hosts=7)
@@ -143,6 +144,7 @@ def test_the_same_program_runs_under_an_outer_launcher(tmp_path, corpus):
     assert "PASSED" in runs.verb("audit", tmp_path / "tiny")
 
 
+@pytest.mark.slow
 def test_it_runs_in_process_too_and_at_another_batch_size(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, colocated_python_data_input=False)
     for overrides in (["hosts=2", "steps=6"], ["steps=9", "global_batch_size=4"]):
