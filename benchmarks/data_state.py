@@ -3,8 +3,8 @@
 The data is that of the suite `data`: pre-tokenised Parquet, 64 logical shards, joined
 and cut to rows of 2048 tokens, here also shuffled in windows of 100.
 
-* `state_bytes_per_shard`: of the cursor files, after half an epoch; the largest of four
-  pipelines: as it is, chunked, shuffled and joined, shuffled and fitted.
+* `state_bytes_per_shard`: of the cursor files after 300 batches, as `train` writes them
+  for one dataset, shuffled; the largest of all packings, trimmed and chunked.
 * `get_state_64_shards_ms`: position and cursors of all shards, ready for JSON.
 * `idle_shard_mib`: memory that a process has more, for each of 64 opened shards, when
   each has given a row; `idle_shard_large_groups_mib` with row groups four times as
@@ -21,7 +21,7 @@ and cut to rows of 2048 tokens, here also shuffled in windows of 100.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 import json
 import multiprocessing
 import os
@@ -37,7 +37,17 @@ import numpy as np
 from benchmarks import data as data_suite
 from benchmarks import report
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import cursors, iterator, language, mixing, records, rows, units
+from elastic_ckpt.data import (
+    cursors,
+    datasets,
+    iterator,
+    language,
+    mixing,
+    pipeline,
+    records,
+    rows,
+    units,
+)
 from elastic_ckpt.data.sharded_data import ShardedData
 from elastic_ckpt.data.sources import parquet
 
@@ -61,26 +71,6 @@ class Mixed:
         }
         weights = {name: 1.0 + number for number, name in enumerate(parts)}
         return mixing.Mixture(parts, weights, shard=shard).map(_first_tokens)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Examples:
-    """A shard of pairs, chunked; then perhaps fitted into rows."""
-
-    files: tuple[str, ...]
-    packing: str = ""
-
-    def __call__(self, shard: int) -> grain.IterDataset:
-        """The rows of `shard`."""
-        pairs = language.Examples(
-            _documents(self.files, shard),
-            documents=language.Documents(column=COLUMN, tokenizer=None),
-            length=_CHUNK,
-            truncate=False,
-        )
-        if not self.packing:
-            return pairs.map(functools.partial(language.padded, length=_CHUNK))
-        return language.packed(pairs, packing=self.packing, length=2048, seed=shard)
 
 
 def measure() -> dict[str, report.Figure]:
@@ -150,16 +140,26 @@ def _advanced(
 
 def _state_bytes(files: tuple[str, ...], directory: pathlib.Path) -> float:
     largest = 0.0
-    for number, make_shard in enumerate(
-        [
-            data_suite.Shard(files=files),
-            data_suite.Shard(files=files, window=100),
-            Examples(files=files),
-            Examples(files=files, packing=language.FIRST_FIT),
-        ]
-    ):
-        host = _advanced(make_shard, 150)
-        to = directory / str(number)
+    only = pipeline.Part(
+        name=datasets.ONLY,
+        source=parquet.Parquet(files=files, columns=(COLUMN,)),
+        weight=1.0,
+    )
+    for packing, truncate in itertools.product(("", *language.PACKINGS), (True, False)):
+        host = _advanced(
+            pipeline.LanguagePipeline(
+                parts=(only,),
+                num_shards=_NUM_SHARDS,
+                reading=records.Reading(shuffle_seed=0),
+                documents=language.Documents(column=COLUMN, tokenizer=None),
+                length=512,
+                truncate=truncate,
+                window=100,
+                packing=packing,
+            ),
+            300,
+        )
+        to = directory / f"{packing}-{truncate}"
         cursors.write(to, host.shard_cursors(), host.position())
         size = sum(path.stat().st_size for path in to.iterdir())
         largest = max(largest, size / _NUM_SHARDS)

@@ -50,7 +50,7 @@ class LanguagePipeline:
     """Makes the pipeline of a shard; a pure function of these values.
 
     Attributes:
-      parts: the datasets; one is read as it is, several are mixed.
+      parts: the datasets, which are mixed by weight.
       num_shards: S.
       reading: in which order records are read, and until when.
       documents: how a record is made tokens.

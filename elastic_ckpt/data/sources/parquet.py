@@ -185,7 +185,7 @@ def _streamed(parquet: Parquet, unit: units.Unit) -> Iterator[pa.RecordBatch]:
     file, columns = parquet.files[unit.file], list(parquet.columns) or None
     num_bytes = _row_group_bytes(parquet, unit)
     batch_bytes = _BATCH_BYTES if num_bytes > _SMALL_BYTES else _SMALL_BATCH_BYTES
-    batch_rows = -(-unit.block_records // -(-num_bytes // batch_bytes))
+    batch_rows = -(-unit.block_records // max(1, -(-num_bytes // batch_bytes)))
     with _open(file, buffered=True) as opened:
         yield from opened.iter_batches(
             batch_size=batch_rows,
@@ -289,11 +289,16 @@ def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
     size = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if not parquet.columns or chunk.path_in_schema.split(".")[0] in parquet.columns:
+        if not parquet.columns or _is_of(chunk.path_in_schema, parquet.columns):
             width = _WIDTHS.get(chunk.physical_type)
             decoded = width * chunk.num_values if width else 0
             size += max(decoded, chunk.total_uncompressed_size)
     return size
+
+
+def _is_of(path: str, columns: tuple[str, ...]) -> bool:
+    # Whether a leaf is in one of the columns, whose names may have dots of their own.
+    return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 
 def _elements(batch: pa.RecordBatch) -> Iterator[source.Element]:

@@ -187,6 +187,14 @@ def test_a_list_of_numbers_that_is_missing_is_none(tmp_path):
     assert [None if e is None else e.tolist() for e in found] == [[1], None, [2, 3]]
 
 
+def test_a_column_whose_name_has_a_dot_is_read(tmp_path):
+    table = pa.table({"a.b": [[1], [2, 3]], "a": [4, 5]})
+    file = corpora.write_table(tmp_path / "a", table, group_rows=2)
+    of = parquet.Parquet(files=(file,), columns=("a.b",))
+    found = read_all(of, 1, num_epochs=1)
+    assert [e["a.b"].tolist() for e in found] == [[1], [2, 3]]
+
+
 def test_a_nested_column_is_read_with_all_that_is_in_it(tmp_path):
     kind, values = KINDS["struct"]
     table = pa.table({"a": pa.array(values, kind), "b": [1, 2, 3], "c": [4, 5, 6]})
