@@ -35,7 +35,7 @@ from benchmarks import report
 from benchmarks.peers import measure as sides
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import packing, records, rows, shuffling
+from elastic_ckpt.data import packing, prefetch, records, rows, shuffling
 from elastic_ckpt.data.sharded_data import ShardedData
 from elastic_ckpt.data.sources import parquet
 
@@ -173,13 +173,16 @@ def _overhead(shard: Shard) -> dict[str, report.Figure]:
 
 def _elastic(shard: Shard, *, read_ahead: int = 0) -> Callable[[], Iterator[Any]]:
     def make() -> Iterator[Any]:
-        data = ShardedData(
-            make_shard=shard, num_shards=NUM_SHARDS, read_ahead_batches=read_ahead
-        )
+        data = ShardedData(make_shard=shard, num_shards=NUM_SHARDS)
         placement = rows.Placement.in_order(
             0, num_hosts=1, global_batch_size=NUM_SHARDS
         )
-        with contextlib.closing(data.host_batches(placement)) as batches:
+        rows_of_host = prefetch.Prefetched(
+            data.host_batches(placement),
+            make=dict,
+            read_ahead=prefetch.ReadAhead(batches=read_ahead),
+        )
+        with contextlib.closing(rows_of_host) as batches:
             while True:
                 yield next(batches)[COLUMN]
 

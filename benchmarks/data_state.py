@@ -40,7 +40,7 @@ from benchmarks.peers.documents import COLUMN, Documents
 from elastic_ckpt.data import (
     cursors,
     datasets,
-    iterator,
+    elastic_data,
     language,
     mixing,
     pipeline,
@@ -123,7 +123,7 @@ def _first_tokens(element: dict[str, Any]) -> dict[str, np.ndarray]:
     return {COLUMN: np.resize(element[COLUMN], _CHUNK)}
 
 
-def _host(make_shard: Callable[[int], grain.IterDataset]) -> iterator.HostBatches:
+def _host(make_shard: Callable[[int], grain.IterDataset]) -> elastic_data.HostBatches:
     placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=_NUM_SHARDS)
     made = ShardedData(make_shard=make_shard, num_shards=_NUM_SHARDS)
     return made.host_batches(placement)
@@ -131,7 +131,7 @@ def _host(make_shard: Callable[[int], grain.IterDataset]) -> iterator.HostBatche
 
 def _advanced(
     make_shard: Callable[[int], grain.IterDataset], num_batches: int
-) -> iterator.HostBatches:
+) -> elastic_data.HostBatches:
     host = _host(make_shard)
     for _ in range(num_batches):
         next(host)

@@ -3,6 +3,7 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
+    from sidecar.place import batches
     from sidecar.remote_iterator import RemoteIterator
 
-__all__ = ["RemoteIterator"]
+__all__ = ["RemoteIterator", "batches"]

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import functools
 import gc
 import itertools
-import weakref
+import time
 from collections.abc import Awaitable
 from typing import Any
 
 import jax
+import numpy as np
+from absl import logging
 from etils import epath
 from jax.experimental import colocated_python
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import topology
-from elastic_ckpt.data import iterator
-from sidecar import worker
+from elastic_ckpt.core import ahead, errors, topology
+from elastic_ckpt.data import delivery, elastic_data, first_contact, iterator, prefetch
+from sidecar import failures, worker
+
+# How long a worker may take to go to the beginning, or to another batch size.
+_ANSWER_SECS = 60.0
+# The longest pause between two questions whether the state is written.
+_POLL_SECS = 0.2
 
 
 class RemoteIterator:
@@ -25,54 +35,93 @@ class RemoteIterator:
     state goes from the worker's host into the step's temporary directory, before Orbax
     commits the step, and never passes through the head.
 
+    Workers have the next batches ready on their hosts' CPU devices. A thread of the
+    head takes the next one from there to the accelerators while a step runs, so a batch
+    is asked for, carried and checked before the loop wants it.
+
     Args:
       data: what to iterate over.
       mesh: the training mesh; rows are sharded over all of its axes.
       global_batch_size: rows of a global batch, B.
+      read_ahead: how far each worker reads ahead of the head.
+
+    Raises:
+      ConfigError: if hosts differ in what they need to have in common; it says which
+        host has what.
     """
 
     def __init__(
-        self, data: iterator.ElasticData, *, mesh: Mesh, global_batch_size: int
+        self,
+        data: elastic_data.ElasticData,
+        *,
+        mesh: Mesh,
+        global_batch_size: int,
+        read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
+        self._data = data
         self._sharding = topology.batch_sharding(mesh)
         self._cpu_sharding = topology.batch_sharding(
             colocated_python.colocated_cpu_devices(mesh)
         )
-        self._tickets = itertools.count()
-        self._next_call = worker.letter({}, self._cpu_sharding)
-        self._data = data
-        self._deliver = iterator.Delivery(
+        self._warn_after_secs = read_ahead.warn_after_secs
+        self._deliver = delivery.Delivery(
             data, sharding=self._sharding, global_batch_size=global_batch_size
         )
-        self._worker = worker.Worker(data, global_batch_size)
-        # Also at the end of the program, should nobody call `close`.
-        self._release = weakref.finalize(self, _release, self._worker)
+        self._tickets = itertools.count()
+        self._delivered = 0
+        self._worker = worker.Worker(data, global_batch_size, read_ahead)
+        self._check_first_contact()
+        self._ahead = ahead.Ahead(
+            functools.partial(
+                _fetch,
+                self._worker,
+                worker.letter({}, self._cpu_sharding),
+                self._sharding,
+            ),
+            depth=worker.HEAD_AHEAD,
+        )
+        # Also when nobody calls `close`.
+        release = functools.partial(_release, self._worker, self._ahead)
+        ahead.close_with(self, release)
 
     def __iter__(self) -> RemoteIterator:
         return self
 
-    def __next__(self) -> iterator.Batch:
+    def __next__(self) -> elastic_data.Batch:
         return self._deliver(self._load)
 
     def reset(self) -> None:
         """Has the workers go to the beginning."""
-        self._call(self._worker.reset)
+        self._in_turn(self._worker.reset, within_secs=_ANSWER_SECS)
+        self._begin_to_count()
 
     def resize(self, global_batch_size: int) -> None:
         """Has the workers go on with batches of another size."""
-        self._call(self._worker.resize, global_batch_size=global_batch_size)
-        self._deliver = iterator.Delivery(
+        try:
+            self._in_turn(
+                self._worker.resize,
+                within_secs=_ANSWER_SECS,
+                global_batch_size=global_batch_size,
+                batches=self._delivered,
+            )
+        finally:
+            self._begin_to_count()
+        self._deliver = delivery.Delivery(
             self._data, sharding=self._sharding, global_batch_size=global_batch_size
         )
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
-        """Has the workers take their state now, and write it in the background."""
+        """Has the workers keep their state now, and write it in the background."""
         ticket = next(self._tickets)
-        self._call(self._worker.take_state, ticket=ticket)
+        # Not waited for: a batch may be on its way.
+        taken = self._submit(
+            self._worker.take_state, ticket=ticket, batches=self._delivered
+        )
 
         async def write() -> None:
             path = await directory.await_creation()
-            self._call(self._worker.write_state, ticket=ticket, directory=str(path))
+            await asyncio.to_thread(taken.result)
+            await asyncio.to_thread(self._write, ticket, path)
 
         return write()
 
@@ -80,27 +129,105 @@ class RemoteIterator:
         """Has the workers go to the state in `directory`, on any number of hosts."""
 
         async def read() -> None:
-            self._call(self._worker.load_state, directory=str(directory))
+            await asyncio.to_thread(
+                self._in_turn, self._worker.load_state, directory=str(directory)
+            )
+            self._begin_to_count()
 
         return read()
 
     def close(self) -> None:
-        """Lets go of the workers; the iterator cannot be used any more."""
-        if self._release.alive:
-            self._call(self._worker.close)
-        self._release()
+        """Lets go of the workers; the iterator cannot be used any more.
 
-    def _load(self) -> iterator.Batch:
-        batch = jax.block_until_ready(self._worker.next(self._next_call))
-        return topology.place(batch, self._sharding)
+        Workers that do not answer are left alone after a while.
+        """
+        self._ahead.close(lambda: self._call(self._worker.close))
+        _release(self._worker, self._ahead, wait=True)
 
-    def _call(self, method: Any, **content: Any) -> None:
-        jax.block_until_ready(method(worker.letter(content, self._cpu_sharding)))
+    def _load(self) -> elastic_data.Batch:
+        began = time.monotonic()
+        fetched = self._ahead.take()
+        waited = time.monotonic() - began
+        if self._delivered and waited > self._warn_after_secs:
+            logging.warning("%s", _slowest(waited, fetched.waited_secs))
+        self._delivered += 1
+        return fetched.batch
+
+    def _begin_to_count(self) -> None:
+        self._ahead.drop()
+        self._delivered = 0
+
+    def _write(self, ticket: int, directory: epath.Path) -> None:
+        self._call(self._worker.write_state, ticket=ticket, directory=str(directory))
+        pause = 0.001
+        while not all(self._call(self._worker.is_written, ticket=ticket)):
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECS)
+
+    def _check_first_contact(self) -> None:
+        head = [first_contact.of_host(self._data, role="the head")]
+        letter = worker.letter({}, self._cpu_sharding)
+        # First what needs no code of the user's, which may not arrive.
+        for ask in (worker.Facts, self._worker.facts):
+            with failures.reaching_the_head():
+                told = _own_rows(ask(letter))
+            first_contact.check(head + first_contact.from_rows(told))
+        first_contact.meet(self._data, self._sharding)
+
+    def _in_turn(
+        self, method: Any, *, within_secs: float | None = None, **content: Any
+    ) -> None:
+        # After the batches that are on their way.
+        try:
+            self._submit(method, **content).result(within_secs)
+        except TimeoutError:
+            raise errors.DataError(
+                f"the workers have not answered for {within_secs:g} s: a read of the"
+                " data may hang; see to the storage, and continue from the checkpoint"
+            ) from None
+
+    def _submit(self, method: Any, **content: Any) -> Any:
+        return self._ahead.submit(functools.partial(self._call, method, **content))
+
+    def _call(self, method: Any, **content: Any) -> np.ndarray:
+        with failures.reaching_the_head():
+            return _own_rows(method(worker.letter(content, self._cpu_sharding)))
 
 
-def _release(wrapper: Any) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fetched:
+    batch: elastic_data.Batch
+    # Of each worker that this process can ask, by its number.
+    waited_secs: jax.Array
+
+
+def _fetch(workers: Any, letter: jax.Array, sharding: NamedSharding) -> _Fetched:
+    with failures.reaching_the_head():
+        batch, waited_secs = jax.block_until_ready(workers.next(letter))
+    return _Fetched(batch=topology.place(batch, sharding), waited_secs=waited_secs)
+
+
+def _slowest(waited: float, of_hosts: jax.Array) -> str:
+    secs = {
+        shard.device.process_index: float(np.asarray(shard.data)[0])
+        for shard in of_hosts.addressable_shards
+    }
+    slowest = max(secs, key=lambda host: secs[host])
+    others = max((of for host, of in secs.items() if host != slowest), default=0.0)
+    return (
+        f"waited {waited:.1f} s for a batch: host {slowest} had to wait"
+        f" {secs[slowest]:.1f} s for its rows, the others at most {others:.1f} s"
+    )
+
+
+def _own_rows(array: jax.Array) -> np.ndarray:
+    return np.concatenate([np.asarray(s.data) for s in array.addressable_shards])
+
+
+def _release(workers: Any, calls: ahead.Ahead[_Fetched], *, wait: bool) -> None:
+    calls.close(wait=wait)
     # The wrapper of a colocated class sits in reference cycles, and its finalizer
     # fails, loudly, when it first runs in a dying interpreter: so break the cycles
     # before.
-    vars(wrapper).clear()
+    vars(workers).clear()
     gc.collect()

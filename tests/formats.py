@@ -10,7 +10,7 @@ import pyarrow.parquet
 from array_record.python import array_record_module
 
 from elastic_ckpt.data import (
-    iterator,
+    elastic_data,
     language,
     mixing,
     pipeline,
@@ -196,6 +196,6 @@ def data(parts, name, *, num_epochs=None, **more) -> sharded_data.ShardedData:
         MakeShard(parts=parts, steps=PIPELINES[name], num_epochs=num_epochs),
         num_shards=NUM_SHARDS,
         pipeline=name,
-        **({"end": iterator.End.PADDED} if num_epochs else {}),
+        **({"end": elastic_data.End.PADDED} if num_epochs else {}),
         **more,
     )

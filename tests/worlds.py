@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from elastic_ckpt.data import cursors, example_id, iterator, rows, state
+from elastic_ckpt.data import cursors, elastic_data, example_id, prefetch, rows, state
 
 
 class World:
@@ -16,9 +16,10 @@ class World:
       num_hosts: H.
       size: rows of a global batch.
       row_hosts: the host that holds each row; without it the h-th part is the h-th's.
+      read_ahead: batches that a thread of each host reads ahead.
     """
 
-    def __init__(self, data, num_hosts, size, row_hosts=None):
+    def __init__(self, data, num_hosts, size, row_hosts=None, read_ahead=0):
         if row_hosts is None:
             row_hosts = rows.Placement.in_order(
                 0, num_hosts=num_hosts, global_batch_size=size
@@ -26,7 +27,11 @@ class World:
         self._data = data
         self._row_hosts = row_hosts
         self.hosts = [
-            data.host_batches(rows.Placement(row_hosts=row_hosts, host=host))
+            prefetch.Prefetched(
+                data.host_batches(rows.Placement(row_hosts=row_hosts, host=host)),
+                make=dict,
+                read_ahead=prefetch.ReadAhead(batches=read_ahead),
+            )
             for host in range(num_hosts)
         ]
 
@@ -36,16 +41,16 @@ class World:
         Every host is asked, also at the end: none may come to it before the others.
         """
         data, size = self._data, len(self._row_hosts)
-        if data.end is iterator.End.NEVER:
+        if data.end is elastic_data.End.NEVER:
             return self._whole()
-        if data.end is iterator.End.DROPPED:
+        if data.end is elastic_data.End.DROPPED:
             batch = self._whole()
-            if batch[iterator.MASK].all():
+            if batch[elastic_data.MASK].all():
                 return batch
             raise StopIteration
         for _ in range(-(-data.rows_of_end // size)):
             batch = self._whole()
-            if batch[iterator.MASK].any():
+            if batch[elastic_data.MASK].any():
                 return batch
         raise StopIteration
 

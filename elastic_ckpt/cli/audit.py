@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run; 1 if it fails."""
     from elastic_ckpt.checkpoint import checkpointer, summary
-    from elastic_ckpt.data import iterator, pipeline, positional
+    from elastic_ckpt.data import elastic_data, pipeline, positional
     from elastic_ckpt.training import audit, step_log
 
     config = run_directory.read_config(arguments.run)
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     saved = summary.steps(os.path.join(arguments.run, checkpointer.DIRECTORY))
     logged = {attempt.attempt: attempt.data for attempt in attempts}
 
-    def data_of(attempt: int) -> iterator.ElasticData:
+    def data_of(attempt: int) -> elastic_data.ElasticData:
         values: dict[str, Any] = {**schema.values(config), **logged[attempt]}
         return pipeline.from_config(
             load.from_values(values, place=f"the log of attempt {attempt}").data

@@ -255,13 +255,18 @@ def _evaluation(
 
 
 def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:
-    if config.data.colocated_python_data_input:
-        import sidecar
+    import sidecar
+    from elastic_ckpt.data import prefetch
 
-        return sidecar.RemoteIterator(data, **placement)
-    from elastic_ckpt.data import iterator
-
-    return iterator.Batches(data, **placement)
+    read_ahead = prefetch.ReadAhead(
+        batches=config.data.data_read_ahead_batches,
+        max_bytes=config.data.data_read_ahead_mib << 20,
+    )
+    # Elsewhere than asked for it cannot run under a single controller.
+    colocated = config.data.colocated_python_data_input or None
+    return sidecar.batches(
+        data, colocated=colocated, read_ahead=read_ahead, **placement
+    )
 
 
 def _run_supervised(config: schema.Config, emit: events.Emit) -> None:

@@ -253,10 +253,16 @@ class DataSection:
         at_least=0,
     )
     grain_per_worker_buffer_size: int = _key(
-        1,
-        "Batches that each of these processes, or without them a thread, has ready; 0"
-        " reads when a batch is asked for.",
+        1, "Batches that each of these processes has ready.", at_least=1
+    )
+    data_read_ahead_batches: int = _key(
+        2,
+        "Batches that each host has ready on devices before they are asked for; 0 reads"
+        " when a batch is due. May change at a resume.",
         at_least=0,
+    )
+    data_read_ahead_mib: int = _key(
+        1024, "Memory that these batches take on each host, at most.", at_least=1
     )
     grain_eval_files: str = _key(
         "", "Files to evaluate on, written and read like grain_train_files."

@@ -55,6 +55,22 @@ def this_host() -> int:
     return jax.process_index()
 
 
+def num_hosts() -> int:
+    """The processes that control devices: 1 of a single controller."""
+    return jax.process_count()
+
+
+def is_single_controller(mesh: Mesh) -> bool:
+    """Whether this process is the only one, and the devices are those of other hosts.
+
+    Under Pathways JAX's platform is `proxy`.
+    """
+    if "proxy" in (jax.config.jax_platforms or ""):  # pyrefly: ignore
+        return True
+    owners = {device.process_index for device in mesh.devices.flat}
+    return num_hosts() == 1 and owners != {this_host()}
+
+
 def is_primary() -> bool:
     """Whether this process writes what is written once for all hosts."""
     return this_host() == 0

@@ -3,13 +3,15 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
+    from elastic_ckpt.data.elastic_data import ElasticData, End
     from elastic_ckpt.data.grain_states import adopt as adopt_grain_states
-    from elastic_ckpt.data.iterator import Batches, ElasticData, End
+    from elastic_ckpt.data.iterator import Batches
     from elastic_ckpt.data.local_batches import LocalBatches
     from elastic_ckpt.data.mixing import Mixture
     from elastic_ckpt.data.packing import ConcatThenSplit
     from elastic_ckpt.data.pipeline import from_config
     from elastic_ckpt.data.positional import PositionalData
+    from elastic_ckpt.data.prefetch import ReadAhead
     from elastic_ckpt.data.records import RandomMap, Reading, Records
     from elastic_ckpt.data.rows import suggest_num_shards
     from elastic_ckpt.data.sharded_data import ShardedData, sharded
@@ -30,6 +32,7 @@ __all__ = [
     "Parquet",
     "PositionalData",
     "RandomMap",
+    "ReadAhead",
     "Reading",
     "Records",
     "ShardedData",

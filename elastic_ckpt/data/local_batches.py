@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, iterator, rows, state
+from elastic_ckpt.data import cursors, delivery, elastic_data, prefetch, rows, state
 
 _VERSION = 1
 
@@ -35,29 +35,32 @@ class LocalBatches:
       agree: of data that ends, tells whether any rank has a row left (or, if the data
         drops what fills no batch, whether all have): for several ranks an all-reduce
         of what it is given.
+      read_ahead: how far a thread reads ahead; by default none does.
     """
 
     def __init__(
         self,
-        data: iterator.ElasticData,
+        data: elastic_data.ElasticData,
         *,
         rank: int = 0,
         num_ranks: int = 1,
         global_batch_size: int,
         agree: Callable[[bool], bool] | None = None,
+        read_ahead: prefetch.ReadAhead = prefetch.IN_CALLER,
     ) -> None:
-        if data.end is not iterator.End.NEVER and num_ranks > 1 and agree is None:
+        if data.end is not elastic_data.End.NEVER and num_ranks > 1 and agree is None:
             raise errors.ConfigError(
                 f"data that ends has to end on all {num_ranks} ranks at once; give"
                 " LocalBatches agree=, an all-reduce of a bool"
             )
         self._data = data
         self._agree = agree or (lambda goes_on: goes_on)
-        self._batches_of_end = iterator.batches_of_end(data, global_batch_size)
-        self._rows = data.host_batches(
-            rows.Placement.in_order(
-                rank, num_hosts=num_ranks, global_batch_size=global_batch_size
-            )
+        self._batches_of_end = delivery.batches_of_end(data, global_batch_size)
+        placement = rows.Placement.in_order(
+            rank, num_hosts=num_ranks, global_batch_size=global_batch_size
+        )
+        self._rows = prefetch.Prefetched(
+            data.host_batches(placement), make=dict, read_ahead=read_ahead
         )
 
     def __iter__(self) -> LocalBatches:
@@ -66,10 +69,10 @@ class LocalBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         for _ in range(self._batches_of_end):
             batch = next(self._rows)
-            if self._data.end is iterator.End.NEVER:
+            if self._data.end is elastic_data.End.NEVER:
                 return batch
-            mask = batch[iterator.MASK]
-            padded = self._data.end is iterator.End.PADDED
+            mask = batch[elastic_data.MASK]
+            padded = self._data.end is elastic_data.End.PADDED
             if self._agree(bool(mask.any() if padded else mask.all())):
                 return batch
         raise StopIteration

@@ -16,7 +16,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
     datasets,
-    iterator,
+    elastic_data,
     language,
     mixing,
     positional,
@@ -122,7 +122,7 @@ class LanguagePipeline:
         return language.padded(example, self.length)
 
 
-def from_config(data: schema.DataSection) -> iterator.ElasticData:
+def from_config(data: schema.DataSection) -> elastic_data.ElasticData:
     """The training data that a configuration describes.
 
     With `num_logical_shards` it is sharded, else positional.
@@ -155,7 +155,7 @@ def from_config(data: schema.DataSection) -> iterator.ElasticData:
 
 def eval_from_config(
     data: schema.DataSection, *, global_batch_size: int
-) -> iterator.ElasticData:
+) -> elastic_data.ElasticData:
     """The evaluation data: one epoch of `grain_eval_files`, in order, padded."""
     ordered = dataclasses.replace(
         data,
@@ -225,14 +225,14 @@ def _sharded(
         packing=data.grain_packing_type if data.packing else "",
         seed=data.data_shuffle_seed,
     )
-    end = iterator.End.DROPPED if data.drop_remainder else iterator.End.PADDED
+    end = elastic_data.End.DROPPED if data.drop_remainder else elastic_data.End.PADDED
     return sharded_data.ShardedData(
         make_shard=pipeline,
         num_shards=data.num_logical_shards,
         pipeline=pipeline.identity(),
-        end=end if num_epochs else iterator.End.NEVER,
+        end=end if num_epochs else elastic_data.End.NEVER,
         num_workers=num_workers,
-        read_ahead_batches=data.grain_per_worker_buffer_size,
+        per_worker_batches=data.grain_per_worker_buffer_size,
     )
 
 

@@ -24,7 +24,7 @@ from grain import experimental as grain_experimental
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
-from elastic_ckpt.data import cursors, example_id, iterator, rows, tokens
+from elastic_ckpt.data import cursors, elastic_data, example_id, rows, tokens
 from elastic_ckpt.data.sources import arrayrecord, files
 
 Example = dict[str, np.ndarray]
@@ -62,13 +62,13 @@ class PositionalData:
     drop_remainder: bool = False
 
     @property
-    def end(self) -> iterator.End:
+    def end(self) -> elastic_data.End:
         """How the data ends."""
         if self.num_epochs is None:
-            return iterator.End.NEVER
+            return elastic_data.End.NEVER
         # Of Grain's rows that fill no batch, some hosts may have one, and others none.
         dropped = self.drop_remainder or not self.in_place
-        return iterator.End.DROPPED if dropped else iterator.End.PADDED
+        return elastic_data.End.DROPPED if dropped else elastic_data.End.PADDED
 
     @property
     def rows_of_end(self) -> int:
@@ -111,7 +111,7 @@ class PositionalData:
         """None: what hosts load stays where it is."""
         del row_hosts
 
-    def host_batches(self, placement: rows.Placement) -> iterator.HostBatches:
+    def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
         read_options = grain.ReadOptions(
             num_threads=self.num_threads,
@@ -137,8 +137,8 @@ class PositionalData:
             "targets": text_tokens[1:],
             "example_id": example_id.split(number),
         }
-        if self.end is not iterator.End.NEVER:
-            example[iterator.MASK] = np.array(True)
+        if self.end is not elastic_data.End.NEVER:
+            example[elastic_data.MASK] = np.array(True)
         return example
 
 
@@ -176,7 +176,10 @@ class _InPlaceBatches:
         del shared  # there are none
         return {}
 
-    def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
+    def changed(self) -> cursors.Cursors:
+        return {}
+
+    def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         del read  # there are none
         next_index = position[_POSITION]
         assert isinstance(next_index, int)
@@ -241,7 +244,10 @@ class _ElasticBatches:
         del shared  # there are none
         return {}
 
-    def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
+    def changed(self) -> cursors.Cursors:
+        return {}
+
+    def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         del read  # there are none
         self._elastic.set_state(position)
 

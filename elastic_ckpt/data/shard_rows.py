@@ -10,7 +10,7 @@ import grain
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, example_id, iterator, records, rows
+from elastic_ckpt.data import cursors, elastic_data, example_id, records, rows
 
 MakeShard = Callable[[int], grain.IterDataset]
 Rows = dict[str, np.ndarray]
@@ -94,6 +94,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
         self._ended: dict[int, storage.Json] = {}
+        self._changed: set[int] = set()
         self._zeros: Any = None
 
     def __next__(self) -> Loaded:
@@ -101,15 +102,16 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         self._position += self._task.batch.global_batch_size
         drawn = [self._next_row(shard) for shard in shards]
         kept = [row for row, wanted in zip(drawn, keep, strict=True) if wanted]
-        touched = set(shards) if self._task.track else ()
+        self._changed.update(shards)
         return Loaded(
             rows=self._stack(kept) if kept else None,
-            cursors={shard: self._cursor(shard) for shard in touched},
+            cursors=self.changed() if self._task.track else {},
         )
 
-    def cursors(self) -> cursors.Cursors:
-        """The cursors of all shards, as they are now."""
-        return {shard: self._cursor(shard) for shard in self._task.start}
+    def changed(self) -> cursors.Cursors:
+        """The cursors of the shards that gave rows since the last call."""
+        changed, self._changed = self._changed, set()
+        return {shard: self._cursor(shard) for shard in changed}
 
     def get_state(self) -> dict[str, Any]:
         """Nothing: the cursors say where the shards are."""
@@ -180,7 +182,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         filled = [self._zeros if row is None else row for row in drawn]
         return {
             **_stacked(filled),
-            iterator.MASK: np.array([row is not None for row in drawn]),
+            elastic_data.MASK: np.array([row is not None for row in drawn]),
         }
 
     def _any(self) -> Any:
@@ -201,8 +203,8 @@ def _stacked(examples: list[Any]) -> Rows:
 def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
     """`loaded` with the feature `example_id`; padding has the id that means none."""
     halves = example_id.split_all(ids)
-    if iterator.MASK in loaded:
-        halves[~loaded[iterator.MASK]] = example_id.split(example_id.NONE)
+    if elastic_data.MASK in loaded:
+        halves[~loaded[elastic_data.MASK]] = example_id.split(example_id.NONE)
     return {**loaded, "example_id": halves}
 
 

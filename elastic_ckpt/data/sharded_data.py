@@ -4,9 +4,8 @@ A shard may filter, tokenise, chunk, shuffle and pack as it likes, for nothing i
 depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`); a
 host runs the shards that it owns, and hands their cursors on when the hosts change.
 
-Rows are read by the caller, by a thread that reads ahead, or by worker processes that
-share the host's shards. What is saved is the same: the cursors after the last batch
-delivered.
+Rows are read by the caller, or by worker processes that share the host's shards. What
+is saved is the same.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, iterator, read_ahead, rows, shard_rows
+from elastic_ckpt.data import cursors, elastic_data, readers, rows, shard_rows
 
 MakeShard = shard_rows.MakeShard
 
@@ -37,15 +36,15 @@ class ShardedData:
         rows of a shard that has ended are zeros, with the `example_id` of no example.
       num_workers: processes of each host that run its shards; 0 runs them in the host's
         own. The state does not depend on it, nor on the next one.
-      read_ahead_batches: batches that a thread, or each worker process, has ready.
+      per_worker_batches: batches that each of these processes has ready.
     """
 
     make_shard: MakeShard
     num_shards: int
     pipeline: storage.Json = ""
-    end: iterator.End = iterator.End.NEVER
+    end: elastic_data.End = elastic_data.End.NEVER
     num_workers: int = 0
-    read_ahead_batches: int = 0
+    per_worker_batches: int = 1
 
     @property
     def rows_of_end(self) -> int:
@@ -68,7 +67,7 @@ class ShardedData:
         """Where each row of a batch stands in what the hosts load; None if in place."""
         return rows.exchanged(self._batch(row_hosts), row_hosts)
 
-    def host_batches(self, placement: rows.Placement) -> iterator.HostBatches:
+    def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
         """The rows of each global batch that one host loads."""
         return _HostBatches(self, self._batch(placement.row_hosts), placement)
 
@@ -96,7 +95,7 @@ class _HostBatches:
         self._data = data
         self._batch = batch
         self._placement = placement
-        self._reader: read_ahead.Reader | None = None
+        self._reader: readers.Reader | None = None
         self.go_to({"stream_row": 0}, lambda shards: dict.fromkeys(shards))
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -105,7 +104,7 @@ class _HostBatches:
             loaded = self._read()
         except Exception as error:
             # Some shards are further than the position now: neither go on nor save.
-            self._error = error
+            self._error = str(error)
             raise
         ids = rows.stream_rows(self._batch, self._stream_row)[self._mine.rows]
         self._stream_row += self._batch.global_batch_size
@@ -116,19 +115,25 @@ class _HostBatches:
         return {"stream_row": self._stream_row}
 
     def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
-        now = self._reader.cursors() if self._reader else {}
+        self.changed()
         shards = self._mine.shards if shared else self._mine.writes
-        return {shard: now.get(shard, self._start[shard]) for shard in shards.tolist()}
+        return {shard: self._cursors[shard] for shard in shards.tolist()}
 
-    def go_to(self, position: cursors.Position, read: iterator.ReadCursors) -> None:
+    def changed(self) -> cursors.Cursors:
+        self._check_whole()
+        changed = self._reader.changed() if self._reader else {}
+        self._cursors.update(changed)
+        return changed
+
+    def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         stream_row = position["stream_row"]
         assert isinstance(stream_row, int)
         row_hosts = self._placement.row_hosts
         mine = rows.assign(self._batch, row_hosts, stream_row)[self._placement.host]
         start = dict(read(mine.shards.tolist()))
         self.close()
-        self._mine, self._start, self._stream_row = mine, start, stream_row
-        self._error: Exception | None = None
+        self._mine, self._cursors, self._stream_row = mine, start, stream_row
+        self._error: str | None = None
 
     def close(self) -> None:
         if self._reader:
@@ -143,12 +148,12 @@ class _HostBatches:
                 batch=self._batch,
                 keep=self._mine.rows,
                 position=self._stream_row,
-                start=self._start,
-                finite=data.end is not iterator.End.NEVER,
+                start=dict(self._cursors),
+                finite=data.end is not elastic_data.End.NEVER,
                 track=False,
             )
-            self._reader = read_ahead.reader(
-                task, num_workers=data.num_workers, batches=data.read_ahead_batches
+            self._reader = readers.reader(
+                task, num_workers=data.num_workers, per_worker=data.per_worker_batches
             )
         return next(self._reader)
 
@@ -157,4 +162,4 @@ class _HostBatches:
             raise errors.DataError(
                 "the data stopped in the middle of a batch; load a saved state before"
                 f" you go on or save ({self._error})"
-            ) from self._error
+            )

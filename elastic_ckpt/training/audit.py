@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import example_id, iterator, rows
+from elastic_ckpt.data import delivery, elastic_data, example_id, rows
 from elastic_ckpt.training import step_log
 
 
@@ -48,7 +48,7 @@ class Audit:
 
 def audit(
     attempts: list[step_log.Attempt],
-    data_of: Callable[[int], iterator.ElasticData],
+    data_of: Callable[[int], elastic_data.ElasticData],
     *,
     num_records: int | None = None,
     num_saved_steps: int = 0,
@@ -107,10 +107,10 @@ def audit(
 class _OneHost:
     """The run of one host; sizes and data change where those of the run did."""
 
-    def __init__(self, data_of: Callable[[int], iterator.ElasticData]) -> None:
+    def __init__(self, data_of: Callable[[int], elastic_data.ElasticData]) -> None:
         self._data_of = data_of
         self._of: tuple[int, int] | None = None
-        self._batches: iterator.HostBatches | None = None
+        self._batches: elastic_data.HostBatches | None = None
         # Batches without a real row that may come before one that has some.
         self._passed_over = 0
 
@@ -122,7 +122,7 @@ class _OneHost:
         assert self._batches is not None
         batch = next(self._batches)
         for _ in range(self._passed_over):
-            if batch[iterator.MASK].any():
+            if batch[elastic_data.MASK].any():
                 break
             batch = next(self._batches)
         tokens = np.concatenate(digest.row_features(batch), axis=1)
@@ -134,12 +134,12 @@ class _OneHost:
         if self._batches:
             self._batches.close()
 
-    def _continued(self, record: step_log.StepRecord) -> iterator.HostBatches:
+    def _continued(self, record: step_log.StepRecord) -> elastic_data.HostBatches:
         placement = rows.Placement.in_order(
             0, num_hosts=1, global_batch_size=len(record.ids)
         )
         data = self._data_of(record.attempt)
-        self._passed_over = iterator.batches_of_end(data, len(record.ids)) - 1
+        self._passed_over = delivery.batches_of_end(data, len(record.ids)) - 1
         continued = data.host_batches(placement)
         if self._batches:
             cursors = self._batches.shard_cursors()

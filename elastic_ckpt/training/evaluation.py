@@ -10,14 +10,14 @@ from typing import Protocol
 import jax
 
 from elastic_ckpt.core import events
-from elastic_ckpt.data import iterator
+from elastic_ckpt.data import elastic_data
 from elastic_ckpt.training import train_step
 
 
 class Restartable(Protocol):
     """Global batches that end, and can begin again."""
 
-    def __next__(self) -> iterator.Batch:
+    def __next__(self) -> elastic_data.Batch:
         """The next batch; StopIteration at the end, on all hosts at once."""
 
     def reset(self) -> None:
@@ -40,7 +40,7 @@ class Evaluation:
     """
 
     evaluate: Callable[
-        [train_step.TrainState, iterator.Batch], tuple[jax.Array, jax.Array]
+        [train_step.TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]
     ]
     batches: Restartable
     interval: int

@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 from elastic_ckpt.core import events
-from elastic_ckpt.data import batch_size, iterator
+from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step
 
 
@@ -24,7 +24,7 @@ class Saver(Protocol):
 class Batches(Protocol):
     """Global batches, at the position of the first step."""
 
-    def __next__(self) -> iterator.Batch:
+    def __next__(self) -> elastic_data.Batch:
         """The next batch; StopIteration at the end, on all hosts at once."""
 
     def resize(self, global_batch_size: int) -> None:

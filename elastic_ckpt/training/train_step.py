@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import digest, errors, topology
-from elastic_ckpt.data import iterator
+from elastic_ckpt.data import elastic_data
 from elastic_ckpt.training import transformer
 
 # {"params": ..., "opt_state": ..., "step": int32 scalar}
@@ -48,8 +48,8 @@ class Program:
 
     abstract_state: TrainState
     init: Callable[[], TrainState]
-    step: Callable[[TrainState, iterator.Batch], tuple[TrainState, StepReport]]
-    evaluate: Callable[[TrainState, iterator.Batch], tuple[jax.Array, jax.Array]]
+    step: Callable[[TrainState, elastic_data.Batch], tuple[TrainState, StepReport]]
+    evaluate: Callable[[TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]]
 
 
 def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
@@ -67,11 +67,13 @@ def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
 
     summed_loss = _summed_loss(config, mesh)
 
-    def mean_loss(params: transformer.Params, batch: iterator.Batch) -> jax.Array:
+    def mean_loss(params: transformer.Params, batch: elastic_data.Batch) -> jax.Array:
         total, count = summed_loss(params, batch)
         return total / jnp.maximum(count, 1)
 
-    def step(state: TrainState, batch: iterator.Batch) -> tuple[TrainState, StepReport]:
+    def step(
+        state: TrainState, batch: elastic_data.Batch
+    ) -> tuple[TrainState, StepReport]:
         loss, gradients = jax.value_and_grad(mean_loss)(state["params"], batch)
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
@@ -125,12 +127,12 @@ def check_step(state: TrainState, step: int) -> None:
 
 def _summed_loss(
     config: schema.Config, mesh: Mesh
-) -> Callable[[transformer.Params, iterator.Batch], tuple[jax.Array, jax.Array]]:
+) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, jax.Array]]:
     def gather(params: transformer.Params) -> transformer.Params:
         return jax.lax.with_sharding_constraint(params, topology.replicated(mesh))
 
     def summed_loss(
-        params: transformer.Params, batch: iterator.Batch
+        params: transformer.Params, batch: elastic_data.Batch
     ) -> tuple[jax.Array, jax.Array]:
         return transformer.loss(
             params, batch, head_dim=config.model.head_dim, gather=gather

@@ -7,7 +7,14 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import example_id, iterator, rows, sharded_data
+from elastic_ckpt.data import (
+    delivery,
+    elastic_data,
+    example_id,
+    iterator,
+    rows,
+    sharded_data,
+)
 from tests import iterator_contract, pipelines, worlds
 
 
@@ -54,7 +61,14 @@ class TooFewRows:
         return {}
 
     def host_batches(self, placement):
-        return iter([{"x": np.zeros((len(placement.row_hosts) // 2, 3))}])
+        self._num_rows = len(placement.row_hosts) // 2
+        return self
+
+    def __next__(self):
+        return {"x": np.zeros((self._num_rows, 3))}
+
+    def close(self):
+        pass
 
 
 def test_an_iterator_that_gives_too_few_rows_is_named():
@@ -91,7 +105,7 @@ class ShardingOfHosts:
 
 
 def held(*parts, size=8):
-    return iterator.RowsHeld.of(ShardingOfHosts(*parts), size)
+    return delivery.RowsHeld.of(ShardingOfHosts(*parts), size)
 
 
 def test_each_host_holds_the_rows_of_its_devices():
@@ -244,7 +258,7 @@ def ending(num_shards, lengths, end):
 def test_padded_data_ends_when_every_shard_has_given_its_last_row(
     num_shards, size, lengths
 ):
-    batches = batches_of(ending(num_shards, lengths, iterator.End.PADDED), size)
+    batches = batches_of(ending(num_shards, lengths, elastic_data.End.PADDED), size)
     found = list(batches)
     real = [np.asarray(batch["x"])[np.asarray(batch["mask"])] for batch in found]
     assert all(len(rows_) for rows_ in real)
@@ -264,7 +278,7 @@ def test_padded_data_ends_when_every_shard_has_given_its_last_row(
 
 
 def test_dropping_data_ends_before_the_first_padding():
-    batches = batches_of(ending(8, (3, 5), iterator.End.DROPPED), 16)
+    batches = batches_of(ending(8, (3, 5), elastic_data.End.DROPPED), 16)
     (batch,) = batches
     assert np.asarray(batch["mask"]).all()
     assert np.asarray(batch["x"]).tolist() == [
@@ -274,7 +288,7 @@ def test_dropping_data_ends_before_the_first_padding():
 
 
 def test_data_that_has_ended_can_begin_again():
-    batches = batches_of(ending(8, (2, 3), iterator.End.PADDED), 8)
+    batches = batches_of(ending(8, (2, 3), elastic_data.End.PADDED), 8)
     first = [worlds.content(jax.device_get(batch)) for batch in batches]
     batches.reset()
     assert [worlds.content(jax.device_get(batch)) for batch in batches] == first
@@ -282,7 +296,7 @@ def test_data_that_has_ended_can_begin_again():
 
 
 def test_data_without_a_row_says_so():
-    batches = batches_of(ending(8, (0,), iterator.End.PADDED), 8)
+    batches = batches_of(ending(8, (0,), elastic_data.End.PADDED), 8)
     with pytest.raises(
         errors.DataError, match="none of the 8 logical shards has an ex"
     ):
@@ -294,7 +308,7 @@ class Exchanged:
     """Data of which hosts load the rows in another order."""
 
     order: np.ndarray
-    end: iterator.End = iterator.End.NEVER
+    end: elastic_data.End = elastic_data.End.NEVER
     rows_of_end: int = 1
 
     def row_order(self, row_hosts):
@@ -305,7 +319,7 @@ class Exchanged:
 def test_rows_are_put_into_their_places_on_the_devices():
     order = np.random.default_rng(0).permutation(16)
     sharding = topology.batch_sharding(topology.make_mesh(2)[0])
-    deliver = iterator.Delivery(
+    deliver = delivery.Delivery(
         Exchanged(order), sharding=sharding, global_batch_size=16
     )
     loaded = {"x": np.arange(32).reshape(16, 2), "y": np.arange(16) % 3 == 0}

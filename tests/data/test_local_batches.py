@@ -9,8 +9,8 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import (
+    elastic_data,
     example_id,
-    iterator,
     local_batches,
     positional,
     sharded_data,
@@ -113,9 +113,9 @@ def test_data_that_ends_has_to_be_agreed_on(corpus):
         world(finite, 2)
     one = local_batches.LocalBatches(finite, global_batch_size=SIZE)
     batches = list(one)
-    assert [int(b[iterator.MASK].sum()) for b in batches] == [12] * 8 + [4]
+    assert [int(b[elastic_data.MASK].sum()) for b in batches] == [12] * 8 + [4]
     ids = itertools.chain.from_iterable(
-        example_id.join(b["example_id"][b[iterator.MASK]]) for b in batches
+        example_id.join(b["example_id"][b[elastic_data.MASK]]) for b in batches
     )
     assert sorted(ids) == list(range(100))
     one.close()

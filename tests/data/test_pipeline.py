@@ -7,7 +7,7 @@ import pytest
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import iterator, pipeline, positional, sharded_data, state
+from elastic_ckpt.data import elastic_data, pipeline, positional, sharded_data, state
 from tests import formats, worlds
 
 LENGTH = 16
@@ -58,7 +58,7 @@ def test_with_logical_shards_it_is_the_sharded_one(corpus):
         section(corpus, grain_worker_count=3, grain_per_worker_buffer_size=5)
     )
     assert isinstance(data, sharded_data.ShardedData)
-    assert (data.num_shards, data.num_workers, data.read_ahead_batches) == (4, 3, 5)
+    assert (data.num_shards, data.num_workers, data.per_worker_batches) == (4, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_grains_elastic_iterator_and_logical_shards_exclude_each_other(corpus):
 @pytest.mark.parametrize(
     ("settings", "end"),
     [
-        ({}, iterator.End.NEVER),
-        ({"drop_remainder": True}, iterator.End.NEVER),
-        ({"num_epoch": 1}, iterator.End.PADDED),
-        ({"num_epoch": 1, "drop_remainder": True}, iterator.End.DROPPED),
+        ({}, elastic_data.End.NEVER),
+        ({"drop_remainder": True}, elastic_data.End.NEVER),
+        ({"num_epoch": 1}, elastic_data.End.PADDED),
+        ({"num_epoch": 1, "drop_remainder": True}, elastic_data.End.DROPPED),
     ],
 )
 @pytest.mark.parametrize("num_shards", [0, 4])
@@ -204,7 +204,7 @@ def test_evaluation_is_one_epoch_in_order_padded_whatever_training_does(corpus):
         grain_worker_count=4,
     )
     data = pipeline.eval_from_config(config, global_batch_size=12)
-    assert (data.end, data.num_workers) == (iterator.End.PADDED, 0)
+    assert (data.end, data.num_workers) == (elastic_data.End.PADDED, 0)
     expected = [text[:LENGTH] for text in EXPECTED_TEXTS]
     for num_hosts in (1, 3):
         batches = worlds.World(data, num_hosts, 12).rest()

@@ -1,8 +1,7 @@
-"""Who reads a host's rows: the caller, a thread that is ahead, or worker processes.
+"""Who reads a host's rows: the caller, or worker processes that share its shards.
 
-Threads and processes are Grain's. Each batch comes with the cursors of the shards that
-gave it rows, so that the state is that of the last batch delivered, however far the
-reading is ahead, and does not tell who read.
+The processes are Grain's. Each share of a batch comes with the cursors of the shards
+that gave it rows, so that the state does not tell who read.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ class Reader(Protocol):
     def __next__(self) -> shard_rows.Rows:
         """The rows of the next batch."""
 
-    def cursors(self) -> cursors.Cursors:
-        """Shards that gave rows, or more, as they are after the last batch."""
+    def changed(self) -> cursors.Cursors:
+        """The cursors of the shards that gave rows since the last call."""
 
     def close(self) -> None:
-        """Ends threads and processes."""
+        """Ends processes, and closes pipelines."""
 
 
-def reader(task: shard_rows.Task, *, num_workers: int, batches: int) -> Reader:
+def reader(task: shard_rows.Task, *, num_workers: int, per_worker: int) -> Reader:
     """A reader of `task`.
 
     Args:
       task: what to read.
-      num_workers: processes that share the task's shards; 0 has none.
-      batches: batches that each of them, or else a thread, has ready; 0 has no thread.
+      num_workers: processes that share the task's shards; 0 reads in the caller.
+      per_worker: batches that each of them has ready.
     """
     num_workers = min(num_workers, len(task.start))
     if num_workers:
-        return _Workers(task, num_workers, max(batches, 1))
-    return _Ahead(task, batches) if batches else _InCaller(task)
+        return _Workers(task, num_workers, max(per_worker, 1))
+    return _InCaller(task)
 
 
 class _InCaller:
@@ -60,33 +59,8 @@ class _InCaller:
         assert found is not None
         return found
 
-    def cursors(self) -> cursors.Cursors:
-        return self._rows.cursors()
-
-    def close(self) -> None:
-        self._close()
-
-
-class _Ahead:
-    def __init__(self, task: shard_rows.Task, batches: int) -> None:
-        tracked = shard_rows.ShardRows(dataclasses.replace(task, track=True))
-        self._batches = iter(
-            experimental.ThreadPrefetchIterDataset(
-                tracked, prefetch_buffer_size=batches
-            )
-        )
-        self._cursors: dict[int, cursors.Cursor] = {}
-        # Also at the end of the program: Grain's own clean-up comes too late there.
-        self._close = weakref.finalize(self, self._batches.close)
-
-    def __next__(self) -> shard_rows.Rows:
-        loaded = next(self._batches)
-        self._cursors.update(loaded.cursors)
-        assert loaded.rows is not None
-        return loaded.rows
-
-    def cursors(self) -> cursors.Cursors:
-        return self._cursors
+    def changed(self) -> cursors.Cursors:
+        return self._rows.changed()
 
     def close(self) -> None:
         self._close()
@@ -95,7 +69,9 @@ class _Ahead:
 class _Workers:
     """Processes that each run every n-th shard; their shares make up the batch."""
 
-    def __init__(self, task: shard_rows.Task, num_workers: int, batches: int) -> None:
+    def __init__(
+        self, task: shard_rows.Task, num_workers: int, per_worker: int
+    ) -> None:
         if not flags.FLAGS.is_parsed():
             # Grain asks absl for its flags, also in programs that have no use for any.
             flags.FLAGS.mark_as_parsed()
@@ -106,7 +82,7 @@ class _Workers:
         )
         workers = in_pipes.mp_prefetch(
             grain.MultiprocessingOptions(
-                num_workers=num_workers, per_worker_buffer_size=batches
+                num_workers=num_workers, per_worker_buffer_size=per_worker
             ),
             worker_init_fn=_end_with_parent,
         )
@@ -115,7 +91,7 @@ class _Workers:
         self._position = task.position
         self._loaded = iter(workers)
         self._close = weakref.finalize(self, self._loaded.close)
-        self._cursors: dict[int, cursors.Cursor] = {}
+        self._changed: dict[int, cursors.Cursor] = {}
 
     def __next__(self) -> shard_rows.Rows:
         shards, keep = self._task.wanted(self._position)
@@ -123,7 +99,7 @@ class _Workers:
         places, found = [], []
         for share in self._shares:
             loaded = next(self._loaded)
-            self._cursors.update(loaded.cursors)
+            self._changed.update(loaded.cursors)
             if loaded.rows is not None:
                 places.append(np.flatnonzero(np.isin(kept, share)))
                 found.append(loaded.rows)
@@ -134,8 +110,9 @@ class _Workers:
             for name in found[0]
         }
 
-    def cursors(self) -> cursors.Cursors:
-        return self._cursors
+    def changed(self) -> cursors.Cursors:
+        changed, self._changed = self._changed, {}
+        return changed
 
     def close(self) -> None:
         self._close()

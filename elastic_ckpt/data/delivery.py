@@ -1,0 +1,130 @@
+"""From what hosts have loaded to the batch that a loop gets.
+
+A batch is a global array. Hosts load the rows that their devices hold (`RowsHeld`), or
+others, which `Delivery` puts into place on the devices; it also agrees on the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import elastic_data
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsHeld:
+    """Which rows of a batch the devices of each host hold.
+
+    Attributes:
+      holders: the rows of each process, ascending, by process number.
+      groups: the distinct ones of these, ordered by their first row; hosts that hold
+        the same rows are one group, and count as one host.
+    """
+
+    holders: dict[int, tuple[int, ...]]
+    groups: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, sharding: Sharding, global_batch_size: int) -> RowsHeld:
+        """The rows that `sharding` gives to each host.
+
+        Raises:
+          ConfigError: if two hosts share some of their rows and not all.
+        """
+        held: dict[int, set[int]] = {}
+        shape = (global_batch_size,)
+        for device, index in sharding.devices_indices_map(shape).items():
+            part = (index or (slice(None),))[0]
+            held.setdefault(device.process_index, set()).update(
+                range(*part.indices(global_batch_size))
+            )
+        holders = {host: tuple(sorted(of_host)) for host, of_host in held.items()}
+        groups = sorted(set(holders.values()), key=lambda group: group[0])
+        if sum(map(len, groups)) != global_batch_size:
+            raise errors.ConfigError(
+                f"the sharding {sharding} gives hosts overlapping rows of a batch;"
+                " shard the rows so that two hosts have the same rows or none in common"
+            )
+        return cls(holders=holders, groups=groups)
+
+    def group(self, host: int) -> int:
+        """The group of a host."""
+        return self.groups.index(self.holders[host])
+
+    def first_holder(self, host: int) -> int:
+        """The first host that holds the rows of `host`."""
+        mine = self.holders[host]
+        return min(other for other, held in self.holders.items() if held == mine)
+
+    def row_hosts(self) -> np.ndarray:
+        """The group that holds each row, int `[B]`."""
+        found = np.full(sum(map(len, self.groups)), -1)
+        for number, held in enumerate(self.groups):
+            found[list(held)] = number
+        return found
+
+
+def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> int:
+    """Batches without a real row, one after the other, that mean the end of `data`.
+
+    A batch that is all padding is otherwise passed over: the shards that it takes rows
+    from have ended, others may not.
+    """
+    if data.end is not elastic_data.End.PADDED:
+        return 1
+    return -(-data.rows_of_end // global_batch_size)
+
+
+class Delivery:
+    """What is left to do with a global batch on devices before a loop may have it.
+
+    Puts rows into the places of a one-host batch, if hosts load others than they hold;
+    and ends data that is finite at the same batch on every host. Both are computations
+    over all devices, so every host has to call it, in the same order.
+
+    Args:
+      data: what the batches are of.
+      sharding: how their rows lie on devices.
+      global_batch_size: rows of a global batch, B.
+    """
+
+    def __init__(
+        self,
+        data: elastic_data.ElasticData,
+        *,
+        sharding: NamedSharding,
+        global_batch_size: int,
+    ) -> None:
+        held = RowsHeld.of(sharding, global_batch_size)
+        order = data.row_order(held.row_hosts())
+        self._exchange: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
+        if order is not None:
+            self._exchange = jax.jit(
+                lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
+                out_shardings=sharding,
+            )
+        self._goes_on: Callable[[jax.Array], jax.Array] | None = None
+        self._batches_of_end = batches_of_end(data, global_batch_size)
+        if data.end is not elastic_data.End.NEVER:
+            replicated = NamedSharding(sharding.mesh, PartitionSpec())
+            test = jnp.any if data.end is elastic_data.End.PADDED else jnp.all
+            self._goes_on = jax.jit(test, out_shardings=replicated)
+
+    def __call__(self, load: Callable[[], elastic_data.Batch]) -> elastic_data.Batch:
+        """The next batch that the loop gets, of those that `load` returns.
+
+        Raises:
+          StopIteration: if the data has ended.
+        """
+        for _ in range(self._batches_of_end):
+            batch = load()
+            if self._goes_on is None or bool(self._goes_on(batch[elastic_data.MASK])):
+                return self._exchange(batch) if self._exchange else batch
+        raise StopIteration

@@ -1,0 +1,123 @@
+"""What the hosts of a run have to have in common, compared before the first batch.
+
+Colocated Python ships code by cloudpickle, which needs the same Python minor version
+and the same JAX on both sides; rows depend on the versions of Grain and of this package
+and on the files that a host sees. Facts travel as arrays, since nothing else does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import elastic_data
+
+Facts = Mapping[str, str]
+
+# What tells the hosts apart; the rest has to be equal.
+HOST = "host"
+PIPELINE = "pipeline"
+
+_PACKAGES = ("jax", "jaxlib", "grain", "elastic-ckpt")
+_ROW_BYTES = 512
+
+
+def of_host(data: elastic_data.ElasticData | None = None, *, role: str = "") -> Facts:
+    """The facts of this host; with `data` also the fingerprint of its pipeline.
+
+    `role` names it where it is no host by a number, as the head of a single controller.
+    """
+    facts = {
+        HOST: f"{role} ({platform.node()[:64]})" if role else host_name(),
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        **{package: metadata.version(package) for package in _PACKAGES},
+    }
+    return facts if data is None else facts | {PIPELINE: fingerprint(data)}
+
+
+def host_name() -> str:
+    """This host's number and name, for people."""
+    return f"host {topology.this_host()} ({platform.node()[:64]})"
+
+
+def fingerprint(data: elastic_data.ElasticData) -> str:
+    """16 hexadecimal digits of what decides which example comes when."""
+    text = json.dumps([data.engine, data.identity()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def to_row(facts: Facts) -> np.ndarray:
+    """The facts as uint8 `[512]`."""
+    text = json.dumps(facts).encode()
+    assert len(text) <= _ROW_BYTES, text
+    return np.frombuffer(text.ljust(_ROW_BYTES), np.uint8)
+
+
+def from_rows(rows: np.ndarray) -> list[Facts]:
+    """The facts in uint8 `[n, 512]`."""
+    return [json.loads(row.tobytes()) for row in np.asarray(rows)]
+
+
+def placed(facts: Facts, sharding: NamedSharding) -> jax.Array:
+    """This host's facts on each of its devices: uint8 `[devices, 512]`."""
+    row = to_row(facts)
+    shape = (sharding.mesh.devices.size, len(row))
+    return jax.make_array_from_callback(shape, sharding, lambda _: row[None])
+
+
+def meet(data: elastic_data.ElasticData, sharding: NamedSharding) -> None:
+    """Compares all controllers, which have to call it together; one has no other.
+
+    Raises:
+      ConfigError: as `check` says.
+    """
+    if topology.num_hosts() > 1:
+        check(_exchanged(of_host(data), sharding))
+
+
+def check(facts: Sequence[Facts]) -> None:
+    """Raises a ConfigError that says which host has what, where hosts differ.
+
+    What a host has not said is not compared.
+    """
+    differing = []
+    for name in facts[0]:
+        hosts: dict[str, list[str]] = {}
+        for of_one in facts:
+            if name in of_one:
+                hosts.setdefault(of_one[name], []).append(of_one[HOST])
+        if name != HOST and len(hosts) > 1:
+            differing.append(
+                f"{name} is "
+                + ", ".join(f"{value} on {_listed(of)}" for value, of in hosts.items())
+            )
+    if differing:
+        raise errors.ConfigError(
+            "the hosts of this run differ: "
+            + "; ".join(differing)
+            + ". Give every host, and the image of the sidecar, the same versions;"
+            " where the pipeline differs, the same configuration and files"
+        )
+
+
+def _exchanged(facts: Facts, sharding: NamedSharding) -> list[Facts]:
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
+    gathered = gather(placed(facts, sharding))
+    return from_rows(gathered.addressable_data(0))
+
+
+def _listed(hosts: list[str], most: int = 4) -> str:
+    # A host says it once for each of its devices.
+    names = list(dict.fromkeys(hosts))
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    return " and ".join([", ".join(names[:most]), *more])
