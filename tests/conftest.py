@@ -9,8 +9,10 @@ import jax
 import pytest
 
 from elastic_ckpt.cli import train
+from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional
 from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.monitoring import subscription
 from tests import corpora
 
 jax.config.update("jax_platforms", "cpu")
@@ -70,6 +72,17 @@ def data(corpus) -> positional.PositionalData:
     return positional.PositionalData(
         files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=0
     )
+
+
+@pytest.fixture
+def heard():
+    """What is recorded while the test runs: of each metric the values, in order."""
+    values: dict[metrics.Metric, list[float]] = {}
+    hearing = subscription.Subscription(
+        lambda metric, value: values.setdefault(metric, []).append(value)
+    )
+    yield values
+    hearing.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

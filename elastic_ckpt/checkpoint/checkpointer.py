@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import summary, validation
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events, metrics, storage
 
 DIRECTORY = "checkpoints"
 STATE = "state"
@@ -121,7 +121,7 @@ class RunCheckpointer:
           CheckpointError: if the step is of another model or lacks a part.
           DataError: if its data state cannot be read or is of another pipeline.
         """
-        began = time.monotonic()
+        began_secs = time.monotonic()
         latest = self._orbax.latest
         assert latest is not None
         path = str(latest.path)
@@ -129,9 +129,9 @@ class RunCheckpointer:
         # The data first: it is small, and an error in it leaves nothing half loaded.
         self._load(DATA, self._data)
         state = self._load(STATE, abstract_state)
-        self._emit(
-            "restored", step=latest.step, path=path, secs=time.monotonic() - began
-        )
+        secs = time.monotonic() - began_secs
+        metrics.CHECKPOINT_LOAD.record(secs)
+        self._emit("restored", step=latest.step, path=path, secs=secs)
         return state
 
     def _load(self, part: str, wanted: Any) -> Any:
@@ -166,7 +166,21 @@ class RunCheckpointer:
         Raises:
           CheckpointError: if Orbax declines, so that no save is skipped in silence.
         """
-        self._settle()
+        with metrics.CHECKPOINT_SAVE_BLOCK.timed():
+            self._settle()
+            self._start_save(step, state)
+            if not self._section.async_checkpointing:
+                self._settle()
+
+    def close(self) -> None:
+        """Waits for a save under way, raises its error, and ends Orbax's threads."""
+        try:
+            self._settle()
+        finally:
+            self._orbax.close()
+
+    def _start_save(self, step: int, state: Any) -> None:
+        began_secs = time.monotonic()
         self._emit("save_started", step=step)
         response = self._orbax.save_checkpointables_async(
             step, {STATE: state, DATA: self._data}, force=True
@@ -178,17 +192,8 @@ class RunCheckpointer:
                 " look for steps of another run in that directory"
             )
         self._pending = _PendingSave(
-            step=step, response=response, began_secs=time.monotonic()
+            step=step, response=response, began_secs=began_secs
         )
-        if not self._section.async_checkpointing:
-            self._settle()
-
-    def close(self) -> None:
-        """Waits for a save under way, raises its error, and ends Orbax's threads."""
-        try:
-            self._settle()
-        finally:
-            self._orbax.close()
 
     def _settle(self) -> None:
         # An error of a background save is raised by its response alone.
@@ -197,6 +202,7 @@ class RunCheckpointer:
         pending, self._pending = self._pending, None
         pending.response.result()
         secs = time.monotonic() - pending.began_secs
+        metrics.CHECKPOINT_SAVE.record(secs)
         self._emit("saved", step=pending.step, secs=secs)
 
 

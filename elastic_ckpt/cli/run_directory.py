@@ -14,6 +14,8 @@ CONFIG = "config.json"
 EVENTS = "events.jsonl"
 LOCK = "run.lock"
 LOGS = "logs"
+METRICS = "metrics"
+TENSORBOARD = "tensorboard"
 
 
 def of(config: schema.Config) -> str:

@@ -17,7 +17,7 @@ import time
 import types
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.cli import progress, run_directory
+from elastic_ckpt.cli import listeners, progress, run_directory
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
 
@@ -53,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise errors.ConfigError(
             "run_name is empty; set it, for example run_name=first"
         )
+    listeners.check(config.metrics)
     signal.signal(signal.SIGTERM, _end_on_sigterm)
     from elastic_ckpt.elastic import supervisor
 
@@ -147,12 +148,13 @@ def run_host(config: schema.Config, emit: events.Emit) -> None:
     from elastic_ckpt.core import topology
 
     if not topology.is_primary():
-        _train(config, events.nobody)
+        with listeners.started(config):
+            _train(config, events.nobody)
         return
     directory = run_directory.of(config)
     with storage.exclusive_lock(os.path.join(directory, run_directory.LOCK)):
         log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
-        with contextlib.closing(log):
+        with contextlib.closing(log), listeners.started(config):
             _train(config, _Recorded(emit, log))
 
 
@@ -288,8 +290,9 @@ def _join_and_run(
     from elastic_ckpt.elastic import multicontroller
 
     multicontroller.configure(config.world)
+    own = listeners.on_one_machine(config.metrics, place.host)
     with multicontroller.joined(place):
-        run_host(config, emit)
+        run_host(dataclasses.replace(config, metrics=own), emit)
 
 
 class _Recorded:

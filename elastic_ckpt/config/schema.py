@@ -296,6 +296,29 @@ class CheckpointSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MetricsSection:
+    """Where metrics go, besides the JSON lines of each host in the run's `metrics/`."""
+
+    enable_tensorboard: bool = _key(
+        False,
+        "Write them for TensorBoard as well, to the run's `tensorboard/`; needs the"
+        " extra `tensorboard`.",
+    )
+    prometheus_port: int = _key(
+        0,
+        "Serve them to Prometheus at this port of each host; several hosts that the"
+        " local launcher starts take this port and the next ones. 0 serves none. Needs"
+        " the extra `prometheus`.",
+        at_least=0,
+    )
+    prometheus_interface: str = _key(
+        "127.0.0.1",
+        "Interface of that port: 0.0.0.0 lets every machine read them that reaches the"
+        " host.",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole configuration; each section's keys are unique over all sections."""
 
@@ -305,6 +328,7 @@ class Config:
     optimizer: OptimizerSection = OptimizerSection()
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    metrics: MetricsSection = MetricsSection()
 
 
 def sections() -> dict[str, Any]:

@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from etils import epath
 
@@ -95,7 +95,8 @@ class AppendLog:
     """A file of JSON lines that only grows.
 
     A line is in the kernel when `append` returns, so a killed process loses none that
-    it appended, and `sync` makes the lines survive the machine as well.
+    it appended, and `sync` makes the lines survive the machine as well. A log that is
+    there already goes on after its last whole line.
     Objects of a store cannot grow: there the lines wait in memory, and `sync` puts the
     object anew.
     """
@@ -103,7 +104,13 @@ class AppendLog:
     def __init__(self, path: epath.PathLike) -> None:
         make_directory(epath.Path(path).parent)
         self._object = None if is_local(path) else epath.Path(path)
-        self._file = io.BytesIO() if self._object else open(path, "ab")  # noqa: SIM115
+        if self._object is None:
+            self._file = open(path, "a+b")  # noqa: SIM115
+            _drop_torn_line(self._file)
+            return
+        self._file = io.BytesIO()
+        with contextlib.suppress(FileNotFoundError):
+            self._file.write(self._object.read_bytes())
 
     def append(self, record: Mapping[str, Json]) -> None:
         """Adds `record` as one line."""
@@ -121,8 +128,10 @@ class AppendLog:
     def close(self) -> None:
         """Syncs and closes the log; a second call does nothing."""
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            try:
+                self.sync()
+            finally:
+                self._file.close()
 
 
 def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
@@ -175,6 +184,21 @@ def exclusive_lock(path: epath.PathLike) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    # What follows the last newline was never promised; joined to the next line it
+    # would spoil that one too.
+    end = start = file.seek(0, os.SEEK_END)
+    while start:
+        stop, start = start, max(0, start - 2**16)
+        file.seek(start)
+        newline = file.read(stop - start).rfind(b"\n")
+        if newline >= 0:
+            start += newline + 1
+            break
+    if start < end:
+        file.truncate(start)
 
 
 def _fsync(path: epath.PathLike) -> None:

@@ -7,7 +7,7 @@ import tomllib
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.config import load, schema
-from elastic_ckpt.core import events
+from elastic_ckpt.core import events, metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 PUBLIC = ["elastic_ckpt", "elastic_ckpt.data", "sidecar"]
@@ -49,6 +49,14 @@ def test_config_keys_with_meanings_and_defaults_are_those_of_base_yml(request):
 def test_event_names(golden):
     lines = [f"{name}: {', '.join(fields)}" for name, fields in events.NAMES.items()]
     golden("events.txt", "\n".join(lines) + "\n")
+
+
+def test_metric_names(golden):
+    lines = [
+        f"{metric.name}: {metric.kind}, {metric.unit}: {metric.meaning}"
+        for metric in metrics.METRICS.values()
+    ]
+    golden("metrics.txt", "\n".join(lines) + "\n")
 
 
 def test_every_key_of_every_shipped_configuration_has_a_comment_above_it():

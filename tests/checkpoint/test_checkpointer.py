@@ -7,7 +7,7 @@ import pytest
 
 from elastic_ckpt.checkpoint import checkpointer, summary
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, topology
+from elastic_ckpt.core import errors, events, metrics, topology
 from elastic_ckpt.data import iterator
 
 
@@ -107,6 +107,18 @@ def test_the_end_of_each_save_is_told(make):
     run.save(4, state())
     run.close()
     assert heard.names()[2:] == ["save_started", "saved"]
+
+
+def test_saves_and_restores_are_measured(make, heard):
+    run = make(async_checkpointing=False)
+    run.save(2, state())
+    run.save(4, state())
+    assert list(heard) == [metrics.CHECKPOINT_SAVE, metrics.CHECKPOINT_SAVE_BLOCK]
+    for saved, blocked in zip(*heard.values(), strict=True):
+        # Nothing is left to the background here.
+        assert 0 < saved <= blocked
+    run.restore(abstract(state()))
+    assert len(heard[metrics.CHECKPOINT_LOAD]) == 1
 
 
 class Failing:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import pathlib
@@ -49,6 +50,18 @@ def test_a_torn_last_line_is_dropped_and_the_log_goes_on_after_it(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b'{"n":0}\n{"n":')
     assert storage.read_log(path) == [{"n": 0}]
+    with contextlib.closing(storage.AppendLog(path)) as log:
+        log.append({"n": 1})
+    assert storage.read_log(path) == [{"n": 0}, {"n": 1}]
+
+
+@pytest.mark.parametrize("num_torn_bytes", [1, 2**16 - 1, 2**16, 2**16 + 1, 2**18])
+@pytest.mark.parametrize("whole", [b"", b'{"n":0}\n'])
+def test_a_torn_line_of_any_length_is_dropped(tmp_path, whole, num_torn_bytes):
+    path = tmp_path / "log"
+    path.write_bytes(whole + b"x" * num_torn_bytes)
+    storage.AppendLog(path).close()
+    assert path.read_bytes() == whole
 
 
 def test_a_spoilt_line_in_the_middle_is_an_error_that_names_it(tmp_path):
@@ -68,6 +81,18 @@ def test_a_log_is_readable_after_sync_on_an_object_store(tmp_path, monkeypatch):
     assert storage.read_log(tmp_path / "log") == [{"n": 0}]
     log.close()
     assert storage.read_log(tmp_path / "log") == [{"n": 0}, {"n": 1}]
+    with contextlib.closing(storage.AppendLog(tmp_path / "log")) as log:
+        log.append({"n": 2})
+    assert storage.read_log(tmp_path / "log") == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+def test_a_log_on_a_full_disk_is_closed_all_the_same():
+    log = storage.AppendLog("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        log.append({"n": 0})
+    with pytest.raises(OSError, match=r"Invalid argument|No space left"):
+        log.close()
+    assert log._file.closed
 
 
 def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tmp_path):

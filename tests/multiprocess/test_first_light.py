@@ -1,5 +1,6 @@
 """The promise of the first issue, with real host processes."""
 
+import collections
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from elastic_ckpt.core import metrics, storage
 from tests import runs
 
 # The same float32 sums in another order: over hosts, devices and rows of a batch. Over
@@ -112,6 +114,19 @@ def test_inspect_shows_arrays_and_data_of_every_step(resized):
     text = runs.verb("inspect", run)
     assert "9 complete steps" in text
     assert '"global_next_index": 288' in text
+
+
+def test_every_host_leaves_its_metrics_of_every_start(resized):
+    run, _ = resized
+    # Three saves a start; the second and the third start restore.
+    for host, saves, loads in ((0, 9, 2), (1, 9, 2), (2, 6, 1), (3, 6, 1)):
+        counts = collections.Counter()
+        for line in storage.read_log(run / "metrics" / f"host-{host:05d}.jsonl"):
+            counts[line["metric"]] += line["count"]
+        assert counts[metrics.CHECKPOINT_SAVE.name] == saves
+        assert counts[metrics.CHECKPOINT_SAVE_BLOCK.name] == saves
+        assert counts[metrics.CHECKPOINT_LOAD.name] == loads
+    assert len(list((run / "metrics").iterdir())) == 4
 
 
 @pytest.mark.slow

@@ -1,0 +1,192 @@
+"""Values summed up, so that what a run keeps of its metrics stays small.
+
+The first `NUM_SINGLE` values of a metric are kept one by one. Those after them are
+summed up over intervals of ten seconds, and of a thousandth of the time so far once
+that is more. So a short run has every value, and however long a run is, a start of it
+keeps some thousands of summaries of each metric: about 9,000 in four months.
+
+Recording only adds numbers in memory; a thread of its own hands them to the sink. A
+sink that fails costs the summaries of that interval and a warning, never the run. A
+killed process loses what it recorded in its last interval.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from absl import logging
+
+from elastic_ckpt.core import metrics
+from elastic_ckpt.monitoring import subscription
+
+NUM_SINGLE = 1000
+INTERVAL_SECS = 10.0
+_INTERVALS_A_RUN = 1000
+# Training does not wait longer than this for a disk that hangs.
+_CLOSE_SECS = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What is kept of one value of a metric, or of several that follow each other.
+
+    Attributes:
+      metric: whose values.
+      time: when the last of them was recorded, in seconds since the epoch.
+      number: how many values of the metric there were by then, from 1.
+      count: how many are summed up here; 1 is that value itself.
+      sum: of them; min, max and last likewise.
+    """
+
+    metric: metrics.Metric
+    time: float
+    number: int
+    count: int
+    sum: float
+    min: float
+    max: float
+    last: float
+
+
+class Sink(Protocol):
+    """Keeps summaries somewhere; is called by one thread."""
+
+    def write(self, batch: Sequence[Summary]) -> None:
+        """Keeps `batch`, in the order of time for each metric; may raise."""
+
+    def close(self) -> None:
+        """Ends it; may raise."""
+
+
+class Summaries:
+    """Hears every metric, and hands summaries to a sink in the background.
+
+    Args:
+      sink: who keeps them.
+      name: of the sink, for the log.
+      interval_secs: between two batches, until a thousandth of the run is longer.
+    """
+
+    def __init__(
+        self, sink: Sink, *, name: str, interval_secs: float = INTERVAL_SECS
+    ) -> None:
+        self._sink = sink
+        self._name = name
+        self._interval_secs = interval_secs
+        self._began_secs = time.monotonic()
+        self._lock = threading.Lock()
+        self._series: dict[str, _Series] = {}
+        self._has_warned = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._write_at_intervals, name=f"metrics to {name}", daemon=True
+        )
+        self._thread.start()
+        self._subscription = subscription.Subscription(self._hear)
+
+    def close(self) -> None:
+        """Hands over what is left and closes the sink; a second call does nothing."""
+        self._subscription.close()
+        self._closing.set()
+        self._thread.join(_CLOSE_SECS)
+        if self._thread.is_alive():
+            self._warn(f"no answer in {_CLOSE_SECS:.0f} s")
+
+    def _hear(self, metric: metrics.Metric, value: float) -> None:
+        now = time.time()
+        with self._lock:
+            series = self._series.get(metric.name)
+            if series is None:
+                series = self._series[metric.name] = _Series(metric)
+            series.add(now, float(value))
+
+    def _write_at_intervals(self) -> None:
+        while not self._closing.wait(self._pause_secs()):
+            self._write()
+        self._write()
+        try:
+            self._sink.close()
+        except Exception as error:
+            self._warn(error)
+
+    def _pause_secs(self) -> float:
+        run_secs = time.monotonic() - self._began_secs
+        return max(self._interval_secs, run_secs / _INTERVALS_A_RUN)
+
+    def _write(self) -> None:
+        with self._lock:
+            batch = [kept for series in self._series.values() for kept in series.take()]
+        if not batch:
+            return
+        try:
+            self._sink.write(batch)
+        # The root of a thread. Storage fails in as many ways as there are stores.
+        except Exception as error:
+            self._warn(error)
+
+    def _warn(self, reason: object) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logging.warning(
+                "metrics cannot be written to %s (%s); the run goes on, and the next"
+                " ones are tried again without further warning",
+                self._name,
+                reason,
+            )
+
+
+class _Series:
+    """The values of one metric that no sink has yet."""
+
+    def __init__(self, metric: metrics.Metric) -> None:
+        self._metric = metric
+        self._number = 0
+        self._singles: list[tuple[float, float]] = []
+        self._time = self._sum = self._min = self._max = self._last = 0.0
+        self._count = 0
+
+    def add(self, now: float, value: float) -> None:
+        self._number += 1
+        if self._number <= NUM_SINGLE:
+            self._singles.append((now, value))
+            return
+        self._min = min(self._min, value) if self._count else value
+        self._max = max(self._max, value) if self._count else value
+        self._sum = self._sum + value if self._count else value
+        self._count += 1
+        self._time, self._last = now, value
+
+    def take(self) -> list[Summary]:
+        first = self._number - self._count - len(self._singles) + 1
+        taken = [
+            Summary(
+                metric=self._metric,
+                time=now,
+                number=number,
+                count=1,
+                sum=value,
+                min=value,
+                max=value,
+                last=value,
+            )
+            for number, (now, value) in enumerate(self._singles, start=first)
+        ]
+        if self._count:
+            taken.append(
+                Summary(
+                    metric=self._metric,
+                    time=self._time,
+                    number=self._number,
+                    count=self._count,
+                    sum=self._sum,
+                    min=self._min,
+                    max=self._max,
+                    last=self._last,
+                )
+            )
+        self._singles, self._count = [], 0
+        return taken

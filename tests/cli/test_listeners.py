@@ -1,0 +1,84 @@
+import socket
+import sys
+import urllib.request
+
+import pytest
+
+from elastic_ckpt.cli import listeners
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, metrics, storage
+from tests import runs
+from tests.monitoring import event_file
+
+
+def config(directory, **section):
+    return schema.Config(
+        run=schema.RunSection(run_name="tiny", base_output_directory=str(directory)),
+        metrics=schema.MetricsSection(**section),
+    )
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_json_lines_are_always_written_also_when_the_run_fails(tmp_path):
+    def fail():
+        with listeners.started(config(tmp_path)):
+            metrics.DATA_ROWS.record(8)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    metrics.DATA_ROWS.record(16)
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["metrics"]
+    (line,) = storage.read_log(tmp_path / "tiny" / "metrics" / "host-00000.jsonl")
+    assert (line["metric"], line["last"]) == (metrics.DATA_ROWS.name, 8.0)
+
+
+def test_tensorboard_and_prometheus_are_as_configured(tmp_path):
+    port = free_port()
+    keys = {"enable_tensorboard": True, "prometheus_port": port}
+    with listeners.started(config(tmp_path, **keys)):
+        metrics.DATA_ROWS.record(8)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            assert b"\nelastic_ckpt_data_rows_total 8.0\n" in page.read()
+    assert event_file.scalars(tmp_path / "tiny" / "tensorboard" / "host-00000") == [
+        ("elastic_ckpt/data/rows", 1, 8.0)
+    ]
+
+
+def test_hosts_of_one_machine_have_ports_of_their_own():
+    section = schema.MetricsSection(prometheus_port=9100)
+    ports = [listeners.on_one_machine(section, n).prometheus_port for n in range(3)]
+    assert ports == [9100, 9101, 9102]
+    nothing = schema.MetricsSection()
+    assert listeners.on_one_machine(nothing, 2) == nothing
+
+
+@pytest.mark.parametrize(
+    ("setting", "package", "extra"),
+    [
+        ("enable_tensorboard=true", "tensorboardX.event_file_writer", "tensorboard"),
+        ("prometheus_port=9100", "prometheus_client", "prometheus"),
+    ],
+)
+def test_a_missing_extra_is_told_before_anything_starts(
+    tmp_path, corpus, monkeypatch, setting, package, extra
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    path = runs.write_config(tmp_path, corpus)
+    output = runs.verb("train", path, setting, code=1)
+    assert f"pip install elastic-ckpt[{extra}]" in output
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_no_extra_is_asked_for_unless_it_is_needed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
+    listeners.check(schema.MetricsSection())
+    with listeners.started(config(tmp_path)):
+        pass
+    with pytest.raises(errors.ConfigError):
+        listeners.check(schema.MetricsSection(enable_tensorboard=True))

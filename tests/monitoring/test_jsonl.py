@@ -1,0 +1,55 @@
+import shutil
+
+from elastic_ckpt.core import metrics, storage
+from elastic_ckpt.monitoring import jsonl, summaries
+
+
+def summary(value, count=1):
+    return summaries.Summary(
+        metric=metrics.DATA_ROWS,
+        time=1795168800.25,
+        number=count,
+        count=count,
+        sum=value * count,
+        min=value,
+        max=value,
+        last=value,
+    )
+
+
+LINE = (
+    '{"time":1795168800.25,"metric":"/elastic_ckpt/data/rows","count":2,"sum":32.0,'
+    '"min":16.0,"max":16.0,"last":16.0}\n'
+)
+
+
+def test_a_line_is_spelt_as_it_was(tmp_path):
+    path = tmp_path / "host-00000.jsonl"
+    jsonl.JsonLines(path).write([summary(16.0, count=2)])
+    assert path.read_text() == LINE
+
+
+def test_a_further_start_goes_on_after_what_a_crash_cut_short(tmp_path):
+    path = tmp_path / "host-00000.jsonl"
+    path.write_text(LINE + LINE[:30])
+    jsonl.JsonLines(path).write([summary(8.0)])
+    assert [line["sum"] for line in storage.read_log(path)] == [32.0, 8.0]
+
+
+def test_a_removed_directory_is_made_anew(tmp_path):
+    path = tmp_path / "metrics" / "host-00000.jsonl"
+    sink = jsonl.JsonLines(path)
+    sink.write([summary(1.0)])
+    shutil.rmtree(path.parent)
+    sink.write([summary(2.0)])
+    assert [line["sum"] for line in storage.read_log(path)] == [2.0]
+
+
+def test_a_full_disk_and_a_place_that_cannot_be_are_warnings(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    for path in ("/dev/full", tmp_path / "file" / "metrics.jsonl"):
+        caplog.clear()
+        listener = summaries.Summaries(jsonl.JsonLines(path), name=str(path))
+        metrics.DATA_ROWS.record(8)
+        listener.close()
+        assert f"metrics cannot be written to {path}" in caplog.text

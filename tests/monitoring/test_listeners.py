@@ -1,0 +1,108 @@
+"""What every listener promises, whatever it does with the values."""
+
+import re
+import urllib.request
+
+import pytest
+from jax import monitoring
+
+from elastic_ckpt.core import metrics, storage
+from elastic_ckpt.monitoring import jsonl, prometheus, summaries, tensorboard
+from tests.monitoring import event_file
+
+
+class JsonLines:
+    """JSON lines in a directory; `read` gives what has come of each metric, summed."""
+
+    def __init__(self, directory):
+        self._path = directory / "metrics" / "host-00000.jsonl"
+        self.listener = summaries.Summaries(jsonl.JsonLines(self._path), name="lines")
+
+    def read(self):
+        self.listener.close()
+        return summed((n["metric"], n["sum"]) for n in storage.read_log(self._path))
+
+
+class TensorBoard:
+    def __init__(self, directory):
+        self._directory = directory
+        sink = tensorboard.TensorBoard(directory / "tensorboard")
+        self.listener = summaries.Summaries(sink, name="board")
+
+    def read(self):
+        self.listener.close()
+        return summed(
+            (f"/{tag}", value) for tag, _, value in event_file.scalars(self._directory)
+        )
+
+
+class Prometheus:
+    def __init__(self, directory):
+        del directory
+        self.listener = prometheus.Prometheus(port=0)
+        self._text = None
+
+    def read(self):
+        if self._text is None:
+            url = f"http://127.0.0.1:{self.listener.port}/metrics"
+            with urllib.request.urlopen(url) as response:
+                self._text = response.read().decode()
+        found = {}
+        for name, metric in metrics.METRICS.items():
+            sample = prometheus.spelling(metric)
+            sample += {"duration": "_sum", "counter": "_total", "gauge": ""}[
+                metric.kind
+            ]
+            (value,) = re.findall(rf"^{sample} (.*)$", self._text, re.MULTILINE)
+            if float(value):
+                found[name] = float(value)
+        return found
+
+
+def summed(points):
+    found = {}
+    for name, value in points:
+        found[name] = found.get(name, 0.0) + value
+    return found
+
+
+@pytest.fixture(params=[JsonLines, TensorBoard, Prometheus], ids=lambda c: c.__name__)
+def started(request, tmp_path):
+    reader = request.param(tmp_path)
+    yield reader
+    reader.listener.close()
+
+
+def test_every_metric_reaches_it_with_its_value(started):
+    # Sums of eighths are exact, in TensorBoard's 32 bits too.
+    expected = {name: 0.125 * n for n, name in enumerate(metrics.METRICS, start=1)}
+    for name, value in expected.items():
+        metrics.METRICS[name].record(value)
+    assert started.read() == expected
+
+
+def test_values_add_up(started):
+    for value in (0.5, 0.25, 0.125):
+        metrics.DATA_WAIT.record(value)
+    assert started.read() == {metrics.DATA_WAIT.name: 0.875}
+
+
+def test_once_closed_it_hears_nothing_more(started):
+    metrics.DATA_ROWS.record(8)
+    if isinstance(started, Prometheus):
+        assert started.read() == {metrics.DATA_ROWS.name: 8.0}
+    started.listener.close()
+    metrics.DATA_ROWS.record(16)
+    assert started.read() == {metrics.DATA_ROWS.name: 8.0}
+
+
+def test_it_is_closed_after_others_have_cleared_all_listeners(started):
+    monitoring.clear_event_listeners()
+    started.listener.close()
+
+
+def test_metrics_of_others_are_not_its_own(started):
+    monitoring.record_event_duration_secs("/jax/compile_secs", 2.0)
+    monitoring.record_scalar("/jax/other", 2.0)
+    metrics.DATA_ROWS.record(8)
+    assert started.read() == {metrics.DATA_ROWS.name: 8.0}
