@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 from etils import epath
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import ahead, errors, topology
+from elastic_ckpt.core import ahead, errors, metrics, topology
 from elastic_ckpt.data import delivery, elastic_data, first_contact, iterator, prefetch
 from sidecar import failures, worker
 
@@ -64,36 +63,27 @@ class RemoteIterator:
             colocated_python.colocated_cpu_devices(mesh)
         )
         self._warn_after_secs = read_ahead.warn_after_secs
-        self._deliver = delivery.Delivery(
-            data, sharding=self._sharding, global_batch_size=global_batch_size
-        )
+        self._deliver = self._delivery(global_batch_size)
         self._tickets = itertools.count()
-        self._delivered = 0
         self._worker = worker.Worker(data, global_batch_size, read_ahead)
         self._check_first_contact()
-        self._ahead = ahead.Ahead(
-            functools.partial(
-                _fetch,
-                self._worker,
-                worker.letter({}, self._cpu_sharding),
-                self._sharding,
-            ),
-            depth=worker.HEAD_AHEAD,
+        self._workers = _Workers(
+            self._worker, worker.letter({}, self._cpu_sharding), self._sharding
         )
         # Also when nobody calls `close`.
-        release = functools.partial(_release, self._worker, self._ahead)
+        release = functools.partial(_release, self._worker, self._workers.calls)
         ahead.close_with(self, release)
 
     def __iter__(self) -> RemoteIterator:
         return self
 
     def __next__(self) -> elastic_data.Batch:
-        return self._deliver(self._load)
+        return self._deliver(self._workers)
 
     def reset(self) -> None:
         """Has the workers go to the beginning."""
         self._in_turn(self._worker.reset, within_secs=_ANSWER_SECS)
-        self._begin_to_count()
+        self._workers.forget()
 
     def resize(self, global_batch_size: int) -> None:
         """Has the workers go on with batches of another size."""
@@ -102,26 +92,29 @@ class RemoteIterator:
                 self._worker.resize,
                 within_secs=_ANSWER_SECS,
                 global_batch_size=global_batch_size,
-                batches=self._delivered,
+                batches=self._workers.num_taken,
             )
         finally:
-            self._begin_to_count()
-        self._deliver = delivery.Delivery(
-            self._data, sharding=self._sharding, global_batch_size=global_batch_size
-        )
+            self._workers.forget()
+        self._deliver = self._delivery(global_batch_size)
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
         """Has the workers keep their state now, and write it in the background."""
         ticket = next(self._tickets)
-        # Not waited for: a batch may be on its way.
-        taken = self._submit(
-            self._worker.take_state, ticket=ticket, batches=self._delivered
-        )
+        began = time.monotonic()
+        with metrics.DATA_SAVE_BLOCK.timed():
+            # Not waited for: a batch may be on its way.
+            taken = self._submit(
+                self._worker.take_state,
+                ticket=ticket,
+                batches=self._workers.num_taken,
+            )
 
         async def write() -> None:
             path = await directory.await_creation()
             await asyncio.to_thread(taken.result)
             await asyncio.to_thread(self._write, ticket, path)
+            metrics.DATA_SAVE.record(time.monotonic() - began)
 
         return write()
 
@@ -129,10 +122,11 @@ class RemoteIterator:
         """Has the workers go to the state in `directory`, on any number of hosts."""
 
         async def read() -> None:
-            await asyncio.to_thread(
-                self._in_turn, self._worker.load_state, directory=str(directory)
-            )
-            self._begin_to_count()
+            with metrics.DATA_LOAD.timed():
+                await asyncio.to_thread(
+                    self._in_turn, self._worker.load_state, directory=str(directory)
+                )
+            self._workers.forget()
 
         return read()
 
@@ -141,21 +135,16 @@ class RemoteIterator:
 
         Workers that do not answer are left alone after a while.
         """
-        self._ahead.close(lambda: self._call(self._worker.close))
-        _release(self._worker, self._ahead, wait=True)
+        self._workers.calls.close(lambda: self._call(self._worker.close))
+        _release(self._worker, self._workers.calls, wait=True)
 
-    def _load(self) -> elastic_data.Batch:
-        began = time.monotonic()
-        fetched = self._ahead.take()
-        waited = time.monotonic() - began
-        if self._delivered and waited > self._warn_after_secs:
-            logging.warning("%s", _slowest(waited, fetched.waited_secs))
-        self._delivered += 1
-        return fetched.batch
-
-    def _begin_to_count(self) -> None:
-        self._ahead.drop()
-        self._delivered = 0
+    def _delivery(self, global_batch_size: int) -> delivery.Delivery:
+        return delivery.Delivery(
+            self._data,
+            sharding=self._sharding,
+            global_batch_size=global_batch_size,
+            warn_after_secs=self._warn_after_secs,
+        )
 
     def _write(self, ticket: int, directory: epath.Path) -> None:
         self._call(self._worker.write_state, ticket=ticket, directory=str(directory))
@@ -187,7 +176,9 @@ class RemoteIterator:
             ) from None
 
     def _submit(self, method: Any, **content: Any) -> Any:
-        return self._ahead.submit(functools.partial(self._call, method, **content))
+        return self._workers.calls.submit(
+            functools.partial(self._call, method, **content)
+        )
 
     def _call(self, method: Any, **content: Any) -> np.ndarray:
         with failures.reaching_the_head():
@@ -197,27 +188,58 @@ class RemoteIterator:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fetched:
     batch: elastic_data.Batch
-    # Of each worker that this process can ask, by its number.
+    # Of each device whose worker this process can ask.
     waited_secs: jax.Array
+
+
+class _Workers:
+    """Batches of the workers, fetched ahead of the loop.
+
+    Attributes:
+      calls: fetches, and whatever else workers are asked in turn with them.
+      num_taken: batches that the loop took since the workers began to count.
+    """
+
+    def __init__(
+        self, workers: Any, letter: jax.Array, sharding: NamedSharding
+    ) -> None:
+        self.calls = ahead.Ahead(
+            functools.partial(_fetch, workers, letter, sharding),
+            depth=worker.HEAD_AHEAD,
+        )
+        self.num_taken = 0
+
+    def next(self) -> elastic_data.Batch:
+        fetched = self.calls.take()
+        self.num_taken += 1
+        self._waited_secs = fetched.waited_secs
+        return fetched.batch
+
+    def num_ready(self) -> int:
+        return self.calls.num_ready()
+
+    def explain(self, waited_secs: float) -> str:
+        secs = {
+            shard.device.process_index: float(np.asarray(shard.data)[0])
+            for shard in self._waited_secs.addressable_shards
+        }
+        slowest = max(secs, key=lambda host: secs[host])
+        others = max((of for host, of in secs.items() if host != slowest), default=0)
+        return (
+            f"waited {waited_secs:.1f} s for a batch: host {slowest} had to wait"
+            f" {secs[slowest]:.1f} s for its rows, the others at most {others:.1f} s"
+        )
+
+    def forget(self) -> None:
+        """Forgets what was fetched: the workers have gone elsewhere."""
+        self.calls.drop()
+        self.num_taken = 0
 
 
 def _fetch(workers: Any, letter: jax.Array, sharding: NamedSharding) -> _Fetched:
     with failures.reaching_the_head():
         batch, waited_secs = jax.block_until_ready(workers.next(letter))
     return _Fetched(batch=topology.place(batch, sharding), waited_secs=waited_secs)
-
-
-def _slowest(waited: float, of_hosts: jax.Array) -> str:
-    secs = {
-        shard.device.process_index: float(np.asarray(shard.data)[0])
-        for shard in of_hosts.addressable_shards
-    }
-    slowest = max(secs, key=lambda host: secs[host])
-    others = max((of for host, of in secs.items() if host != slowest), default=0.0)
-    return (
-        f"waited {waited:.1f} s for a batch: host {slowest} had to wait"
-        f" {secs[slowest]:.1f} s for its rows, the others at most {others:.1f} s"
-    )
 
 
 def _own_rows(array: jax.Array) -> np.ndarray:

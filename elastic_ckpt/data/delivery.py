@@ -7,14 +7,17 @@ others, which `Delivery` puts into place on the devices; it also agrees on the e
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.data import elastic_data
 
 
@@ -82,17 +85,32 @@ def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> in
     return -(-data.rows_of_end // global_batch_size)
 
 
+class Loader(Protocol):
+    """Whatever has the next batch on the devices."""
+
+    def next(self) -> elastic_data.Batch:
+        """The next batch that hosts have loaded."""
+
+    def num_ready(self) -> int:
+        """Batches that can be had without waiting."""
+
+    def explain(self, waited_secs: float) -> str:
+        """Why the loop has just waited so long, in words that name a host."""
+
+
 class Delivery:
     """What is left to do with a global batch on devices before a loop may have it.
 
     Puts rows into the places of a one-host batch, if hosts load others than they hold;
     and ends data that is finite at the same batch on every host. Both are computations
-    over all devices, so every host has to call it, in the same order.
+    over all devices, so every host has to call it, in the same order. It measures how
+    long the loop waits, and says so if that is too long.
 
     Args:
       data: what the batches are of.
       sharding: how their rows lie on devices.
       global_batch_size: rows of a global batch, B.
+      warn_after_secs: a wait that is worth a warning; the first is not.
     """
 
     def __init__(
@@ -101,6 +119,7 @@ class Delivery:
         *,
         sharding: NamedSharding,
         global_batch_size: int,
+        warn_after_secs: float,
     ) -> None:
         held = RowsHeld.of(sharding, global_batch_size)
         order = data.row_order(held.row_hosts())
@@ -116,15 +135,38 @@ class Delivery:
             replicated = NamedSharding(sharding.mesh, PartitionSpec())
             test = jnp.any if data.end is elastic_data.End.PADDED else jnp.all
             self._goes_on = jax.jit(test, out_shardings=replicated)
+        self._num_rows = global_batch_size
+        if topology.num_hosts() > 1:
+            self._num_rows = len(held.holders[topology.this_host()])
+        self._warn_after_secs = warn_after_secs
+        self._is_first = True
 
-    def __call__(self, load: Callable[[], elastic_data.Batch]) -> elastic_data.Batch:
-        """The next batch that the loop gets, of those that `load` returns.
+    def __call__(self, loader: Loader) -> elastic_data.Batch:
+        """The next batch that the loop gets, of those that `loader` has.
 
         Raises:
           StopIteration: if the data has ended.
         """
+        metrics.DATA_READ_AHEAD.record(loader.num_ready())
         for _ in range(self._batches_of_end):
-            batch = load()
+            batch = self._loaded(loader)
             if self._goes_on is None or bool(self._goes_on(batch[elastic_data.MASK])):
+                metrics.DATA_ROWS.record(self._num_rows)
+                metrics.DATA_BYTES.record(self._bytes(batch))
                 return self._exchange(batch) if self._exchange else batch
         raise StopIteration
+
+    def _loaded(self, loader: Loader) -> elastic_data.Batch:
+        began = time.monotonic()
+        batch = loader.next()
+        waited = time.monotonic() - began
+        metrics.DATA_WAIT.record(waited)
+        if waited > self._warn_after_secs and not self._is_first:
+            logging.warning("%s", loader.explain(waited))
+        self._is_first = False
+        return batch
+
+    def _bytes(self, batch: elastic_data.Batch) -> int:
+        of_all = sum(feature.nbytes for feature in batch.values())
+        size = len(next(iter(batch.values())))
+        return of_all * self._num_rows // size

@@ -8,6 +8,7 @@ colocated Python.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import itertools
@@ -20,7 +21,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, Sharding
 
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.data import (
     cursors,
     delivery,
@@ -127,6 +128,17 @@ class HostIterator:
         batch = next(self._rows)
         self.waited_secs = time.monotonic() - began
         return batch
+
+    def num_ready(self) -> int:
+        """Batches that are on the devices already."""
+        return self._rows.num_ready()
+
+    def explain(self, waited_secs: float) -> str:
+        """Why the loop has just waited so long, in words."""
+        return (
+            f"waited {waited_secs:.1f} s for a batch: {first_contact.host_name()} did"
+            " not have its rows ready"
+        )
 
     def mark(self) -> Mark:
         """Where it is after the last batch."""
@@ -267,15 +279,14 @@ class Batches:
             global_batch_size=global_batch_size,
             read_ahead=read_ahead,
         )
-        self._deliver = delivery.Delivery(
-            data, sharding=self._sharding, global_batch_size=global_batch_size
-        )
+        self._warn_after_secs = read_ahead.warn_after_secs
+        self._deliver = self._delivery(global_batch_size)
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> elastic_data.Batch:
-        return self._deliver(self._host.next)
+        return self._deliver(self._host)
 
     def reset(self) -> None:
         """Goes to the beginning."""
@@ -284,16 +295,18 @@ class Batches:
     def resize(self, global_batch_size: int) -> None:
         """Goes on with batches of another size; see `HostIterator.resize`."""
         self._host.resize(global_batch_size)
-        self._deliver = delivery.Delivery(
-            self._data, sharding=self._sharding, global_batch_size=global_batch_size
-        )
+        self._deliver = self._delivery(global_batch_size)
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Takes the state now; the awaitable writes it into Orbax's directory."""
-        taken = self._host.get_state()
+        began = time.monotonic()
+        with metrics.DATA_SAVE_BLOCK.timed():
+            taken = self._host.get_state()
 
         async def write() -> None:
-            self._host.write(await directory.await_creation(), taken)
+            path = await directory.await_creation()
+            await asyncio.to_thread(self._host.write, path, taken)
+            metrics.DATA_SAVE.record(time.monotonic() - began)
 
         return write()
 
@@ -301,10 +314,19 @@ class Batches:
         """Goes to the data state in `directory`, on any number of hosts."""
 
         async def read() -> None:
-            self._host.load(directory)
+            with metrics.DATA_LOAD.timed():
+                await asyncio.to_thread(self._host.load, directory)
 
         return read()
 
     def close(self) -> None:
         """Ends what reads ahead."""
         self._host.close()
+
+    def _delivery(self, global_batch_size: int) -> delivery.Delivery:
+        return delivery.Delivery(
+            self._data,
+            sharding=self._sharding,
+            global_batch_size=global_batch_size,
+            warn_after_secs=self._warn_after_secs,
+        )

@@ -316,14 +316,27 @@ class Exchanged:
         return self.order
 
 
+@dataclasses.dataclass
+class OneBatch:
+    """Hosts that have loaded a batch."""
+
+    batch: dict
+
+    def next(self):
+        return self.batch
+
+    def num_ready(self):
+        return 1
+
+
 def test_rows_are_put_into_their_places_on_the_devices():
     order = np.random.default_rng(0).permutation(16)
     sharding = topology.batch_sharding(topology.make_mesh(2)[0])
     deliver = delivery.Delivery(
-        Exchanged(order), sharding=sharding, global_batch_size=16
+        Exchanged(order), sharding=sharding, global_batch_size=16, warn_after_secs=1
     )
     loaded = {"x": np.arange(32).reshape(16, 2), "y": np.arange(16) % 3 == 0}
-    batch = deliver(lambda: jax.device_put(loaded, sharding))
+    batch = deliver(OneBatch(jax.device_put(loaded, sharding)))
     for name, feature in loaded.items():
         np.testing.assert_array_equal(batch[name], feature[order])
         assert batch[name].sharding == sharding
