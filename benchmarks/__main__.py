@@ -10,6 +10,7 @@ from benchmarks import report
 SUITES = {
     "first_light": "the demo: secs until it computes and ends; colocated next()",
     "data": "packed tokens a second from Parquet, beside Grain and every peer",
+    "sidecar": "how long a loop waits for its data, beside MaxText's own sidecar",
     "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
 

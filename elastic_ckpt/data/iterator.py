@@ -204,52 +204,40 @@ class _Placer:
         self._global_batch_size = global_batch_size
 
     def __call__(self, loaded: dict[str, np.ndarray]) -> elastic_data.Batch:
-        parts = self._parts
-        for feature in loaded.values():
-            if len(feature) != self._num_rows:
-                raise errors.DataError(
-                    f"this host's devices hold {self._num_rows} of the"
-                    f" {self._global_batch_size} rows of a batch, but its iterator gave"
-                    f" {len(feature)}"
-                )
-        pieces = [
-            feature[first:last]
-            for feature in loaded.values()
-            for _, first, last in parts
-        ]
-        devices = [device for device, _, _ in parts] * len(loaded)
-        placed = iter(jax.device_put(pieces, devices))
-        return {
-            name: jax.make_array_from_single_device_arrays(
-                (self._global_batch_size, *feature.shape[1:]),
-                self._sharding,
-                list(itertools.islice(placed, len(parts))),
+        return {name: self._place(feature) for name, feature in loaded.items()}
+
+    def _place(self, feature: np.ndarray) -> jax.Array:
+        num_rows = sum(stop - start for start, stop in self._first_rows)
+        if len(feature) != num_rows:
+            raise errors.DataError(
+                f"this host's devices hold {num_rows} of the {self._global_batch_size}"
+                f" rows of a batch, but its iterator gave {len(feature)}"
             )
-            for name, feature in loaded.items()
-        }
+
+        def rows_at(index: tuple[slice, ...] | None) -> np.ndarray:
+            start, stop = self._range(index)
+            first = self._first_rows[start, stop]
+            return feature[first : first + stop - start]
+
+        shape = (self._global_batch_size, *feature.shape[1:])
+        return jax.make_array_from_callback(shape, self._sharding, rows_at)
 
     @functools.cached_property
-    def _parts(self) -> list[tuple[jax.Device, int, int]]:
-        # Each device with the host's rows that it holds. The row ranges of the devices
-        # in ascending order are the host's rows.
-        size = self._global_batch_size
-        indices = self._sharding.addressable_devices_indices_map((size,))
-        ranges = {
-            device: (index or (slice(None),))[0].indices(size)[:2]
-            for device, index in indices.items()
-        }
-        offsets, taken = {}, 0
-        for start, stop in sorted(set(ranges.values())):
-            offsets[start] = taken
-            taken += stop - start
-        return [
-            (device, offsets[start], offsets[start] + stop - start)
-            for device, (start, stop) in ranges.items()
-        ]
+    def _first_rows(self) -> dict[tuple[int, int], int]:
+        # Where the rows of each range begin in what the host has loaded: the ranges of
+        # its devices in ascending order are its rows.
+        shape = (self._global_batch_size,)
+        indices = self._sharding.addressable_devices_indices_map(shape)
+        ranges = sorted({self._range(index) for index in indices.values()})
+        firsts = itertools.accumulate(
+            (stop - start for start, stop in ranges), initial=0
+        )
+        return dict(zip(ranges, firsts, strict=False))
 
-    @functools.cached_property
-    def _num_rows(self) -> int:
-        return max((last for _, _, last in self._parts), default=0)
+    def _range(self, index: tuple[slice, ...] | None) -> tuple[int, int]:
+        rows_of_device = index[0] if index else slice(None)
+        start, stop, _ = rows_of_device.indices(self._global_batch_size)
+        return start, stop
 
 
 class Batches:

@@ -1,0 +1,270 @@
+"""Suite `sidecar`: how long a loop waits for its data, wherever that is read.
+
+A step here takes no time of the host's processors, as that of an accelerator; the loop
+waits for each step before it asks for the next batch, as one that prints losses. Rows
+of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
+
+* `data_wait_percent`: of a step's time that the loop waits for slow rows, from
+  `sidecar.RemoteIterator`; `data_wait_percent_in_process` from `ec.data.Batches`, and
+  `data_wait_percent_synchronous` from the same without reading ahead.
+* `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
+  does nothing else, over the plain way in process: Grain's batches of the same rows,
+  and `jax.make_array_from_process_local_data`; `next_ratio_colocated` likewise.
+* `save_block_ms`: a loop of slow rows is held up by `save`, with batches in flight.
+* `ratio_maxtext_wrapper`: a step with its slow rows from MaxText's
+  `RemoteIteratorWrapper`, over one from `sidecar.RemoteIterator`; `..._trivial` the
+  same of `next()` for trivial rows. The wrapper deadlocks where the workers live in the
+  controller's own process, as they do here: it is taken off the list of iterators that
+  its worker closes when it is made, nothing else is changed.
+
+It runs in the environment of MaxText, `tests/maxtext/pyproject.toml` says how.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh
+
+import sidecar
+from benchmarks import report
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import iterator, prefetch, sharded_data
+
+_ROWS = 64
+_LENGTH = 1024
+_NUM_SHARDS = 64
+_STEP_SECS = 0.05
+_SHARE = 0.7
+_NUM_ROUNDS = 7
+_STEPS_A_ROUND = 20
+_BATCHES_A_ROUND = 100
+_NUM_RECORDS = 10**8
+_IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+
+Batches = Iterator[dict[str, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Makes row `n`, and takes its time."""
+
+    secs: float
+
+    def __call__(self, number: int) -> dict[str, np.ndarray]:
+        """Features `inputs` and `targets`, int32 `[1024]`."""
+        ends = time.perf_counter() + self.secs
+        while time.perf_counter() < ends:
+            # Short enough that Python does not let other threads run meanwhile.
+            hashlib.sha256(bytes(1000))
+        inputs = np.full(_LENGTH, number, np.int32)
+        return {"inputs": inputs, "targets": inputs + 1}
+
+
+_SLOW = Row(_SHARE * _STEP_SECS / _ROWS)
+_TRIVIAL = Row(0.0)
+
+
+def measure() -> dict[str, report.Figure]:
+    """Runs the suite."""
+    if importlib.util.find_spec("maxtext") is None:
+        raise errors.ConfigError(
+            "suite sidecar compares with MaxText; run it in MaxText's environment: the"
+            " head of tests/maxtext/pyproject.toml says how to set that up"
+        )
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    mesh, _ = topology.make_mesh(1)
+    return _waits(mesh) | _nexts(mesh) | _saves(mesh)
+
+
+def _waits(mesh: Mesh) -> dict[str, report.Figure]:
+    sides = {
+        "": _colocated(mesh, _SLOW),
+        "_in_process": _in_process(mesh, _SLOW),
+        "_synchronous": _in_process(mesh, _SLOW, prefetch.IN_CALLER),
+        "maxtext": _maxtext_wrapper(mesh, _SLOW),
+    }
+    step = _accelerator_step()
+    percents: dict[str, list[float]] = {name: [] for name in sides}
+    secs: dict[str, list[float]] = {name: [] for name in sides}
+    for name in _turns(sides):
+        waited, began = 0.0, time.perf_counter()
+        for _ in range(_STEPS_A_ROUND):
+            asked = time.perf_counter()
+            batch = jax.block_until_ready(next(sides[name]))
+            waited += time.perf_counter() - asked
+            step(batch).block_until_ready()
+        secs[name].append(time.perf_counter() - began)
+        percents[name].append(100 * waited / (_STEPS_A_ROUND * _STEP_SECS))
+    _close(sides)
+    bounds = {"": "below 2", "_in_process": "below 2", "_synchronous": "about 70"}
+    figures = {
+        f"data_wait_percent{name}": report.Figure(
+            unit="%", against=f"{bound}; of a step", samples=_warm(percents[name])
+        )
+        for name, bound in bounds.items()
+    }
+    return figures | {
+        "ratio_maxtext_wrapper": _ratio(
+            secs["maxtext"], secs[""], "steps with slow rows, theirs over ours"
+        )
+    }
+
+
+def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
+    sides = {
+        "in_process": _in_process(mesh, _TRIVIAL),
+        "colocated": _colocated(mesh, _TRIVIAL),
+        "plain": _plain(mesh, _TRIVIAL),
+        "maxtext": _maxtext_wrapper(mesh, _TRIVIAL),
+    }
+    secs: dict[str, list[float]] = {name: [] for name in sides}
+    for name in _turns(sides):
+        began = time.perf_counter()
+        for _ in range(_BATCHES_A_ROUND):
+            jax.block_until_ready(next(sides[name]))
+        secs[name].append(time.perf_counter() - began)
+    _close(sides)
+    plain = "over Grain's batches in process"
+    return {
+        "next_ratio_in_process": _ratio(
+            secs["in_process"], secs["plain"], f"at most 1.1 {plain}"
+        ),
+        "next_ratio_colocated": _ratio(secs["colocated"], secs["plain"], plain),
+        "ratio_maxtext_wrapper_trivial": _ratio(
+            secs["maxtext"], secs["colocated"], "next() of trivial rows, theirs / ours"
+        ),
+    }
+
+
+def _saves(mesh: Mesh) -> dict[str, report.Figure]:
+    figures = {}
+    for name, make in (("", _colocated), ("_in_process", _in_process)):
+        batches = make(mesh, _SLOW)
+        step = _accelerator_step()
+        millis = []
+        for _ in range(30):
+            step(next(batches)).block_until_ready()
+            with tempfile.TemporaryDirectory() as directory:
+                began = time.perf_counter()
+                writing = asyncio.run(batches.save(_Created(directory)))
+                millis.append(1000 * (time.perf_counter() - began))
+                # As Orbax does, beside the loop.
+                thread = threading.Thread(target=asyncio.run, args=(writing,))
+                thread.start()
+                next(batches)
+                thread.join()
+        _close({name: batches})
+        figures[f"save_block_ms{name}"] = report.Figure(
+            unit="ms", against="below 2", samples=tuple(millis[5:])
+        )
+    return figures
+
+
+class _Created:
+    def __init__(self, path: str) -> None:
+        self._path = epath.Path(path)
+
+    async def await_creation(self) -> epath.Path:
+        return self._path
+
+
+def _shard(row: Row, shard: int) -> grain.IterDataset:
+    records = grain.MapDataset.range(shard, _NUM_RECORDS, _NUM_SHARDS)
+    return records.map(row).to_iter_dataset(_IN_CALLER)
+
+
+def _data(row: Row) -> sharded_data.ShardedData:
+    return sharded_data.sharded(
+        functools.partial(_shard, row), num_shards=_NUM_SHARDS, pipeline="benchmark"
+    )
+
+
+def _colocated(mesh: Mesh, row: Row) -> sidecar.RemoteIterator:
+    return sidecar.RemoteIterator(_data(row), mesh=mesh, global_batch_size=_ROWS)
+
+
+def _in_process(
+    mesh: Mesh, row: Row, read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES
+) -> iterator.Batches:
+    return iterator.Batches(
+        _data(row), mesh=mesh, global_batch_size=_ROWS, read_ahead=read_ahead
+    )
+
+
+def _plain(mesh: Mesh, row: Row) -> Batches:
+    sharding = topology.batch_sharding(mesh)
+    records = grain.MapDataset.range(_NUM_RECORDS).map(row)
+    for batch in records.to_iter_dataset(_IN_CALLER).batch(_ROWS):
+        yield {
+            name: jax.make_array_from_process_local_data(sharding, feature)
+            for name, feature in batch.items()
+        }
+
+
+def _maxtext_wrapper(mesh: Mesh, row: Row) -> Any:
+    from maxtext.input_pipeline import multihost_dataloading
+
+    def dataset(dataloading_host_index: int, dataloading_host_count: int) -> Any:
+        records = grain.MapDataset.range(_NUM_RECORDS)
+        return records[dataloading_host_index::dataloading_host_count]
+
+    def batched(dataset: Any) -> Any:
+        return dataset.map(row).to_iter_dataset(_IN_CALLER).batch(_ROWS)
+
+    wrapper = multihost_dataloading.RemoteIteratorWrapper(
+        dataset, batched, mesh, (_ROWS, _LENGTH)
+    )
+    # Else its worker, while it is made, closes the very wrapper that makes it.
+    multihost_dataloading._GLOBAL_REMOTE_ITERATORS.discard(wrapper)
+    return wrapper
+
+
+def _accelerator_step() -> Callable[[Any], jax.Array]:
+    def wait(_: np.ndarray) -> np.ndarray:
+        time.sleep(_STEP_SECS)
+        return np.zeros((), np.float32)
+
+    @jax.jit
+    def step(batch: dict[str, jax.Array]) -> jax.Array:
+        loss = jax.ShapeDtypeStruct((), np.float32)
+        return jax.pure_callback(wait, loss, batch["inputs"][0, 0])
+
+    return step
+
+
+def _turns(sides: dict[str, Any]) -> Iterator[str]:
+    for _ in range(_NUM_ROUNDS + 1):
+        yield from sides
+
+
+def _warm(samples: list[float]) -> tuple[float, ...]:
+    return tuple(samples[1:])
+
+
+def _ratio(above: list[float], below: list[float], against: str) -> report.Figure:
+    pairs = zip(_warm(above), _warm(below), strict=True)
+    return report.Figure(
+        unit="ratio", against=against, samples=tuple(a / b for a, b in pairs)
+    )
+
+
+def _close(sides: dict[str, Any]) -> None:
+    for side in sides.values():
+        with contextlib.suppress(AttributeError):
+            side.close()
