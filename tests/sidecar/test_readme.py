@@ -8,6 +8,8 @@ import pytest
 import yaml
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import first_contact
 from tests import runs
 
 DIRECTORY = pathlib.Path(__file__).parents[2] / "sidecar"
@@ -60,6 +62,15 @@ def test_images_that_it_builds_are_those_that_the_examples_use():
     for path in (DIRECTORY.parent / "configs/deploy").glob("*.yml"):
         used |= set(re.findall(r"image: (\S+)", path.read_text()))
     assert built == used
+
+
+def test_it_shows_what_first_contact_says_of_other_versions():
+    (shown,) = re.findall(r"elastic-ckpt train: (the hosts .*)", README)
+    head, host = re.findall(r"(?:head|host 0) \([^)]*\)", shown)
+    facts = [{"host": head, "jax": "0.12.0"}, {"host": host, "jax": "0.10.0"}]
+    with pytest.raises(errors.ConfigError) as raised:
+        first_contact.check(facts)
+    assert str(raised.value).startswith(shown + ". ")
 
 
 def test_keys_that_it_names_exist():
