@@ -34,11 +34,6 @@ def _check(config: schema.Config) -> None:
             f"enable_single_controller=true with hardware={world.hardware}: Pathways"
             " drives TPUs; set hardware=tpu, or enable_single_controller=false"
         )
-    if not config.data.colocated_python_data_input:
-        raise errors.ConfigError(
-            "enable_single_controller=true with colocated_python_data_input=false: all"
-            " data would pass through the head; set colocated_python_data_input=true"
-        )
     sidecar_image = deploy.colocated_python_sidecar_image
     names.check_image("colocated_python_sidecar_image", sidecar_image)
     names.check_image("server_image", deploy.server_image)

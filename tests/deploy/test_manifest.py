@@ -244,11 +244,6 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
         (PATHWAYS, "hardware=gpu", "Pathways drives TPUs"),
         (
             PATHWAYS,
-            "colocated_python_data_input=false",
-            "set colocated_python_data_inp",
-        ),
-        (
-            PATHWAYS,
             "colocated_python_sidecar_image=",
             "colocated_python_sidecar_image=''",
         ),

@@ -66,7 +66,7 @@ def test_images_that_it_builds_are_those_that_the_examples_use():
 
 def test_it_shows_what_first_contact_says_of_other_versions():
     (shown,) = re.findall(r"elastic-ckpt train: (the hosts .*)", README)
-    head, host = re.findall(r"(?:head|host 0) \([^)]*\)", shown)
+    head, host = re.findall(r"(?:the head|host 0) \([^)]*\)", shown)
     facts = [{"host": head, "jax": "0.12.0"}, {"host": host, "jax": "0.10.0"}]
     with pytest.raises(errors.ConfigError) as raised:
         first_contact.check(facts)
