@@ -55,6 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     listeners.check(config.metrics)
     signal.signal(signal.SIGTERM, _end_on_sigterm)
+    emit = progress.Progress(config.run.log_period)
+    if config.world.enable_single_controller:
+        from elastic_ckpt.elastic import single_controller
+
+        single_controller.initialize()
+        run_host(prepare(config), emit)
+        return 0
     from elastic_ckpt.elastic import supervisor
 
     # At once, though an outer launcher may yet be found: importing takes seconds.
@@ -62,7 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
         supervisor.warm_up(_HOST_MODULES)
     from elastic_ckpt.elastic import multicontroller
 
-    emit = progress.Progress(config.run.log_period)
     multicontroller.configure(config.world)
     if multicontroller.join_outer_launcher():
         run_host(prepare(config), emit)

@@ -79,6 +79,11 @@ class WorldSection:
     hardware: str = _key(
         "cpu", "The kind of device to compute on.", choices=("cpu", "gpu", "tpu")
     )
+    enable_single_controller: bool = _key(
+        False,
+        "One program, the head, drives the devices of all hosts through Pathways; needs"
+        " the extra `pathways`. Otherwise each host runs the program.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,6 +324,70 @@ class MetricsSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DeploySection:
+    """The JobSet on GKE that `elastic-ckpt manifest` writes; sidecar/README.md."""
+
+    docker_image: str = _key(
+        "", "Image with elastic_ckpt: of the head, or without one of every host."
+    )
+    machine_type: str = _key(
+        "",
+        "GKE machine type of the accelerator hosts: ct6e-standard-4t, a3-highgpu-8g. Of"
+        " TPUs it is those of a slice; without accelerators empty takes any.",
+    )
+    topology: str = _key(
+        "",
+        "Chips of a TPU slice, for example 4x4; the hosts of a slice follow from it. On"
+        " other hardware `hosts` are shared out over `slices`.",
+    )
+    namespace: str = _key("default", "The namespace of everything that is written.")
+    service_account: str = _key(
+        "",
+        "The Kubernetes service account of the pods, for instance one that may use the"
+        " bucket; empty takes the namespace's, or where JAX asks the Kubernetes API who"
+        " takes part one that is written too.",
+    )
+    local_checkpoint_directory: str = _key(
+        "/local",
+        "Where a RAM disk for the local tier of checkpoints is mounted on each host; it"
+        " lives as long as its pod. Empty mounts none.",
+    )
+    local_checkpoint_size_limit: str = _key(
+        "64Gi", "The most that the RAM disk may hold, of the host's memory."
+    )
+    shared_memory_size_limit: str = _key(
+        "16Gi",
+        "The most that /dev/shm may hold on each host, and through Pathways also the"
+        " memory that a host's server and sidecar hand batches over in.",
+    )
+    max_restarts: int = _key(
+        10, "Times that the whole job starts again by itself.", at_least=0
+    )
+    termination_grace_period_seconds: int = _key(
+        60, "Seconds from the signal to end until a pod is killed.", at_least=1
+    )
+    colocated_python_sidecar_image: str = _key(
+        "", "Pathways: the image built from sidecar/Dockerfile."
+    )
+    server_image: str = _key(
+        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/server:jax-0.10.0",
+        "Pathways: the image of the resource manager and of the workers.",
+    )
+    proxy_server_image: str = _key(
+        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/proxy_server:jax-0.10.0",
+        "Pathways: the image of the proxy beside the head.",
+    )
+    pathways_gcs_location: str = _key(
+        "",
+        "Pathways: where its servers keep scratch files, gs://bucket/path; empty takes"
+        " base_output_directory/pathways.",
+    )
+    pathways_head_node_pool: str = _key(
+        "cpu-np", "Pathways: the node pool, without accelerators, of the head."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole configuration; each section's keys are unique over all sections."""
 
@@ -329,6 +398,7 @@ class Config:
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
+    deploy: DeploySection = DeploySection()
 
 
 def sections() -> dict[str, Any]:

@@ -1,0 +1,32 @@
+"""`elastic-ckpt manifest CONFIG key=value...`: the JobSet that runs it."""
+
+from __future__ import annotations
+
+import argparse
+
+from elastic_ckpt.config import load
+from elastic_ckpt.core import storage
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument(
+        "config", help="a YAML file, for example configs/deploy/pathways_v6e.yml"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings on top of the file"
+    )
+    parser.add_argument("--output", help="the file to write; without it, print")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints or writes the manifest."""
+    from elastic_ckpt.deploy import manifest
+
+    config = load.load(arguments.config, arguments.overrides)
+    text = manifest.to_yaml(manifest.documents(config))
+    if arguments.output:
+        storage.write_atomic(arguments.output, text.encode())
+    else:
+        print(text, end="")
+    return 0

@@ -1,0 +1,1 @@
+"""Kubernetes manifests, made from a configuration by pure functions."""

@@ -1,0 +1,106 @@
+"""What both kinds of JobSet have in common: the program, its files, its host memory.
+
+The program of a pod is `elastic-ckpt train`. Its configuration travels in a ConfigMap,
+so that an image serves many runs, and a run changes its keys without a new image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import yaml
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import topology
+from elastic_ckpt.data import batch_size
+from elastic_ckpt.deploy import machine, names
+
+Object = dict[str, Any]
+
+# Of the volume with the configuration, where it is mounted, and the file in it.
+CONFIG = "config"
+CONFIG_DIRECTORY = "/etc/elastic-ckpt"
+_CONFIG_FILE = "config.yml"
+CONTAINER = "train"
+COMMAND = ("elastic-ckpt", "train", f"{CONFIG_DIRECTORY}/{_CONFIG_FILE}")
+# The label of a GKE node that names its node pool.
+NODE_POOL = "cloud.google.com/gke-nodepool"
+# A container without a message of its own shows the end of its log when it fails.
+TERMINATION_MESSAGE_POLICY = "FallbackToLogsOnError"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """A part of a host's memory that a container sees as a directory.
+
+    Attributes:
+      name: of the volume.
+      path: where it is mounted.
+      size_limit: the most that it may hold.
+    """
+
+    name: str
+    path: str
+    size_limit: str
+
+
+def check(config: schema.Config) -> machine.Machine:
+    """The hosts of the run, if it could start on them.
+
+    Raises:
+      ConfigError: if a value cannot be meant, or the hosts cannot share the batches.
+    """
+    deploy = config.deploy
+    names.check_image("docker_image", deploy.docker_image)
+    names.check_name("namespace", deploy.namespace)
+    if deploy.service_account:
+        names.check_name("service_account", deploy.service_account, dots=True)
+    if deploy.local_checkpoint_directory:
+        path = deploy.local_checkpoint_directory
+        names.check_mount("local_checkpoint_directory", path)
+        size = deploy.local_checkpoint_size_limit
+        names.check_size("local_checkpoint_size_limit", size)
+    names.check_size("shared_memory_size_limit", deploy.shared_memory_size_limit)
+    names.check_remote("base_output_directory", config.run.base_output_directory)
+    of_hosts = machine.of(config)
+    hosts = config.world.slices * of_hosts.hosts_per_slice
+    devices = hosts * (of_hosts.devices or config.world.devices_per_host)
+    world = topology.Topology(hosts=hosts, slices=config.world.slices, devices=devices)
+    batch_size.schedule(config.data, world)
+    return of_hosts
+
+
+def host_memory(deploy: schema.DeploySection) -> list[Memory]:
+    """The RAM disk, if there is one, and the memory that a host's processes share."""
+    shared = Memory(
+        name="dshm", path="/dev/shm", size_limit=deploy.shared_memory_size_limit
+    )
+    if not deploy.local_checkpoint_directory:
+        return [shared]
+    ram_disk = Memory(
+        name="local-checkpoints",
+        path=deploy.local_checkpoint_directory,
+        size_limit=deploy.local_checkpoint_size_limit,
+    )
+    return [ram_disk, shared]
+
+
+def config_map(config: schema.Config) -> Object:
+    """The ConfigMap with every key that is not at its default."""
+    defaults = schema.values(schema.Config())
+    chosen = {
+        key: value
+        for key, value in schema.values(config).items()
+        # The hosts are those that the JobSet starts.
+        if value != defaults[key] and key != "hosts"
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": config.run.run_name,
+            "namespace": config.deploy.namespace,
+        },
+        "data": {_CONFIG_FILE: yaml.safe_dump(chosen, sort_keys=False, width=1000)},
+    }

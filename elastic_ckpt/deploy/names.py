@@ -1,0 +1,90 @@
+"""Names, sizes and places as Kubernetes takes them, checked before it sees them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from elastic_ckpt.core import errors, storage
+
+# RFC 1123, and RFC 1035, which wants a letter first: JobSet makes a service of its
+# name, and services are so named.
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_CHARACTERS = 63
+_QUANTITY = re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti|k|M|G|T)?")
+
+
+def check_jobset_name(
+    run_name: str, replicated_jobs: Mapping[str, tuple[int, int]]
+) -> None:
+    """Raises a ConfigError unless `run_name` can name a JobSet, and each of its pods.
+
+    Args:
+      run_name: the name of the run.
+      replicated_jobs: of each replicated job, how many jobs of how many pods it has.
+
+    Raises:
+      ConfigError: with a name that would do.
+    """
+    suffixes = [
+        f"-{name}-{jobs - 1}-{pods - 1}"
+        for name, (jobs, pods) in replicated_jobs.items()
+    ]
+    room = _CHARACTERS - max(map(len, suffixes))
+    if _SERVICE_NAME.fullmatch(run_name) and len(run_name) <= room:
+        return
+    near = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).lstrip("-0123456789")
+    near = near[:room].strip("-") or "run"
+    raise errors.ConfigError(
+        f"run_name={run_name!r} cannot name a JobSet: that takes at most {room} letters"
+        " a to z, digits and hyphens, a letter first and no hyphen last; set"
+        f" run_name={near}"
+    )
+
+
+def check_name(key: str, value: str, *, dots: bool = False) -> None:
+    """Raises a ConfigError unless `value` is a name, if `dots` one of parts."""
+    parts = value.split(".") if dots else [value]
+    if not all(_NAME.fullmatch(part) for part in parts) or len(value) > _CHARACTERS:
+        raise errors.ConfigError(
+            f"{key}={value!r} is not a name in Kubernetes: that is at most"
+            f" {_CHARACTERS} letters a to z, digits and hyphens, with no hyphen first"
+            " or last"
+        )
+
+
+def check_size(key: str, value: str) -> None:
+    """Raises a ConfigError unless `value` is an amount of memory."""
+    if not _QUANTITY.fullmatch(value):
+        raise errors.ConfigError(
+            f"{key}={value!r} is not an amount of memory; write 64Gi or 512Mi"
+        )
+
+
+def check_image(key: str, value: str) -> None:
+    """Raises a ConfigError unless `value` names an image and its version."""
+    repository, _, tag = value.rpartition(":")
+    if not repository or not tag or "/" in tag or re.search(r"\s", value):
+        raise errors.ConfigError(
+            f"{key}={value!r} does not name an image and its version; push one"
+            " (sidecar/README.md) and write registry/repository:tag"
+        )
+
+
+def check_remote(key: str, value: str) -> None:
+    """Raises a ConfigError unless `value` is a place that every pod reaches."""
+    if storage.is_local(value):
+        raise errors.ConfigError(
+            f"{key}={value!r} is a directory of each pod's own, and goes with it; set"
+            f" {key}=gs://bucket/path"
+        )
+
+
+def check_mount(key: str, value: str) -> None:
+    """Raises a ConfigError unless `value` is an absolute path that may be mounted."""
+    if not re.fullmatch(r"(/[\w.-]+)+", value) or value in ("/tmp", "/dev/shm"):
+        raise errors.ConfigError(
+            f"{key}={value!r} cannot be mounted; write an absolute path of its own, for"
+            " example /local, or leave it empty"
+        )

@@ -1,0 +1,28 @@
+"""Makes this process the head: the one program that drives all hosts, by Pathways."""
+
+from __future__ import annotations
+
+from elastic_ckpt.core import errors
+
+
+def initialize() -> None:
+    """Has JAX compute through Pathways; before anything else is asked of JAX.
+
+    Raises:
+      ConfigError: if this process was not started beside a Pathways proxy, or the extra
+        `pathways` is not installed.
+    """
+    try:
+        import pathwaysutils
+    except ImportError:
+        raise errors.ConfigError(
+            "enable_single_controller=true needs the extra `pathways`: pip install"
+            " 'elastic-ckpt[pathways]'"
+        ) from None
+    if not pathwaysutils.is_pathways_backend_used():
+        raise errors.ConfigError(
+            "enable_single_controller=true, but JAX_PLATFORMS does not say `proxy`:"
+            " start the run by the JobSet of `elastic-ckpt manifest`, which sets it, or"
+            " set enable_single_controller=false"
+        )
+    pathwaysutils.initialize()

@@ -1,0 +1,281 @@
+import pathlib
+import sys
+import types
+
+import pytest
+import yaml
+from jax._src.clusters import k8s_cluster
+
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import machine, manifest
+from tests.deploy import manifest_check
+
+SHIPPED = pathlib.Path(__file__).parents[2] / "configs" / "deploy"
+CONFIGS = sorted(path.stem for path in SHIPPED.glob("*.yml"))
+PATHWAYS, TPU, GPU = "pathways_v6e", "multicontroller_v6e", "multicontroller_h100"
+
+
+def documents(name, *overrides):
+    return manifest.documents(load.load(SHIPPED / f"{name}.yml", overrides))
+
+
+def only(kind, found):
+    (document,) = (document for document in found if document["kind"] == kind)
+    return document
+
+
+def replicated_job(name, *overrides, job=-1):
+    """A replicated job of a JobSet, its Job and the pods of that."""
+    found = only("JobSet", documents(name, *overrides))["spec"]["replicatedJobs"][job]
+    spec = found["template"]["spec"]
+    return found, spec, spec["template"]["spec"]
+
+
+def mounts(container):
+    return {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_shipped_manifests_are_those_of_the_shipped_configurations(name, golden):
+    golden(str(SHIPPED / f"{name}.yaml"), manifest.to_yaml(documents(name)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_yaml_says_what_the_documents_say(name):
+    found = documents(name)
+    assert list(yaml.safe_load_all(manifest.to_yaml(found))) == found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_pods_train_with_the_configuration_of_the_manifest(name, tmp_path):
+    odd = 'a: "b" # c\\d'
+    config = load.load(SHIPPED / f"{name}.yml", [f"train_data_columns='{odd}'"])
+    assert config.data.train_data_columns == odd
+    config_map = only("ConfigMap", manifest.documents(config))
+    (text,) = config_map["data"].values()
+    (tmp_path / "config.yml").write_text(text)
+    # The hosts are those that the JobSet starts.
+    overrides = [f"hosts={config.world.hosts}"]
+    assert load.load(tmp_path / "config.yml", overrides) == config
+    *_, pods = replicated_job(name, job=0)
+    (container,) = pods["containers"]
+    (file,) = config_map["data"]
+    directory, _, seen = container["command"][-1].rpartition("/")
+    assert (container["command"][:-1], seen) == (["elastic-ckpt", "train"], file)
+    volume = next(
+        v for v in pods["volumes"] if v["name"] == mounts(container)[directory]
+    )
+    assert volume["configMap"] == {"name": config_map["metadata"]["name"]}
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 12])
+def test_a_tpu_slice_is_a_job_as_wide_as_the_slice_has_hosts(slices):
+    setting = [f"slices={slices}", "topology=4x8", "global_batch_size=1152"]
+    for name in (PATHWAYS, TPU):
+        found, job, pods = replicated_job(name, *setting)
+        assert found["replicas"] == slices
+        assert job["completions"] == job["parallelism"] == 8
+        assert job["completionMode"] == "Indexed"
+        (container,) = pods["containers"]
+        assert container["resources"] == {"limits": {"google.com/tpu": "4"}}
+
+
+def test_without_tpus_all_slices_are_the_one_job_in_which_jax_counts_hosts(monkeypatch):
+    for slices in (1, 2, 4):
+        found, job, _ = replicated_job(GPU, f"slices={slices}")
+        assert found["replicas"] == 1
+        spec = types.SimpleNamespace(**job)
+        answer = types.SimpleNamespace(spec=spec)
+        of_api = classmethod(lambda _, answer=answer: answer)
+        monkeypatch.setattr(k8s_cluster.K8sCluster, "_job", of_api)
+        assert k8s_cluster.K8sCluster.get_process_count() == 4
+        # Each pod learns its place from the index of an indexed Job.
+        assert job["completionMode"] == "Indexed"
+
+
+def test_where_jax_asks_the_kubernetes_api_the_pods_may():
+    found = documents(GPU)
+    name = only("ServiceAccount", found)["metadata"]["name"]
+    *_, pods = replicated_job(GPU)
+    (subject,) = only("RoleBinding", found)["subjects"]
+    assert pods["serviceAccountName"] == subject["name"] == name
+    rules = only("Role", found)["rules"]
+    allowed = {(rule["resources"][0], verb) for rule in rules for verb in rule["verbs"]}
+    assert {("pods", "list"), ("jobs", "get")} <= allowed
+
+
+def test_an_account_of_ones_own_is_used_and_not_written():
+    found = documents(GPU, "service_account=trainer")
+    assert "ServiceAccount" not in [document["kind"] for document in found]
+    assert only("RoleBinding", found)["subjects"][0]["name"] == "trainer"
+    for name, job in ((GPU, 0), (TPU, 0), (PATHWAYS, 0), (PATHWAYS, 1)):
+        *_, pods = replicated_job(name, "service_account=trainer", job=job)
+        assert pods["serviceAccountName"] == "trainer"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_ram_disk_and_shared_memory_are_where_the_program_of_a_host_runs(name):
+    sizes = ["local_checkpoint_size_limit=7Gi", "shared_memory_size_limit=3Gi"]
+    *_, pods = replicated_job(name, "local_checkpoint_directory=/ram", *sizes)
+    memory = {
+        volume["name"]: volume["emptyDir"]
+        for volume in pods["volumes"]
+        if "emptyDir" in volume
+    }
+    # Under Pathways that is the sidecar, which starts before the server.
+    container = pods.get("initContainers", pods["containers"])[0]
+    found = {path: memory[n] for path, n in mounts(container).items() if n in memory}
+    assert found["/ram"] == {"medium": "Memory", "sizeLimit": "7Gi"}
+    assert found["/dev/shm"] == {"medium": "Memory", "sizeLimit": "3Gi"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_ram_disk_is_mounted_if_there_is_to_be_none(name):
+    found = documents(name, "local_checkpoint_directory=")
+    assert "local-checkpoints" not in manifest.to_yaml(found)
+    assert manifest_check.problems(found) == []
+
+
+def test_under_pathways_the_head_runs_the_program_and_the_sidecar_our_image():
+    *_, head = replicated_job(PATHWAYS, job=0)
+    (program,) = head["containers"]
+    assert {"name": "JAX_PLATFORMS", "value": "proxy"} in program["env"]
+    assert program["image"].endswith("elastic-ckpt-head:1")
+    servers = [container["name"] for container in head["initContainers"]]
+    assert servers == ["pathways-rm", "pathways-proxy"]
+    *_, workers = replicated_job(PATHWAYS)
+    (sidecar,) = workers["initContainers"]
+    assert sidecar["image"].endswith("elastic-ckpt-sidecar:1")
+    server = workers["containers"][0]
+    assert mounts(server)["/tmp/shared-memory"] == mounts(sidecar)["/tmp/shared-memory"]
+
+
+def test_a_failed_host_starts_the_job_again_so_many_times():
+    for name in CONFIGS:
+        found = only("JobSet", documents(name, "max_restarts=3"))
+        assert found["spec"]["failurePolicy"]["maxRestarts"] == 3
+        pods = replicated_job(name, "termination_grace_period_seconds=9")[2]
+        assert pods["terminationGracePeriodSeconds"] == 9
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "gpu", "tpu"])
+def test_every_machine_of_every_hardware_makes_a_manifest_without_problems(hardware):
+    machines = {
+        "cpu": ("", "n2-standard-16"),
+        "gpu": machine._GPUS,
+        "tpu": machine._TPUS,
+    }
+    for machine_type in machines[hardware]:
+        topology = "4x4" if hardware == "tpu" else ""
+        found = documents(
+            TPU,
+            f"hardware={hardware}",
+            f"machine_type={machine_type}",
+            f"topology={topology}",
+            "hosts=4",
+        )
+        assert manifest_check.problems(found) == []
+
+
+def test_tpu_machines_are_what_pathwaysutils_takes_them_for():
+    from pathwaysutils.experimental.gke import jobset
+
+    labels = jobset.MACHINE_TYPE_TO_GKE_ACCELERATOR_TYPE_MAP
+    assert machine._TPUS.keys() == {name for name in labels if "-" in name}
+    for name, tpu in machine._TPUS.items():
+        assert tpu.label == labels[name]
+        setting = [
+            f"machine_type={name}",
+            "topology=4x4x4",
+            "global_batch_size=256",
+        ]
+        ours, theirs = (replicated_job(kind, *setting) for kind in (TPU, PATHWAYS))
+        assert ours[1]["completions"] == theirs[1]["completions"]
+        assert ours[2]["nodeSelector"] == theirs[2]["nodeSelector"]
+        limits = [
+            pods["containers"][0]["resources"]["limits"] for *_, pods in (ours, theirs)
+        ]
+        assert limits[0] == limits[1]
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(
+        errors.ConfigError, match=r"pip install 'elastic-ckpt\[pathways\]"
+    ):
+        documents(PATHWAYS)
+    # The other kind needs nothing.
+    assert documents(TPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        (GPU, "run_name=", "run_name is empty"),
+        (GPU, "run_name=my_run", "set run_name=my-run$"),
+        (TPU, "docker_image=", "docker_image='' does not name an image"),
+        (TPU, "docker_image=trainer", "write registry/repository:tag"),
+        (TPU, "namespace=My_Space", "namespace='My_Space' is not a name in Kubernetes"),
+        (TPU, "service_account=a..b", "service_account='a..b' is not a name"),
+        (
+            TPU,
+            "base_output_directory=runs",
+            "base_output_directory='runs' is a directo",
+        ),
+        (TPU, "local_checkpoint_directory=ram", "write an absolute path"),
+        (TPU, "local_checkpoint_directory=/tmp", "an absolute path of its own"),
+        (TPU, "local_checkpoint_size_limit=64GB", "write 64Gi or 512Mi"),
+        (TPU, "shared_memory_size_limit=many", "='many' is not an amount of memory"),
+        (TPU, "machine_type=ct6e-standard-4", "the nearest is 'ct6e-standard-4t'"),
+        (TPU, "machine_type=a3-highgpu-8g", "is no machine with hardware=tpu"),
+        (TPU, "topology=", "topology='' is not one of a TPU slice"),
+        (TPU, "topology=4x", "topology='4x' is not one"),
+        (
+            TPU,
+            "topology=3x3",
+            "has 9 chips, which machine_type=ct6e-standard-4t with 4",
+        ),
+        (TPU, "topology=2x2", "slices=2 of topology=2x2 .* have one host each"),
+        (TPU, "global_batch_size=100", "100"),
+        (TPU, "colocated_python_data_input=true", "set devices_per_host=4"),
+        (GPU, "topology=4x4", "only TPU slices have one"),
+        (GPU, "slices=3", "hosts=4 do not divide into slices=3"),
+        (PATHWAYS, "hardware=gpu", "Pathways drives TPUs"),
+        (
+            PATHWAYS,
+            "colocated_python_sidecar_image=",
+            "colocated_python_sidecar_image=''",
+        ),
+        (PATHWAYS, "server_image=a b:1", "server_image='a b:1'"),
+        (PATHWAYS, "proxy_server_image=", "proxy_server_image=''"),
+        (PATHWAYS, "pathways_gcs_location=/a/b", "pathways_gcs_location='/a/b'"),
+        (PATHWAYS, "pathways_head_node_pool=", "pathways_head_node_pool=''"),
+    ],
+)
+def test_a_value_that_cannot_run_is_refused_with_what_to_set(name, override, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        documents(name, override)
+
+
+def test_every_key_of_the_section_changes_some_manifest():
+    other = {
+        "machine_type": "ct6e-standard-8t",
+        "topology": "4x8",
+        "pathways_gcs_location": "gs://b/c",
+        "local_checkpoint_directory": "/ram",
+    }
+    for key, value in schema.values(schema.Config()).items():
+        if schema.keys()[key][0] != "deploy":
+            continue
+        if isinstance(value, int):
+            new = str(value + 1)
+        else:
+            new = other.get(key, "5Gi" if key.endswith("limit") else "other")
+        new += ":2" * key.endswith("image")
+        changed = documents(PATHWAYS, f"{key}={new}")
+        # Not only in the configuration that the manifest carries.
+        del changed[0]["data"]
+        before = documents(PATHWAYS)
+        del before[0]["data"]
+        assert changed != before, key
