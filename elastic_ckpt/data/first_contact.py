@@ -39,7 +39,7 @@ def of_host(data: elastic_data.ElasticData | None = None, *, role: str = "") -> 
     facts = {
         HOST: f"{role} ({platform.node()[:64]})" if role else host_name(),
         "Python": ".".join(map(str, sys.version_info[:2])),
-        **{package: metadata.version(package) for package in _PACKAGES},
+        **{package: _version(package) for package in _PACKAGES},
     }
     return facts if data is None else facts | {PIPELINE: fingerprint(data)}
 
@@ -107,6 +107,11 @@ def check(facts: Sequence[Facts]) -> None:
             + ". Give every host, and the image of the sidecar, the same versions;"
             " where the pipeline differs, the same configuration and files"
         )
+
+
+def _version(package: str) -> str:
+    # Without what a builder of images may have added ("0.10.0+patched").
+    return metadata.version(package).partition("+")[0]
 
 
 def _exchanged(facts: Facts, sharding: NamedSharding) -> list[Facts]:
