@@ -250,7 +250,8 @@ def _accelerator_step() -> Callable[[Any], jax.Array]:
 
 def _ready(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     # To ask costs nothing; to wait gives other threads the interpreter.
-    if not all(feature.is_ready() for feature in batch.values()):
+    features: list[Any] = list(batch.values())
+    if not all(feature.is_ready() for feature in features):
         jax.block_until_ready(batch)
     return batch
 

@@ -62,8 +62,12 @@ class RemoteIterator:
         self._cpu_sharding = topology.batch_sharding(
             colocated_python.colocated_cpu_devices(mesh)
         )
-        self._warn_after_secs = read_ahead.warn_after_secs
-        self._deliver = self._delivery(global_batch_size)
+        self._deliver = delivery.Delivery(
+            data,
+            sharding=self._sharding,
+            global_batch_size=global_batch_size,
+            warn_after_secs=read_ahead.warn_after_secs,
+        )
         self._tickets = itertools.count()
         self._worker = worker.Worker(data, global_batch_size, read_ahead)
         self._check_first_contact()
@@ -96,7 +100,7 @@ class RemoteIterator:
             )
         finally:
             self._workers.forget()
-        self._deliver = self._delivery(global_batch_size)
+        self._deliver.resize(global_batch_size)
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
         """Has the workers keep their state now, and write it in the background."""
@@ -138,14 +142,6 @@ class RemoteIterator:
         self._workers.calls.close(lambda: self._call(self._worker.close))
         _release(self._worker, self._workers.calls, wait=True)
 
-    def _delivery(self, global_batch_size: int) -> delivery.Delivery:
-        return delivery.Delivery(
-            self._data,
-            sharding=self._sharding,
-            global_batch_size=global_batch_size,
-            warn_after_secs=self._warn_after_secs,
-        )
-
     def _write(self, ticket: int, directory: epath.Path) -> None:
         self._call(self._worker.write_state, ticket=ticket, directory=str(directory))
         pause = 0.001
@@ -158,8 +154,17 @@ class RemoteIterator:
         letter = worker.letter({}, self._cpu_sharding)
         # First what needs no code of the user's, which may not arrive.
         for ask in (worker.Facts, self._worker.facts):
-            with failures.reaching_the_head():
-                told = _own_rows(ask(letter))
+            try:
+                with failures.reaching_the_head():
+                    told = _own_rows(ask(letter))
+            except errors.ElasticCkptError:
+                raise
+            except Exception as error:
+                raise errors.ConfigError(
+                    "the workers beside the accelerators cannot run our code, or yours:"
+                    f" {error}; build their image as sidecar/README.md says, with what"
+                    " your pipeline imports"
+                ) from error
             first_contact.check(head + first_contact.from_rows(told))
         first_contact.meet(self._data, self._sharding)
 

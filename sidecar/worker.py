@@ -131,15 +131,18 @@ class _HostWorker:
     def is_written(self, call: jax.Array) -> jax.Array:
         """Whether the state under a ticket is written: float32 `[devices]`, 1 or 0.
 
-        Raises what the writing raised.
+        Raises what the writing raised. May be asked again when it is written, for
+        other hosts may not be done.
         """
         ticket = _content(call)["ticket"]
-        writing = self._writes[ticket]
-        if writing.done():
-            del self._writes[ticket]
-            writing.result()
+        writing = self._writes.get(ticket)
+        if writing is None:
             return _on_each(call, 1)
-        return _on_each(call, 0)
+        if not writing.done():
+            return _on_each(call, 0)
+        del self._writes[ticket]
+        writing.result()
+        return _on_each(call, 1)
 
     @failures.told
     def load_state(self, call: jax.Array) -> jax.Array:

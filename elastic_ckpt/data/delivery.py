@@ -121,25 +121,31 @@ class Delivery:
         global_batch_size: int,
         warn_after_secs: float,
     ) -> None:
-        held = RowsHeld.of(sharding, global_batch_size)
-        order = data.row_order(held.row_hosts())
-        self._exchange: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
-        if order is not None:
-            self._exchange = jax.jit(
-                lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
-                out_shardings=sharding,
-            )
+        self._data = data
+        self._sharding = sharding
+        self._warn_after_secs = warn_after_secs
+        self._is_first = True
         self._goes_on: Callable[[jax.Array], jax.Array] | None = None
-        self._batches_of_end = batches_of_end(data, global_batch_size)
         if data.end is not elastic_data.End.NEVER:
             replicated = NamedSharding(sharding.mesh, PartitionSpec())
             test = jnp.any if data.end is elastic_data.End.PADDED else jnp.all
             self._goes_on = jax.jit(test, out_shardings=replicated)
+        self.resize(global_batch_size)
+
+    def resize(self, global_batch_size: int) -> None:
+        """Takes batches of another size from now on."""
+        held = RowsHeld.of(self._sharding, global_batch_size)
+        order = self._data.row_order(held.row_hosts())
+        self._exchange: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
+        if order is not None:
+            self._exchange = jax.jit(
+                lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
+                out_shardings=self._sharding,
+            )
+        self._batches_of_end = batches_of_end(self._data, global_batch_size)
         self._num_rows = global_batch_size
         if topology.num_hosts() > 1:
             self._num_rows = len(held.holders[topology.this_host()])
-        self._warn_after_secs = warn_after_secs
-        self._is_first = True
 
     def __call__(self, loader: Loader) -> elastic_data.Batch:
         """The next batch that the loop gets, of those that `loader` has.

@@ -258,7 +258,6 @@ class Batches:
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
-        self._data = data
         self._sharding = topology.batch_sharding(mesh)
         first_contact.meet(data, self._sharding)
         self._host = HostIterator(
@@ -267,8 +266,12 @@ class Batches:
             global_batch_size=global_batch_size,
             read_ahead=read_ahead,
         )
-        self._warn_after_secs = read_ahead.warn_after_secs
-        self._deliver = self._delivery(global_batch_size)
+        self._deliver = delivery.Delivery(
+            data,
+            sharding=self._sharding,
+            global_batch_size=global_batch_size,
+            warn_after_secs=read_ahead.warn_after_secs,
+        )
 
     def __iter__(self) -> Batches:
         return self
@@ -283,7 +286,7 @@ class Batches:
     def resize(self, global_batch_size: int) -> None:
         """Goes on with batches of another size; see `HostIterator.resize`."""
         self._host.resize(global_batch_size)
-        self._deliver = self._delivery(global_batch_size)
+        self._deliver.resize(global_batch_size)
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Takes the state now; the awaitable writes it into Orbax's directory."""
@@ -310,11 +313,3 @@ class Batches:
     def close(self) -> None:
         """Ends what reads ahead."""
         self._host.close()
-
-    def _delivery(self, global_batch_size: int) -> delivery.Delivery:
-        return delivery.Delivery(
-            self._data,
-            sharding=self._sharding,
-            global_batch_size=global_batch_size,
-            warn_after_secs=self._warn_after_secs,
-        )
