@@ -61,6 +61,8 @@ class Ahead(Generic[T]):
         """The next result; waits for it, and raises what the call raised."""
         while len(self._pending) <= self._depth:
             self._pending.append(self.submit(self._call))
+        # Waits. Whoever is interrupted here has not taken it: it is still the next.
+        self._pending[0].exception()
         return self._pending.popleft().result()
 
     def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
