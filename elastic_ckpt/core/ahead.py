@@ -118,7 +118,9 @@ def close_with(owner: object, close: Close) -> None:
     """
 
     def gone(reference: weakref.ref[object]) -> None:
-        _to_close.pop(reference)(wait=False)
+        # None if it is being closed at the end of the program.
+        if close := _to_close.pop(reference, None):
+            close(wait=False)
 
     if not _to_close:
         # Handlers run in the reverse order of their registration: late is early.
