@@ -53,9 +53,10 @@ class Ahead(Generic[T]):
         self._pending: collections.deque[futures.Future[T]] = collections.deque()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the program from ending.
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_work, args=(self._tasks,), name="elastic_ckpt-ahead", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def take(self) -> T:
         """The next result; waits for it, and raises what the call raised."""
@@ -99,7 +100,8 @@ class Ahead(Generic[T]):
         ended = self.submit(last or _nothing)
         self._closed = True
         self._tasks.put(None)
-        if not wait:
+        # The thread itself cannot wait for its own end.
+        if not wait or threading.current_thread() is self._thread:
             return
         try:
             ended.result(_CLOSE_SECS)
