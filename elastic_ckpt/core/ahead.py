@@ -53,14 +53,17 @@ class Ahead(Generic[T]):
         self._pending: collections.deque[futures.Future[T]] = collections.deque()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # A daemon: a read that hangs must not keep the program from ending.
-        threading.Thread(
+        self._thread = threading.Thread(
             target=_work, args=(self._tasks,), name="elastic_ckpt-ahead", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def take(self) -> T:
         """The next result; waits for it, and raises what the call raised."""
         while len(self._pending) <= self._depth:
             self._pending.append(self.submit(self._call))
+        # Waits. Whoever is interrupted here has not taken it: it is still the next.
+        self._pending[0].exception()
         return self._pending.popleft().result()
 
     def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
@@ -97,7 +100,8 @@ class Ahead(Generic[T]):
         ended = self.submit(last or _nothing)
         self._closed = True
         self._tasks.put(None)
-        if not wait:
+        # The thread itself cannot wait for its own end.
+        if not wait or threading.current_thread() is self._thread:
             return
         try:
             ended.result(_CLOSE_SECS)
@@ -116,7 +120,9 @@ def close_with(owner: object, close: Close) -> None:
     """
 
     def gone(reference: weakref.ref[object]) -> None:
-        _to_close.pop(reference)(wait=False)
+        # None if it is being closed at the end of the program.
+        if close := _to_close.pop(reference, None):
+            close(wait=False)
 
     if not _to_close:
         # Handlers run in the reverse order of their registration: late is early.

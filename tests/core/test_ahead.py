@@ -1,0 +1,365 @@
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from elastic_ckpt.core import ahead, errors
+
+NAME = "elastic_ckpt-ahead"
+# Far longer than anything here takes, and far shorter than a test that hangs.
+SOON_SECS = 10
+
+
+class Numbers:
+    """Counts its calls; some numbers raise, and one call can be held up."""
+
+    def __init__(self, failing=()):
+        self.made = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self._failing = failing
+
+    def __call__(self):
+        number = len(self.made)
+        self.made.append(number)
+        assert self.may_go_on.wait(SOON_SECS)
+        if number in self._failing:
+            raise KeyError(number)
+        return number
+
+    def hold(self):
+        self.may_go_on.clear()
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def begin(call, depth=2):
+        started.append(ahead.Ahead(call, depth=depth))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.close()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = threads()
+    yield
+    wait_until(lambda: threads() <= before)
+
+
+@pytest.fixture
+def short_close(monkeypatch):
+    monkeypatch.setattr(ahead, "_CLOSE_SECS", 0.05)
+
+
+def threads():
+    return {t for t in threading.enumerate() if t.name == NAME}
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + SOON_SECS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def settled(one):
+    """Waits for everything that was submitted."""
+    return one.submit(lambda: None).result(SOON_SECS)
+
+
+def test_results_and_errors_come_in_the_order_of_the_calls(start):
+    one = start(Numbers(failing={1, 4}))
+    found = []
+    for _ in range(7):
+        try:
+            found.append(one.take())
+        except KeyError as error:
+            found.append(repr(error))
+    assert found == [0, "KeyError(1)", 2, 3, "KeyError(4)", 5, 6]
+
+
+@pytest.mark.parametrize("error", [StopIteration, KeyboardInterrupt, SystemExit])
+def test_an_error_of_any_kind_is_raised_where_the_result_is_taken(start, error):
+    def fail():
+        raise error
+
+    one = start(fail)
+    for _ in range(3):
+        with pytest.raises(error):
+            one.take()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_it_is_never_further_ahead_than_its_depth_and_always_so_far(start, depth):
+    numbers = Numbers()
+    one = start(numbers, depth=depth)
+    assert numbers.made == []
+    for taken in range(1, 10):
+        one.take()
+        assert len(numbers.made) <= taken + depth
+        settled(one)
+        assert len(numbers.made) == taken + depth
+        assert one.num_ready() == depth
+
+
+def test_what_is_not_ready_is_not_counted(start):
+    numbers = Numbers()
+    one = start(numbers)
+    numbers.hold()
+    threading.Timer(0, numbers.may_go_on.set).start()
+    one.take()
+    settled(one)
+    numbers.hold()
+    assert one.num_ready() == 2
+    numbers.may_go_on.set()
+
+
+def test_dropped_results_are_not_called_for_and_the_next_are_new(start):
+    numbers = Numbers()
+    one = start(numbers, depth=3)
+    one.take()
+    settled(one)
+    numbers.hold()
+    one.take()
+    wait_until(lambda: len(numbers.made) == 5)
+    one.take()
+    one.take()
+    # Number 4 is under way; 5 and 6 have not begun.
+    one.drop()
+    assert one.num_ready() == 0
+    numbers.may_go_on.set()
+    assert one.take() == 5
+
+
+def test_a_call_submitted_comes_after_those_that_are_pending(start):
+    numbers = Numbers()
+    one = start(numbers)
+    one.take()
+    assert one.submit(lambda: list(numbers.made)).result(SOON_SECS) == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        one.submit(lambda: 1 / 0).result(SOON_SECS)
+    assert one.take() == 1
+
+
+def test_a_take_that_is_interrupted_loses_no_result(start):
+    numbers = Numbers()
+    one = start(numbers)
+    one.take()
+    settled(one)
+    numbers.hold()
+    assert [one.take(), one.take()] == [1, 2]
+    main = threading.main_thread().ident
+    with pytest.raises(KeyboardInterrupt):
+        threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+        one.take()
+    numbers.may_go_on.set()
+    assert [one.take(), one.take()] == [3, 4]
+
+
+def test_a_closed_one_raises_and_can_be_closed_again(start):
+    one = start(Numbers())
+    one.take()
+    one.close()
+    one.close()
+    for use in (one.take, lambda: one.submit(list)):
+        with pytest.raises(errors.DataError, match="was closed; make a new one"):
+            use()
+
+
+def test_what_is_to_be_called_last_is_called_last_in_the_thread(start):
+    numbers = Numbers()
+    one = start(numbers)
+    one.take()
+    numbers.hold()
+    one.take()
+    called = []
+    threading.Timer(0.01, numbers.may_go_on.set).start()
+    one.close(lambda: called.append((threading.current_thread().name, *numbers.made)))
+    (call,) = called
+    assert call[0] == NAME
+    # No call began after `close`, but for the one that was under way.
+    assert len(numbers.made) == len(call) - 1
+
+
+def test_a_call_that_hangs_is_left_alone_after_a_while(start, short_close, caplog):
+    numbers = Numbers()
+    one = start(numbers)
+    one.take()
+    settled(one)
+    numbers.hold()
+    one.take()
+    wait_until(lambda: len(numbers.made) == 4)
+    began = time.monotonic()
+    one.close()
+    assert time.monotonic() - began < SOON_SECS / 2
+    assert "has not come back for 0.05 s; it is left alone" in caplog.text
+    numbers.may_go_on.set()
+
+
+def test_closing_without_waiting_does_not_wait_for_a_call_that_hangs(start):
+    numbers = Numbers()
+    one = start(numbers)
+    one.take()
+    settled(one)
+    numbers.hold()
+    one.take()
+    one.close(wait=False)
+    assert not numbers.may_go_on.is_set()
+    numbers.may_go_on.set()
+
+
+def test_it_can_be_closed_from_its_own_thread(start, caplog):
+    one = start(Numbers())
+    began = time.monotonic()
+    one.submit(one.close).result(SOON_SECS)
+    assert time.monotonic() - began < ahead._CLOSE_SECS / 2
+    assert caplog.text == ""
+
+
+class Owner:
+    """Something that reads ahead."""
+
+    def __init__(self, call):
+        self.ahead = ahead.Ahead(call, depth=2)
+
+
+def owned(call):
+    """An owner that is closed when nobody holds it any more."""
+    owner = Owner(call)
+    ahead.close_with(owner, owner.ahead.close)
+    return owner
+
+
+def in_a_cycle(owner):
+    owner.itself = owner
+
+
+@pytest.mark.parametrize("tie", [lambda _: None, in_a_cycle])
+def test_garbage_is_closed_and_its_thread_ends(tie):
+    before = threads()
+    numbers = Numbers()
+    owner = owned(numbers)
+    owner.ahead.take()
+    tie(owner)
+    assert len(threads() - before) == 1
+    del owner
+    gc.collect()
+    wait_until(lambda: threads() == before)
+
+
+def test_garbage_does_not_wait_for_a_call_that_hangs():
+    numbers = Numbers()
+    owner = owned(numbers)
+    owner.ahead.take()
+    settled(owner.ahead)
+    numbers.hold()
+    owner.ahead.take()
+    del owner
+    assert not numbers.may_go_on.is_set()
+    numbers.may_go_on.set()
+
+
+def test_garbage_can_be_collected_in_the_thread_that_reads_ahead():
+    before = threads()
+    numbers = Numbers()
+    owner = owned(numbers)
+    owner.ahead.take()
+    thread = owner.ahead
+    in_a_cycle(owner)
+    del owner
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "_CLOSE_SECS", SOON_SECS)
+        began = time.monotonic()
+        thread.submit(gc.collect).result(SOON_SECS)
+    assert time.monotonic() - began < SOON_SECS / 2
+    wait_until(lambda: threads() == before)
+
+
+def test_garbage_can_be_collected_in_any_thread_at_any_time():
+    before = threads()
+
+    def churn():
+        for _ in range(30):
+            owner = owned(Numbers())
+            owner.ahead.take()
+            in_a_cycle(owner)
+            del owner
+            gc.collect(0)
+
+    churning = [threading.Thread(target=churn, daemon=True) for _ in range(4)]
+    for one in churning:
+        one.start()
+    for one in churning:
+        one.join(SOON_SECS)
+        assert not one.is_alive()
+    gc.collect()
+    wait_until(lambda: threads() == before)
+
+
+PROGRAM = """
+import gc, sys, threading, time
+from elastic_ckpt.core import ahead
+
+class Owner:
+    pass
+
+def owned():
+    owner = Owner()
+    owner.ahead = ahead.Ahead(lambda: 1, depth=1)
+    def close(*, wait, one=owner.ahead):
+        one.close(lambda: print("closed", wait, flush=True), wait=wait)
+        gc.collect()
+    ahead.close_with(owner, close)
+    owner.ahead.take()
+    return owner
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "printed"),
+    [
+        ("one = owned()", "closed True\n"),
+        ("one = owned(); del one; time.sleep(0.2)", "closed False\n"),
+        ("one = owned(); sys.exit(0)", "closed True\n"),
+        ("one, two = owned(), owned()", "closed True\n" * 2),
+        # Collected while it is closed.
+        ("one = owned(); one.itself = one; del one", "closed True\n"),
+    ],
+)
+def test_a_program_that_ends_closes_what_is_open_without_a_word(ending, printed):
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM + ending],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert (ended.stdout, ended.stderr) == (printed, "")
+
+
+def test_a_program_ends_though_a_call_hangs():
+    program = PROGRAM + (
+        "ahead._CLOSE_SECS = 0.05\n"
+        "one = owned()\n"
+        "one.ahead.submit(threading.Event().wait)\n"
+        "print('end', flush=True)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert ended.stdout == "end\n"
+    assert "it is left alone" in ended.stderr
