@@ -165,7 +165,12 @@ class _InPlaceBatches:
             )
             reader = mine.to_iter_dataset(self._read_options)
             self._batches = iter(reader.batch(len(self._rows)))
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except Exception:
+            # Some threads are behind the broken record: begin this batch anew.
+            self.close()
+            raise
         self._next_index += self._global_batch_size
         return batch
 
@@ -235,6 +240,10 @@ class _ElasticBatches:
             self._last = next(self._elastic)
         except StopIteration:
             return _padding(self._last or self._reread())
+        except Exception:
+            # Some threads are behind the broken record: begin this batch anew.
+            self._elastic.set_state(self._elastic.get_state())
+            raise
         return self._last
 
     def position(self) -> cursors.Position:

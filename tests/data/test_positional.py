@@ -204,6 +204,48 @@ def test_finite_data_ends_in_a_loop_as_it_says(data, drop_remainder):
     batches.close()
 
 
+class FlakyData(positional.PositionalData):
+    """Data of which one record cannot be read at first."""
+
+    def examples(self):
+        tries = iter([True])
+
+        def flaky(example):
+            if example["example_id"][1] == 20 and next(tries, False):
+                raise OSError("the storage is busy")
+            return example
+
+        return super().examples().map(flaky)
+
+
+@pytest.mark.parametrize("num_threads", [0, 4])
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_after_an_error_of_the_storage_the_same_batch_is_read(
+    corpus, in_place, num_threads, depth
+):
+    flaky = FlakyData(
+        files=(corpus,),
+        max_target_length=16,
+        shuffle=False,
+        in_place=in_place,
+        num_threads=num_threads,
+        # Not into the next epoch.
+        prefetch_records=4,
+    )
+    one = worlds.World(flaky, 1, 8, read_ahead=depth)
+    found, failures = [], 0
+    while len(found) < 6:
+        try:
+            found.append(example_id.join(one.batch()["example_id"]))
+        except OSError:
+            failures += 1
+        assert one.save()[0] == {"global_next_index": 8 * len(found)}
+    one.close()
+    assert failures == 1
+    assert found == [list(range(n, n + 8)) for n in range(0, 48, 8)]
+
+
 def test_endless_data_has_no_mask(data):
     assert "mask" not in worlds.World(data, 1, 12).batch()
 
