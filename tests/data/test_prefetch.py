@@ -1,0 +1,361 @@
+import dataclasses
+import functools
+import json
+import threading
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import ahead, errors
+from elastic_ckpt.data import prefetch, rows, sharded_data
+from tests import pipelines, worlds
+
+NUM_SHARDS = 12
+SIZE = 12
+NAMES = ["plain", "shuffled", "concatenated", "first_fit", "everything"]
+
+
+def sharded(name="everything", **more):
+    make_shard = functools.partial(pipelines.ALL[name], num_shards=NUM_SHARDS)
+    return sharded_data.sharded(
+        make_shard, num_shards=NUM_SHARDS, pipeline=name, **more
+    )
+
+
+def host_batches(of, host=0, num_hosts=1, size=SIZE):
+    return of.host_batches(
+        rows.Placement.in_order(host, num_hosts=num_hosts, global_batch_size=size)
+    )
+
+
+@pytest.fixture
+def read_ahead():
+    """Makes a `Prefetched`, closed at the end."""
+    made = []
+
+    def make(of, *, make=dict, **how):
+        made.append(
+            prefetch.Prefetched(of, make=make, read_ahead=prefetch.ReadAhead(**how))
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def saved(one):
+    """The whole state, through JSON."""
+    state = [one.position(), sorted(one.shard_cursors().items())]
+    shared = sorted(one.shard_cursors(shared=True).items())
+    return json.loads(json.dumps([*state, shared]))
+
+
+def go_to(one, state):
+    found = dict(map(tuple, state[2]))
+    one.go_to(state[0], lambda shards: {shard: found[shard] for shard in shards})
+
+
+def next_of(one):
+    return worlds.by_row(next(one))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_after_every_batch_is_that_of_no_reading_ahead(
+    read_ahead, name, depth
+):
+    plain = host_batches(sharded(name), 1, 3)
+    one = read_ahead(host_batches(sharded(name), 1, 3), batches=depth)
+    assert saved(one) == saved(plain)
+    for _ in range(10):
+        assert next_of(one) == next_of(plain)
+        assert saved(one) == saved(plain)
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_state_saved_while_reading_ahead_can_be_continued_from(
+    read_ahead, name, depth
+):
+    one = read_ahead(host_batches(sharded(name)), batches=depth)
+    states, batches = [], []
+    for _ in range(8):
+        states.append(saved(one))
+        batches.append(next_of(one))
+    other = read_ahead(host_batches(sharded(name)), batches=depth)
+    for number in (7, 0, 3, 6, 1):
+        go_to(other, states[number])
+        assert saved(other) == states[number]
+        assert [next_of(other) for _ in batches[number:]] == batches[number:]
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_positional_engines_have_the_state_of_the_batch_taken_too(
+    read_ahead, data, in_place
+):
+    data = dataclasses.replace(data, in_place=in_place)
+    plain, one = host_batches(data), read_ahead(host_batches(data), batches=3)
+    for _ in range(6):
+        assert next_of(one) == next_of(plain)
+        assert saved(one) == saved(plain)
+
+
+def test_worker_processes_do_not_change_the_state(read_ahead):
+    plain = host_batches(sharded("first_fit"))
+    one = read_ahead(host_batches(sharded("first_fit", num_workers=2)), batches=2)
+    for _ in range(3):
+        assert next_of(one) == next_of(plain)
+        assert saved(one) == saved(plain)
+
+
+class Counting:
+    """Rows that count how often they were read, and say who read them.
+
+    Args:
+      fail_at: the batch that cannot be read.
+    """
+
+    def __init__(self, *, fail_at=None, num_bytes=80):
+        self.read = 0
+        self.readers = []
+        self.fails = False
+        self.closed = 0
+        self._fail_at = fail_at
+        self._shape = num_bytes // 8
+
+    def __next__(self):
+        self.readers.append(threading.current_thread())
+        if self.read == self._fail_at:
+            raise KeyError(self.read)
+        self.read += 1
+        return {"x": np.full(self._shape, self.read - 1)}
+
+    def position(self):
+        return {"next": self.read}
+
+    def shard_cursors(self, *, shared=False):
+        del shared
+        return {0: self.read}
+
+    def changed(self):
+        return {0: self.read}
+
+    def go_to(self, position, read):
+        read([0])
+        self.read = position["next"]
+
+    def close(self):
+        self.closed += 1
+
+
+def settle(one):
+    """Waits until everything that may be read ahead was."""
+    if one._ahead:
+        one._ahead.submit(lambda: None).result()
+
+
+def number(batch):
+    return int(batch["x"][0])
+
+
+@pytest.mark.parametrize(
+    ("batches", "max_bytes", "depth"),
+    [(2, 1000, 2), (5, 250, 3), (5, 80, 1), (5, 79, 0), (0, 1000, 0), (2, 0, 0)],
+)
+def test_reading_ahead_is_bounded_in_batches_and_in_bytes(
+    read_ahead, batches, max_bytes, depth
+):
+    counting = Counting(num_bytes=80)
+    one = read_ahead(counting, batches=batches, max_bytes=max_bytes)
+    # The first is read when it is asked for: it tells the size.
+    assert [number(next(one)), counting.read] == [0, 1]
+    for taken in range(2, 8):
+        assert number(next(one)) == taken - 1
+        settle(one)
+        assert counting.read == taken + depth
+        assert one.num_ready() == depth
+    in_caller = {of is threading.current_thread() for of in counting.readers[1:]}
+    assert in_caller == {not depth}
+
+
+def test_batches_of_no_bytes_are_read_ahead_too(read_ahead):
+    one = read_ahead(Counting(num_bytes=8), batches=2, max_bytes=16)
+    assert prefetch.ReadAhead().depth(0) == 2
+    assert [number(next(one)) for _ in range(4)] == [0, 1, 2, 3]
+
+
+def refuse(shards):
+    raise errors.DataError(f"no cursors of {shards}")
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_going_elsewhere_in_vain_leaves_it_where_it_was(read_ahead, depth, taken):
+    plain = host_batches(sharded())
+    one = read_ahead(host_batches(sharded()), batches=depth)
+    for _ in range(taken):
+        assert next_of(one) == next_of(plain)
+    with pytest.raises(errors.DataError, match="no cursors of"):
+        one.go_to({"stream_row": 120}, refuse)
+    assert saved(one) == saved(plain)
+    for _ in range(4):
+        assert next_of(one) == next_of(plain)
+        assert saved(one) == saved(plain)
+
+
+def test_an_error_ahead_is_raised_when_its_batch_is_due_and_not_before(read_ahead):
+    counting = Counting(fail_at=4)
+    one = read_ahead(counting, batches=3)
+    for expected in range(4):
+        assert number(next(one)) == expected
+        settle(one)
+        assert one.position() == {"next": expected + 1}
+        assert one.shard_cursors() == {0: expected + 1}
+    for _ in range(2):
+        with pytest.raises(KeyError, match="4"):
+            next(one)
+        assert one.position() == {"next": 4}
+        assert one.shard_cursors() == {0: 4}
+
+
+def spoilt(shard):
+    """Two rows of a shard, and an error where the third of shard 5 should be."""
+
+    def read(n):
+        if (shard, n) == (5, 2):
+            raise ValueError("a broken record")
+        return {"x": np.array([shard, n])}
+
+    return grain.MapDataset.range(100).map(read).to_iter_dataset(pipelines.IN_CALLER)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+def test_before_a_broken_record_the_state_is_saved_and_behind_it_nothing_is(
+    read_ahead, depth
+):
+    data = sharded_data.sharded(spoilt, num_shards=NUM_SHARDS)
+    one = read_ahead(host_batches(data), batches=depth)
+    states = []
+    for _ in range(2):
+        next(one)
+        states.append(saved(one))
+    with pytest.raises(ValueError, match="a broken record"):
+        next(one)
+    with pytest.raises(errors.DataError, match="in the middle of a batch; load a s"):
+        next(one)
+    go_to(one, states[0])
+    assert next_of(one)[0] == next_of(host_batches_at(data, states[0]))[0]
+    assert saved(one) == states[1]
+
+
+def host_batches_at(data, state):
+    one = host_batches(data)
+    go_to(one, state)
+    return one
+
+
+def test_what_is_made_of_rows_is_made_in_the_thread(read_ahead):
+    made_in = []
+
+    def make(loaded):
+        made_in.append(threading.current_thread().name)
+        return loaded
+
+    one = read_ahead(Counting(), make=make, batches=2)
+    for _ in range(3):
+        next(one)
+    settle(one)
+    assert set(made_in[1:]) == {"elastic_ckpt-ahead"}
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs(read_ahead, monkeypatch):
+    monkeypatch.setattr(ahead, "_CLOSE_SECS", 0.05)
+    reading, may_go_on = threading.Event(), threading.Event()
+
+    class Hanging(Counting):
+        def __next__(self):
+            if self.read == 1:
+                reading.set()
+                assert may_go_on.wait(10)
+            return super().__next__()
+
+    hanging = Hanging()
+    one = read_ahead(hanging, batches=2)
+    next(one)
+    threading.Thread(target=lambda: pytest.raises(Exception, next, one)).start()
+    assert reading.wait(10)
+    one.close()
+    assert hanging.closed == 0
+    may_go_on.set()
+
+
+def test_rows_are_closed_once_in_the_thread_that_reads_them(read_ahead):
+    counting = Counting()
+    one = read_ahead(counting, batches=2)
+    next(one)
+    next(one)
+    one.close()
+    one.close()
+    assert counting.closed == 1
+
+
+class Plain:
+    """The engine with no reading ahead, and what was saved of it."""
+
+    def __init__(self, size):
+        self.size = size
+        self.host = host_batches(sharded("first_fit"), size=size)
+
+    def resize(self, size):
+        state = saved(self.host)
+        self.size = size
+        self.host = host_batches(sharded("first_fit"), size=size)
+        go_to(self.host, state)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("next"), st.integers(1, 4)),
+    st.tuples(st.just("save"), st.just(0)),
+    st.tuples(st.just("go_to"), st.integers(0, 9)),
+    st.tuples(st.just("fail"), st.just(0)),
+    st.tuples(st.just("resize"), st.sampled_from([6, 12, 24])),
+)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 4), st.lists(ACTIONS, min_size=3, max_size=12))
+def test_whatever_is_done_it_is_the_plain_engine(depth, actions):
+    def begin(size):
+        return prefetch.Prefetched(
+            host_batches(sharded("first_fit"), size=size),
+            make=dict,
+            read_ahead=prefetch.ReadAhead(batches=depth),
+        )
+
+    plain, one = Plain(SIZE), begin(SIZE)
+    states = [saved(one)]
+    for action, amount in actions:
+        if action == "next":
+            for _ in range(amount):
+                assert next_of(one) == next_of(plain.host)
+        elif action == "save":
+            states.append(saved(one))
+        elif action == "go_to":
+            state = states[amount % len(states)]
+            go_to(one, state)
+            go_to(plain.host, state)
+        elif action == "fail":
+            with pytest.raises(errors.DataError):
+                one.go_to({"stream_row": 0}, refuse)
+        else:
+            state = saved(one)
+            one.close()
+            one = begin(amount)
+            go_to(one, state)
+            plain.resize(amount)
+        assert saved(one) == saved(plain.host)
+    one.close()
