@@ -134,12 +134,14 @@ class _HostWorker:
         Raises what the writing raised.
         """
         ticket = _content(call)["ticket"]
-        writing = self._writes[ticket]
-        if writing.done():
-            del self._writes[ticket]
+        writing = self._writes.get(ticket)
+        if writing and not writing.done():
+            return _on_each(call, 0)
+        # If it is gone the head was told so, and asks because of another host.
+        self._writes.pop(ticket, None)
+        if writing:
             writing.result()
-            return _on_each(call, 1)
-        return _on_each(call, 0)
+        return _on_each(call, 1)
 
     @failures.told
     def load_state(self, call: jax.Array) -> jax.Array:
