@@ -153,8 +153,8 @@ class _HostWorker:
     @failures.told
     def reset(self, call: jax.Array) -> jax.Array:
         """Goes to the beginning."""
-        self._on(call).reset()
         self._begin_to_count()
+        self._on(call).reset()
         return call
 
     @failures.told
