@@ -86,8 +86,11 @@ class RemoteIterator:
 
     def reset(self) -> None:
         """Has the workers go to the beginning."""
-        self._in_turn(self._worker.reset, within_secs=_ANSWER_SECS)
-        self._workers.forget()
+        try:
+            self._in_turn(self._worker.reset, within_secs=_ANSWER_SECS)
+        finally:
+            # Workers that have not answered do it later, before the next batch.
+            self._workers.forget()
 
     def resize(self, global_batch_size: int) -> None:
         """Has the workers go on with batches of another size."""

@@ -230,6 +230,8 @@ def test_after_an_error_of_the_storage_the_same_batch_is_read(
         shuffle=False,
         in_place=in_place,
         num_threads=num_threads,
+        # Not into the next epoch.
+        prefetch_records=4,
     )
     one = worlds.World(flaky, 1, 8, read_ahead=depth)
     found, failures = [], 0

@@ -5,7 +5,6 @@ import pytest
 
 import sidecar
 from elastic_ckpt.core import topology
-from sidecar import worker
 from tests import iterator_contract
 
 
@@ -16,14 +15,6 @@ class TestRemoteIterator(iterator_contract.IteratorContract):
             mesh=topology.make_mesh(2)[0],
             global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
         )
-
-
-def test_a_letter_arrives_as_it_was_sent():
-    mesh, _ = topology.make_mesh(2)
-    content = {"ticket": 3, "directory": "/a/b ü"}
-    sent = worker.letter(content, topology.batch_sharding(mesh))
-    assert worker.open_letter(sent) == content
-    assert len(sent.sharding.device_set) == 8
 
 
 USE = """

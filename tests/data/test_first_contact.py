@@ -1,0 +1,205 @@
+import functools
+
+import numpy as np
+import pytest
+
+import sidecar
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import first_contact, iterator, sharded_data
+from elastic_ckpt.elastic import multicontroller, supervisor
+from sidecar import worker
+from tests import pipelines
+
+
+def sharded(name="plain", num_shards=12):
+    make_shard = functools.partial(pipelines.ALL[name], num_shards=num_shards)
+    return sharded_data.sharded(make_shard, num_shards=num_shards, pipeline=name)
+
+
+def facts_of(host, **changed):
+    facts = {
+        **first_contact.of_host(sharded()),
+        first_contact.HOST: f"host {host} (node-{host})",
+    }
+    return facts | {name.replace("_", "-"): of for name, of in changed.items()}
+
+
+def complaint(facts):
+    with pytest.raises(errors.ConfigError) as raised:
+        first_contact.check(facts)
+    return str(raised.value)
+
+
+def test_hosts_that_agree_pass():
+    first_contact.check([facts_of(host) for host in range(5)])
+
+
+@pytest.mark.parametrize(
+    "name", ["Python", "jax", "jaxlib", "grain", "elastic_ckpt", "pipeline"]
+)
+def test_of_every_fact_that_differs_it_says_which_host_has_what(name):
+    own = facts_of(0)[name.replace("_", "-")]
+    told = complaint([facts_of(0), facts_of(1), facts_of(2, **{name: "0.0"})])
+    assert told == (
+        f"the hosts of this run differ: {name.replace('_', '-')} is {own} on host 0"
+        " (node-0), host 1 (node-1), 0.0 on host 2 (node-2). Give every host, and the"
+        " image of the sidecar, the same versions; where the pipeline differs, the same"
+        " configuration and files"
+    )
+
+
+def test_every_difference_is_told_at_once():
+    told = complaint([facts_of(0, jax="1"), facts_of(1, grain="2"), facts_of(2)])
+    assert "; grain is " in told
+    assert "jax is 1 on host 0 (node-0), " in told
+    assert "jaxlib" not in told
+    assert told.count("host 2 (node-2)") == 2
+
+
+def test_of_many_hosts_a_few_are_named_and_each_once():
+    of_devices = [facts_of(host, jax="1") for host in range(20) for _ in range(2)]
+    told = complaint([*of_devices, facts_of(20, jax="2")])
+    few = ", ".join(f"host {host} (node-{host})" for host in range(4))
+    assert f"jax is 1 on {few} and 16 more, 2 on host 20 (node-20)." in told
+
+
+def test_what_a_host_has_not_said_is_not_compared():
+    silent = dict(facts_of(1))
+    del silent[first_contact.PIPELINE]
+    first_contact.check([facts_of(0), silent])
+
+
+def test_facts_survive_their_way_as_arrays():
+    facts = first_contact.of_host(sharded(), role="the head")
+    rows = np.stack([first_contact.to_row(facts)] * 3)
+    assert first_contact.from_rows(rows) == [facts] * 3
+
+
+def test_the_longest_facts_fit(monkeypatch):
+    monkeypatch.setattr(first_contact.platform, "node", lambda: "n" * 255)
+    monkeypatch.setattr(
+        first_contact.metadata, "version", lambda _: "0.12.0.dev20261120+0123456789ab"
+    )
+    facts = first_contact.of_host(sharded(), role="the head")
+    assert len(first_contact.to_row(facts)) == 512
+
+
+def test_the_fingerprint_is_that_of_what_decides_which_example_comes_when(data):
+    assert first_contact.fingerprint(sharded()) == first_contact.fingerprint(sharded())
+    of = [sharded(), sharded("filtered"), sharded(num_shards=6)]
+    prints = [first_contact.fingerprint(one) for one in (*of, data)]
+    assert len(set(prints)) == 4
+    assert all(len(one) == 16 and int(one, 16) >= 0 for one in prints)
+
+
+@pytest.fixture
+def at_the_worker(monkeypatch):
+    """Has the worker, and not the head, find other facts of its host."""
+    of_host = first_contact.of_host
+
+    def find(**changed):
+        def found(data=None, *, role=""):
+            facts = of_host(data, role=role)
+            return facts if role else {**facts, **changed}
+
+        monkeypatch.setattr(first_contact, "of_host", found)
+
+    return find
+
+
+def remote(data):
+    return sidecar.RemoteIterator(
+        data, mesh=topology.make_mesh(2)[0], global_batch_size=16
+    )
+
+
+@pytest.mark.parametrize("name", ["Python", "jax", "jaxlib", "grain", "elastic-ckpt"])
+def test_a_worker_of_another_version_is_refused_and_both_are_named(at_the_worker, name):
+    at_the_worker(**{name: "0.0.1"})
+    own = first_contact.of_host(role="the head")
+    with pytest.raises(errors.ConfigError) as raised:
+        remote(sharded())
+    head, host = own[first_contact.HOST], first_contact.host_name()
+    assert f"{name} is {own[name]} on {head}, 0.0.1 on {host}." in str(raised.value)
+
+
+def test_a_worker_of_another_pipeline_is_refused(monkeypatch):
+    fingerprint = first_contact.fingerprint
+    prints = iter(["of the head"])
+    monkeypatch.setattr(
+        first_contact, "fingerprint", lambda of: next(prints, None) or fingerprint(of)
+    )
+    with pytest.raises(errors.ConfigError) as raised:
+        remote(sharded())
+    assert "pipeline is of the head on the head (" in str(raised.value)
+    own = f", {fingerprint(sharded())} on {first_contact.host_name()}."
+    assert own in str(raised.value)
+
+
+def test_versions_are_compared_before_any_code_of_the_user_travels(
+    at_the_worker, monkeypatch
+):
+    at_the_worker(jax="0.0.1")
+
+    def fail(*_):
+        raise AssertionError("the worker was made")
+
+    monkeypatch.setattr(worker._HostWorker, "__init__", fail)
+    with pytest.raises(errors.ConfigError, match=r"jax is .*0\.0\.1 on host 0"):
+        remote(sharded())
+
+
+def test_an_error_of_the_data_at_the_worker_is_told_with_its_host(monkeypatch):
+    identity, heads = sharded_data.ShardedData.identity, iter([True])
+
+    def found(self):
+        if next(heads, False):
+            return identity(self)
+        raise FileNotFoundError("/data/books.array_record")
+
+    monkeypatch.setattr(sharded_data.ShardedData, "identity", found)
+    with pytest.raises(errors.DataError, match=r"host 0 .*FileNotFoundError: /data/bo"):
+        remote(sharded())
+
+
+def meet(place, emit, *, colocated, differs):
+    """Makes the iterator where one host of the world differs; tells what came of it."""
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(place):
+        if differs == "grain" and place.host == 1:
+            version = first_contact.metadata.version
+            first_contact.metadata.version = lambda of: (
+                "0.0.1" if of == "grain" else version(of)
+            )
+        name = "filtered" if (differs, place.host) == ("pipeline", 1) else "plain"
+        make = sidecar.RemoteIterator if colocated else iterator.Batches
+        mesh, _ = topology.make_mesh(1)
+        try:
+            make(sharded(name), mesh=mesh, global_batch_size=12).close()
+            emit("restored", step=place.host, path="they met", secs=0.0)
+        except errors.ConfigError as error:
+            emit("restored", step=place.host, path=str(error), secs=0.0)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+@pytest.mark.parametrize("differs", ["grain", "pipeline"])
+def test_every_host_of_a_world_that_differs_says_which_host_has_what(
+    tmp_path, colocated, differs
+):
+    told = {}
+    supervisor.World(
+        functools.partial(meet, colocated=colocated, differs=differs),
+        num_hosts=2,
+        log_directory=tmp_path,
+        emit=lambda _, **fields: told.update({fields["step"]: fields["path"]}),
+    ).run()
+    assert sorted(told) == [0, 1]
+    own = first_contact.of_host(sharded())["grain"]
+    ours, other = {
+        "grain": (own, "0.0.1"),
+        "pipeline": map(first_contact.fingerprint, (sharded(), sharded("filtered"))),
+    }[differs]
+    for message in told.values():
+        assert f"{differs} is {ours} on host 0 (" in message
+        assert f"), {other} on host 1 (" in message

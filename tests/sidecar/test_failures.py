@@ -1,0 +1,222 @@
+import asyncio
+import json
+import traceback
+
+import grain
+import numpy as np
+import pytest
+from etils import epath
+
+import sidecar
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import first_contact, sharded_data
+from sidecar import failures
+from tests import iterator_contract, pipelines
+
+OWN = [
+    errors.ConfigError,
+    errors.DataError,
+    errors.CheckpointError,
+    errors.RunError,
+]
+
+
+class OfTheUser(Exception):
+    """With arguments that no other process could make it from."""
+
+    def __init__(self, *, place, reason):
+        super().__init__(f"{reason} at {place}")
+
+
+def failing(error, depth=0):
+    if depth:
+        failing(error, depth - 1)
+    raise error
+
+
+def text_of(error, *, depth=0):
+    """What a worker tells of an error."""
+    with pytest.raises(failures.WorkerFailure) as told:
+        failures.told(failing)(error, depth)
+    return str(told.value)
+
+
+def at_the_head(text, *, of=RuntimeError):
+    """The error that the head raises for a runtime's error with that text."""
+    with pytest.raises(errors.ElasticCkptError) as raised:
+        with failures.reaching_the_head():
+            raise of(text)
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ValueError("no"), "failed with ValueError: no"),
+        (OfTheUser(place=3, reason="stop"), "failed with OfTheUser: stop at 3"),
+        (KeyError("a"), "failed with KeyError: 'a'"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError"),
+        (ValueError('größer 日本 \U0001f600 \ud800 "\\ {}'), '\ud800 "\\ {}'),
+        (ValueError(""), "failed with ValueError: \n"),
+        (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "two (2 sub-exc"),
+        (StopIteration(), "failed with StopIteration"),
+    ],
+)
+def test_any_exception_reaches_the_head_with_its_host_and_traceback(error, shown):
+    raised = at_the_head(text_of(error))
+    assert type(raised) is errors.DataError
+    message = str(raised)
+    assert message.startswith(f"{first_contact.host_name()} failed with ")
+    assert shown in message
+    assert "in failing\n" in message
+    assert message.count("Its traceback:") == 1
+    assert "".join(traceback.format_exception_only(error)) in message
+
+
+def test_notes_and_causes_come_along():
+    cause = OSError("the disk is gone")
+    error = ValueError("cannot read")
+    error.add_note("in the pipeline of logical shard 3")
+    error.__cause__ = cause
+    message = str(at_the_head(text_of(error)))
+    assert "in the pipeline of logical shard 3" in message
+    assert "OSError: the disk is gone" in message
+    assert "The above exception was the direct cause" in message
+
+
+def test_a_long_traceback_and_a_long_message_come_whole():
+    error = ValueError("x" * 100_000 + "end")
+    message = str(at_the_head(text_of(error, depth=200)))
+    assert "x" * 100_000 + "end" in message
+    assert "repeated" in message
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ("INTERNAL: ", ""),
+        ("XlaRuntimeError: UNKNOWN: [host7] Traceback:\n  line {1}\n", "\n\nsee: {}"),
+        ("ifrt_proxy: rpc failed: ", ' [type.googleapis.com/x="{\\"a\\": 1}"]'),
+        ("é\u2028{", "}"),
+    ],
+)
+def test_what_the_runtime_writes_around_it_does_not_matter(before, behind):
+    text = text_of(ValueError("line\nbreak {not JSON}"))
+    message = str(at_the_head(before + text + behind))
+    assert message.startswith(first_contact.host_name())
+    assert "failed with ValueError: line\nbreak {not JSON}\n" in message
+
+
+def test_of_the_same_failure_told_twice_the_first_is_heard():
+    inner = text_of(ValueError("inner"))
+    message = str(at_the_head(inner + "\n" + text_of(KeyError("other"))))
+    assert "ValueError: inner" in message
+    assert "KeyError" not in message
+
+
+@pytest.mark.parametrize("of", OWN)
+def test_our_own_errors_keep_their_class_and_need_no_traceback(of):
+    raised = at_the_head(text_of(of("say what; do that")))
+    assert type(raised) is of
+    assert str(raised) == f"{first_contact.host_name()}: say what; do that"
+
+
+def test_an_error_that_no_worker_marked_passes_as_it_is():
+    for text in ("connection lost", failures._MARK, failures._MARK + '{"host": '):
+        error = RuntimeError(text)
+        with pytest.raises(RuntimeError) as raised, failures.reaching_the_head():
+            raise error
+        assert raised.value is error
+
+
+def test_an_error_of_the_head_passes_as_it_is():
+    error = errors.ConfigError("of the head")
+    with pytest.raises(errors.ConfigError) as raised, failures.reaching_the_head():
+        raise error
+    assert raised.value is error
+
+
+def test_what_a_worker_tells_is_json_behind_the_mark():
+    text = text_of(ValueError("no"))
+    told = json.loads(text.removeprefix(failures._MARK))
+    assert sorted(told) == ["host", "kind", "message", "traceback"]
+
+
+def function_of_the_user(shard, n):
+    if (shard, n) == (5, 3):
+        raise OfTheUser(place=n, reason="größe")
+    return {"x": np.array([shard, n], np.int32)}
+
+
+def pipeline_of_the_user(shard):
+    examples = grain.MapDataset.range(1000)
+    return examples.map(lambda n: function_of_the_user(shard, n)).to_iter_dataset(
+        pipelines.IN_CALLER
+    )
+
+
+def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(tmp_path):
+    batches = sidecar.RemoteIterator(
+        sharded_data.sharded(pipeline_of_the_user, num_shards=8),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=8,
+    )
+    next(batches)
+    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    found = [np.asarray(next(batches)["x"]).tolist() for _ in range(2)]
+    with pytest.raises(errors.DataError) as raised:
+        next(batches)
+    message = str(raised.value)
+    assert message.startswith(f"{first_contact.host_name()} failed with OfTheUser: grö")
+    assert "größe at 3" in message
+    assert "in function_of_the_user\n" in message
+    assert "in the pipeline of logical shard 5" in message
+    for _ in range(3):
+        with pytest.raises(errors.DataError, match="load a saved state") as raised:
+            next(batches)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 300
+    # The state before it can be saved, and loaded.
+    iterator_contract.run(batches.load(epath.Path(tmp_path)))
+    assert [np.asarray(next(batches)["x"]).tolist() for _ in range(2)] == found
+    batches.close()
+
+
+def test_the_state_before_a_users_error_can_still_be_saved(tmp_path):
+    batches = sidecar.RemoteIterator(
+        sharded_data.sharded(pipeline_of_the_user, num_shards=8),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=8,
+    )
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(errors.DataError, match="OfTheUser"):
+        next(batches)
+    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    iterator_contract.run(batches.load(epath.Path(tmp_path)))
+    # There it is again.
+    with pytest.raises(errors.DataError, match="OfTheUser"):
+        next(batches)
+    batches.close()
+
+
+def test_an_error_while_the_state_is_written_reaches_who_saves(tmp_path):
+    batches = sidecar.RemoteIterator(
+        sharded_data.sharded(pipeline_of_the_user, num_shards=8),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=8,
+    )
+    next(batches)
+    gone = iterator_contract.Created(tmp_path / "a file" / "below")
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(errors.DataError, match=r"host 0 .* failed with \w+Error"):
+        asyncio.run(save_whole(batches, gone))
+    # The next save is not troubled by it.
+    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    assert (tmp_path / "data_state.json").exists()
+    batches.close()
+
+
+async def save_whole(batches, directory):
+    await (await batches.save(directory))

@@ -1,0 +1,332 @@
+"""What is under way between a worker and the loop, and what becomes of it."""
+
+import asyncio
+import gc
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+import sidecar
+from elastic_ckpt.core import ahead, errors, metrics, topology
+from elastic_ckpt.data import iterator, prefetch, state
+from sidecar import remote_iterator, worker
+from tests import iterator_contract
+from tests.sidecar import held_pipeline
+from tests.sidecar.held_pipeline import number, settled, wait_until
+
+SIZE = held_pipeline.NUM_SHARDS
+
+
+@pytest.fixture
+def valve():
+    held_pipeline.VALVE.reset()
+    yield held_pipeline.VALVE
+    held_pipeline.VALVE.open()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    gc.collect()
+    before = threads()
+    yield
+    gc.collect()
+    wait_until(lambda: threads() <= before)
+
+
+def threads():
+    """Threads of ours, and of executors of ours."""
+    names = ("elastic_ckpt-ahead", "ThreadPoolExecutor")
+    return {t for t in threading.enumerate() if t.name.startswith(names)}
+
+
+def batches_of(remote, **how):
+    read_ahead = prefetch.ReadAhead(**how)
+    return remote(held_pipeline.data(), size=SIZE, read_ahead=read_ahead)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_the_next_batches_are_ready_while_the_step_runs(remote, valve, depth):
+    batches = batches_of(remote, batches=depth)
+    assert valve.num_batches() == 0
+    for taken in range(1, 5):
+        assert number(next(batches)) == taken - 1
+        # A step runs: nobody asks for the next batch. The head has one, the worker more.
+        ahead_of_loop = worker.HEAD_AHEAD + depth
+        assert settled(lambda n=taken + ahead_of_loop: valve.num_batches() == n)
+        assert batches._workers.num_ready() == worker.HEAD_AHEAD
+
+
+def test_a_batch_that_is_ready_needs_nobody_who_reads(remote, valve):
+    batches = batches_of(remote, batches=2)
+    assert number(next(batches)) == 0
+    assert settled(lambda: valve.num_batches() == 4)
+    valve.close()
+    assert [number(next(batches)) for _ in range(3)] == [1, 2, 3]
+
+
+def test_the_bytes_bound_the_reading_ahead(remote, valve):
+    # A row is two int32 and its id, a batch 8 of them.
+    batches = batches_of(remote, batches=5, max_bytes=2 * 8 * 16)
+    next(batches)
+    assert settled(lambda: valve.num_batches() == 1 + worker.HEAD_AHEAD + 2)
+
+
+def test_batches_lie_on_the_devices_of_the_workers_before_they_are_asked_for(
+    remote, valve, monkeypatch
+):
+    placed, place = [], iterator._Placer.__call__
+
+    def placing(self, loaded):
+        batch = place(self, loaded)
+        placed.append((threading.current_thread().name, batch))
+        return batch
+
+    monkeypatch.setattr(iterator._Placer, "__call__", placing)
+    next(batches_of(remote, batches=2))
+    wait_until(lambda: len(placed) == 4)
+    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
+    for thread, batch in placed[1:]:
+        assert thread == "elastic_ckpt-ahead"
+        assert batch["x"].sharding.is_equivalent_to(sharding, 2)
+
+
+def test_rows_land_on_the_same_devices_every_time(remote, valve):
+    def layout(batch):
+        return [
+            (s.device.id, np.asarray(s.data)[:, 0].tolist())
+            for s in batch["x"].addressable_shards
+        ]
+
+    batches = batches_of(remote)
+    layouts = [layout(next(batches)) for _ in range(6)]
+    batches.reset()
+    layouts += [layout(next(batches)) for _ in range(2)]
+    assert layouts == [[(device.id, [n]) for n, device in enumerate(jax.devices())]] * 8
+
+
+def saved_rows(directory):
+    return state.read(directory).position["stream_row"]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_the_state_saved_is_that_of_the_last_batch_the_loop_took(
+    remote, valve, tmp_path, depth
+):
+    batches = batches_of(remote, batches=depth)
+    for taken in range(12):
+        # At any moment of what is under way: all of it done, or just begun.
+        if taken % 2:
+            wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
+        directory = tmp_path / str(taken)
+        directory.mkdir()
+        iterator_contract.run(batches.save(iterator_contract.Created(directory)))
+        assert saved_rows(directory) == taken * SIZE
+        assert number(next(batches)) == taken
+    for taken in (7, 0, 11):
+        iterator_contract.run(batches.load(epath.Path(tmp_path / str(taken))))
+        assert [number(next(batches)) for _ in range(2)] == [taken, taken + 1]
+
+
+def test_a_save_does_not_wait_for_a_batch_that_is_on_its_way(remote, valve, tmp_path):
+    batches = batches_of(remote, batches=1)
+    valve.close(at=3)
+    assert [number(next(batches)) for _ in range(2)] == [0, 1]
+
+    async def save():
+        # Here the head's own batch is held up.
+        writing = await batches.save(iterator_contract.Created(tmp_path))
+        assert number(next(batches)) == 2
+        valve.open()
+        assert number(next(batches)) == 3
+        await writing
+
+    asyncio.run(save())
+    assert saved_rows(tmp_path) == 2 * SIZE
+
+
+def test_writing_goes_on_beside_the_training(remote, valve, tmp_path, monkeypatch):
+    may_write, write = threading.Event(), iterator.HostIterator.write
+
+    def late(*arguments):
+        assert may_write.wait(held_pipeline.SOON_SECS)
+        write(*arguments)
+
+    monkeypatch.setattr(iterator.HostIterator, "write", late)
+    batches = batches_of(remote)
+    next(batches)
+
+    async def train():
+        writing = asyncio.create_task(
+            asyncio.wait_for(
+                await batches.save(iterator_contract.Created(tmp_path)), None
+            )
+        )
+        for step in range(1, 20):
+            assert number(await asyncio.to_thread(next, batches)) == step
+        assert not writing.done()
+        assert not list(tmp_path.iterdir())
+        may_write.set()
+        await writing
+
+    asyncio.run(train())
+    assert saved_rows(tmp_path) == SIZE
+
+
+def test_two_saves_at_once_each_have_their_own_state(remote, valve, tmp_path):
+    batches = batches_of(remote)
+    directories = [tmp_path / "one", tmp_path / "two"]
+    for directory in directories:
+        directory.mkdir()
+
+    async def both():
+        next(batches)
+        one = await batches.save(iterator_contract.Created(directories[0]))
+        next(batches)
+        two = await batches.save(iterator_contract.Created(directories[1]))
+        await asyncio.gather(two, one)
+
+    asyncio.run(both())
+    assert [saved_rows(directory) for directory in directories] == [SIZE, 2 * SIZE]
+
+
+def test_a_load_that_fails_leaves_the_position(remote, valve, tmp_path):
+    batches = batches_of(remote)
+    for step in range(5):
+        assert number(next(batches)) == step
+        with pytest.raises(errors.DataError, match="holds no data state|data_state"):
+            iterator_contract.run(batches.load(epath.Path(tmp_path)))
+    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    assert saved_rows(tmp_path) == 5 * SIZE
+
+
+def test_a_reset_that_gets_no_answer_says_so_and_is_made_up_for_later(
+    remote, valve, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(remote_iterator, "_ANSWER_SECS", 0.1)
+    batches = batches_of(remote, batches=1)
+    valve.close(at=3)
+    for _ in range(3):
+        next(batches)
+    with pytest.raises(errors.DataError, match=r"not answered for 0\.1 s"):
+        batches.reset()
+    valve.open()
+    # The workers begin again when they can, and the head knows of it.
+    assert [number(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
+    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    assert saved_rows(tmp_path) == 4 * SIZE
+
+
+def test_closing_does_not_wait_for_a_pipeline_that_hangs(valve, monkeypatch, remote):
+    monkeypatch.setattr(ahead, "_CLOSE_SECS", 0.1)
+    batches = batches_of(remote, batches=1)
+    valve.close(at=2)
+    for _ in range(2):
+        next(batches)
+    began = time.monotonic()
+    batches.close()
+    assert time.monotonic() - began < held_pipeline.SOON_SECS / 2
+    with pytest.raises(errors.DataError, match="was closed; make a new one"):
+        next(batches)
+    valve.open()
+
+
+def make(depth=2):
+    return sidecar.RemoteIterator(
+        held_pipeline.data(),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=SIZE,
+        read_ahead=prefetch.ReadAhead(batches=depth),
+    )
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_garbage_ends_its_threads_whatever_is_under_way(valve, in_a_cycle):
+    before = threads()
+    for taken in range(12):
+        batches = make(depth=taken % 3)
+        for _ in range(taken % 4):
+            next(batches)
+        if in_a_cycle:
+            batches.itself = batches
+        del batches
+    gc.collect()
+    wait_until(lambda: threads() <= before)
+
+
+def test_garbage_whose_pipeline_hangs_does_not_hold_anybody_up(valve):
+    batches = make(depth=1)
+    valve.close(at=2)
+    for _ in range(2):
+        next(batches)
+    began = time.monotonic()
+    del batches
+    gc.collect()
+    assert time.monotonic() - began < held_pipeline.SOON_SECS / 2
+    valve.open()
+
+
+def test_a_host_that_is_late_is_named_with_its_wait(remote, valve, caplog):
+    batches = batches_of(remote, batches=1, warn_after_secs=0.2)
+    valve.close()
+    # The first batch may take its time.
+    threading.Timer(0.3, valve.open).start()
+    assert number(next(batches)) == 0
+    assert settled(lambda: valve.num_batches() == 3)
+    assert "waited" not in caplog.text
+    valve.close()
+    threading.Timer(0.5, valve.open).start()
+    assert [number(next(batches)) for _ in range(4)] == [1, 2, 3, 4]
+    (warning,) = [r.getMessage() for r in caplog.records if "waited" in r.getMessage()]
+    assert warning.startswith("waited 0.")
+    assert "s for a batch: host 0 had to wait 0." in warning
+    assert "others at most 0.0 s" in warning
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
+    valve, heard, tmp_path, colocated
+):
+    batches = sidecar.batches(
+        held_pipeline.data(),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=SIZE,
+        colocated=colocated,
+    )
+    for _ in range(3):
+        next(batches)
+    for _ in range(2):
+        iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    iterator_contract.run(batches.load(epath.Path(tmp_path)))
+    next(batches)
+    batches.close()
+    assert heard[metrics.DATA_ROWS] == [SIZE] * 4
+    assert heard[metrics.DATA_BYTES] == [SIZE * 16] * 4
+    assert len(heard[metrics.DATA_WAIT]) == len(heard[metrics.DATA_READ_AHEAD]) == 4
+    assert heard[metrics.DATA_READ_AHEAD][0] == 0
+    assert len(heard[metrics.DATA_SAVE]) == len(heard[metrics.DATA_SAVE_BLOCK]) == 2
+    for block, whole in zip(
+        heard[metrics.DATA_SAVE_BLOCK], heard[metrics.DATA_SAVE], strict=True
+    ):
+        assert 0 <= block <= whole
+    assert len(heard[metrics.DATA_LOAD]) == 1
+    assert min(value for values in heard.values() for value in values) >= 0
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_the_wait_for_a_batch_is_measured(valve, heard, colocated):
+    batches = sidecar.batches(
+        held_pipeline.data(),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=SIZE,
+        colocated=colocated,
+    )
+    valve.close()
+    threading.Timer(0.2, valve.open).start()
+    next(batches)
+    batches.close()
+    (waited,) = heard[metrics.DATA_WAIT]
+    assert waited > 0.05

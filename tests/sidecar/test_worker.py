@@ -1,0 +1,78 @@
+import threading
+
+import pytest
+
+from elastic_ckpt.core import topology
+from elastic_ckpt.data import cursors, prefetch
+from sidecar import failures, worker
+
+
+@pytest.fixture
+def host(data):
+    """A worker as the runtime of its host calls it, and what calls it."""
+    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
+    made = worker._HostWorker(data, 16, prefetch.TWO_BATCHES)
+
+    def call(method, **content):
+        return getattr(made, method)(worker.letter(content, sharding))
+
+    yield call
+    call("close")
+    made._writer.shutdown()
+
+
+def test_a_letter_arrives_as_it_was_sent():
+    mesh, _ = topology.make_mesh(2)
+    content = {"ticket": 3, "directory": "/a/b ü"}
+    sent = worker.letter(content, topology.batch_sharding(mesh))
+    assert worker.open_letter(sent) == content
+    assert len(sent.sharding.device_set) == 8
+
+
+def test_a_letter_of_any_length_arrives():
+    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
+    for length in (0, 1, 490, 511, 512, 513, 5000):
+        content = {"directory": "ü" * length}
+        sent = worker.letter(content, sharding)
+        assert sent.shape[1] % 512 == 0
+        assert worker.open_letter(sent) == content
+
+
+def test_a_host_says_that_it_has_written_as_often_as_it_is_asked(
+    host, tmp_path, monkeypatch
+):
+    # The head asks all hosts until the last of them has written.
+    may_write, write = threading.Event(), cursors.write
+
+    def late(*arguments):
+        assert may_write.wait(10)
+        write(*arguments)
+
+    monkeypatch.setattr(cursors, "write", late)
+    host("take_state", ticket=0, batches=0)
+    host("write_state", ticket=0, directory=str(tmp_path))
+    assert not host("is_written", ticket=0).any()
+    may_write.set()
+    while not host("is_written", ticket=0).any():
+        pass
+    for _ in range(2):
+        assert host("is_written", ticket=0).all()
+    assert (tmp_path / "data_state.json").exists()
+
+
+def test_what_the_writing_raised_is_raised_where_it_is_asked_for(host, tmp_path):
+    (tmp_path / "file").write_text("")
+    host("take_state", ticket=0, batches=0)
+    host("write_state", ticket=0, directory=str(tmp_path / "file"))
+    with pytest.raises(failures.WorkerFailure, match=r"\[Errno"):
+        while not host("is_written", ticket=0).any():
+            pass
+
+
+def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
+    for _ in range(5):
+        host("next")
+    for batches in range(5 - worker.HEAD_AHEAD, 6):
+        host("take_state", ticket=batches, batches=batches)
+    with pytest.raises(failures.WorkerFailure, match="KeyError"):
+        host("take_state", ticket=9, batches=5 - worker.HEAD_AHEAD - 2)
