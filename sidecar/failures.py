@@ -45,12 +45,12 @@ def told(method: Method) -> Method:
             return method(*arguments)
         except Exception as error:
             # Reads an error even if its own `__str__` fails.
-            told = traceback.TracebackException.from_exception(error)
+            shown = traceback.TracebackException.from_exception(error)
             text = {
                 "host": first_contact.host_name(),
                 "kind": type(error).__name__,
-                "message": str(told),
-                "traceback": "".join(told.format()),
+                "message": str(shown),
+                "traceback": "".join(shown.format()),
             }
             raise WorkerFailure(_MARK + json.dumps(text)) from error
 
