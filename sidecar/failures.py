@@ -44,11 +44,13 @@ def told(method: Method) -> Method:
         try:
             return method(*arguments)
         except Exception as error:
+            # Reads an error even if its own `__str__` fails.
+            shown = traceback.TracebackException.from_exception(error)
             text = {
                 "host": first_contact.host_name(),
                 "kind": type(error).__name__,
-                "message": str(error),
-                "traceback": "".join(traceback.format_exception(error)),
+                "message": str(shown),
+                "traceback": "".join(shown.format()),
             }
             raise WorkerFailure(_MARK + json.dumps(text)) from error
 

@@ -167,8 +167,8 @@ class _InPlaceBatches:
             self._batches = iter(reader.batch(len(self._rows)))
         try:
             batch = next(self._batches)
-        except Exception:
-            # Some threads are behind the broken record: begin this batch anew.
+        except BaseException:  # Ctrl-C too
+            # Some of its rows are gone, or more of them: begin this batch anew.
             self.close()
             raise
         self._next_index += self._global_batch_size
@@ -240,8 +240,8 @@ class _ElasticBatches:
             self._last = next(self._elastic)
         except StopIteration:
             return _padding(self._last or self._reread())
-        except Exception:
-            # Some threads are behind the broken record: begin this batch anew.
+        except BaseException:  # Ctrl-C too
+            # Some of its rows are gone, or more of them: begin this batch anew.
             self._elastic.set_state(self._elastic.get_state())
             raise
         return self._last

@@ -102,9 +102,9 @@ class _HostBatches:
         self._check_whole()
         try:
             loaded = self._read()
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too
             # Some shards are further than the position now: neither go on nor save.
-            self._error = str(error)
+            self._error = str(error) or type(error).__name__
             raise
         ids = rows.stream_rows(self._batch, self._stream_row)[self._mine.rows]
         self._stream_row += self._batch.global_batch_size

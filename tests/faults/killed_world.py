@@ -1,8 +1,9 @@
-"""A world that kills itself, all of it, with SIGKILL, when a host reaches a point.
+"""A world that is killed with SIGKILL when a host reaches a point.
 
-    python -m tests.faults.killed_world POINT OCCURRENCE CONFIG [key=value ...]
+    python -m tests.faults.killed_world POINT OCCURRENCE VICTIM CONFIG [key=value ...]
 
-To be started as the leader of a process group of its own.
+The victim is `all`, when host 0 is there, or the number of the host that kills itself
+when it is. To be started as the leader of a process group of its own.
 """
 
 import functools
@@ -40,26 +41,31 @@ def _at_data_state(_, target):
     return os.fspath(target).endswith("data_state.json")
 
 
+def _at_cursors(_, target):
+    return os.path.basename(os.fspath(target)).startswith("shards-")
+
+
 def _points():
     from elastic_ckpt.data import iterator
     from elastic_ckpt.training import step_log
-    from sidecar import worker
 
-    host_worker = worker._HostWorker
+    # The same ones in colocated Python and in the training process.
+    host = iterator.HostIterator
     return {
-        "before_the_state_is_taken": (host_worker, "take_state", {"before": True}),
-        "after_the_state_is_taken": (host_worker, "take_state", {"before": False}),
-        "before_the_state_is_written": (host_worker, "write_state", {"before": True}),
+        "before_the_state_is_taken": (host, "get_state", {"before": True}),
+        "after_the_state_is_taken": (host, "get_state", {"before": False}),
+        "before_the_state_is_written": (host, "write", {"before": True}),
+        "with_the_cursors_half_written": (
+            os,
+            "replace",
+            {"before": True, "where": _at_cursors},
+        ),
         "with_the_state_half_written": (
             os,
             "replace",
             {"before": True, "where": _at_data_state},
         ),
-        "after_the_state_is_written": (
-            iterator.HostIterator,
-            "write",
-            {"before": False},
-        ),
+        "after_the_state_is_written": (host, "write", {"before": False}),
         "before_the_step_is_committed": (
             os,
             "rename",
@@ -74,27 +80,30 @@ def _points():
     }
 
 
-def _armed(point, occurrence, config, place, emit):
+def _armed(point, occurrence, victim, config, place, emit):
     # Of the calls on the host that acts at this point, the given one is the last.
     left = [occurrence]
 
     def kill():
         left[0] -= 1
-        if not left[0]:
+        if left[0]:
+            return
+        if victim == "all":
             os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    if place.host == 0:
+    if place.host == (0 if victim == "all" else int(victim)):
         owner, name, when = _points()[point]
         _wrap(owner, name, kill, **when)
     train._join_and_run(config, place, emit)
 
 
 def main():
-    point, occurrence, *arguments = sys.argv[1:]
+    point, occurrence, victim, *arguments = sys.argv[1:]
     supervisor.warm_up([*train._HOST_MODULES, "tests.faults.killed_world"])
     config = train.prepare(load.load(arguments[0], arguments[1:]))
     supervisor.World(
-        functools.partial(_armed, point, int(occurrence), config),
+        functools.partial(_armed, point, int(occurrence), victim, config),
         num_hosts=config.world.hosts,
         log_directory=storage.make_unique_directory(
             os.path.join(run_directory.of(config), run_directory.LOGS)

@@ -26,10 +26,10 @@ POINTS = [
 ]
 
 
-def kill_at(point, occurrence, config, hosts):
+def kill_at(point, occurrence, config, hosts, victim="all"):
     killed = subprocess.run(
         [sys.executable, "-m", "tests.faults.killed_world", point, str(occurrence),
-         str(config), f"hosts={hosts}"],
+         str(victim), str(config), f"hosts={hosts}"],
         cwd=runs.ROOT,
         start_new_session=True,
         capture_output=True,
@@ -37,7 +37,10 @@ def kill_at(point, occurrence, config, hosts):
         timeout=100,
         check=False,
     )  # fmt: skip
-    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    if victim == "all":
+        assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    else:
+        assert f"host {victim} failed: killed by SIGKILL" in killed.stderr
 
 
 def continue_and_audit(config, run, hosts):

@@ -1,19 +1,21 @@
 """Logical shards through the sidecar and Orbax, on real hosts that come and go."""
 
 import functools
+import hashlib
 import time
 
 import jax
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 import sidecar
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import cursors, example_id, rows, sharded_data
+from elastic_ckpt.data import cursors, example_id, positional, rows, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
-from tests import pipelines
+from tests import pipelines, worlds
 
 NUM_SHARDS = 12
 BATCHES_A_WORLD = 5
@@ -119,3 +121,85 @@ def test_a_step_is_not_committed_before_the_last_host_has_written(tmp_path):
         "shards-00004-00007.json",
         "shards-00008-00011.json",
     ]
+
+
+# Up and down, by one and by many; each host has a device.
+HOST_COUNTS = (2, 8, 1, 6, 3, 4)
+SIZE = 24
+
+
+def engines(corpus):
+    """Every engine by its name."""
+    texts = functools.partial(
+        positional.PositionalData, files=(corpus,), max_target_length=8, num_threads=1
+    )
+    return {
+        "sharded": data(),
+        "in_place": texts(),
+        "elastic": texts(in_place=False),
+    }
+
+
+def digest(engine, batch):
+    """A batch in few digits, from all of its bytes.
+
+    Grain's elastic iterator has the rows of one host, in places of its own.
+    """
+    by_row = worlds.by_row(batch)
+    in_order = sorted(by_row) if engine == "elastic" else by_row
+    return hashlib.sha256(repr(in_order).encode()).hexdigest()
+
+
+def train_all(place, emit, *, directory, corpus):
+    """Continues all engines from the newest step, takes a few batches, and saves."""
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(place):
+        mesh, _ = topology.make_mesh(1)
+        iterators = {
+            name: sidecar.RemoteIterator(of, mesh=mesh, global_batch_size=SIZE)
+            for name, of in engines(corpus).items()
+        }
+        with ocp.training.Checkpointer(directory) as checkpointer:
+            step = checkpointer.latest.step if checkpointer.latest else 0
+            if step:
+                checkpointer.load_checkpointables(step, dict(iterators))
+            for number in range(step, step + BATCHES_A_WORLD):
+                for name, batches in iterators.items():
+                    batch = multihost_utils.process_allgather(next(batches), tiled=True)
+                    found = f"{name} {digest(name, batch)}"
+                    emit("restored", step=number, path=found, secs=0.0)
+            checkpointer.save_checkpointables(step + BATCHES_A_WORLD, dict(iterators))
+        for batches in iterators.values():
+            batches.close()
+
+
+def of_one_host(corpus, num_batches):
+    """What a host tells that never stops."""
+    found = set()
+    for name, of in engines(corpus).items():
+        one = worlds.World(of, 1, SIZE)
+        for number in range(num_batches):
+            found.add((number, f"{name} {digest(name, one.batch())}"))
+        one.close()
+    return found
+
+
+@pytest.mark.slow
+def test_save_change_the_host_count_load_gives_byte_identical_batches(tmp_path, corpus):
+    heard = []
+
+    def hear(_, **fields):
+        heard.append((fields["step"], fields["path"]))
+
+    for number, num_hosts in enumerate(HOST_COUNTS):
+        supervisor.World(
+            functools.partial(train_all, directory=str(tmp_path / "s"), corpus=corpus),
+            num_hosts=num_hosts,
+            log_directory=tmp_path / f"logs-{number}",
+            emit=hear,
+        ).run()
+    expected = of_one_host(corpus, BATCHES_A_WORLD * len(HOST_COUNTS))
+    assert len(expected) == 3 * BATCHES_A_WORLD * len(HOST_COUNTS)
+    assert set(heard) == expected
+    # Every host saw every batch.
+    assert len(heard) == 3 * BATCHES_A_WORLD * sum(HOST_COUNTS)

@@ -28,6 +28,11 @@ class OfTheUser(Exception):
         super().__init__(f"{reason} at {place}")
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
 def failing(error, depth=0):
     if depth:
         failing(error, depth - 1)
@@ -61,6 +66,7 @@ def at_the_head(text, *, of=RuntimeError):
         (ValueError(""), "failed with ValueError: \n"),
         (ExceptionGroup("two", [ValueError("a"), KeyError("b")]), "two (2 sub-exc"),
         (StopIteration(), "failed with StopIteration"),
+        (Unspeakable(), "failed with Unspeakable: <exception str() failed>"),
     ],
 )
 def test_any_exception_reaches_the_head_with_its_host_and_traceback(error, shown):

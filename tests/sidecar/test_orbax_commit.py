@@ -1,0 +1,135 @@
+"""Orbax's commit, by a rename as on a POSIX directory and by a file as in a store."""
+
+import contextlib
+import threading
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import sidecar
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.data import cursors
+from tests.sidecar import held_pipeline
+
+RENAME = ocp.options.AtomicityMode.ATOMIC_RENAME
+COMMIT_FILE = ocp.options.AtomicityMode.COMMIT_FILE
+MARKER = "commit_success.txt"
+WEIGHTS = {"w": np.arange(4.0, dtype=np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def valve():
+    held_pipeline.VALVE.reset()
+
+
+@pytest.fixture(params=[False, True], ids=["in_process", "colocated"])
+def batches(request):
+    made = sidecar.batches(
+        held_pipeline.data(),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=8,
+        colocated=request.param,
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[RENAME, COMMIT_FILE], ids=lambda mode: mode.name.lower())
+def mode(request):
+    return request.param
+
+
+def checkpointer(directory, mode):
+    options = ocp.options.AtomicityOptions(mode=mode)
+    return ocp.training.Checkpointer(
+        directory, context=ocp.Context(atomicity_options=options)
+    )
+
+
+def parts(batches):
+    return {"state": jax.tree.map(jax.numpy.asarray, WEIGHTS), "data": batches}
+
+
+def test_a_committed_step_has_weights_and_data_state_and_loads(batches, mode, tmp_path):
+    with checkpointer(tmp_path / "steps", mode) as steps:
+        for step in (1, 2, 3):
+            assert held_pipeline.number(next(batches)) == step - 1
+            steps.save_checkpointables(step, parts(batches))
+    saved = tmp_path / "steps" / "2"
+    assert (saved / MARKER).exists()
+    assert sorted(path.name for path in (saved / "data").glob("*.json")) == [
+        "data_state.json",
+        "shards-00000-00007.json",
+    ]
+    with checkpointer(tmp_path / "steps", mode) as steps:
+        assert [found.step for found in steps.checkpoints] == [1, 2, 3]
+        loaded = steps.load_checkpointables(2, parts(batches))
+        np.testing.assert_array_equal(loaded["state"]["w"], WEIGHTS["w"])
+        assert held_pipeline.number(next(batches)) == 2
+
+
+@pytest.fixture
+def late_writer(monkeypatch):
+    """Holds up the writing of the cursors; tells when it has begun."""
+    begun, may_write, write = threading.Event(), threading.Event(), cursors.write
+
+    def late(*arguments):
+        begun.set()
+        assert may_write.wait(held_pipeline.SOON_SECS)
+        write(*arguments)
+
+    monkeypatch.setattr(cursors, "write", late)
+    yield begun, may_write
+    may_write.set()
+
+
+def test_the_commit_waits_for_a_host_that_writes_late(
+    batches, mode, tmp_path, late_writer
+):
+    begun, may_write = late_writer
+    with checkpointer(tmp_path / "steps", mode) as steps:
+        next(batches)
+        saving = steps.save_checkpointables_async(1, parts(batches))
+        assert begun.wait(held_pipeline.SOON_SECS)
+        # The training goes on.
+        assert [held_pipeline.number(next(batches)) for _ in range(5)] == [1, 2, 3, 4, 5]
+        # Orbax has had the time to write weights of 16 bytes.
+        held_pipeline.wait_until(lambda: list(tmp_path.glob("steps/1*/state*/d/*")))
+        # Where Orbax renames, the directory is not there yet; elsewhere its marker is.
+        assert (tmp_path / "steps" / "1").exists() == (mode is COMMIT_FILE)
+        assert not (tmp_path / "steps" / "1" / MARKER).exists()
+        may_write.set()
+        saving.result()
+        assert (tmp_path / "steps" / "1" / MARKER).exists()
+        steps.load_checkpointables(1, parts(batches))
+        assert held_pipeline.number(next(batches)) == 1
+
+
+def test_a_step_whose_data_state_cannot_be_written_does_not_count(
+    batches, mode, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    steps = checkpointer(tmp_path / "steps", mode)
+    next(batches)
+    steps.save_checkpointables(1, parts(batches))
+    next(batches)
+    with monkeypatch.context() as patch:
+        patch.setattr(cursors, "write", fail)
+        with pytest.raises(Exception, match="the disk is full"):
+            steps.save_checkpointables(2, parts(batches))
+    # Orbax says it again.
+    with contextlib.suppress(OSError, errors.DataError):
+        steps.close()
+    assert not (tmp_path / "steps" / "2" / MARKER).exists()
+    # The training could have gone on, and the next start does.
+    assert held_pipeline.number(next(batches)) == 2
+    with checkpointer(tmp_path / "steps", mode) as steps:
+        assert [found.step for found in steps.checkpoints] == [1]
+        steps.load_checkpointables(1, parts(batches))
+        assert [held_pipeline.number(next(batches)) for _ in range(2)] == [1, 2]
+        steps.save_checkpointables(3, parts(batches))
+        assert steps.latest.step == 3

@@ -1,0 +1,124 @@
+"""The same lines in every kind of job."""
+
+import asyncio
+import types
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+import sidecar
+from elastic_ckpt.core import topology
+from elastic_ckpt.data import iterator, prefetch
+from tests import iterator_contract
+from tests.sidecar import held_pipeline
+
+PLACES = {False: iterator.Batches, True: sidecar.RemoteIterator}
+
+
+@pytest.fixture(autouse=True)
+def valve():
+    held_pipeline.VALVE.reset()
+
+
+def mesh_of(*hosts):
+    """A mesh of a device of each of these hosts."""
+    devices = np.array([types.SimpleNamespace(process_index=host) for host in hosts])
+    return types.SimpleNamespace(devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "hosts", "is_single"),
+    [
+        (1, (0, 0), False),
+        (2, (0, 1), False),
+        # One process that controls the devices of two hosts, or of another one.
+        (1, (0, 1), True),
+        (1, (3, 3), True),
+    ],
+)
+def test_a_single_controller_has_the_devices_of_other_hosts(
+    monkeypatch, num_hosts, hosts, is_single
+):
+    monkeypatch.setattr(topology, "num_hosts", lambda: num_hosts)
+    assert topology.is_single_controller(mesh_of(*hosts)) is is_single
+
+
+@pytest.mark.parametrize("platforms", ["proxy", "proxy,cpu"])
+def test_pathways_is_a_single_controller(monkeypatch, platforms):
+    config = types.SimpleNamespace(jax_platforms=platforms)
+    monkeypatch.setattr(topology.jax, "config", config)
+    assert topology.is_single_controller(mesh_of(0))
+
+
+def users_lines(directory, colocated=None):
+    """What a user writes, and the batches that come of it."""
+    mesh, _ = topology.make_mesh(2)
+    batches = sidecar.batches(
+        held_pipeline.data(),
+        mesh=mesh,
+        global_batch_size=8,
+        colocated=colocated,
+        read_ahead=prefetch.ReadAhead(batches=1),
+    )
+    found = [next(batches)]
+    iterator_contract.run(batches.save(iterator_contract.Created(directory)))
+    found += [next(batches) for _ in range(2)]
+    batches.reset()
+    found.append(next(batches))
+    iterator_contract.run(batches.load(epath.Path(directory)))
+    found += [next(batches) for _ in range(2)]
+    batches.resize(16)
+    found.append(next(batches))
+    batches.close()
+    return type(batches), [jax.device_get(batch) for batch in found]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_the_place_is_chosen_by_whose_devices_the_mesh_has(
+    monkeypatch, tmp_path, single
+):
+    monkeypatch.setattr(topology, "is_single_controller", lambda _: single)
+    chosen, found = users_lines(tmp_path)
+    assert chosen is PLACES[single]
+    assert [held_pipeline.number(batch) for batch in found[:-1]] == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_whoever_says_where_is_obeyed(monkeypatch, tmp_path, colocated):
+    monkeypatch.setattr(topology, "is_single_controller", lambda _: not colocated)
+    assert users_lines(tmp_path, colocated)[0] is PLACES[colocated]
+
+
+def test_the_same_lines_give_the_same_bytes_and_the_same_files(tmp_path):
+    found, files = [], []
+    for colocated in PLACES:
+        directory = tmp_path / str(colocated)
+        directory.mkdir()
+        found.append(users_lines(directory, colocated)[1])
+        files.append({p.name: p.read_bytes() for p in directory.iterdir()})
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        for name, feature in one.items():
+            assert feature.dtype == other[name].dtype
+            np.testing.assert_array_equal(feature, other[name])
+    assert files[0] == files[1]
+    assert sorted(files[0]) == ["data_state.json", "shards-00000-00007.json"]
+
+
+def test_either_place_reads_what_the_other_has_written(tmp_path):
+    mesh, _ = topology.make_mesh(2)
+    for step, colocated in enumerate([False, True, False, True]):
+        batches = sidecar.batches(
+            held_pipeline.data(), mesh=mesh, global_batch_size=8, colocated=colocated
+        )
+        if step:
+            iterator_contract.run(batches.load(epath.Path(tmp_path)))
+        assert held_pipeline.number(next(batches)) == step
+        asyncio.run(saved(batches, tmp_path))
+        batches.close()
+
+
+async def saved(batches, directory):
+    await (await batches.save(iterator_contract.Created(directory)))
