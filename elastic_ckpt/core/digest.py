@@ -1,4 +1,4 @@
-"""Digests: of JSON values on the host, and of batch rows wherever the rows are.
+"""Digests: of JSON values and of arrays on the host, of batch rows wherever they are.
 
 A row digest is a dot product with odd pseudo-random multipliers modulo 2**32 (a
 multiply-shift hash, Dietzfelbinger et al. 1997, without the shift). It needs integer
@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+import xxhash
 
 from elastic_ckpt.core import storage
 
@@ -24,6 +25,22 @@ def json_digest(value: storage.Json) -> str:
     """BLAKE2b-128 of the canonical JSON of `value`, as 32 hex digits."""
     content = storage.canonical_json(value)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def values_digest(values: np.ndarray) -> bytes:
+    """XXH3-128 of the bytes of `values` in C order, 16 bytes, big-endian.
+
+    Args:
+      values: an array of any shape and dtype; numbers are little-endian.
+
+    Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
+    """
+    # It guards against damage and names equal values; it need not stop a forger, whom
+    # the run's secret keeps out. A flipped bit passes with a chance of 2**-128, and of
+    # 1e6 boxes a step no two share a name by accident (1e-27). On one core 25 GiB/s,
+    # where BLAKE2b makes 1.1; CRC32C makes 14, but has only 2**32 names.
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return xxhash.xxh3_128_digest(flat.view(np.uint8))
 
 
 def row_digests(tokens: Array) -> Array:

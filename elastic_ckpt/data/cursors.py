@@ -19,8 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import checked_json
+from elastic_ckpt.core import checked_json, errors, storage
 
 VERSION = 1
 _NAME = re.compile(r"shards-(\d{5,})-(\d{5,})\.json")

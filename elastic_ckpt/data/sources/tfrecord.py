@@ -18,8 +18,8 @@ from typing import BinaryIO
 import google_crc32c
 from etils import epath
 
-from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.data import checked_json, units
+from elastic_ckpt.core import checked_json, digest, errors, storage
+from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files, record_format, source
 
 _LENGTH = struct.Struct("<Q")

@@ -1,0 +1,105 @@
+"""Which elements of an array no box covers, exactly, also where boxes overlap.
+
+The distinct bounds of the boxes cut the array into cells, of which each is covered whole
+or not at all; how many boxes cover a cell is a prefix sum over the corners of the boxes
+(coordinate compression and a difference array). A regular grid of n boxes has n cells.
+Boxes that fit no grid have up to n**r of them: then the array is halved, and each half
+has fewer bounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import boxes
+
+_MAX_CELLS = 2**21
+
+
+def gaps(shape: Sequence[int], held: boxes.Boxes) -> boxes.Boxes:
+    """The elements of an array of `shape` that are in none of `held`.
+
+    Returns:
+      Disjoint boxes, each with an element, in a fixed order; none if all is covered.
+    """
+    rank = len(shape)
+    array = boxes.whole(shape)
+    if not array.volume:
+        return boxes.Boxes.of([], rank=rank)
+    found = _gaps(array, _inside(array, held))
+    start = np.concatenate([part.start for part in found])
+    stop = np.concatenate([part.stop for part in found])
+    return boxes.Boxes(start=start, stop=stop)
+
+
+def _gaps(region: boxes.Box, held: boxes.Boxes) -> list[boxes.Boxes]:
+    # Of each dim, the bounds of the cells in ascending order.
+    cuts = [
+        np.unique(np.concatenate([held.start[:, dim], held.stop[:, dim], ends]))
+        for dim, ends in enumerate(zip(region.start, region.stop, strict=True))
+    ]
+    numbers = [len(bounds) - 1 for bounds in cuts]
+    if math.prod(numbers) <= max(_MAX_CELLS, 2 ** len(cuts) * len(held)):
+        return [_bare(cuts, _covering(cuts, held) == 0)]
+    if bool((held.volumes == region.volume).any()):
+        return []
+    dim = int(np.argmax(numbers))
+    middle = int(cuts[dim][len(cuts[dim]) // 2])
+    halves = (
+        boxes.Box(start=region.start, stop=_put(region.stop, dim, middle)),
+        boxes.Box(start=_put(region.start, dim, middle), stop=region.stop),
+    )
+    return [part for half in halves for part in _gaps(half, _inside(half, held))]
+
+
+def _inside(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
+    start = np.maximum(held.start, np.array(region.start, np.int64))
+    stop = np.minimum(held.stop, np.array(region.stop, np.int64))
+    meets = (start < stop).all(axis=1)
+    return boxes.Boxes(start=start[meets], stop=stop[meets])
+
+
+def _covering(cuts: list[np.ndarray], held: boxes.Boxes) -> np.ndarray:
+    # How many boxes cover each cell: +1 and -1 at the corners of each box, summed up.
+    rank = len(cuts)
+    sizes = tuple(len(bounds) for bounds in cuts)
+    sides = [
+        [np.searchsorted(bounds, side[:, dim]) for side in (held.start, held.stop)]
+        for dim, bounds in enumerate(cuts)
+    ]
+    counts = np.zeros(math.prod(sizes), np.int32)
+    for corner in itertools.product((0, 1), repeat=rank):
+        flat = np.zeros(len(held), np.int64)
+        for dim, side in enumerate(corner):
+            flat = flat * sizes[dim] + sides[dim][side]
+        at = np.bincount(flat, minlength=counts.size)
+        counts += ((-1) ** sum(corner) * at).astype(np.int32)
+    grid = counts.reshape(sizes)
+    for dim in range(rank):
+        np.cumsum(grid, axis=dim, out=grid)
+    # The last bound of a dim begins no cell.
+    return grid[tuple(slice(size - 1) for size in sizes)]
+
+
+def _bare(cuts: list[np.ndarray], bare: np.ndarray) -> boxes.Boxes:
+    # Cells that follow each other in the last dim become one box.
+    if not cuts:
+        rows = int(bare.sum())
+        return boxes.Boxes(
+            start=np.zeros((rows, 0), np.int64), stop=np.zeros((rows, 0), np.int64)
+        )
+    ended = np.zeros((*bare.shape[:-1], 1), bool)
+    before = np.concatenate([ended, bare[..., :-1]], axis=-1)
+    after = np.concatenate([bare[..., 1:], ended], axis=-1)
+    first, last = np.nonzero(bare & ~before), np.nonzero(bare & ~after)
+    start = np.stack([bounds[at] for bounds, at in zip(cuts, first, strict=True)], 1)
+    stop = np.stack([bounds[at + 1] for bounds, at in zip(cuts, last, strict=True)], 1)
+    return boxes.Boxes(start=start, stop=stop)
+
+
+def _put(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])

@@ -1,0 +1,93 @@
+"""JSON objects in files that know their version and notice any change.
+
+A file holds `version`, the fields of its format, and `digest`, the BLAKE2b-128 of the
+canonical JSON of all of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import digest, errors, storage
+
+# How `to_bytes` ends a file, and no field.
+_END = b"\n}\n"
+
+
+class Unreadable(ValueError):
+    """What is wrong with the content of a file, as the end of `<file> ...`."""
+
+
+class OtherVersion(Unreadable):
+    """The content is of a version that the caller does not read."""
+
+
+def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
+    """The content of a file with `fields`."""
+    content: dict[str, storage.Json] = {"version": version, **fields}
+    content["digest"] = digest.json_digest(content)
+    # A field a line.
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
+        for name, value in content.items()
+    ]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def parse(text: bytes, *, what: str, version: int) -> dict[str, Any]:
+    """The fields that `to_bytes` made into `text`, checked, `version` among them.
+
+    Args:
+      text: the content of a file.
+      what: what the file is, in messages.
+      version: the only version that the caller reads.
+
+    Raises:
+      Unreadable: if it is cut short, not JSON, altered, or of another version.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        began_well = text.startswith(b"{") or not text
+        if began_well and not text.endswith(_END):
+            raise Unreadable(f"is cut short (after {len(text)} bytes)") from None
+        raise Unreadable(f"is not JSON ({error})") from None
+    if not isinstance(content, dict) or "version" not in content:
+        raise Unreadable(f"is not a {what}")
+    if content["version"] != version:
+        raise OtherVersion(
+            f"has version {content['version']!r}, and this program reads version"
+            f" {version}; continue the run with the program that wrote it"
+        )
+    said = content.pop("digest", None)
+    if digest.json_digest(content) != said:
+        raise Unreadable("was altered after it was saved (its digest differs)")
+    return content
+
+
+def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
+    """The fields in the file at `path`, as `parse` gives them.
+
+    Args:
+      path: a file of a data state, two levels below its step's parent.
+      what: what the file is, in messages.
+      version: the only version that the caller reads.
+
+    Raises:
+      DataError: if the file is missing or `parse` refuses it; the message names the
+        file and the way out.
+    """
+    try:
+        return parse(path.read_bytes(), what=what, version=version)
+    except OtherVersion as problem:
+        raise errors.DataError(f"{what} {path} {problem}") from None
+    except (FileNotFoundError, Unreadable) as problem:
+        missing = isinstance(problem, FileNotFoundError)
+        raise errors.DataError(
+            f"{what} {path} {'is missing' if missing else problem}; restore the file"
+            f" from a copy, or move {path.parent.parent} out of its directory to"
+            " continue from the step before"
+        ) from None
