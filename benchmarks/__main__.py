@@ -11,6 +11,7 @@ SUITES = {
     "first_light": "the demo: secs until it computes and ends; colocated next()",
     "data": "packed tokens a second from Parquet, beside Grain and every peer",
     "sidecar": "how long a loop waits for its data, beside MaxText's own sidecar",
+    "scale": "decisions on copies, search, reads, removal: 10,000 hosts, 1e6 boxes",
     "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
 

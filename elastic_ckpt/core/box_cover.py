@@ -1,8 +1,8 @@
 """Which elements of an array no box covers, exactly, also where boxes overlap.
 
-The distinct bounds of the boxes cut the array into cells, of which each is covered whole
-or not at all; how many boxes cover a cell is a prefix sum over the corners of the boxes
-(coordinate compression and a difference array). A regular grid of n boxes has n cells.
+The distinct bounds of the boxes cut the array into cells, of which each is covered
+whole or not at all; how many boxes cover a cell is a prefix sum over the corners of the
+boxes (coordinate compression, a difference array). A regular grid of n boxes has n.
 Boxes that fit no grid have up to n**r of them: then the array is halved, and each half
 has fewer bounds.
 """

@@ -29,21 +29,19 @@ def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
     """The content of a file with `fields`."""
     content: dict[str, storage.Json] = {"version": version, **fields}
     content["digest"] = digest.json_digest(content)
-    # A field a line.
-    lines = [
-        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
-        for name, value in content.items()
-    ]
-    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    return _laid_out(content)
 
 
-def parse(text: bytes, *, what: str, version: int) -> dict[str, Any]:
+def parse(
+    text: bytes, *, what: str, version: int, exact: bool = False
+) -> dict[str, Any]:
     """The fields that `to_bytes` made into `text`, checked, `version` among them.
 
     Args:
       text: the content of a file.
       what: what the file is, in messages.
       version: the only version that the caller reads.
+      exact: whether also the layout has to be that of `to_bytes`, byte by byte.
 
     Raises:
       Unreadable: if it is cut short, not JSON, altered, or of another version.
@@ -65,6 +63,8 @@ def parse(text: bytes, *, what: str, version: int) -> dict[str, Any]:
     said = content.pop("digest", None)
     if digest.json_digest(content) != said:
         raise Unreadable("was altered after it was saved (its digest differs)")
+    if exact and _laid_out({**content, "digest": said}) != text:
+        raise Unreadable("was altered after it was saved (its layout differs)")
     return content
 
 
@@ -91,3 +91,12 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
             f" from a copy, or move {path.parent.parent} out of its directory to"
             " continue from the step before"
         ) from None
+
+
+def _laid_out(content: dict[str, Any]) -> bytes:
+    # A field a line.
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
+        for name, value in content.items()
+    ]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()

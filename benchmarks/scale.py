@@ -1,0 +1,247 @@
+"""Suite `scale`: the decisions over 10,000 hosts and 1e6 boxes, on one core.
+
+The world is 100 slices, or one for each 10 hosts if there are fewer, whose hosts hold
+100 boxes each: one of each of 100 leaves, no two alike. With the copies that `placement`
+makes, the other decisions see three holders of each box.
+
+* `placement_secs`: from manifests in memory to the copies that give every box a close
+  and a distant holder besides its own.
+* `search_secs`: from the manifests of two steps to the newest complete one; the newer
+  one lacks a host, whose copies are not made yet, and is looked at first.
+* `plan_secs`: what all hosts of half as many slices read of the complete step, whose
+  leaves are cut in half as many parts for them.
+* `retention_secs`: which of as many steps as there are hosts are removed.
+* `peak_gib`: of a process that makes the world and decides all this.
+* `manifests_secs`: 1e4 manifests of 300 fragments from their bytes, not in the others.
+
+Each size is a process of its own; `_100`, `_1000` are those of fewer hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import multiprocessing
+import pathlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from elastic_ckpt.core import boxes
+from elastic_ckpt.tiers import (
+    holdings,
+    manifest,
+    manifest_file,
+    placement,
+    read_plan,
+    retention,
+    search,
+)
+
+_SIZES = (100, 1000, 10_000)
+_LEAVES = 100
+_BOXES_A_HOST = 100
+_ROWS = 16
+_ROUNDS = 3
+_BOX_BYTES = 2**20
+
+
+def measure() -> dict[str, report.Figure]:
+    """Runs the suite."""
+    figures: dict[str, report.Figure] = {}
+    for num_hosts in reversed(_SIZES):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            measured = pool.apply(_measured, (num_hosts,))
+        ending = "" if num_hosts == max(_SIZES) else f"_{num_hosts}"
+        for name, samples in measured.items():
+            bound = _BOUNDS.get(name, "no bound") if not ending else "growth"
+            figures[name + ending] = report.Figure(
+                unit=name.rpartition("_")[2], against=bound, samples=tuple(samples)
+            )
+    return figures
+
+
+_BOUNDS = {
+    "placement_secs": "below 5",
+    "search_secs": "below 5",
+    "plan_secs": "below 5",
+    "retention_secs": "below 5",
+    "peak_gib": "below 2",
+}
+
+
+def _measured(num_hosts: int) -> dict[str, list[float]]:
+    offers = _world(num_hosts, step=30)
+    hosts = [offer.host for offer in offers]
+    samples, placed = _timed(
+        lambda: placement.place(holdings.Holdings.of(offers), hosts)
+    )
+    found = {"placement_secs": samples}
+    assert len(placed.box) == 2 * num_hosts * _BOXES_A_HOST
+    assert not placed.shortfalls
+    copied = _with_copies(offers, placed)
+    newer = _world(num_hosts, step=40)[1:]
+    found["search_secs"], searched = _timed(lambda: search.search([*newer, *copied]))
+    assert searched.newest is not None
+    assert searched.newest.step == 30
+    wanted = _halved(num_hosts)
+    readers = hosts[: num_hosts // 2]
+    step = searched.newest
+    found["plan_secs"], plan = _timed(lambda: read_plan.plan(step, readers, wanted))
+    assert len(plan) == num_hosts * _BOXES_A_HOST
+    found["retention_secs"], deleted = _timed(lambda: _retained(num_hosts))
+    assert len(deleted) > num_hosts // 2
+    found["peak_gib"] = [_peak_gib()]
+    texts = [manifest_file.to_bytes(offer.manifest) for offer in copied]
+    found["manifests_secs"], _ = _timed(
+        lambda: [manifest_file.parse(text) for text in texts]
+    )
+    return found
+
+
+def _contents(num_hosts: int) -> manifest.Contents:
+    shape = (num_hosts * _ROWS, 512)
+    leaves = [
+        manifest.Leaf(path=f"params/layer_{number:03d}/w", shape=shape, dtype="float32")
+        for number in range(_LEAVES)
+    ]
+    return manifest.Contents(leaves=tuple(leaves), components={"data": num_hosts})
+
+
+def _world(num_hosts: int, *, step: int) -> list[holdings.Offer]:
+    contents = _contents(num_hosts)
+    slice_hosts = max(10, num_hosts // 100)
+    generator = np.random.default_rng(step)
+    return [
+        holdings.Offer(
+            tier="local",
+            manifest=manifest.Manifest(
+                run="scale",
+                step=step,
+                save="0",
+                host=manifest.Host(
+                    id=f"host-{number:05d}",
+                    number=number,
+                    domains={"slice": str(number // slice_hosts)},
+                ),
+                contents=contents,
+                fragments=_fragments(number, generator),
+                component_files=(
+                    manifest.ComponentFile(
+                        component="data",
+                        parts=(number, number + 1),
+                        path=f"data/shards-{number:05d}-{number:05d}.json",
+                        digest=generator.bytes(16),
+                        stored_bytes=150,
+                    ),
+                ),
+            ),
+        )
+        for number in range(num_hosts)
+    ]
+
+
+def _fragments(number: int, generator: np.random.Generator) -> manifest.Fragments:
+    start = np.tile([number * _ROWS, 0], (_LEAVES, 1))
+    return manifest.Fragments(
+        leaf=np.arange(_LEAVES, dtype=np.int32),
+        boxes=boxes.Boxes(start=start, stop=start + np.array([_ROWS, 512])),
+        digest=generator.integers(0, 2**64, (_LEAVES, 2), np.uint64),
+        file=np.zeros(_LEAVES, np.int32),
+        offset=np.arange(_LEAVES) * _BOX_BYTES,
+        stored_bytes=np.full(_LEAVES, _BOX_BYTES),
+        files=("arrays.bin",),
+    )
+
+
+def _with_copies(
+    offers: list[holdings.Offer], placed: placement.Placement
+) -> list[holdings.Offer]:
+    # What the manifests say when all copies have arrived.
+    table = holdings.Holdings.of(offers)
+    row = table.first_row[placed.box]
+    holder, number = table.holder[row], table.number[row]
+    order = np.argsort(placed.target, kind="stable")
+    bounds = np.searchsorted(placed.target[order], np.arange(len(offers) + 1))
+    found = []
+    for target, offer in enumerate(offers):
+        own = offer.manifest.fragments
+        rows = order[bounds[target] : bounds[target + 1]]
+        got = [offers[of].manifest.fragments for of in holder[rows].tolist()]
+        at = number[rows].tolist()
+        columns = {
+            name: np.concatenate(
+                [getattr(own, name)]
+                + [getattr(of, name)[n : n + 1] for of, n in zip(got, at, strict=True)]
+            )
+            for name in ("leaf", "digest", "file", "offset", "stored_bytes")
+        }
+        parts = [
+            own.boxes,
+            *(of.boxes.take(np.array([n])) for of, n in zip(got, at, strict=True)),
+        ]
+        together = boxes.Boxes(
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+        )
+        fragments = manifest.Fragments(boxes=together, files=own.files, **columns)
+        changed = dataclasses.replace(offer.manifest, fragments=fragments)
+        found.append(holdings.Offer(tier="local", manifest=changed))
+    return found
+
+
+def _halved(num_hosts: int) -> read_plan.Wanted:
+    # Half as many hosts, each with parts twice as long.
+    reader = np.repeat(np.arange(num_hosts // 2), _LEAVES)
+    start = np.stack([reader * 2 * _ROWS, np.zeros_like(reader)], axis=1)
+    return read_plan.Wanted(
+        reader=reader.astype(np.int32),
+        leaf=np.tile(np.arange(_LEAVES, dtype=np.int32), num_hosts // 2),
+        boxes=boxes.Boxes(start=start, stop=start + np.array([2 * _ROWS, 512])),
+    )
+
+
+def _retained(num_steps: int) -> list[int]:
+    from orbax.checkpoint import v1 as ocp
+
+    policies = ocp.training.preservation_policies
+    began = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    held = [
+        retention.HeldStep(
+            step=step,
+            time=began + datetime.timedelta(seconds=step),
+            metrics={"loss": 1 / (1 + step)},
+            complete=True,
+        )
+        for step in range(num_steps)
+    ]
+    policy = policies.AnyPreservationPolicy(
+        [
+            policies.LatestN(3),
+            policies.EveryNSteps(100),
+            policies.EveryNSeconds(60),
+            policies.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=5),
+        ]
+    )
+    return retention.steps_to_delete(
+        held, policy, newest_complete=num_steps - 1, in_flight=[7], preserved=[8]
+    )
+
+
+def _timed(function: Callable[[], Any]) -> tuple[list[float], Any]:
+    samples = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        found = function()
+        samples.append(time.perf_counter() - began)
+    return samples, found
+
+
+def _peak_gib() -> float:
+    status = pathlib.Path("/proc/self/status").read_text()
+    (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+    return int(kib) / 2**20

@@ -1,0 +1,1 @@
+"""Tiers of checkpoints: who holds what, who gets copies, what is read from whom."""

@@ -1,0 +1,164 @@
+"""Holdings: the manifests of one save of a step, as one table of boxes and holders.
+
+Replicas are one box with several holders. All decisions (placement, search, read plans)
+are arithmetic over these columns, so that 1e6 boxes of 1e4 hosts take seconds.
+
+Glossary: b boxes, h offers, n rows (a box at a holder), r the most dims of a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.tiers.manifest import Contents, Fragment, Host, Manifest
+
+# A host's own memory is its local tier, and to all others it is the peer tier.
+Tier = Literal["local", "persistent"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What can be read now from one holder.
+
+    Attributes:
+      tier: where the holder keeps it.
+      manifest: what it holds, of one step.
+    """
+
+    tier: Tier
+    manifest: Manifest
+
+    @property
+    def host(self) -> Host:
+        """The holder."""
+        return self.manifest.host
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Holdings:
+    """What some offers hold together.
+
+    Attributes:
+      offers: of one run, step and save; the number of a holder is its place here.
+      contents: of the step.
+      leaf: of each box, ascending, int32 `[b]`.
+      boxes: every box that a holder has, once; `[b, r]`, padded as in `Fragments`.
+      stored_bytes: of each box at its first holder, int64 `[b]`.
+      first_row: the rows of box i are `first_row[i]` to `first_row[i + 1]`, int64
+        `[b + 1]`.
+      holder: of each row, ascending in a box, int32 `[n]`.
+      number: of each row, its fragment in the holder's manifest, int32 `[n]`.
+      diverged: the boxes whose holders do not have the same values, int64.
+    """
+
+    offers: tuple[Offer, ...]
+    contents: Contents
+    leaf: np.ndarray
+    boxes: boxes.Boxes
+    stored_bytes: np.ndarray
+    first_row: np.ndarray
+    holder: np.ndarray
+    number: np.ndarray
+    diverged: np.ndarray
+
+    @classmethod
+    def of(cls, offers: Sequence[Offer]) -> Holdings:
+        """The table of `offers`, at least one.
+
+        Raises:
+          CheckpointError: if they are of different runs, steps, saves or contents.
+        """
+        _check_alike(offers)
+        parts = [offer.manifest.fragments for offer in offers]
+        sizes = np.array([len(part) for part in parts])
+        leaf = np.concatenate([part.leaf for part in parts])
+        start = np.concatenate([part.boxes.start for part in parts])
+        stop = np.concatenate([part.boxes.stop for part in parts])
+        first, box = _unique(leaf, start, stop)
+        rows = np.argsort(box, kind="stable")
+        digest = np.concatenate([part.digest for part in parts])
+        differs = (digest != digest[first][box]).any(axis=1)
+        ends = np.cumsum(sizes)
+        numbers = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+        num_rows = np.bincount(box, minlength=len(first))
+        stored = np.concatenate([part.stored_bytes for part in parts])
+        return cls(
+            offers=tuple(offers),
+            contents=offers[0].manifest.contents,
+            leaf=leaf[first],
+            boxes=boxes.Boxes(start=start[first], stop=stop[first]),
+            stored_bytes=stored[first],
+            first_row=np.concatenate([[0], np.cumsum(num_rows)]),
+            holder=np.repeat(np.arange(len(offers), dtype=np.int32), sizes)[rows],
+            number=numbers.astype(np.int32)[rows],
+            diverged=np.unique(box[differs]),
+        )
+
+    @property
+    def box(self) -> np.ndarray:
+        """The box of each row, ascending, int64 `[n]`."""
+        return np.repeat(np.arange(len(self.leaf)), np.diff(self.first_row))
+
+    def of_leaf(self, leaf: int) -> np.ndarray:
+        """The boxes of one leaf, int64."""
+        ends = np.searchsorted(self.leaf, [leaf, leaf + 1])
+        return np.arange(*ends)
+
+    def holders(self, box: int) -> list[Offer]:
+        """Those that have a box."""
+        rows = slice(self.first_row[box], self.first_row[box + 1])
+        return [self.offers[holder] for holder in self.holder[rows]]
+
+    def fragment(self, row: int) -> Fragment:
+        """Where the box of a row lies at its holder."""
+        fragments = self.offers[self.holder[row]].manifest.fragments
+        return fragments.row(int(self.number[row]), contents=self.contents)
+
+    def name(self, box: int) -> str:
+        """A box as people read it: its leaf and its bounds."""
+        leaf = self.contents.leaves[self.leaf[box]]
+        found = self.boxes[box]
+        rank = len(leaf.shape)
+        bounds = boxes.Box(start=found.start[:rank], stop=found.stop[:rank])
+        return f"{leaf.path}{bounds}"
+
+
+def _check_alike(offers: Sequence[Offer]) -> None:
+    first = offers[0].manifest
+    for offer in offers:
+        found = offer.manifest
+        alike = found.contents is first.contents or found.contents == first.contents
+        same = (found.run, found.step, found.save) == (
+            first.run,
+            first.step,
+            first.save,
+        )
+        if not (same and alike):
+            raise errors.CheckpointError(
+                f"the manifest of host {found.host.id!r} (run {found.run!r}, step"
+                f" {found.step}, save {found.save!r}) lists another step than that of"
+                f" host {first.host.id!r} (run {first.run!r}, step {first.step}, save"
+                f" {first.save!r}); remove the one that does not belong there"
+            )
+
+
+def _unique(
+    leaf: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    # As `boxes.unique`, ordered by leaf.
+    number = leaf.astype(np.int64)[:, None]
+    first, box = boxes.unique(
+        boxes.Boxes(
+            start=np.concatenate([number, start], axis=1),
+            stop=np.concatenate([number, stop], axis=1),
+        )
+    )
+    order = np.argsort(leaf[first], kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return first[order], places[box]

@@ -1,0 +1,237 @@
+"""Receivers: which host takes a copy, by hashing, under a bound on each host's load.
+
+Hosts are points on rings, one for each failure domain. What is to be copied probes one
+point after the other and takes the first host that may have it and whose load stays
+below the bound:
+
+* consistent hashing with many probes and one point a host (Appleton and O'Reilly 2015,
+  arXiv:1505.00062), so that a host that comes or goes moves little else;
+* with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016, arXiv:1608.01350).
+
+Glossary: g groups of boxes with the same holders, h hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+
+from elastic_ckpt.core import digest
+
+_POINT_BITS = np.uint64(40)
+_PROBES = 96
+# After so many probes the bound rises: it may be out of reach, as where one domain is
+# much larger than the only other.
+_PROBES_A_BOUND = 8
+_SLACK = 1.25
+
+
+class Where(enum.Enum):
+    """The hosts that are asked to take a copy, never on a machine that has one."""
+
+    CLOSE = "those in the failure domain of the sender"
+    DISTANT = "those in failure domains without a holder"
+    ANYWHERE = "all of them"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Receivers:
+    """The hosts that can take copies.
+
+    Attributes:
+      hashes: of the hosts' ids, uint64 `[h]`.
+      machine: of each host, from 0 without gaps, int64 `[h]`.
+      domain: of each host, from 0 without gaps, int64 `[h]`.
+    """
+
+    hashes: np.ndarray
+    machine: np.ndarray
+    domain: np.ndarray
+
+    @property
+    def num_machines(self) -> int:
+        """Different machines."""
+        return int(self.machine.max(initial=-1)) + 1
+
+    @property
+    def num_domains(self) -> int:
+        """Different failure domains."""
+        return int(self.domain.max(initial=-1)) + 1
+
+    def choose(
+        self, wanted: Wanted, held: Holders, load: np.ndarray, where: Where
+    ) -> np.ndarray:
+        """The host that takes each of the wanted copies, int64; -1 where none may.
+
+        Args:
+          wanted: the copies.
+          held: who has the groups already.
+          load: bytes that each host has, float `[h]`; what it takes is added.
+          where: who is asked.
+        """
+        chosen = np.full(len(wanted.group), -1)
+        pending = np.arange(len(chosen))
+        order, points, firsts, ends = self._rings()
+        bound = np.zeros_like(load)
+        for probe in range(_PROBES):
+            if not len(pending):
+                break
+            if probe % _PROBES_A_BOUND == 0:
+                bound = self._bound(wanted, load, pending, where) * _SLACK ** (
+                    1 + probe // _PROBES_A_BOUND
+                )
+            probed = digest.mixed(wanted.key[pending], np.array([probe]))
+            if where is Where.CLOSE:
+                domain = wanted.domain[pending]
+            else:
+                domain = (probed % np.uint64(self.num_domains)).astype(np.int64)
+            place = np.searchsorted(points, _point(domain, digest.mixed(probed)))
+            place = np.where(place < ends[domain], place, firsts[domain])
+            host = order[place]
+            may = self._may(wanted.group[pending], host, held, where)
+            taken = np.flatnonzero(may)
+            fits = _fit(host[taken], wanted.bytes[pending[taken]], load, bound)
+            taken = taken[fits]
+            chosen[pending[taken]] = host[taken]
+            np.add.at(load, host[taken], wanted.bytes[pending[taken]])
+            pending = np.delete(pending, taken)
+        for each in pending:
+            chosen[each] = self._least_loaded(wanted, int(each), held, load, where)
+        return chosen
+
+    def _rings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        points = _point(self.domain, self.hashes)
+        order = np.argsort(points, kind="stable")
+        bounds = np.searchsorted(self.domain[order], np.arange(self.num_domains + 1))
+        return order, points[order], bounds[:-1], bounds[1:]
+
+    def _bound(
+        self, wanted: Wanted, load: np.ndarray, pending: np.ndarray, where: Where
+    ) -> np.ndarray:
+        # Of each host: the mean load after all copies, in its domain or everywhere.
+        size = wanted.bytes[pending]
+        least = size.max(initial=0)
+        if where is not Where.CLOSE:
+            mean = (load.sum() + size.sum()) / len(load)
+            return np.full(len(load), max(mean, least))
+        hosts = np.bincount(self.domain)
+        there = np.bincount(self.domain, load, len(hosts))
+        coming = np.bincount(wanted.domain[pending], size, len(hosts))
+        return np.maximum(((there + coming) / hosts)[self.domain], least)
+
+    def _may(
+        self, group: np.ndarray, host: np.ndarray, held: Holders, where: Where
+    ) -> np.ndarray:
+        may = ~held.on_machine(group, self.machine[host])
+        if where is Where.DISTANT:
+            may &= ~held.in_domain(group, self.domain[host])
+        return may
+
+    def _least_loaded(
+        self,
+        wanted: Wanted,
+        each: int,
+        held: Holders,
+        load: np.ndarray,
+        where: Where,
+    ) -> int:
+        hosts = np.arange(len(load))
+        if where is Where.CLOSE:
+            hosts = np.flatnonzero(self.domain == wanted.domain[each])
+        group = np.full(len(hosts), wanted.group[each])
+        hosts = hosts[self._may(group, hosts, held, where)]
+        if not len(hosts):
+            return -1
+        host = int(hosts[np.lexsort([self.hashes[hosts], load[hosts]])[0]])
+        load[host] += wanted.bytes[each]
+        return host
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """Copies that are to be made, one a row.
+
+    Attributes:
+      group: what is copied, int64.
+      key: decides which points are probed, uint64.
+      domain: that of the host which sends it, int64.
+      bytes: its size, float.
+    """
+
+    group: np.ndarray
+    key: np.ndarray
+    domain: np.ndarray
+    bytes: np.ndarray
+
+
+class Holders:
+    """Who has each group: pairs of a group and a host, which grow.
+
+    Args:
+      receivers: the hosts.
+      num_groups: g.
+    """
+
+    def __init__(self, receivers: Receivers, num_groups: int) -> None:
+        self._receivers = receivers
+        self._num_groups = num_groups
+        self._machines = np.empty(0, np.int64)
+        self._domains = np.empty(0, np.int64)
+
+    def add(self, group: np.ndarray, host: np.ndarray) -> None:
+        """The hosts of some pairs have their groups from now on."""
+        there = self._receivers
+        machines = group * there.num_machines + there.machine[host]
+        domains = group * there.num_domains + there.domain[host]
+        self._machines = np.union1d(self._machines, machines)
+        self._domains = np.union1d(self._domains, domains)
+
+    def on_machine(self, group: np.ndarray, machine: np.ndarray) -> np.ndarray:
+        """Whether each group is on a machine."""
+        return _among(self._machines, group * self._receivers.num_machines + machine)
+
+    def in_domain(self, group: np.ndarray, domain: np.ndarray) -> np.ndarray:
+        """Whether each group is in a failure domain."""
+        return _among(self._domains, group * self._receivers.num_domains + domain)
+
+    @property
+    def num_machines(self) -> np.ndarray:
+        """Different machines that have each group, int64 `[g]`."""
+        group = self._machines // max(1, self._receivers.num_machines)
+        return np.bincount(group, minlength=self._num_groups)
+
+    @property
+    def num_domains(self) -> np.ndarray:
+        """Different failure domains that have each group, int64 `[g]`."""
+        group = self._domains // max(1, self._receivers.num_domains)
+        return np.bincount(group, minlength=self._num_groups)
+
+
+def _point(domain: np.ndarray, hashed: np.ndarray) -> np.ndarray:
+    # Rings lie one behind the other.
+    above = domain.astype(np.uint64) << _POINT_BITS
+    return above | (hashed >> (np.uint64(64) - _POINT_BITS))
+
+
+def _fit(
+    host: np.ndarray, size: np.ndarray, load: np.ndarray, bound: np.ndarray
+) -> np.ndarray:
+    # Whether each still fits when all before it, to the same host, are taken.
+    order = np.argsort(host, kind="stable")
+    total = np.cumsum(size[order])
+    begins = np.searchsorted(host[order], host[order])
+    before = total[begins] - size[order][begins]
+    fits = np.empty(len(host), bool)
+    to = host[order]
+    fits[order] = load[to] + total - before <= bound[to]
+    return fits
+
+
+def _among(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:
+    place = np.searchsorted(ordered, values)
+    found = np.zeros(len(values), bool)
+    inside = place < len(ordered)
+    found[inside] = ordered[place[inside]] == values[inside]
+    return found

@@ -1,0 +1,86 @@
+"""Retention: which steps a tier removes, by a policy, and which it never does.
+
+A policy is any object with Orbax's `should_preserve`: those of
+`orbax.checkpoint.v1.training.preservation_policies` fit as they are (`LatestN`,
+`EveryNSteps`, `EveryNSeconds`, `BestN`, `CustomSteps`, and `AnyPreservationPolicy` over
+some of them). Orbax itself is not imported, for the sidecar has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldStep:
+    """A step in one tier, as Orbax's policies want it (`PolicyCheckpointInfo`).
+
+    Attributes:
+      step: the training step.
+      time: when it was saved, with a time zone.
+      metrics: what it is ranked by; None if it was not evaluated.
+      complete: whether this tier alone has all of it.
+    """
+
+    step: int
+    time: datetime.datetime
+    metrics: dict[str, Any] | None
+    complete: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """What Orbax's policies are given besides the steps: nothing, so far."""
+
+
+class PreservationPolicy(Protocol):
+    """Says which steps are kept; those of Orbax do."""
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any
+    ) -> Sequence[bool]:
+        """Whether each of `checkpoints`, ordered by step, is kept."""
+        ...
+
+
+def steps_to_delete(
+    held: Sequence[HeldStep],
+    policy: PreservationPolicy,
+    *,
+    newest_complete: int | None,
+    in_flight: Collection[int],
+    preserved: Collection[int],
+) -> list[int]:
+    """The steps that a tier removes, oldest first.
+
+    Whatever the policy says, these stay: the newest step that this tier has whole, the
+    newest that all tiers together have, all steps from there on (one of them may be on
+    its way to being complete), and those in flight or preserved. A policy is asked only
+    about complete steps, so that `LatestN(3)` keeps three that can be restored; older
+    steps that are not complete in any mixture are removed.
+
+    Args:
+      held: the steps of the tier.
+      policy: which complete steps to keep besides.
+      newest_complete: by `search` over all tiers; None if there is none.
+      in_flight: steps that are being written, uploaded, sent or read.
+      preserved: by hand, or because another tier depends on them.
+    """
+    ordered = sorted(held, key=lambda step: step.step)
+    whole = [step for step in ordered if step.complete]
+    kept = set(in_flight) | set(preserved)
+    if whole:
+        flags = policy.should_preserve(whole, context=Context())
+        kept |= {step.step for step, keep in zip(whole, flags, strict=True) if keep}
+        kept.add(whole[-1].step)
+    if newest_complete is None:
+        # Nothing replaces what there is.
+        return []
+    return [
+        step.step
+        for step in ordered
+        if step.step not in kept and step.step < newest_complete
+    ]
