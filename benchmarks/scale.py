@@ -1,7 +1,7 @@
 """Suite `scale`: the decisions over 10,000 hosts and 1e6 boxes, on one core.
 
 The world is 100 slices, or one for each 10 hosts if there are fewer, whose hosts hold
-100 boxes each: one of each of 100 leaves, no two alike. With the copies that `placement`
+100 boxes each: one of each of 100 leaves, no two alike. With the copies that placement
 makes, the other decisions see three holders of each box.
 
 * `placement_secs`: from manifests in memory to the copies that give every box a close

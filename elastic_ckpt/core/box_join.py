@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core import boxes, columns
 
 # Pairs that are compared at once; fewer, and Python's own time weighs more.
 _FEW_PAIRS = 2**14
@@ -40,7 +40,7 @@ def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
                 found.append(_compared(a, b, of_a[first : first + rows], of_b))
         else:
             pending.extend(halves)
-    pairs = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+    pairs = columns.distinct(np.concatenate(found))
     return pairs // max(1, len(b)), pairs % max(1, len(b))
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.core import boxes, columns, errors
 from elastic_ckpt.tiers.manifest import Contents, Fragment, Host, Manifest
 
 # A host's own memory is its local tier, and to all others it is the peer tier.
@@ -47,7 +47,8 @@ class Holdings:
       offers: of one run, step and save; the number of a holder is its place here.
       contents: of the step.
       leaf: of each box, ascending, int32 `[b]`.
-      boxes: every box that a holder has, once; `[b, r]`, padded as in `Fragments`.
+      boxes: every box that a holder has, once, ordered by leaf and bounds; `[b, r]`,
+        padded as in `Fragments`.
       stored_bytes: of each box at its first holder, int64 `[b]`.
       first_row: the rows of box i are `first_row[i]` to `first_row[i + 1]`, int64
         `[b + 1]`.
@@ -83,8 +84,7 @@ class Holdings:
         rows = np.argsort(box, kind="stable")
         digest = np.concatenate([part.digest for part in parts])
         differs = (digest != digest[first][box]).any(axis=1)
-        ends = np.cumsum(sizes)
-        numbers = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+        of_offer, number = columns.runs(sizes)
         num_rows = np.bincount(box, minlength=len(first))
         stored = np.concatenate([part.stored_bytes for part in parts])
         return cls(
@@ -94,9 +94,9 @@ class Holdings:
             boxes=boxes.Boxes(start=start[first], stop=stop[first]),
             stored_bytes=stored[first],
             first_row=np.concatenate([[0], np.cumsum(num_rows)]),
-            holder=np.repeat(np.arange(len(offers), dtype=np.int32), sizes)[rows],
-            number=numbers.astype(np.int32)[rows],
-            diverged=np.unique(box[differs]),
+            holder=of_offer.astype(np.int32)[rows],
+            number=number.astype(np.int32)[rows],
+            diverged=columns.distinct(box[differs]),
         )
 
     @property
@@ -150,7 +150,7 @@ def _check_alike(offers: Sequence[Offer]) -> None:
 def _unique(
     leaf: np.ndarray, start: np.ndarray, stop: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    # As `boxes.unique`, ordered by leaf.
+    # As `boxes.unique`, ordered by leaf and bounds.
     number = leaf.astype(np.int64)[:, None]
     first, box = boxes.unique(
         boxes.Boxes(
@@ -158,7 +158,8 @@ def _unique(
             stop=np.concatenate([number, stop], axis=1),
         )
     )
-    order = np.argsort(leaf[first], kind="stable")
+    keys = [*stop[first].T[::-1], *start[first].T[::-1], leaf[first]]
+    order = np.lexsort(keys)
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
     return first[order], places[box]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import digest
+from elastic_ckpt.core import columns, digest
 from elastic_ckpt.tiers.holdings import Holdings
 from elastic_ckpt.tiers.manifest import Host
 from elastic_ckpt.tiers.receivers import Holders, Receivers, Wanted, Where
@@ -154,9 +154,8 @@ class _World:
         )
         ends = np.append(first, len(box))
         sizes = ends[chosen + 1] - ends[chosen]
-        group = np.repeat(np.arange(len(chosen)), sizes)
-        within = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        holder = host[np.repeat(ends[chosen], sizes) + within]
+        group, within = columns.runs(sizes)
+        holder = host[ends[chosen][group] + within]
         self._holders = Holders(receivers, len(chosen))
         self._holders.add(group, holder)
         # Of several holders the one with the highest hash sends: rendezvous hashing
@@ -193,8 +192,7 @@ class _World:
         order = np.argsort(self._group, kind="stable")
         bounds = np.searchsorted(self._group[order], np.arange(len(self._source) + 1))
         sizes = bounds[group + 1] - bounds[group]
-        row = np.repeat(np.arange(len(group)), sizes)
-        within = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        row, within = columns.runs(sizes)
         return self._held[order[bounds[group][row] + within]], row
 
     def shortfalls(self, holdings: Holdings, policy: Policy) -> tuple[Shortfall, ...]:
@@ -202,7 +200,9 @@ class _World:
         there = self._receivers
         in_domains = self._holders.num_domains[self._group]
         on_machines = self._holders.num_machines[self._group]
-        lost = np.setdiff1d(np.arange(self._num_boxes), self._held)
+        there_is = np.zeros(self._num_boxes, bool)
+        there_is[self._held] = True
+        lost = np.flatnonzero(~there_is)
         alone = self._held[in_domains < 2] if policy.copies else lost[:0]
         few = self._held[on_machines < policy.copies + 1]
         found = []
@@ -276,5 +276,5 @@ def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.n
     )
     host = of_offer[holdings.holder]
     there = host >= 0
-    pairs = np.unique(holdings.box[there] * len(hosts) + host[there])
+    pairs = columns.distinct(holdings.box[there] * len(hosts) + host[there])
     return pairs // max(1, len(hosts)), pairs % max(1, len(hosts))

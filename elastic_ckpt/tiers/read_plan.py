@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import box_join, boxes, digest, errors
+from elastic_ckpt.core import box_join, boxes, columns, digest, errors
 from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.manifest import ComponentFile, Contents, Fragment, Host, padded
 from elastic_ckpt.tiers.search import Step
@@ -164,7 +164,7 @@ def plan(
     nearness = _Nearness(holdings, readers, domain)
     found = [
         _pieces(step, wanted, leaf, nearness)
-        for leaf in np.unique(wanted.leaf).tolist()
+        for leaf in columns.distinct(wanted.leaf).tolist()
     ]
     of_wanted = np.concatenate([np.empty(0, np.int64), *(part[0] for part in found)])
     box = np.concatenate([np.empty(0, np.int64), *(part[1] for part in found)])
@@ -241,8 +241,8 @@ class _Nearness:
         first = self._holdings.first_row
         sizes = first[box + 1] - first[box]
         bounds = np.concatenate([[0], np.cumsum(sizes)])
-        piece = np.repeat(np.arange(len(box)), sizes)
-        row = np.arange(len(piece)) - bounds[piece] + first[box][piece]
+        piece, within = columns.runs(sizes)
+        row = first[box][piece] + within
         holder = self._holdings.holder[row]
         near = self.of(reader[piece], holder).astype(np.uint64)
         chance = self._chance(reader[piece], box[piece], holder)

@@ -1,12 +1,10 @@
 """Receivers: which host takes a copy, by hashing, under a bound on each host's load.
 
-Hosts are points on rings, one for each failure domain. What is to be copied probes one
-point after the other and takes the first host that may have it and whose load stays
-below the bound:
-
-* consistent hashing with many probes and one point a host (Appleton and O'Reilly 2015,
-  arXiv:1505.00062), so that a host that comes or goes moves little else;
-* with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016, arXiv:1608.01350).
+Hosts are some points each on rings, one ring for each failure domain. What is to be
+copied goes to the host that follows a hashed point, if that may have it and its load
+stays below the bound, or else tries the next hash. So a host that comes or goes moves
+little else (consistent hashing: Karger et al. 1997; with bounded loads: Mirrokni,
+Thorup and Zadimoghaddam 2016, arXiv:1608.01350).
 
 Glossary: g groups of boxes with the same holders, h hosts.
 """
@@ -18,14 +16,15 @@ import enum
 
 import numpy as np
 
-from elastic_ckpt.core import digest
+from elastic_ckpt.core import columns, digest
 
 _POINT_BITS = np.uint64(40)
-_PROBES = 96
-# After so many probes the bound rises: it may be out of reach, as where one domain is
-# much larger than the only other.
-_PROBES_A_BOUND = 8
-_SLACK = 1.25
+_POINTS = 16
+_PROBES = 160
+# The bound, as a multiple of the mean. After so many probes it rises: it may be out of
+# reach, as where one domain is much larger than the only other.
+_SLACK = 1.2
+_PROBES_A_BOUND = 20
 
 
 class Where(enum.Enum):
@@ -102,10 +101,14 @@ class Receivers:
         return chosen
 
     def _rings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        points = _point(self.domain, self.hashes)
+        # The hosts in the order of all points, the points, and the ends of each ring.
+        host = np.repeat(np.arange(len(self.hashes)), _POINTS)
+        turn = np.tile(np.arange(_POINTS), len(self.hashes))
+        points = _point(self.domain[host], digest.mixed(self.hashes[host], turn))
         order = np.argsort(points, kind="stable")
-        bounds = np.searchsorted(self.domain[order], np.arange(self.num_domains + 1))
-        return order, points[order], bounds[:-1], bounds[1:]
+        host = host[order]
+        bounds = np.searchsorted(self.domain[host], np.arange(self.num_domains + 1))
+        return host, points[order], bounds[:-1], bounds[1:]
 
     def _bound(
         self, wanted: Wanted, load: np.ndarray, pending: np.ndarray, where: Where
@@ -185,8 +188,8 @@ class Holders:
         there = self._receivers
         machines = group * there.num_machines + there.machine[host]
         domains = group * there.num_domains + there.domain[host]
-        self._machines = np.union1d(self._machines, machines)
-        self._domains = np.union1d(self._domains, domains)
+        self._machines = _joined(self._machines, machines)
+        self._domains = _joined(self._domains, domains)
 
     def on_machine(self, group: np.ndarray, machine: np.ndarray) -> np.ndarray:
         """Whether each group is on a machine."""
@@ -227,6 +230,10 @@ def _fit(
     to = host[order]
     fits[order] = load[to] + total - before <= bound[to]
     return fits
+
+
+def _joined(some: np.ndarray, more: np.ndarray) -> np.ndarray:
+    return columns.distinct(np.concatenate([some, more]))
 
 
 def _among(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,143 @@
+"""Boxes against a brute-force oracle: an array of bools that is painted."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from elastic_ckpt.core import box_cover, box_join, boxes
+
+SHAPES = st.lists(st.integers(0, 6), min_size=0, max_size=3)
+
+
+def box_in(shape):
+    ranges = [
+        st.tuples(st.integers(0, dim), st.integers(0, dim)).map(sorted) for dim in shape
+    ]
+    return st.tuples(*ranges).map(
+        lambda found: boxes.Box(
+            start=tuple(a for a, _ in found), stop=tuple(b for _, b in found)
+        )
+    )
+
+
+@st.composite
+def arrays(draw, most=8):
+    shape = draw(SHAPES)
+    return shape, draw(st.lists(box_in(shape), max_size=most))
+
+
+def painted(shape, listed):
+    """How many of the boxes each element is in."""
+    counts = np.zeros(shape, int)
+    for box in listed:
+        counts[tuple(map(slice, box.start, box.stop))] += 1
+    return counts
+
+
+@given(arrays(most=2).filter(lambda array: len(array[1]) == 2))
+def test_what_two_boxes_share_and_one_contains_and_one_lacks(array):
+    shape, (a, b) = array
+    in_a, in_b = painted(shape, [a]), painted(shape, [b])
+    shared = boxes.intersect(a, b)
+    assert (painted(shape, [shared] if shared else []) == in_a * in_b).all()
+    assert boxes.contains(a, b) == bool((in_a >= in_b).all())
+    assert (painted(shape, boxes.subtract(a, [b])) == in_a * (1 - in_b)).all()
+    assert a.volume == in_a.sum()
+    if shared:
+        values = np.arange(in_a.size).reshape(shape)
+        of_a = values[tuple(map(slice, a.start, a.stop))]
+        of_shared = values[tuple(map(slice, shared.start, shared.stop))]
+        assert (of_a[boxes.relative(shared, a)] == of_shared).all()
+
+
+@given(arrays())
+def test_gaps_are_what_no_box_covers_and_overlap_nowhere(array):
+    shape, listed = array
+    found = box_cover.gaps(shape, boxes.Boxes.of(listed, rank=len(shape)))
+    bare = painted(shape, [found[n] for n in range(len(found))])
+    assert (bare == (painted(shape, listed) == 0)).all()
+    assert (found.volumes > 0).all()
+
+
+@given(arrays())
+def test_gaps_are_the_same_where_the_array_has_to_be_halved(array):
+    shape, listed = array
+    columns = boxes.Boxes.of(listed, rank=len(shape))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(box_cover, "_MAX_CELLS", 2)
+        found = box_cover.gaps(shape, columns)
+    bare = painted(shape, [found[n] for n in range(len(found))])
+    assert (bare == (painted(shape, listed) == 0)).all()
+
+
+@pytest.mark.parametrize("few_pairs", [2**14, 4])
+@given(array=arrays(), data=st.data())
+def test_overlaps_are_the_pairs_that_share_an_element(few_pairs, array, data):
+    shape, first = array
+    second = data.draw(st.lists(box_in(shape), max_size=8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(box_join, "_FEW_PAIRS", few_pairs)
+        patch.setattr(box_join, "_MANY_PAIRS", few_pairs)
+        pairs = box_join.overlaps(
+            boxes.Boxes.of(first, rank=len(shape)),
+            boxes.Boxes.of(second, rank=len(shape)),
+        )
+    assert list(zip(*(each.tolist() for each in pairs), strict=True)) == [
+        (n, m)
+        for n, a in enumerate(first)
+        for m, b in enumerate(second)
+        if boxes.intersect(a, b)
+    ]
+
+
+@given(arrays(), st.booleans())
+def test_replicas_are_found_also_when_all_hashes_collide(array, collide):
+    shape, listed = array
+    with pytest.MonkeyPatch.context() as patch:
+        if collide:
+            patch.setattr(
+                boxes.digest, "mixed", lambda *columns: np.zeros(len(columns[0]))
+            )
+        first, places = boxes.unique(boxes.Boxes.of(listed, rank=len(shape)))
+    once = [listed[n] for n in first]
+    assert len(set(once)) == len(once) == len(set(listed))
+    assert [once[place] for place in places] == listed
+
+
+def test_a_grid_of_a_hundred_thousand_boxes_has_one_gap_where_one_is_taken_out():
+    at = np.stack(np.meshgrid(np.arange(1000), np.arange(100), indexing="ij"), -1)
+    at = at.reshape(-1, 2)
+    grid = boxes.Boxes(start=at * [4, 7], stop=(at + 1) * [4, 7])
+    assert not len(box_cover.gaps((4000, 700), grid))
+    left = grid.take(np.arange(len(grid)) != 4321)
+    found = box_cover.gaps((4000, 700), left)
+    assert [found[n] for n in range(len(found))] == [grid[4321]]
+
+
+def test_the_boxes_of_a_sharding_are_what_the_devices_hold():
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    sharding = NamedSharding(mesh, PartitionSpec("model", None))
+    values = jax.device_put(np.arange(8 * 6).reshape(8, 6), sharding)
+    found = boxes.of_sharding(values.shape, sharding)
+    assert len(found) == 8
+    assert len(set(found.values())) == 4
+    for shard in values.addressable_shards:
+        box = found[shard.device]
+        assert box == boxes.of_index(shard.index, values.shape)
+        assert box.shape == shard.data.shape
+
+
+def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
+    scalar = boxes.of_index((), ())
+    assert (scalar.volume, str(scalar)) == (1, "[]")
+    assert len(box_cover.gaps((), boxes.Boxes.of([], rank=0))) == 1
+    assert not len(box_cover.gaps((), boxes.Boxes.of([scalar], rank=0)))
+    assert not len(box_cover.gaps((3, 0), boxes.Boxes.of([], rank=2)))
+
+
+def test_an_index_with_steps_is_no_box():
+    with pytest.raises(ValueError, match="has steps"):
+        boxes.of_index((slice(0, 8, 2),), (8,))
