@@ -81,7 +81,7 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
         lambda: placement.place(holdings.Holdings.of(offers), hosts)
     )
     found = {"placement_secs": samples}
-    assert len(placed.box) == 2 * num_hosts * _BOXES_A_HOST
+    assert len(placed.item) == 2 * num_hosts * (_BOXES_A_HOST + 1)
     assert not placed.shortfalls
     copied = _with_copies(offers, placed)
     newer = _world(num_hosts, step=40)[1:]
@@ -163,35 +163,43 @@ def _with_copies(
 ) -> list[holdings.Offer]:
     # What the manifests say when all copies have arrived.
     table = holdings.Holdings.of(offers)
-    row = table.first_row[placed.box]
-    holder, number = table.holder[row], table.number[row]
+    row = table.first_row[placed.item]
+    is_file = placed.item >= len(table.leaf)
     order = np.argsort(placed.target, kind="stable")
     bounds = np.searchsorted(placed.target[order], np.arange(len(offers) + 1))
     found = []
     for target, offer in enumerate(offers):
-        own = offer.manifest.fragments
-        rows = order[bounds[target] : bounds[target + 1]]
-        got = [offers[of].manifest.fragments for of in holder[rows].tolist()]
-        at = number[rows].tolist()
-        columns = {
-            name: np.concatenate(
-                [getattr(own, name)]
-                + [getattr(of, name)[n : n + 1] for of, n in zip(got, at, strict=True)]
-            )
-            for name in ("leaf", "digest", "file", "offset", "stored_bytes")
-        }
-        parts = [
-            own.boxes,
-            *(of.boxes.take(np.array([n])) for of, n in zip(got, at, strict=True)),
-        ]
-        together = boxes.Boxes(
-            start=np.concatenate([part.start for part in parts]),
-            stop=np.concatenate([part.stop for part in parts]),
+        mine = order[bounds[target] : bounds[target + 1]]
+        items = placed.item[mine]
+        files = [table.files[n] for n in items[is_file[mine]] - len(table.leaf)]
+        rows = row[mine[~is_file[mine]]]
+        got = [offers[of].manifest.fragments for of in table.holder[rows].tolist()]
+        changed = dataclasses.replace(
+            offer.manifest,
+            fragments=_joined(offer.manifest.fragments, got, table.number[rows]),
+            component_files=(*offer.manifest.component_files, *files),
         )
-        fragments = manifest.Fragments(boxes=together, files=own.files, **columns)
-        changed = dataclasses.replace(offer.manifest, fragments=fragments)
         found.append(holdings.Offer(tier="local", manifest=changed))
     return found
+
+
+def _joined(
+    own: manifest.Fragments, got: list[manifest.Fragments], number: np.ndarray
+) -> manifest.Fragments:
+    # One fragment of each in `got` behind those of a host's own.
+    rows = list(zip(got, number.tolist(), strict=True))
+    together = {
+        name: np.concatenate(
+            [getattr(own, name)] + [getattr(of, name)[n : n + 1] for of, n in rows]
+        )
+        for name in ("leaf", "digest", "file", "offset", "stored_bytes")
+    }
+    parts = [own.boxes, *(of.boxes.take(np.array([n])) for of, n in rows)]
+    boxes_of_all = boxes.Boxes(
+        start=np.concatenate([part.start for part in parts]),
+        stop=np.concatenate([part.stop for part in parts]),
+    )
+    return manifest.Fragments(boxes=boxes_of_all, files=own.files, **together)
 
 
 def _halved(num_hosts: int) -> read_plan.Wanted:

@@ -1,9 +1,11 @@
-"""Holdings: the manifests of one save of a step, as one table of boxes and holders.
+"""Holdings: the manifests of one save of a step, as one table of items and holders.
 
-Replicas are one box with several holders. All decisions (placement, search, read plans)
-are arithmetic over these columns, so that 1e6 boxes of 1e4 hosts take seconds.
+An item is a box, or a file of a component: the first b items are the boxes, then come
+the files. Replicas are one item with several holders. All decisions (placement, search,
+read plans) are arithmetic over these columns, so that 1e6 boxes of 1e4 hosts take
+seconds.
 
-Glossary: b boxes, h offers, n rows (a box at a holder), r the most dims of a leaf.
+Glossary: b boxes, f files, n rows (an item at a holder), r the most dims of a leaf.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import Literal
 import numpy as np
 
 from elastic_ckpt.core import boxes, columns, errors
-from elastic_ckpt.tiers.manifest import Contents, Fragment, Host, Manifest
+from elastic_ckpt.tiers.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Host,
+    Manifest,
+)
 
 # A host's own memory is its local tier, and to all others it is the peer tier.
 Tier = Literal["local", "persistent"]
@@ -49,18 +57,21 @@ class Holdings:
       leaf: of each box, ascending, int32 `[b]`.
       boxes: every box that a holder has, once, ordered by leaf and bounds; `[b, r]`,
         padded as in `Fragments`.
-      stored_bytes: of each box at its first holder, int64 `[b]`.
-      first_row: the rows of box i are `first_row[i]` to `first_row[i + 1]`, int64
-        `[b + 1]`.
-      holder: of each row, ascending in a box, int32 `[n]`.
-      number: of each row, its fragment in the holder's manifest, int32 `[n]`.
-      diverged: the boxes whose holders do not have the same values, int64.
+      files: every file of a component that a holder has, once, ordered by path.
+      stored_bytes: of each item at its first holder, int64 `[b + f]`.
+      first_row: the rows of item i are `first_row[i]` to `first_row[i + 1]`, int64
+        `[b + f + 1]`.
+      holder: of each row, ascending in an item, int32 `[n]`.
+      number: of each row, its fragment in the holder's manifest, or its place among the
+        manifest's component files, int32 `[n]`.
+      diverged: the items whose holders do not have the same values, int64.
     """
 
     offers: tuple[Offer, ...]
     contents: Contents
     leaf: np.ndarray
     boxes: boxes.Boxes
+    files: tuple[ComponentFile, ...]
     stored_bytes: np.ndarray
     first_row: np.ndarray
     holder: np.ndarray
@@ -81,48 +92,61 @@ class Holdings:
         start = np.concatenate([part.boxes.start for part in parts])
         stop = np.concatenate([part.boxes.stop for part in parts])
         first, box = _unique(leaf, start, stop)
-        rows = np.argsort(box, kind="stable")
         digest = np.concatenate([part.digest for part in parts])
         differs = (digest != digest[first][box]).any(axis=1)
         of_offer, number = columns.runs(sizes)
-        num_rows = np.bincount(box, minlength=len(first))
         stored = np.concatenate([part.stored_bytes for part in parts])
+        files, file, file_offer, file_number, spoilt = _files(offers)
+        item = np.concatenate([box, len(first) + file])
+        rows = np.argsort(item, kind="stable")
+        num_rows = np.bincount(item, minlength=len(first) + len(files))
+        file_bytes = np.array([each.stored_bytes for each in files], np.int64)
+        holder = np.concatenate([of_offer, file_offer])[rows]
+        diverged = np.concatenate([box[differs], len(first) + spoilt])
         return cls(
             offers=tuple(offers),
             contents=offers[0].manifest.contents,
             leaf=leaf[first],
             boxes=boxes.Boxes(start=start[first], stop=stop[first]),
-            stored_bytes=stored[first],
+            files=files,
+            stored_bytes=np.concatenate([stored[first], file_bytes]),
             first_row=np.concatenate([[0], np.cumsum(num_rows)]),
-            holder=of_offer.astype(np.int32)[rows],
-            number=number.astype(np.int32)[rows],
-            diverged=columns.distinct(box[differs]),
+            holder=holder.astype(np.int32),
+            number=np.concatenate([number, file_number])[rows].astype(np.int32),
+            diverged=columns.distinct(diverged),
         )
 
     @property
-    def box(self) -> np.ndarray:
-        """The box of each row, ascending, int64 `[n]`."""
-        return np.repeat(np.arange(len(self.leaf)), np.diff(self.first_row))
+    def num_items(self) -> int:
+        """All boxes and files: b + f."""
+        return len(self.stored_bytes)
+
+    @property
+    def item(self) -> np.ndarray:
+        """The item of each row, ascending, int64 `[n]`."""
+        return np.repeat(np.arange(self.num_items), np.diff(self.first_row))
 
     def of_leaf(self, leaf: int) -> np.ndarray:
         """The boxes of one leaf, int64."""
         ends = np.searchsorted(self.leaf, [leaf, leaf + 1])
         return np.arange(*ends)
 
-    def holders(self, box: int) -> list[Offer]:
-        """Those that have a box."""
-        rows = slice(self.first_row[box], self.first_row[box + 1])
+    def holders(self, item: int) -> list[Offer]:
+        """Those that have an item."""
+        rows = slice(self.first_row[item], self.first_row[item + 1])
         return [self.offers[holder] for holder in self.holder[rows]]
 
     def fragment(self, row: int) -> Fragment:
-        """Where the box of a row lies at its holder."""
+        """Where the box of a row lies at its holder; rows of files have none."""
         fragments = self.offers[self.holder[row]].manifest.fragments
         return fragments.row(int(self.number[row]), contents=self.contents)
 
-    def name(self, box: int) -> str:
-        """A box as people read it: its leaf and its bounds."""
-        leaf = self.contents.leaves[self.leaf[box]]
-        found = self.boxes[box]
+    def name(self, item: int) -> str:
+        """An item as people read it: leaf and bounds of a box, the path of a file."""
+        if item >= len(self.leaf):
+            return self.files[item - len(self.leaf)].path
+        leaf = self.contents.leaves[self.leaf[item]]
+        found = self.boxes[item]
         rank = len(leaf.shape)
         bounds = boxes.Box(start=found.start[:rank], stop=found.stop[:rank])
         return f"{leaf.path}{bounds}"
@@ -163,3 +187,23 @@ def _unique(
     places = np.empty_like(order)
     places[order] = np.arange(len(order))
     return first[order], places[box]
+
+
+def _files(
+    offers: Sequence[Offer],
+) -> tuple[tuple[ComponentFile, ...], np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    # The files; of each row its file, offer and place there; and those that differ.
+    first: dict[str, ComponentFile] = {}
+    rows = []
+    spoilt = set()
+    for offer_number, offer in enumerate(offers):
+        for place, file in enumerate(offer.manifest.component_files):
+            rows.append((file.path, offer_number, place))
+            if first.setdefault(file.path, file) != file:
+                spoilt.add(file.path)
+    paths = sorted(first)
+    numbers = {path: number for number, path in enumerate(paths)}
+    listed = [(numbers[path], offer, place) for path, offer, place in rows]
+    file, offer, place = np.array(listed, np.int64).reshape(-1, 3).T
+    differ = np.array(sorted(numbers[path] for path in spoilt), np.int64)
+    return tuple(first[path] for path in paths), file, offer, place, differ

@@ -1,14 +1,15 @@
 """Placement: who gets a copy of what, so that a host or slice is lost and no box.
 
-Every box gets `copies` holders besides the host that saved it: first a distant one, in
-another failure domain, then close ones, in the domain of the saver. Other hosts that
-saved the same box with the same values, as data parallelism makes them, count as
-holders, and so do copies that were made already: what is satisfied never moves.
+Every box, and every file of a component, gets `copies` holders besides the host that
+saved it: first a distant one, in another failure domain, then close ones, in the domain
+of the saver. Other hosts that saved the same with the same values, as data parallelism
+makes them, count as holders, and so do copies that were made already: what is satisfied
+never moves.
 
-Boxes with the same holders are copied in a few groups (`receivers` says to whom), so
+Items with the same holders are copied in a few groups (`receivers` says to whom), so
 that each host sends to a few others, and a host's next step goes the same ways.
 
-Glossary: b boxes, g groups, h hosts, m copies.
+Glossary: items as in `holdings`, g groups, h hosts, m copies.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elastic_ckpt.tiers.holdings import Holdings
 from elastic_ckpt.tiers.manifest import Host
 from elastic_ckpt.tiers.receivers import Holders, Receivers, Wanted, Where
 
-# Groups that the boxes with the same holders make: more balance better, and cost time.
+# Groups that the items with the same holders make: more balance better, and cost time.
 _GROUPS = 8
 _NAMED = 5
 
@@ -33,7 +34,7 @@ class Policy:
     """How many copies, and what may fail at once.
 
     Attributes:
-      copies: holders of each box besides the host that saved it, on other machines.
+      copies: holders of each item besides the host that saved it, on other machines.
       domain: the kind of failure domain that comes and goes as a whole.
       machine: the kind of domain that names the machine, where several hosts share one.
     """
@@ -45,16 +46,16 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Shortfall:
-    """Boxes that do not have what the policy asks for.
+    """Items that do not have what the policy asks for.
 
     Attributes:
-      boxes: their numbers in the holdings, ascending, int64.
+      items: their numbers in the holdings, ascending, int64.
       lacks: what they lack: `holder`, `domain` (a second failure domain), `copies`, or
         `agreement` between their holders.
       why: for people, with the way out.
     """
 
-    boxes: np.ndarray
+    items: np.ndarray
     lacks: str
     why: str
 
@@ -65,14 +66,14 @@ class Placement:
 
     Attributes:
       hosts: ordered by id.
-      box: of each copy, its number in the holdings, int64 `[m]`.
+      item: of each copy, its number in the holdings, int64 `[m]`.
       source: the number in `hosts` of the holder that sends, int64 `[m]`.
       target: the number in `hosts` of the host that receives, int64 `[m]`.
       shortfalls: what does not have its guarantee even with all copies.
     """
 
     hosts: tuple[Host, ...]
-    box: np.ndarray
+    item: np.ndarray
     source: np.ndarray
     target: np.ndarray
     shortfalls: tuple[Shortfall, ...]
@@ -81,7 +82,7 @@ class Placement:
 def place(
     holdings: Holdings, hosts: Sequence[Host], policy: Policy = Policy()
 ) -> Placement:
-    """The copies that give every box its holders, with as few as possible.
+    """The copies that give every item its holders, with as few as possible.
 
     Args:
       holdings: of one step, in the local tiers; others do not count.
@@ -91,10 +92,10 @@ def place(
     world = _World(holdings, hosts, policy)
     copies = [world.copy(policy) for _ in range(policy.copies)]
     group, source, target = (np.concatenate(of) for of in zip(*copies, strict=True))
-    box, row = world.boxes_of(group)
+    item, row = world.items_of(group)
     return Placement(
         hosts=world.hosts,
-        box=box,
+        item=item,
         source=source[row],
         target=target[row],
         shortfalls=world.shortfalls(holdings, policy),
@@ -104,7 +105,7 @@ def place(
 def assume_data_parallelism(
     holdings: Holdings, hosts: Sequence[Host], policy: Policy = Policy()
 ) -> Placement:
-    """Copies nothing, and says which boxes data parallelism alone leaves at risk.
+    """Copies nothing, and says which items data parallelism alone leaves at risk.
 
     For models whose copies would not fit into memory. Takes the arguments of `place`.
     """
@@ -112,7 +113,7 @@ def assume_data_parallelism(
     none = np.empty(0, np.int64)
     return Placement(
         hosts=world.hosts,
-        box=none,
+        item=none,
         source=none,
         target=none,
         shortfalls=world.shortfalls(holdings, policy),
@@ -120,30 +121,26 @@ def assume_data_parallelism(
 
 
 class _World:
-    """Groups of boxes, who has them, and how much each host has."""
+    """Groups of items, who has them, and how much each host has."""
 
     def __init__(
         self, holdings: Holdings, hosts: Sequence[Host], policy: Policy
     ) -> None:
         self.hosts = tuple(sorted(hosts, key=lambda host: host.id))
         self._receivers = receivers = _receivers(self.hosts, policy)
-        box, host = _rows(holdings, self.hosts)
+        item, host = _rows(holdings, self.hosts)
         self._load = np.bincount(
-            host, holdings.stored_bytes[box], len(self.hosts)
+            host, holdings.stored_bytes[item], len(self.hosts)
         ).astype(float)
-        self._num_boxes = len(holdings.leaf)
-        # Boxes that a host has, and their groups.
-        self._held, first = np.unique(box, return_index=True)
-        buckets = digest.mixed(
-            holdings.leaf, *holdings.boxes.start.T, *holdings.boxes.stop.T
-        ) % np.uint64(_GROUPS)
-        bucket = buckets[self._held]
+        # Items that a host has, and their groups.
+        self._held, first = np.unique(item, return_index=True)
+        bucket = _names(holdings)[self._held] % np.uint64(_GROUPS)
         # Holders are told apart by a sum of 64 bits: 1e6 sets collide by 1e-7.
         sets = (
             np.add.reduceat(digest.mixed(receivers.hashes)[host], first)[
                 : len(self._held)
             ]
-            if len(box)
+            if len(item)
             else np.empty(0, np.uint64)
         )
         _, chosen, self._group = np.unique(
@@ -152,7 +149,7 @@ class _World:
         self._bytes = np.bincount(
             self._group, holdings.stored_bytes[self._held], len(chosen)
         )
-        ends = np.append(first, len(box))
+        ends = np.append(first, len(item))
         sizes = ends[chosen + 1] - ends[chosen]
         group, within = columns.runs(sizes)
         holder = host[ends[chosen][group] + within]
@@ -187,8 +184,8 @@ class _World:
         self._holders.add(group, target[group])
         return group, self._source[group], target[group]
 
-    def boxes_of(self, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The boxes of some groups in a row, and the place of the group of each."""
+    def items_of(self, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The items of some groups in a row, and the place of the group of each."""
         order = np.argsort(self._group, kind="stable")
         bounds = np.searchsorted(self._group[order], np.arange(len(self._source) + 1))
         sizes = bounds[group + 1] - bounds[group]
@@ -200,13 +197,13 @@ class _World:
         there = self._receivers
         in_domains = self._holders.num_domains[self._group]
         on_machines = self._holders.num_machines[self._group]
-        there_is = np.zeros(self._num_boxes, bool)
+        there_is = np.zeros(holdings.num_items, bool)
         there_is[self._held] = True
         lost = np.flatnonzero(~there_is)
         alone = self._held[in_domains < 2] if policy.copies else lost[:0]
         few = self._held[on_machines < policy.copies + 1]
         found = []
-        for boxes, lacks, why in (
+        for items, lacks, why in (
             (
                 holdings.diverged,
                 "agreement",
@@ -226,12 +223,12 @@ class _World:
                 f" {there.num_machines}; add machines, or ask for fewer copies",
             ),
         ):
-            if len(boxes):
-                named = ", ".join(holdings.name(box) for box in boxes[:_NAMED])
-                more = ", ..." if len(boxes) > _NAMED else ""
-                of = f"{len(boxes)} of {self._num_boxes} boxes ({named}{more})"
+            if len(items):
+                named = ", ".join(holdings.name(item) for item in items[:_NAMED])
+                more = ", ..." if len(items) > _NAMED else ""
+                of = f"{len(items)} of {holdings.num_items} items ({named}{more})"
                 text = f"{of} lack {_LACKING[lacks]}: {why}"
-                found.append(Shortfall(boxes=boxes, lacks=lacks, why=text))
+                found.append(Shortfall(items=items, lacks=lacks, why=text))
         return tuple(found)
 
     def _choose(self, group: np.ndarray, where: Where) -> np.ndarray:
@@ -261,11 +258,14 @@ def _receivers(hosts: tuple[Host, ...], policy: Policy) -> Receivers:
         hashes=np.array([digest.name_hash(host.id) for host in hosts], np.uint64),
         machine=np.unique(machines, return_inverse=True)[1].astype(np.int64),
         domain=np.unique(domains, return_inverse=True)[1].astype(np.int64),
+        domain_hashes=np.array(
+            [digest.name_hash(name) for name in sorted(set(domains))], np.uint64
+        ),
     )
 
 
 def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.ndarray]:
-    # Every pair of a box and a host that is there and has it, ascending.
+    # Every pair of an item and a host that is there and has it, ascending.
     numbers = {host.id: number for number, host in enumerate(hosts)}
     of_offer = np.array(
         [
@@ -276,5 +276,13 @@ def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.n
     )
     host = of_offer[holdings.holder]
     there = host >= 0
-    pairs = columns.distinct(holdings.box[there] * len(hosts) + host[there])
+    pairs = columns.distinct(holdings.item[there] * len(hosts) + host[there])
     return pairs // max(1, len(hosts)), pairs % max(1, len(hosts))
+
+
+def _names(holdings: Holdings) -> np.ndarray:
+    # 64 bits for each item, the same in every step that has it.
+    found = holdings.boxes
+    boxes = digest.mixed(holdings.leaf, *found.start.T, *found.stop.T)
+    files = [digest.name_hash(file.path) for file in holdings.files]
+    return np.concatenate([boxes, np.array(files, np.uint64)])

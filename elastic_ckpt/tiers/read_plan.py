@@ -195,16 +195,16 @@ def files(
 
     Files of the same name hold the same bytes; a part may be in several files.
     """
-    held: dict[str, tuple[ComponentFile, list[int]]] = {}
-    for number, offer in enumerate(step.holdings.offers):
-        for file in offer.manifest.component_files:
-            if file.component == component:
-                held.setdefault(file.path, (file, []))[1].append(number)
-    nearness = _Nearness(step.holdings, [reader], domain)
-    return [
-        (file, tuple(step.holdings.offers[n] for n in nearness.ordered(path, numbers)))
-        for path, (file, numbers) in sorted(held.items())
-    ]
+    holdings = step.holdings
+    nearness = _Nearness(holdings, [reader], domain)
+    found = []
+    for number, file in enumerate(holdings.files, start=len(holdings.leaf)):
+        if file.component == component:
+            nobody_else = np.zeros(1, np.int64)
+            _, rows = nearness.choices(nobody_else, np.array([number]))
+            offers = [holdings.offers[holder] for holder in holdings.holder[rows]]
+            found.append((file, tuple(offers)))
+    return found
 
 
 class _Nearness:
@@ -235,34 +235,27 @@ class _Nearness:
         return near
 
     def choices(
-        self, reader: np.ndarray, box: np.ndarray
+        self, reader: np.ndarray, item: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `ReadPlan` has them, for pieces of a box that a reader wants."""
+        """As `ReadPlan` has them, for pieces of an item that a reader wants."""
         first = self._holdings.first_row
-        sizes = first[box + 1] - first[box]
+        sizes = first[item + 1] - first[item]
         bounds = np.concatenate([[0], np.cumsum(sizes)])
         piece, within = columns.runs(sizes)
-        row = first[box][piece] + within
+        row = first[item][piece] + within
         holder = self._holdings.holder[row]
         near = self.of(reader[piece], holder).astype(np.uint64)
-        chance = self._chance(reader[piece], box[piece], holder)
+        chance = self._chance(reader[piece], item[piece], holder)
         chance >>= np.uint64(64 - _HASH_BITS)
         # One number a row, for that sorts fastest.
         key = piece.astype(np.uint64) << np.uint64(_NEARNESS_BITS) | near
         key = key << np.uint64(_HASH_BITS) | chance
         return bounds, row[np.argsort(key, kind="stable")]
 
-    def ordered(self, path: str, holders: list[int]) -> list[int]:
-        """Some holders of a file, for the first reader."""
-        holder, reader = np.array(holders), np.zeros(len(holders), np.int64)
-        name = np.full(len(holders), digest.name_hash(path), np.uint64)
-        chance = self._chance(reader, name, holder)
-        return holder[np.lexsort([chance, self.of(reader, holder)])].tolist()
-
     def _chance(
-        self, reader: np.ndarray, part: np.ndarray, holder: np.ndarray
+        self, reader: np.ndarray, item: np.ndarray, holder: np.ndarray
     ) -> np.ndarray:
-        return digest.mixed(self._reader_id[reader], part, self._holder_id[holder])
+        return digest.mixed(self._reader_id[reader], item, self._holder_id[holder])
 
 
 def _pieces(

@@ -1,12 +1,12 @@
 """Receivers: which host takes a copy, by hashing, under a bound on each host's load.
 
-Hosts are some points each on rings, one ring for each failure domain. What is to be
-copied goes to the host that follows a hashed point, if that may have it and its load
-stays below the bound, or else tries the next hash. So a host that comes or goes moves
-little else (consistent hashing: Karger et al. 1997; with bounded loads: Mirrokni,
-Thorup and Zadimoghaddam 2016, arXiv:1608.01350).
+Hosts are some points each on rings, one ring for each failure domain, and the domains
+are on a ring too. What is to be copied goes to the host that follows a hashed point, if
+that may have it and its load stays below the bound, or else tries the next hash. So a
+host or domain that comes or goes moves little else (consistent hashing: Karger et al.
+1997; with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2016, arXiv:1608.01350).
 
-Glossary: g groups of boxes with the same holders, h hosts.
+Glossary: g groups of items with the same holders, h hosts.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Receivers:
       hashes: of the hosts' ids, uint64 `[h]`.
       machine: of each host, from 0 without gaps, int64 `[h]`.
       domain: of each host, from 0 without gaps, int64 `[h]`.
+      domain_hashes: of the domains' names, uint64.
     """
 
     hashes: np.ndarray
     machine: np.ndarray
     domain: np.ndarray
+    domain_hashes: np.ndarray
 
     @property
     def num_machines(self) -> int:
@@ -57,7 +59,7 @@ class Receivers:
     @property
     def num_domains(self) -> int:
         """Different failure domains."""
-        return int(self.domain.max(initial=-1)) + 1
+        return len(self.domain_hashes)
 
     def choose(
         self, wanted: Wanted, held: Holders, load: np.ndarray, where: Where
@@ -72,7 +74,8 @@ class Receivers:
         """
         chosen = np.full(len(wanted.group), -1)
         pending = np.arange(len(chosen))
-        order, points, firsts, ends = self._rings()
+        hosts = _Rings(self.hashes, self.domain)
+        domains = _Rings(self.domain_hashes, np.zeros(self.num_domains, np.int64))
         bound = np.zeros_like(load)
         for probe in range(_PROBES):
             if not len(pending):
@@ -85,10 +88,8 @@ class Receivers:
             if where is Where.CLOSE:
                 domain = wanted.domain[pending]
             else:
-                domain = (probed % np.uint64(self.num_domains)).astype(np.int64)
-            place = np.searchsorted(points, _point(domain, digest.mixed(probed)))
-            place = np.where(place < ends[domain], place, firsts[domain])
-            host = order[place]
+                domain = domains.after(np.zeros(len(pending), np.int64), probed)
+            host = hosts.after(domain, digest.mixed(probed))
             may = self._may(wanted.group[pending], host, held, where)
             taken = np.flatnonzero(may)
             fits = _fit(host[taken], wanted.bytes[pending[taken]], load, bound)
@@ -99,16 +100,6 @@ class Receivers:
         for each in pending:
             chosen[each] = self._least_loaded(wanted, int(each), held, load, where)
         return chosen
-
-    def _rings(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        # The hosts in the order of all points, the points, and the ends of each ring.
-        host = np.repeat(np.arange(len(self.hashes)), _POINTS)
-        turn = np.tile(np.arange(_POINTS), len(self.hashes))
-        points = _point(self.domain[host], digest.mixed(self.hashes[host], turn))
-        order = np.argsort(points, kind="stable")
-        host = host[order]
-        bounds = np.searchsorted(self.domain[host], np.arange(self.num_domains + 1))
-        return host, points[order], bounds[:-1], bounds[1:]
 
     def _bound(
         self, wanted: Wanted, load: np.ndarray, pending: np.ndarray, where: Where
@@ -212,9 +203,31 @@ class Holders:
         return np.bincount(group, minlength=self._num_groups)
 
 
-def _point(domain: np.ndarray, hashed: np.ndarray) -> np.ndarray:
-    # Rings lie one behind the other.
-    above = domain.astype(np.uint64) << _POINT_BITS
+class _Rings:
+    """Members as points on rings, which lie one behind the other on a line.
+
+    Args:
+      hashes: of the members, uint64 `[m]`.
+      ring: that each is on, from 0 without gaps, int64 `[m]`.
+    """
+
+    def __init__(self, hashes: np.ndarray, ring: np.ndarray) -> None:
+        member, turn = columns.runs(np.full(len(hashes), _POINTS))
+        points = _point(ring[member], digest.mixed(hashes[member], turn))
+        order = np.argsort(points, kind="stable")
+        self._member, self._points = member[order], points[order]
+        on = np.arange(int(ring.max(initial=-1)) + 2)
+        self._bounds = np.searchsorted(ring[self._member], on)
+
+    def after(self, ring: np.ndarray, hashed: np.ndarray) -> np.ndarray:
+        """The members that follow hashed points on some rings, int64."""
+        place = np.searchsorted(self._points, _point(ring, hashed))
+        first, end = self._bounds[ring], self._bounds[ring + 1]
+        return self._member[np.where(place < end, place, first)]
+
+
+def _point(ring: np.ndarray, hashed: np.ndarray) -> np.ndarray:
+    above = ring.astype(np.uint64) << _POINT_BITS
     return above | (hashed >> (np.uint64(64) - _POINT_BITS))
 
 

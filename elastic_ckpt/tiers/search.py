@@ -14,7 +14,6 @@ import numpy as np
 
 from elastic_ckpt.core import box_cover, boxes, errors
 from elastic_ckpt.tiers.holdings import Holdings, Offer
-from elastic_ckpt.tiers.manifest import ComponentFile
 
 _NAMED = 5
 
@@ -50,14 +49,13 @@ class Step:
         """
         holdings = Holdings.of(offers)
         gaps, overlapping = _gaps(holdings)
-        missing, diverged = _missing_parts(holdings)
         return cls(
             step=offers[0].manifest.step,
             save=offers[0].manifest.save,
             holdings=holdings,
             gaps=gaps,
-            missing_parts=missing,
-            diverged=(*map(holdings.name, holdings.diverged.tolist()), *diverged),
+            missing_parts=_missing_parts(holdings),
+            diverged=tuple(map(holdings.name, holdings.diverged.tolist())),
             overlapping=overlapping,
         )
 
@@ -192,24 +190,16 @@ def _gaps(
     return gaps, frozenset(overlapping)
 
 
-def _missing_parts(
-    holdings: Holdings,
-) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+def _missing_parts(holdings: Holdings) -> dict[str, tuple[int, ...]]:
     components = holdings.contents.components
     there = {name: np.zeros(parts, bool) for name, parts in components.items()}
-    known: dict[str, ComponentFile] = {}
-    diverged = set()
-    for offer in holdings.offers:
-        for file in offer.manifest.component_files:
-            there[file.component][slice(*file.parts)] = True
-            if known.setdefault(file.path, file) != file:
-                diverged.add(file.path)
-    missing = {
+    for file in holdings.files:
+        there[file.component][slice(*file.parts)] = True
+    return {
         name: tuple(np.flatnonzero(~held).tolist())
         for name, held in there.items()
         if not held.all()
     }
-    return missing, sorted(diverged)
 
 
 def _some(names: list[str]) -> str:

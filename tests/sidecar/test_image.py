@@ -21,7 +21,10 @@ from tests.sidecar import in_image
 ROOT = pathlib.Path(__file__).parents[2]
 DIRECTORY = ROOT / "sidecar"
 DOCKERFILE = (DIRECTORY / "Dockerfile").read_text()
-ROOMS = ("elastic_ckpt/core", "elastic_ckpt/config", "elastic_ckpt/data", "sidecar")
+ROOMS = (
+    *(f"elastic_ckpt/{room}" for room in ("core", "config", "data", "tiers")),
+    "sidecar",
+)
 SOURCES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
