@@ -90,7 +90,8 @@ def place(
       policy: how many copies, and where.
     """
     world = _World(holdings, hosts, policy)
-    copies = [world.copy(policy) for _ in range(policy.copies)]
+    none = np.empty(0, np.int64)
+    copies = [(none,) * 3, *(world.copy(policy) for _ in range(policy.copies))]
     group, source, target = (np.concatenate(of) for of in zip(*copies, strict=True))
     item, row = world.items_of(group)
     return Placement(

@@ -8,7 +8,8 @@ step are kept apart, for a run that came to a step again may have computed other
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -26,18 +27,16 @@ class Step:
       step: the training step.
       save: which save of it.
       holdings: all that is held of it.
-      gaps: by the path of a leaf, the disjoint boxes that nobody has.
+      gaps: by the number of a leaf, the disjoint boxes that nobody has.
       missing_parts: by the name of a component, its parts that nobody has.
-      diverged: boxes and files of which two holders have different values.
       overlapping: the leaves of which saved boxes share elements.
     """
 
     step: int
     save: str
     holdings: Holdings
-    gaps: Mapping[str, tuple[boxes.Box, ...]]
+    gaps: Mapping[int, boxes.Boxes]
     missing_parts: Mapping[str, tuple[int, ...]]
-    diverged: tuple[str, ...]
     overlapping: frozenset[int]
 
     @classmethod
@@ -55,14 +54,14 @@ class Step:
             holdings=holdings,
             gaps=gaps,
             missing_parts=_missing_parts(holdings),
-            diverged=tuple(map(holdings.name, holdings.diverged.tolist())),
             overlapping=overlapping,
         )
 
     @property
     def complete(self) -> bool:
         """Whether all of it can be read, and in one way only."""
-        return not (self.gaps or self.missing_parts or self.diverged)
+        diverged = len(self.holdings.diverged) > 0
+        return not (self.gaps or self.missing_parts or diverged)
 
     def problem(self) -> str:
         """What is wrong with a step that is not complete, for people."""
@@ -70,9 +69,11 @@ class Step:
         where = " and ".join(sorted({offer.tier for offer in self.holdings.offers}))
         lacks = []
         if self.gaps:
-            named = [
-                f"{path}{box}" for path, found in self.gaps.items() for box in found
-            ]
+            named = (
+                f"{contents.leaves[leaf].path}{found[number]}"
+                for leaf, found in self.gaps.items()
+                for number in range(len(found))
+            )
             lacks.append(
                 f"parts of {len(self.gaps)} of {len(contents.leaves)} leaves:"
                 f" {_some(named)}"
@@ -80,13 +81,14 @@ class Step:
         for name, parts in self.missing_parts.items():
             lacks.append(
                 f"{len(parts)} of {contents.components[name]} parts of {name}:"
-                f" {_some(list(map(str, parts)))}"
+                f" {_some(map(str, parts))}"
             )
         said = [f"lacks {each}" for each in lacks]
-        if self.diverged:
+        diverged = self.holdings.diverged.tolist()
+        if diverged:
             said.append(
-                f"has different values at different holders of {len(self.diverged)}"
-                f" parts: {_some(list(self.diverged))}"
+                f"has different values at different holders of {len(diverged)} parts:"
+                f" {_some(map(self.holdings.name, diverged))}"
             )
         return f"step {self.step} in {where} {', and '.join(said)}"
 
@@ -174,8 +176,8 @@ def _saves(offers: Sequence[Offer]) -> list[list[Offer]]:
 
 def _gaps(
     holdings: Holdings,
-) -> tuple[dict[str, tuple[boxes.Box, ...]], frozenset[int]]:
-    gaps: dict[str, tuple[boxes.Box, ...]] = {}
+) -> tuple[dict[int, boxes.Boxes], frozenset[int]]:
+    gaps: dict[int, boxes.Boxes] = {}
     overlapping = set()
     for number, leaf in enumerate(holdings.contents.leaves):
         rank = len(leaf.shape)
@@ -183,7 +185,7 @@ def _gaps(
         held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])
         found = box_cover.gaps(leaf.shape, held)
         if len(found):
-            gaps[leaf.path] = tuple(found[n] for n in range(len(found)))
+            gaps[number] = found
         covered = boxes.whole(leaf.shape).volume - int(found.volumes.sum())
         if int(held.volumes.sum()) > covered:
             overlapping.add(number)
@@ -202,5 +204,6 @@ def _missing_parts(holdings: Holdings) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _some(names: list[str]) -> str:
-    return f"[{', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}]"
+def _some(names: Iterable[str]) -> str:
+    named = list(itertools.islice(names, _NAMED + 1))
+    return f"[{', '.join(named[:_NAMED])}{', ...' if named[_NAMED:] else ''}]"

@@ -297,3 +297,16 @@ def test_a_step_is_complete_after_the_loss_of_any_host_or_slice(offers):
         for lost in slices:
             left = [o for o in held if o.host.domains["slice"] != lost]
             assert search.search(left).newest
+
+
+def test_without_hosts_or_boxes_or_copies_nothing_is_copied():
+    offers = uniform(2, 2)
+    nothing = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
+    for found, hosts, copies, lacks in (
+        (table(offers), [], 2, ["holder"]),
+        (table([nothing]), hosts_of(offers), 2, []),
+        (table(offers), hosts_of(offers), 0, []),
+    ):
+        placed = placement.place(found, hosts, placement.Policy(copies=copies))
+        assert not len(placed.item)
+        assert [short.lacks for short in placed.shortfalls] == lacks
