@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -141,3 +141,21 @@ def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
 def test_an_index_with_steps_is_no_box():
     with pytest.raises(ValueError, match="has steps"):
         boxes.of_index((slice(0, 8, 2),), (8,))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3))
+@settings(max_examples=20)
+def test_overlaps_of_many_boxes_are_those_of_each_with_each(seed, rank):
+    generator = np.random.default_rng(seed)
+
+    def some(number):
+        start = generator.integers(0, 60, (number, rank))
+        sizes = generator.integers(1, 12, (number, rank))
+        return boxes.Boxes(start=start, stop=start + sizes)
+
+    a, b = some(300), some(200)
+    apart = (a.start[:, None] >= b.stop) | (b.start >= a.stop[:, None])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(box_join, "_FEW_PAIRS", 256)
+        found = box_join.overlaps(a, b)
+    assert np.array_equal(found, np.nonzero(~apart.any(axis=-1)))

@@ -159,6 +159,37 @@ def test_equal_holders_are_read_from_evenly():
     assert max(reads.values()) <= 1.15 * sum(reads.values()) / 2
 
 
+def test_readers_of_one_box_spread_over_its_holders():
+    step = search.Step.of(OFFERS)
+    readers = [
+        dataclasses.replace(saved_worlds.host(n), domains={"slice": "near"})
+        for n in range(10, 50)
+    ]
+    rows = [(n, "w", boxes.Box(start=(7,), stop=(8,))) for n in range(40)]
+    plan = read_plan.plan(step, readers, read_plan.Wanted.of(rows, contents=WHOLE))
+    first = [plan.read(n).choices[0][0].host.number for n in range(40)]
+    assert 12 <= first.count(1) <= 28
+    assert first.count(1) + first.count(2) == 40
+
+
+def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
+    def cut(number, parts, **options):
+        held = [(0, part) for part in saved_worlds.grid([64], [parts])]
+        of = saved_worlds.host(number)
+        return saved_worlds.offer(of, WHOLE, held, files=[RNG], **options)
+
+    own = saved_worlds.offer(
+        saved_worlds.host(0), WHOLE, [(0, boxes.Box(start=(3,), stop=(9,)))]
+    )
+    step = search.Step.of([own, cut(1, 8), cut(2, 2), cut(3, 1, tier="persistent")])
+    plan = read_plan.plan(step, [own.host], wanted_whole())
+    reads = [plan.read(number) for number in range(len(plan))]
+    assert sorted(
+        (read.piece.start[0], read.piece.stop[0], read.choices[0][0].host.number)
+        for read in reads
+    ) == [(0, 3, 2), (3, 9, 0), (9, 32, 2), (32, 64, 2)]
+
+
 def test_a_step_with_a_gap_is_not_planned():
     lone = saved_worlds.offer(saved_worlds.host(0), WHOLE, EVERY[:-1], files=[RNG])
     with pytest.raises(errors.CheckpointError, match=r"w\[63:64\].*complete step"):
