@@ -136,21 +136,16 @@ class _World:
         # Items that a host has, and their groups.
         self._held, first = np.unique(item, return_index=True)
         bucket = _names(holdings)[self._held] % np.uint64(_GROUPS)
-        # Holders are told apart by a sum of 64 bits: 1e6 sets collide by 1e-7.
-        sets = (
-            np.add.reduceat(digest.mixed(receivers.hashes)[host], first)[
-                : len(self._held)
-            ]
-            if len(item)
-            else np.empty(0, np.uint64)
-        )
+        ends = np.append(first, len(item))
+        # Sets of holders are told apart by sums of 64 bits: 1e6 sets collide by 1e-7.
+        sums = np.append(np.uint64(0), np.cumsum(digest.mixed(receivers.hashes)[host]))
+        sets = sums[ends[1:]] - sums[ends[:-1]]
         _, chosen, self._group = np.unique(
             digest.mixed(sets, bucket), return_index=True, return_inverse=True
         )
         self._bytes = np.bincount(
             self._group, holdings.stored_bytes[self._held], len(chosen)
         )
-        ends = np.append(first, len(item))
         sizes = ends[chosen + 1] - ends[chosen]
         group, within = columns.runs(sizes)
         holder = host[ends[chosen][group] + within]
@@ -172,10 +167,12 @@ class _World:
         )
         short = num_machines < policy.copies + 1
         distant = (num_domains < 2) & (there.num_domains > 1)
+        home = there.domain[self._source]
+        close = there.num_machines_in(home) > self._holders.num_machines_in(home)
         target = np.full(len(self._source), -1)
         for where, asked in (
             (Where.DISTANT, distant),
-            (Where.CLOSE, short),
+            (Where.CLOSE, short & close),
             (Where.DISTANT, short & (num_domains < there.num_domains)),
             (Where.ANYWHERE, short & (num_machines < there.num_machines)),
         ):

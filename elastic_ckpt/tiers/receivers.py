@@ -20,11 +20,11 @@ from elastic_ckpt.core import columns, digest
 
 _POINT_BITS = np.uint64(40)
 _POINTS = 16
-_PROBES = 160
-# The bound, as a multiple of the mean. After so many probes it rises: it may be out of
-# reach, as where one domain is much larger than the only other.
-_SLACK = 1.2
+# The bound, as a multiple of the mean. After so many probes the next is tried, for a
+# bound may be out of reach: items and domains are not of one size.
+_SLACKS = (1.2, 1.4, 1.7, 2, 4, np.inf)
 _PROBES_A_BOUND = 20
+_PROBES = _PROBES_A_BOUND * len(_SLACKS)
 
 
 class Where(enum.Enum):
@@ -61,6 +61,12 @@ class Receivers:
         """Different failure domains."""
         return len(self.domain_hashes)
 
+    def num_machines_in(self, domain: np.ndarray) -> np.ndarray:
+        """Different machines of some domains."""
+        pairs = columns.distinct(self.domain * self.num_machines + self.machine)
+        counts = np.bincount(pairs // max(1, self.num_machines))
+        return np.append(counts, 0)[domain]
+
     def choose(
         self, wanted: Wanted, held: Holders, load: np.ndarray, where: Where
     ) -> np.ndarray:
@@ -81,9 +87,8 @@ class Receivers:
             if not len(pending):
                 break
             if probe % _PROBES_A_BOUND == 0:
-                bound = self._bound(wanted, load, pending, where) * _SLACK ** (
-                    1 + probe // _PROBES_A_BOUND
-                )
+                slack = _SLACKS[probe // _PROBES_A_BOUND]
+                bound = slack * self._bound(wanted, load, pending, where)
             probed = digest.mixed(wanted.key[pending], np.array([probe]))
             if where is Where.CLOSE:
                 domain = wanted.domain[pending]
@@ -104,16 +109,22 @@ class Receivers:
     def _bound(
         self, wanted: Wanted, load: np.ndarray, pending: np.ndarray, where: Where
     ) -> np.ndarray:
-        # Of each host: the mean load after all copies, in its domain or everywhere.
+        # Of each host the mean load after all copies, among those that may share them.
         size = wanted.bytes[pending]
         least = size.max(initial=0)
-        if where is not Where.CLOSE:
-            mean = (load.sum() + size.sum()) / len(load)
-            return np.full(len(load), max(mean, least))
         hosts = np.bincount(self.domain)
         there = np.bincount(self.domain, load, len(hosts))
         coming = np.bincount(wanted.domain[pending], size, len(hosts))
-        return np.maximum(((there + coming) / hosts)[self.domain], least)
+        if where is Where.CLOSE:
+            return np.maximum(((there + coming) / hosts)[self.domain], least)
+        mean = (load.sum() + size.sum()) / len(load)
+        # What a domain sends lies outside of it: a host has a share of what the domain
+        # with the least room outside sends, its own not counted.
+        outside = np.maximum(len(load) - hosts, 1)
+        shares = (load.sum() - there + coming) / outside
+        first, second = np.sort(np.append(shares, [0, 0]))[[-1, -2]]
+        others = np.where(shares == first, second, first)[self.domain]
+        return np.maximum(others, max(mean, least))
 
     def _may(
         self, group: np.ndarray, host: np.ndarray, held: Holders, where: Where
@@ -173,6 +184,7 @@ class Holders:
         self._num_groups = num_groups
         self._machines = np.empty(0, np.int64)
         self._domains = np.empty(0, np.int64)
+        self._hosts = np.empty(0, np.int64)
 
     def add(self, group: np.ndarray, host: np.ndarray) -> None:
         """The hosts of some pairs have their groups from now on."""
@@ -181,6 +193,7 @@ class Holders:
         domains = group * there.num_domains + there.domain[host]
         self._machines = _joined(self._machines, machines)
         self._domains = _joined(self._domains, domains)
+        self._hosts = _joined(self._hosts, group * len(there.hashes) + host)
 
     def on_machine(self, group: np.ndarray, machine: np.ndarray) -> np.ndarray:
         """Whether each group is on a machine."""
@@ -189,6 +202,16 @@ class Holders:
     def in_domain(self, group: np.ndarray, domain: np.ndarray) -> np.ndarray:
         """Whether each group is in a failure domain."""
         return _among(self._domains, group * self._receivers.num_domains + domain)
+
+    def num_machines_in(self, domain: np.ndarray) -> np.ndarray:
+        """Different machines with each group in one domain of each, int64 `[g]`."""
+        there = self._receivers
+        num_hosts = max(1, len(there.hashes))
+        group, host = self._hosts // num_hosts, self._hosts % num_hosts
+        inside = there.domain[host] == domain[group]
+        machines = group * there.num_machines + there.machine[host]
+        found = columns.distinct(machines[inside]) // max(1, there.num_machines)
+        return np.bincount(found, minlength=self._num_groups)
 
     @property
     def num_machines(self) -> np.ndarray:
