@@ -1,0 +1,230 @@
+"""The MaxText of PyPI, unmodified, on one host and on others, continued from each."""
+
+import pytest
+
+from tests import corpora
+from tests.maxtext import environment
+
+pytestmark = pytest.mark.slow
+
+ROWS = 8
+# A run of this many steps is done on so many hosts, one stage after the other.
+STAGES = ((10, 2), (15, 1), (20, 4))
+STEPS = STAGES[-1][0]
+
+MODEL = {
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 32,
+    "base_num_decoder_layers": 1,
+    "vocab_size": 259,
+    "max_target_length": 32,
+    "dtype": "float32",
+    "attention": "dot_product",
+    "learning_rate_schedule_steps": STEPS,
+    "hardware": "cpu",
+    # The hosts have joined their world already.
+    "skip_jax_distributed_system": True,
+    "enable_goodput_recording": False,
+    "log_config": False,
+    "checkpoint_period": 4,
+    "async_checkpointing": False,
+}
+OURS = {
+    "num_logical_shards": ROWS,
+    "tokenizer_type": "bytes",
+    "num_epoch": 0,
+    "grain_worker_count": 0,
+    "packing": False,
+}
+
+
+def texts(name, num_texts, most=90):
+    """Texts of 3 to `most` letters, made of their name and number."""
+    return [
+        {"text": f"{name} {n} " * (1 + (n * 7) % most // (len(name) + 4))}
+        for n in range(num_texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Files of every format."""
+    directory = tmp_path_factory.mktemp("texts")
+    written = {
+        "a.array_record": corpora.write_arrayrecord,
+        "b.array_record": corpora.write_arrayrecord,
+        "held_out.array_record": corpora.write_arrayrecord,
+        "c.parquet": corpora.write_parquet,
+        "d.tfrecord": corpora.write_tfrecord,
+    }
+    for name, write in written.items():
+        write(directory / name, texts(name[0], 43 if name[0] == "h" else 400))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    environment.set_up()
+    started = environment.Hosts(tmp_path_factory.mktemp("server"))
+    yield started
+    started.close()
+
+
+def cases(files):
+    return {
+        "arrayrecord": {"grain_train_files": f"{files}/a.array_record"},
+        "packed_parquet": {
+            "grain_train_files": f"{files}/c.parquet",
+            "grain_file_type": "parquet",
+            "packing": True,
+            "grain_packing_type": "first_fit",
+        },
+        "mixture": {
+            "grain_train_files": f"{files}/a.array_record,0.3;"
+            f"{files}/b.array_record,0.7",
+            "packing": True,
+            "grain_packing_type": "concat_then_split",
+            "use_truncation": False,
+            "grain_worker_count": 1,
+        },
+        "tfrecord_chunked": {
+            "grain_train_files": f"{files}/d.tfrecord",
+            "grain_file_type": "tfrecord",
+            "use_truncation": False,
+        },
+        "eval": {
+            "grain_train_files": f"{files}/a.array_record",
+            "grain_eval_files": f"{files}/held_out.array_record",
+            "eval_interval": 5,
+            "eval_steps": -1,
+        },
+    }
+
+
+class MaxText:
+    """Runs of MaxText on the same machine, and what is left of them."""
+
+    def __init__(self, hosts, directory, files):
+        self._hosts = hosts
+        self._directory = directory
+        self._cases = cases(files)
+        self._done = {}
+
+    def run(self, case, name, *, steps, num_hosts, codes=None, dies=None, **settings):
+        """A run to a number of steps; the directory of its logs and batches."""
+        keys = {**MODEL, **OURS, **self._cases[case], **settings}
+        keys |= {
+            "run_name": name,
+            "base_output_directory": f"{self._directory}/runs",
+            "jax_cache_dir": f"{self._directory}/jax_cache",
+            "steps": steps,
+            "per_device_batch_size": ROWS // num_hosts,
+        }
+        logs = self._directory / "logs" / f"{name}-{steps}"
+        written = [f"{key}={value}" for key, value in keys.items()]
+        found = self._hosts.run(
+            num_hosts=num_hosts,
+            directory=logs,
+            arguments=["maxtext", *written],
+            dies_before_step=dies,
+        )
+        wanted = codes or [0] * num_hosts
+        assert found == wanted, (logs / "0.log").read_text()[-5000:]
+        return logs
+
+    def uninterrupted(self, case):
+        """The run of `case` on one host, in this process's own iterator."""
+        if case not in self._done:
+            self._done[case] = self.run(
+                case, f"{case}-uninterrupted", steps=STEPS, num_hosts=1
+            )
+        return self._done[case]
+
+    def checkpoints(self, name):
+        return self._directory / "runs" / name / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def maxtext(hosts, tmp_path_factory, files):
+    return MaxText(hosts, tmp_path_factory.mktemp("maxtext"), files)
+
+
+def check_is_part_of(whole, logs, *, begin, end):
+    """The steps from begin to end of a run are those of the uninterrupted one."""
+    expected, found = (environment.batches(directory) for directory in (whole, logs))
+    assert found["train"] == expected["train"][begin:end]
+    assert len(found["train"]) == end - begin
+    # An evaluation reads the same from its beginning each time.
+    evaluations = [step for step in range(begin, end) if step % 5 == 0]
+    if expected["eval"]:
+        (batches,) = {len(expected["eval"]) // (STEPS // 5)}
+        assert found["eval"] == expected["eval"][:batches] * len(evaluations)
+    expected, found = (environment.losses(directory) for directory in (whole, logs))
+    for kind in ("train", "eval"):
+        steps = {s: v for s, v in expected[kind].items() if begin <= s < end}
+        assert found[kind] == steps
+    assert sorted(found["train"]) == list(range(begin, end))
+    assert sorted(found["eval"]) == evaluations * bool(expected["eval"])
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("arrayrecord", {}),
+        ("packed_parquet", {}),
+        ("mixture", {}),
+        ("tfrecord_chunked", {}),
+        ("eval", {}),
+        ("packed_parquet", {"colocated_python_data_input": True}),
+        ("mixture", {"colocated_python_data_input": True}),
+        ("eval", {"colocated_python_data_input": True}),
+        ("packed_parquet", {"async_checkpointing": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
+def test_a_run_on_two_hosts_then_one_then_four_is_that_of_one(maxtext, case, settings):
+    whole = maxtext.uninterrupted(case)
+    name, begin = "-".join([case, *settings]), 0
+    for steps, num_hosts in STAGES:
+        logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
+        check_is_part_of(whole, logs, begin=begin, end=steps)
+        begin = steps
+
+
+def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
+    case, name = "mixture", "interrupted"
+    whole = maxtext.uninterrupted(case)
+    settings = {"async_checkpointing": True}
+    killed = maxtext.run(
+        case, name, steps=10, num_hosts=2, codes=[-9, -9], dies=8, **settings
+    )
+    # Steps 0 and 4 are complete, and of 8 there is all but its name.
+    left = sorted(path.name for path in maxtext.checkpoints(name).iterdir())
+    assert [entry for entry in left if entry.isdigit()] == ["0", "4"]
+    assert [entry for entry in left if entry.startswith("8.")]
+    assert len(environment.batches(killed)["train"]) >= 9
+    begin = 5
+    for steps, num_hosts in STAGES[1:]:
+        logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
+        check_is_part_of(whole, logs, begin=begin, end=steps)
+        begin = steps
+
+
+def test_an_error_of_the_data_ends_maxtext_with_it_and_not_as_the_end_of_data(maxtext):
+    logs = maxtext.run(
+        "arrayrecord",
+        "no_such_column",
+        steps=2,
+        num_hosts=1,
+        codes=[1],
+        train_data_columns="body",
+    )
+    (message,) = [
+        line
+        for line in (logs / "0.log").read_text().splitlines()
+        if line.startswith("elastic-ckpt maxtext: ")
+    ]
+    assert "no feature ['body'], the record has ['text']" in message
