@@ -164,8 +164,8 @@ def seams_taken() -> Iterator[Taken]:
     taken = Taken({seam: getattr(modules[seam], seam.name) for seam in SEAMS})
     ours: dict[Seam, Any] = {
         PREPARE: taken.prepare,
-        MAKE_TRAIN: taken.make_train,
-        MAKE_EVAL: taken.make_eval,
+        MAKE_TRAIN: taken.train_iterator,
+        MAKE_EVAL: taken.evaluation_iterator,
         FOR_SAVE: taken.for_save,
         FOR_RESTORE: taken.for_restore,
     }
@@ -195,7 +195,9 @@ class Taken:
             theirs, self._own = maxtext_config.divide(raw_keys)
         return self._originals[PREPARE](theirs, *rest, **more)
 
-    def make_train(self, config: Any, global_mesh: Any, process_indices: Any) -> Any:
+    def train_iterator(
+        self, config: Any, global_mesh: Any, process_indices: Any
+    ) -> Any:
         """Makes the iterator of the training data."""
         del process_indices
         data = maxtext_config.train_section(config, self._own)
@@ -210,7 +212,9 @@ class Taken:
             global_batch_size=maxtext_config.global_batch_size(config),
         )
 
-    def make_eval(self, config: Any, global_mesh: Any, process_indices: Any) -> Any:
+    def evaluation_iterator(
+        self, config: Any, global_mesh: Any, process_indices: Any
+    ) -> Any:
         """Makes the iterator of the evaluation data."""
         del process_indices
         data = maxtext_config.eval_section(config, self._own)
