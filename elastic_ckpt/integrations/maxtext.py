@@ -12,10 +12,14 @@ A MaxText in which one of them is not found as it was is refused before the run.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import importlib
 import inspect
+import logging
+import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
@@ -117,11 +121,15 @@ def run(arguments: Sequence[str]) -> None:
         train = importlib.import_module(_TRAIN)
         try:
             app.run(train.main, argv=[str(train.__file__), *arguments])
-        except _PastMaxText as past:
-            raise past.error from past.error.__cause__
         except SystemExit as ended:
             if ended.code:
                 raise
+        except _PastMaxText as past:
+            _leave_others_at_once()
+            raise past.error from past.error.__cause__
+        except Exception:
+            _leave_others_at_once()
+            raise
         # Only here: after an error other hosts may be gone, and closing waits for them.
         taken.close()
 
@@ -334,6 +342,20 @@ def _past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[N
         raise
     except Exception as error:
         raise _PastMaxText(error) from error
+
+
+def _leave_others_at_once() -> None:
+    # JAX would have this process wait for the other hosts at its exit, five minutes,
+    # and these wait for it in the midst of a step.
+    if jax.distributed.is_initialized():
+        atexit.register(_end)
+
+
+def _end() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _check_resumable(config: Any) -> None:

@@ -93,7 +93,7 @@ def host(run, number, port):
     )
     for stream in (1, 2):
         os.dup2(log, stream)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    cache_what_is_compiled()
     if run.num_hosts > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # MaxText starts JAX no second time. By itself, on CPU, it takes a fixed port.
@@ -104,6 +104,24 @@ def host(run, number, port):
     if run.dies_before_step is not None and number == 0:
         kill_all_before_commit(run.dies_before_step)
     return main.main(run.arguments)
+
+
+def cache_what_is_compiled():
+    """Has every host write into JAX's compilation cache.
+
+    JAX has host 0 alone do so, though the keys of the others differ: in every run they
+    would compile everything again, which takes longer than all the rest.
+    """
+    import jax
+    from jax._src import compilation_cache, compiler
+
+    def write(key, secs, name, backend, executable):
+        compilation_cache.put_executable_and_time(
+            key, name, executable, backend, int(secs)
+        )
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compiler._cache_write = write
 
 
 def note_batches(path):

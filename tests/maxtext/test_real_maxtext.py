@@ -197,7 +197,8 @@ def test_a_run_on_two_hosts_then_one_then_four_is_that_of_one(maxtext, case, set
 def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
     case, name = "mixture", "interrupted"
     whole = maxtext.uninterrupted(case)
-    settings = {"async_checkpointing": True}
+    # Worker processes that are killed leave semaphores behind.
+    settings = {"async_checkpointing": True, "grain_worker_count": 0}
     killed = maxtext.run(
         case, name, steps=10, num_hosts=2, codes=[-9, -9], dies=8, **settings
     )
@@ -213,18 +214,22 @@ def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
         begin = steps
 
 
-def test_an_error_of_the_data_ends_maxtext_with_it_and_not_as_the_end_of_data(maxtext):
+def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, files):
+    # In order, record 310 is the eleventh of logical shard 6, which host 1 reads.
+    written = corpora.write_arrayrecord(files / "spoilt", texts("s", 400, most=1))
+    corpora.spoil(written, b"s 310 ")
     logs = maxtext.run(
         "arrayrecord",
-        "no_such_column",
-        steps=2,
-        num_hosts=1,
-        codes=[1],
-        train_data_columns="body",
+        "one_bad_record",
+        steps=50,
+        num_hosts=2,
+        codes=[1, 1],
+        grain_train_files=written,
+        enable_data_shuffling=False,
     )
-    (message,) = [
-        line
-        for line in (logs / "0.log").read_text().splitlines()
-        if line.startswith("elastic-ckpt maxtext: ")
-    ]
-    assert "no feature ['body'], the record has ['text']" in message
+    said = [(logs / f"{host}.log").read_text() for host in (0, 1)]
+    assert "elastic-ckpt maxtext" not in said[0]
+    assert f"elastic-ckpt maxtext: {written}, record 310: corrupt" in said[1]
+    # MaxText would end well, as if there were no more data.
+    assert "Training stopped" not in said[1]
+    assert sorted(environment.losses(logs)["train"]) == list(range(10))
