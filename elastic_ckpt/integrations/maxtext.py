@@ -217,7 +217,9 @@ class Taken:
             config,
             pipeline.from_config(data),
             mesh=global_mesh,
-            global_batch_size=maxtext_config.global_batch_size(config),
+            global_batch_size=maxtext_config.global_batch_size(
+                config, num_devices=global_mesh.size
+            ),
         )
 
     def evaluation_iterator(
@@ -228,7 +230,9 @@ class Taken:
         data = maxtext_config.eval_section(config, self._own)
         if data.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(data))
-        rows = maxtext_config.global_batch_size(config, evaluation=True)
+        rows = maxtext_config.global_batch_size(
+            config, num_devices=global_mesh.size, evaluation=True
+        )
         return self._iterator(
             MAKE_EVAL,
             config,
@@ -361,7 +365,7 @@ def _end() -> None:
 def _check_resumable(config: Any) -> None:
     # MaxText restores a step without data state as well, and would then begin the data
     # anew, without a word.
-    if not config.enable_checkpointing:
+    if not config.enable_checkpointing or not config.checkpoint_dir:
         return
     directory = epath.Path(config.checkpoint_dir)
     steps = directory.iterdir() if directory.exists() else ()

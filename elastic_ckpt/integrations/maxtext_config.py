@@ -50,6 +50,9 @@ SHARED_KEYS = (
 )
 # And those that are read in another way.
 READ_KEYS = (
+    "checkpoint_dir",
+    "elastic_enabled",
+    "enable_checkpointing",
     "eval_data_columns",
     "eval_per_device_batch_size",
     "global_batch_size_to_load",
@@ -208,11 +211,14 @@ def eval_section(config: Any, own: Own) -> schema.DataSection:
     )
 
 
-def global_batch_size(config: Any, *, evaluation: bool = False) -> int:
+def global_batch_size(
+    config: Any, *, num_devices: int, evaluation: bool = False
+) -> int:
     """Rows of a global batch that MaxText's step takes.
 
     Raises:
-      ConfigError: if MaxText would load more rows than it trains on.
+      ConfigError: if they do not divide over the devices, or MaxText would load more of
+        them than it trains on.
     """
     prefix, suffix = ("eval_", "_eval") if evaluation else ("", "")
     rows_per_device = getattr(config, f"{prefix}per_device_batch_size")
@@ -222,7 +228,14 @@ def global_batch_size(config: Any, *, evaluation: bool = False) -> int:
             " load a row for every device and throw some away, other ones on other"
             " numbers of devices; set it to a whole number"
         )
-    return getattr(config, f"global_batch_size_to_load{suffix}")
+    rows = getattr(config, f"global_batch_size_to_load{suffix}")
+    if rows % num_devices:
+        raise errors.ConfigError(
+            f"{_PLACE}: {prefix}per_device_batch_size={rows_per_device} makes a global"
+            f" batch of {rows} rows, which {num_devices} devices cannot share; set it"
+            " to a whole number"
+        )
+    return rows
 
 
 def check_vocabulary(config: Any, vocab_size: int) -> None:

@@ -119,11 +119,8 @@ def literal(text):
 }
 
 FIELDS = settings.DEFAULTS | {
-    "checkpoint_dir": "",
     "colocated_python_data_input": False,
     "dataset_type": "synthetic",
-    "elastic_enabled": False,
-    "enable_checkpointing": True,
     "grain_use_elastic_iterator": False,
     "steps": 3,
 }

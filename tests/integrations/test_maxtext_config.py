@@ -9,6 +9,9 @@ from elastic_ckpt.integrations import maxtext_config
 
 # What MaxText's base.yml says, as far as it is looked at, and files.
 DEFAULTS = {
+    "checkpoint_dir": "",
+    "elastic_enabled": False,
+    "enable_checkpointing": True,
     "add_bos": True,
     "add_eos": True,
     "data_shuffle_seed": 0,
@@ -261,18 +264,26 @@ def test_files_are_named_absolutely_and_uris_as_they_are():
     assert made.grain_train_mixture_config_path == f"{here}/m.json"
 
 
+def rows(*, evaluation=False, **settings):
+    found = config(**settings)
+    return maxtext_config.global_batch_size(found, num_devices=8, evaluation=evaluation)
+
+
 def test_the_batch_is_what_maxtext_s_step_takes():
-    assert maxtext_config.global_batch_size(config()) == 48
-    assert maxtext_config.global_batch_size(config(), evaluation=True) == 24
+    assert rows() == 48
+    assert rows(evaluation=True) == 24
 
 
 def test_a_batch_of_which_maxtext_throws_rows_away_is_refused():
     with refused("configuration: per_device_batch_size=0.5 has MaxText load"):
-        maxtext_config.global_batch_size(config(per_device_batch_size=0.5))
+        rows(per_device_batch_size=0.5)
     with refused("configuration: eval_per_device_batch_size=0.5 has MaxText load"):
-        maxtext_config.global_batch_size(
-            config(eval_per_device_batch_size=0.5), evaluation=True
-        )
+        rows(eval_per_device_batch_size=0.5, evaluation=True)
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused():
+    with refused("per_device_batch_size=1.5 makes a global batch of 12 rows, which 8"):
+        rows(per_device_batch_size=1.5, global_batch_size_to_load=12)
 
 
 def test_a_model_without_a_row_for_every_token_is_refused():
