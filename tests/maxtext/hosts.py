@@ -18,6 +18,8 @@ import socket
 import sys
 import time
 
+# A run may take so long, and after a host has failed the others so much longer.
+LIMIT_SECS = 300
 PATIENCE_SECS = 30
 
 
@@ -67,9 +69,9 @@ def serve():
 
 
 def wait(hosts):
-    """The exit codes of the hosts; when one fails, the others have a while to end."""
+    """The exit codes of the hosts, which are killed if they do not end."""
     codes: dict[int, int] = {}
-    deadline = float("inf")
+    deadline = time.monotonic() + LIMIT_SECS
     while len(codes) < len(hosts):
         for pid in set(hosts) - codes.keys():
             ended, status = os.waitpid(pid, os.WNOHANG)
