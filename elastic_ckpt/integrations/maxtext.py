@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import importlib
-import inspect
 import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -31,10 +28,7 @@ from orbax import checkpoint
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import iterator, pipeline
-from elastic_ckpt.integrations import maxtext_config
-
-# The version that this module was written for and is tested with.
-TESTED_VERSION = "0.2.5"
+from elastic_ckpt.integrations import maxtext_config, maxtext_seams
 
 # What a step of MaxText takes, all int32 `[B, L]`.
 FEATURES = tuple(
@@ -42,69 +36,6 @@ FEATURES = tuple(
     for name in ("inputs", "targets")
     for suffix in ("", "_position", "_segmentation")
 )
-
-_TRAIN = "maxtext.trainers.pre_train.train"
-_CONFIG = "maxtext.configs.pyconfig"
-_CONFIG_TYPES = "maxtext.configs.types"
-_INPUT = "maxtext.input_pipeline.input_pipeline_interface"
-_CHECKPOINTING = "maxtext.common.checkpointing"
-_ITERATOR_STATE = "maxtext.common.grain_utility"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seam:
-    """A function of MaxText that is looked up when it is called.
-
-    Attributes:
-      module: where it is.
-      name: what it is called.
-      parameters: the names of its first parameters.
-      caller: module and name of the function that calls it by this name.
-    """
-
-    module: str
-    name: str
-    parameters: tuple[str, ...]
-    caller: tuple[str, str] | None = None
-
-
-MAIN = Seam(module=_TRAIN, name="main", parameters=("argv",))
-PREPARE = Seam(
-    module=_CONFIG,
-    name="_prepare_for_pydantic",
-    parameters=("raw_keys",),
-    caller=(_CONFIG, "_initialize_pydantic"),
-)
-MAKE_TRAIN = Seam(
-    module=_INPUT,
-    name="make_grain_train_iterator",
-    parameters=("config", "global_mesh", "process_indices"),
-    caller=(_INPUT, "create_data_iterator"),
-)
-MAKE_EVAL = Seam(
-    module=_INPUT,
-    name="make_grain_eval_iterator",
-    parameters=("config", "global_mesh", "process_indices"),
-    caller=(_INPUT, "create_data_iterator"),
-)
-FOR_SAVE = Seam(
-    module=_ITERATOR_STATE,
-    name="for_save",
-    parameters=("step", "data_iterator", "expansion_factor_real_data"),
-    caller=(_CHECKPOINTING, "save_checkpoint"),
-)
-FOR_RESTORE = Seam(
-    module=_ITERATOR_STATE,
-    name="for_restore",
-    parameters=(
-        "checkpoint_manager",
-        "step",
-        "data_iterator",
-        "expansion_factor_real_data",
-    ),
-    caller=(_CHECKPOINTING, "load_state_if_possible"),
-)
-SEAMS = (MAIN, PREPARE, MAKE_TRAIN, MAKE_EVAL, FOR_SAVE, FOR_RESTORE)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -116,9 +47,9 @@ def run(arguments: Sequence[str]) -> None:
       DataError: if the data cannot be read; MaxText itself would end without an error.
       SystemExit: if MaxText refuses its configuration.
     """
-    check_installed()
+    maxtext_seams.check_installed()
     with seams_taken() as taken:
-        train = importlib.import_module(_TRAIN)
+        train = importlib.import_module(maxtext_seams.MAIN.module)
         try:
             app.run(train.main, argv=[str(train.__file__), *arguments])
         except SystemExit as ended:
@@ -134,48 +65,21 @@ def run(arguments: Sequence[str]) -> None:
         taken.close()
 
 
-def check_installed() -> None:
-    """Raises a ConfigError unless the MaxText that is installed has every seam."""
-    try:
-        version = metadata.version("maxtext")
-    except metadata.PackageNotFoundError:
-        raise errors.ConfigError(
-            "MaxText is not installed beside elastic_ckpt; make the environment that"
-            " elastic_ckpt/integrations/MAXTEXT.md describes, and run this in it"
-        ) from None
-    for seam in SEAMS:
-        found = _lookup(seam.module, seam.name)
-        if found is None:
-            _refuse(version, f"has no {seam.module}.{seam.name}")
-        names = tuple(inspect.signature(found).parameters)
-        if names[: len(seam.parameters)] != seam.parameters:
-            _refuse(
-                version,
-                f"calls {seam.module}.{seam.name} with {', '.join(names)} instead of"
-                f" {', '.join(seam.parameters)}",
-            )
-        if seam.caller:
-            caller = inspect.unwrap(_lookup(*seam.caller) or _nothing)
-            if seam.name not in getattr(caller, "__code__", _nothing.__code__).co_names:
-                where = ".".join(seam.caller)
-                _refuse(version, f"does not call {seam.name} in {where}")
-    known = getattr(_lookup(_CONFIG_TYPES, "MaxTextConfig"), "model_fields", {})
-    missing = sorted(set(maxtext_config.MAXTEXT_KEYS) - set(known))
-    if missing:
-        _refuse(version, f"has no key {', '.join(missing)}")
-
-
 @contextlib.contextmanager
 def seams_taken() -> Iterator[Taken]:
     """Has MaxText call ours in the place of its own, until the body ends."""
-    modules = {seam: importlib.import_module(seam.module) for seam in SEAMS}
-    taken = Taken({seam: getattr(modules[seam], seam.name) for seam in SEAMS})
-    ours: dict[Seam, Any] = {
-        PREPARE: taken.prepare,
-        MAKE_TRAIN: taken.train_iterator,
-        MAKE_EVAL: taken.evaluation_iterator,
-        FOR_SAVE: taken.for_save,
-        FOR_RESTORE: taken.for_restore,
+    modules = {
+        seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
+    }
+    taken = Taken(
+        {seam: getattr(modules[seam], seam.name) for seam in maxtext_seams.SEAMS}
+    )
+    ours: dict[maxtext_seams.Seam, Any] = {
+        maxtext_seams.PREPARE: taken.prepare,
+        maxtext_seams.MAKE_TRAIN: taken.train_iterator,
+        maxtext_seams.MAKE_EVAL: taken.evaluation_iterator,
+        maxtext_seams.FOR_SAVE: taken.for_save,
+        maxtext_seams.FOR_RESTORE: taken.for_restore,
     }
     with contextlib.ExitStack() as stack:
         for seam, function in ours.items():
@@ -192,16 +96,16 @@ class Taken:
       originals: the function of MaxText at each seam.
     """
 
-    def __init__(self, originals: dict[Seam, Callable[..., Any]]) -> None:
+    def __init__(self, originals: dict[maxtext_seams.Seam, Callable[..., Any]]) -> None:
         self._originals = originals
         self._own = maxtext_config.Own(values={})
-        self._made: dict[Seam, MaxTextIterator] = {}
+        self._made: dict[maxtext_seams.Seam, MaxTextIterator] = {}
 
     def prepare(self, raw_keys: dict[str, Any], *rest: Any, **more: Any) -> Any:
         """Takes our keys out of those that MaxText has read."""
         with _past_maxtext():
             theirs, self._own = maxtext_config.divide(raw_keys)
-        return self._originals[PREPARE](theirs, *rest, **more)
+        return self._originals[maxtext_seams.PREPARE](theirs, *rest, **more)
 
     def train_iterator(
         self, config: Any, global_mesh: Any, process_indices: Any
@@ -213,7 +117,7 @@ class Taken:
         if data.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(data))
         return self._iterator(
-            MAKE_TRAIN,
+            maxtext_seams.MAKE_TRAIN,
             config,
             pipeline.from_config(data),
             mesh=global_mesh,
@@ -234,7 +138,7 @@ class Taken:
             config, num_devices=global_mesh.size, evaluation=True
         )
         return self._iterator(
-            MAKE_EVAL,
+            maxtext_seams.MAKE_EVAL,
             config,
             pipeline.eval_from_config(data, global_batch_size=rows),
             mesh=global_mesh,
@@ -247,7 +151,7 @@ class Taken:
         """What Orbax saves as the iterator of a step."""
         if isinstance(data_iterator, MaxTextIterator):
             return data_iterator
-        return self._originals[FOR_SAVE](
+        return self._originals[maxtext_seams.FOR_SAVE](
             step, data_iterator, expansion_factor_real_data
         )
 
@@ -261,7 +165,7 @@ class Taken:
         """What Orbax loads the iterator of a step into."""
         if isinstance(data_iterator, MaxTextIterator):
             return data_iterator
-        return self._originals[FOR_RESTORE](
+        return self._originals[maxtext_seams.FOR_RESTORE](
             checkpoint_manager, step, data_iterator, expansion_factor_real_data
         )
 
@@ -271,7 +175,11 @@ class Taken:
             made.close()
 
     def _iterator(
-        self, seam: Seam, config: Any, data: iterator.ElasticData, **placement: Any
+        self,
+        seam: maxtext_seams.Seam,
+        config: Any,
+        data: iterator.ElasticData,
+        **placement: Any,
     ) -> MaxTextIterator:
         if self._own.in_sidecar:
             import sidecar
@@ -381,24 +289,3 @@ def _check_resumable(config: Any) -> None:
             " not known which examples it has seen; choose another run_name, and"
             f" load_full_state_path={latest / 'items'} to go on from its weights"
         )
-
-
-def _lookup(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), name, None)
-    except ModuleNotFoundError as error:
-        if error.name and module.startswith(error.name):
-            return None
-        raise
-
-
-def _nothing() -> None:
-    pass
-
-
-def _refuse(version: str, what: str) -> None:
-    raise errors.ConfigError(
-        f"MaxText {version} {what}: elastic_ckpt knows MaxText {TESTED_VERSION};"
-        f" install maxtext=={TESTED_VERSION}, as elastic_ckpt/integrations/MAXTEXT.md"
-        " says, or a newer elastic_ckpt"
-    )

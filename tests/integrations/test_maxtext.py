@@ -9,7 +9,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import iterator, pipeline
-from elastic_ckpt.integrations import maxtext
+from elastic_ckpt.integrations import maxtext, maxtext_seams
 from tests import corpora
 from tests.integrations import stand_in
 
@@ -130,7 +130,7 @@ def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
 def test_its_own_functions_are_back_afterwards(install, files):
     install()
     trained(files)
-    for seam in maxtext.SEAMS:
+    for seam in maxtext_seams.SEAMS:
         found = getattr(__import__(seam.module, fromlist=[""]), seam.name)
         assert found.__module__ == seam.module
 
@@ -267,7 +267,7 @@ def test_a_library_that_maxtext_lacks_is_not_taken_for_another_version(install):
         checkpointing=("from maxtext.common", "import nowhere; from maxtext.common")
     )
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
-        maxtext.check_installed()
+        maxtext_seams.check_installed()
 
 
 def test_errors_keep_their_class_on_the_way(install, files):

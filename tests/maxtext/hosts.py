@@ -128,14 +128,15 @@ def cache_what_is_compiled():
 
 def note_batches(path):
     """Has every iterator that MaxText is given write down its batches."""
-    from elastic_ckpt.integrations import maxtext
+    from elastic_ckpt.integrations import maxtext, maxtext_seams
 
+    kinds = {maxtext_seams.MAKE_TRAIN: "train", maxtext_seams.MAKE_EVAL: "eval"}
     make, draw = maxtext.Taken._iterator, maxtext.MaxTextIterator.__next__
     path.write_text("")
 
     def named(self, seam, *arguments, **placement):
         made = make(self, seam, *arguments, **placement)
-        made.noted_as = {maxtext.MAKE_TRAIN: "train", maxtext.MAKE_EVAL: "eval"}[seam]
+        made.noted_as = kinds[seam]
         return made
 
     def noted(self):

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from elastic_ckpt.integrations import maxtext, maxtext_config
+from elastic_ckpt.integrations import maxtext_config, maxtext_seams
 from tests.maxtext import environment
 
 PAGE = (environment.ROOT / "elastic_ckpt/integrations/MAXTEXT.md").read_text()
@@ -24,8 +24,8 @@ def test_the_way_to_set_it_up_is_that_of_the_dependency_group():
 
 
 def test_it_installs_the_version_that_the_seam_is_written_for():
-    assert f'"maxtext=={maxtext.TESTED_VERSION}"' in environment.GROUP.read_text()
-    assert f"MaxText {maxtext.TESTED_VERSION} from PyPI" in PAGE
+    assert f'"maxtext=={maxtext_seams.TESTED_VERSION}"' in environment.GROUP.read_text()
+    assert f"MaxText {maxtext_seams.TESTED_VERSION} from PyPI" in PAGE
 
 
 def test_it_names_each_key_of_ours_and_each_that_is_refused():
