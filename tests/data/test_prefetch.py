@@ -222,28 +222,31 @@ def test_an_error_ahead_is_raised_when_its_batch_is_due_and_not_before(read_ahea
         assert one.shard_cursors() == {0: 4}
 
 
-def spoilt(shard):
+def spoilt(shard, *, error):
     """Two rows of a shard, and an error where the third of shard 5 should be."""
 
     def read(n):
         if (shard, n) == (5, 2):
-            raise ValueError("a broken record")
+            raise error
         return {"x": np.array([shard, n])}
 
     return grain.MapDataset.range(100).map(read).to_iter_dataset(pipelines.IN_CALLER)
 
 
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=type)
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_before_a_broken_record_the_state_is_saved_and_behind_it_nothing_is(
-    read_ahead, depth
+def test_after_a_batch_that_was_broken_off_a_saved_state_has_to_be_loaded(
+    read_ahead, depth, error
 ):
-    data = sharded_data.sharded(spoilt, num_shards=NUM_SHARDS)
+    data = sharded_data.sharded(
+        functools.partial(spoilt, error=error), num_shards=NUM_SHARDS
+    )
     one = read_ahead(host_batches(data), batches=depth)
     states = []
     for _ in range(2):
         next(one)
         states.append(saved(one))
-    with pytest.raises(ValueError, match="a broken record"):
+    with pytest.raises(type(error)):
         next(one)
     with pytest.raises(errors.DataError, match="in the middle of a batch; load a s"):
         next(one)
