@@ -48,9 +48,8 @@ def text_of(error, *, depth=0):
 
 def at_the_head(text, *, of=RuntimeError):
     """The error that the head raises for a runtime's error with that text."""
-    with pytest.raises(errors.ElasticCkptError) as raised:
-        with failures.reaching_the_head():
-            raise of(text)
+    with pytest.raises(errors.ElasticCkptError) as raised, failures.reaching_the_head():
+        raise of(text)
     return raised.value
 
 
