@@ -251,7 +251,7 @@ def _evaluation(
     data = pipeline.eval_from_config(config.data, global_batch_size=rows)
     return evaluation.Evaluation(
         evaluate=program.evaluate,
-        batches=_batches(config, data, mesh=mesh, global_batch_size=rows),
+        batches=place.configured(data, config.data, mesh=mesh, global_batch_size=rows),
         interval=config.data.eval_interval,
         max_batches=config.data.eval_steps,
         emit=emit,
@@ -259,18 +259,9 @@ def _evaluation(
 
 
 def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:
-    import sidecar
-    from elastic_ckpt.data import prefetch
+    from sidecar import place
 
-    read_ahead = prefetch.ReadAhead(
-        batches=config.data.data_read_ahead_batches,
-        max_bytes=config.data.data_read_ahead_mib << 20,
-    )
-    # Elsewhere than asked for it cannot run under a single controller.
-    colocated = config.data.colocated_python_data_input or None
-    return sidecar.batches(
-        data, colocated=colocated, read_ahead=read_ahead, **placement
-    )
+    return place.configured(data, config.data, **placement)
 
 
 def _run_supervised(config: schema.Config, emit: events.Emit) -> None:

@@ -27,8 +27,9 @@ from etils import epath
 from orbax import checkpoint
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import iterator, pipeline
+from elastic_ckpt.data import elastic_data, iterator, pipeline
 from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from sidecar import place
 
 # What a step of MaxText takes, all int32 `[B, L]`.
 FEATURES = tuple(
@@ -112,38 +113,37 @@ class Taken:
     ) -> Any:
         """Makes the iterator of the training data."""
         del process_indices
-        data = maxtext_config.train_section(config, self._own)
+        section = maxtext_config.train_section(config, self._own)
         _check_resumable(config)
-        if data.tokenize_train_data:
-            maxtext_config.check_vocabulary(config, pipeline.vocab_size(data))
-        return self._iterator(
-            maxtext_seams.MAKE_TRAIN,
-            config,
-            pipeline.from_config(data),
+        if section.tokenize_train_data:
+            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
+        rows = maxtext_config.global_batch_size(config, num_devices=global_mesh.size)
+        batches = place.configured(
+            pipeline.from_config(section),
+            section,
             mesh=global_mesh,
-            global_batch_size=maxtext_config.global_batch_size(
-                config, num_devices=global_mesh.size
-            ),
+            global_batch_size=rows,
         )
+        return self._keep(maxtext_seams.MAKE_TRAIN, config, batches)
 
     def evaluation_iterator(
         self, config: Any, global_mesh: Any, process_indices: Any
     ) -> Any:
         """Makes the iterator of the evaluation data."""
         del process_indices
-        data = maxtext_config.eval_section(config, self._own)
-        if data.tokenize_train_data:
-            maxtext_config.check_vocabulary(config, pipeline.vocab_size(data))
+        section = maxtext_config.eval_section(config, self._own)
+        if section.tokenize_train_data:
+            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
         rows = maxtext_config.global_batch_size(
             config, num_devices=global_mesh.size, evaluation=True
         )
-        return self._iterator(
-            maxtext_seams.MAKE_EVAL,
-            config,
-            pipeline.eval_from_config(data, global_batch_size=rows),
+        batches = place.configured(
+            pipeline.eval_from_config(section, global_batch_size=rows),
+            section,
             mesh=global_mesh,
             global_batch_size=rows,
         )
+        return self._keep(maxtext_seams.MAKE_EVAL, config, batches)
 
     def for_save(
         self, step: int, data_iterator: Any, expansion_factor_real_data: float
@@ -174,19 +174,9 @@ class Taken:
         for made in self._made.values():
             made.close()
 
-    def _iterator(
-        self,
-        seam: maxtext_seams.Seam,
-        config: Any,
-        data: iterator.ElasticData,
-        **placement: Any,
+    def _keep(
+        self, seam: maxtext_seams.Seam, config: Any, batches: Any
     ) -> MaxTextIterator:
-        if self._own.in_sidecar:
-            import sidecar
-
-            batches: Any = sidecar.RemoteIterator(data, **placement)
-        else:
-            batches = iterator.Batches(data, **placement)
         # After an elastic event MaxText comes again; the old one's slices are gone.
         self._made[seam] = MaxTextIterator(batches, elastic=config.elastic_enabled)
         return self._made[seam]
@@ -207,7 +197,7 @@ class MaxTextIterator:
     def __iter__(self) -> MaxTextIterator:
         return self
 
-    def __next__(self) -> iterator.Batch:
+    def __next__(self) -> elastic_data.Batch:
         with _past_maxtext(except_for=self._left_to_maxtext()):
             batch = next(self._batches)
         return {name: batch[name] for name in FEATURES}

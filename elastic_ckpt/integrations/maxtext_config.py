@@ -23,6 +23,8 @@ OWN_KEYS = (
     "grain_record_format",
     "drop_remainder",
     "corrupt_records",
+    "data_read_ahead_batches",
+    "data_read_ahead_mib",
 )
 # Keys of MaxText that mean the same here.
 SHARED_KEYS = (
