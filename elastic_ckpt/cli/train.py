@@ -251,7 +251,7 @@ def _evaluation(
     data = pipeline.eval_from_config(config.data, global_batch_size=rows)
     return evaluation.Evaluation(
         evaluate=program.evaluate,
-        batches=place.configured(data, config.data, mesh=mesh, global_batch_size=rows),
+        batches=_batches(config, data, mesh=mesh, global_batch_size=rows),
         interval=config.data.eval_interval,
         max_batches=config.data.eval_steps,
         emit=emit,
