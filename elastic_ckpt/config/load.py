@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors
 
 _INHERIT = "base_config"
@@ -53,7 +53,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
 
 
 def from_values(values: dict[str, schema.Value], *, place: str) -> schema.Config:
-    """The configuration of which `schema.values` made `values`.
+    """The configuration of which `keys.values` made `values`.
 
     Raises:
       ConfigError: as `load` does, with `place` as the origin of every key.
@@ -104,7 +104,7 @@ def _read_file(
 
 
 def _build(settings: dict[str, _Setting]) -> schema.Config:
-    known = schema.keys()
+    known = keys.keys()
     chosen: dict[str, dict[str, schema.Value]] = {}
     for key, setting in settings.items():
         if key not in known:
@@ -117,7 +117,7 @@ def _build(settings: dict[str, _Setting]) -> schema.Config:
     return schema.Config(
         **{
             name: dataclasses.replace(section, **chosen.get(name, {}))
-            for name, section in schema.sections().items()
+            for name, section in keys.sections().items()
         }
     )
 
@@ -148,7 +148,7 @@ def _coerce(
         )
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        allowed = ", ".join(schema.render(choice) for choice in choices)
+        allowed = ", ".join(keys.render(choice) for choice in choices)
         raise errors.ConfigError(
             f"{setting.place}: {key} is one of {allowed}, not {setting.value!r}"
         )

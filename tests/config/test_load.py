@@ -1,6 +1,6 @@
 import pytest
 
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors
 
 
@@ -125,4 +125,4 @@ def test_the_column_may_be_a_list_of_one_as_maxtext_writes_it(tmp_path):
 
 def test_a_configuration_survives_the_way_through_its_values():
     config = schema.Config(run=schema.RunSection(run_name="x", steps=3))
-    assert load.from_values(schema.values(config), place="here") == config
+    assert load.from_values(keys.values(config), place="here") == config
