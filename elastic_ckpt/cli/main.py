@@ -17,6 +17,7 @@ VERBS = {
     "data": "write the text files below a directory as ArrayRecord",
     "audit": "prove that a run used each example once, in the order of a one-host run",
     "plan": "say who would read what, for numbers of hosts and batch sizes",
+    "maxtext": "run MaxText with elastic data, on any number of hosts",
     "inspect": "show the steps of a run, their arrays and their data state",
 }
 

@@ -133,13 +133,9 @@ def _written(patterns: str, directory: str, file_type: str) -> str:
     if directory and is_one_file and not file.exists():
         written = text.write(directory, str(file), file_type=file_type)
         print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
-    parts = [part.strip() for part in patterns.split(",") if part.strip()]
-    absolute = [
-        os.path.abspath(os.path.expanduser(part)) if storage.is_local(part) else part
-        for part in parts
-    ]
-    files.find_files(",".join(absolute))
-    return ",".join(absolute)
+    absolute = files.absolute(patterns)
+    files.find_files(absolute)
+    return absolute
 
 
 def run_host(config: schema.Config, emit: events.Emit) -> None:

@@ -137,6 +137,11 @@ def _coerce(
             value = float(value)
     if wanted is str and value is None:
         value = ""
+    if field.metadata["listed"] and isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    off = field.metadata["off"]
+    if off is not None and type(value) is int and value == off:
+        value = field.default
     if type(value) is not wanted:
         raise errors.ConfigError(
             f"{setting.place}: {key} takes {_ARTICLES[wanted]}, not {setting.value!r}"

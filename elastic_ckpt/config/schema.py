@@ -19,8 +19,18 @@ def _key(
     *,
     choices: tuple[Value, ...] = (),
     at_least: float | None = None,
+    off: int | None = None,
+    listed: bool = False,
 ) -> Any:
-    metadata = {"doc": doc, "choices": choices, "at_least": at_least}
+    # MaxText's ways to write a value are read too: `off` for the default, and of a text
+    # that is `listed` a list of one.
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "at_least": at_least,
+        "off": off,
+        "listed": listed,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -151,7 +161,10 @@ class DataSection:
         choices=("bytes", "tf_example"),
     )
     train_data_columns: str = _key(
-        "text", "The column, or feature of a tf.Example, that has the text or tokens."
+        "text",
+        "The column, or feature of a tf.Example, that has the text or tokens; or, as"
+        " MaxText writes it, a list of that one.",
+        listed=True,
     )
     text_directory: str = _key(
         "",
@@ -203,6 +216,13 @@ class DataSection:
         "How rows are filled.",
         choices=("first_fit", "best_fit", "concat_then_split"),
     )
+    max_segments_per_seq: int = _key(
+        0,
+        "Examples of a packed row at most, for first_fit and best_fit; 0, or -1 as in"
+        " MaxText, sets no limit.",
+        at_least=0,
+        off=-1,
+    )
     grain_shuffle_buffer_size: int = _key(
         100,
         "Examples of a logical shard that are shuffled at a time, if"
@@ -249,8 +269,9 @@ class DataSection:
     grain_worker_count: int = _key(
         0,
         "Processes that run the logical shards of each host; 0 runs them in the host's"
-        " own process. May change at a resume.",
+        " own process, and so does -1. May change at a resume.",
         at_least=0,
+        off=-1,
     )
     grain_per_worker_buffer_size: int = _key(
         1,
@@ -262,10 +283,16 @@ class DataSection:
         "", "Files to evaluate on, written and read like grain_train_files."
     )
     eval_interval: int = _key(
-        0, "Training steps between two evaluations; 0 evaluates never.", at_least=0
+        0,
+        "Training steps between two evaluations; 0 or -1 evaluates never.",
+        at_least=0,
+        off=-1,
     )
     eval_steps: int = _key(
-        0, "Batches of an evaluation; 0 takes all that there are.", at_least=0
+        0,
+        "Batches of an evaluation; 0 or -1 takes all that there are.",
+        at_least=0,
+        off=-1,
     )
     colocated_python_data_input: bool = _key(
         False,
