@@ -57,8 +57,7 @@ def test_a_run_of_which_one_host_is_killed_continues_from_a_step_with_both_its_p
     assert saved in ([[4], [4, 8]] if complete is None else [complete])
     for step in saved:
         check_both_parts(run / "checkpoints" / str(step))
-    # On another number of hosts.
-    output = test_killed_run.continue_and_audit(config, run, hosts=5 - hosts)
+    output = test_killed_run.continue_and_audit(config, run, hosts=1)
     assert f"from step {saved[-1]} to step 12" in output
     assert runs.saved_steps(run) == [4, 8, 12]
     for step in (4, 8, 12):

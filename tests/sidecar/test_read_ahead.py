@@ -24,17 +24,11 @@ SIZE = held_pipeline.NUM_SHARDS
 
 @pytest.fixture(autouse=True)
 def valve():
+    before = threads()
     held_pipeline.VALVE.reset()
     yield held_pipeline.VALVE
     held_pipeline.VALVE.open()
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    gc.collect()
-    before = threads()
-    yield
-    gc.collect()
+    # No thread is left, to read in the next test.
     wait_until(lambda: threads() <= before)
 
 
