@@ -110,7 +110,7 @@ class Delivery:
       data: what the batches are of.
       sharding: how their rows lie on devices.
       global_batch_size: rows of a global batch, B.
-      warn_after_secs: a wait that is worth a warning; the first is not.
+      warn_after_secs: a wait that is worth a warning; that for a first batch is not.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class Delivery:
         self._data = data
         self._sharding = sharding
         self._warn_after_secs = warn_after_secs
-        self._is_first = True
         self._goes_on: Callable[[jax.Array], jax.Array] | None = None
         if data.end is not elastic_data.End.NEVER:
             replicated = NamedSharding(sharding.mesh, PartitionSpec())
@@ -132,8 +131,13 @@ class Delivery:
             self._goes_on = jax.jit(test, out_shardings=replicated)
         self.resize(global_batch_size)
 
+    def begin(self) -> None:
+        """Expects a wait, for the loader begins at another position."""
+        self._is_first = True
+
     def resize(self, global_batch_size: int) -> None:
         """Takes batches of another size from now on."""
+        self.begin()
         held = RowsHeld.of(self._sharding, global_batch_size)
         order = self._data.row_order(held.row_hosts())
         self._exchange: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None

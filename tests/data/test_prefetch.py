@@ -365,3 +365,35 @@ def test_whatever_is_done_it_is_the_plain_engine(depth, actions):
             plain.resize(amount)
         assert saved(one) == saved(plain.host)
     one.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
+    read_ahead, depth
+):
+    plain, full = host_batches(sharded()), [3, 4, 9]
+    made = []
+
+    def place(loaded):
+        made.append(loaded)
+        if len(made) in full:
+            raise MemoryError("no room on the device")
+        return loaded
+
+    one = read_ahead(host_batches(sharded()), make=place, batches=depth)
+    failures = 0
+    for _ in range(8):
+        while True:
+            try:
+                found = next_of(one)
+                break
+            except MemoryError:
+                failures += 1
+                if depth:
+                    assert saved(one) == saved(plain)
+                else:
+                    with pytest.raises(errors.DataError, match="not handed over"):
+                        saved(one)
+        assert found == next_of(plain)
+        assert saved(one) == saved(plain)
+    assert failures == len(full)

@@ -80,3 +80,12 @@ def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
         host("take_state", ticket=batches, batches=batches)
     with pytest.raises(failures.WorkerFailure, match="KeyError"):
         host("take_state", ticket=9, batches=5 - worker.HEAD_AHEAD - 2)
+
+
+def test_the_state_of_a_save_that_was_given_up_is_not_kept_for_ever(host, tmp_path):
+    for ticket in range(20):
+        host("take_state", ticket=ticket, batches=0)
+    host("write_state", ticket=19, directory=str(tmp_path))
+    written(host, ticket=19)
+    with pytest.raises(failures.WorkerFailure, match="KeyError"):
+        host("write_state", ticket=0, directory=str(tmp_path))
