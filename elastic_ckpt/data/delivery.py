@@ -147,6 +147,7 @@ class Delivery:
                 out_shardings=self._sharding,
             )
         self._batches_of_end = batches_of_end(self._data, global_batch_size)
+        self._num_bytes = 0
         self._num_rows = global_batch_size
         if topology.num_hosts() > 1:
             self._num_rows = len(held.holders[topology.this_host()])
@@ -162,7 +163,8 @@ class Delivery:
             batch = self._loaded(loader)
             if self._goes_on is None or bool(self._goes_on(batch[elastic_data.MASK])):
                 metrics.DATA_ROWS.record(self._num_rows)
-                metrics.DATA_BYTES.record(self._bytes(batch))
+                self._num_bytes = self._num_bytes or self._bytes_here(batch)
+                metrics.DATA_BYTES.record(self._num_bytes)
                 return self._exchange(batch) if self._exchange else batch
         raise StopIteration
 
@@ -176,7 +178,7 @@ class Delivery:
         self._is_first = False
         return batch
 
-    def _bytes(self, batch: elastic_data.Batch) -> int:
+    def _bytes_here(self, batch: elastic_data.Batch) -> int:
         of_all = sum(feature.nbytes for feature in batch.values())
         size = len(next(iter(batch.values())))
         return of_all * self._num_rows // size
