@@ -17,7 +17,7 @@ POINTS = [
     pytest.param("before_the_state_is_taken", 2, [4], None, marks=pytest.mark.slow),
     pytest.param("after_the_state_is_taken", 2, [4], None, marks=pytest.mark.slow),
     pytest.param("before_the_state_is_written", 2, [4], True, marks=pytest.mark.slow),
-    ("with_the_state_half_written", 2, [4], True),
+    pytest.param("with_the_state_half_written", 2, [4], True, marks=pytest.mark.slow),
     pytest.param("after_the_state_is_written", 2, [4], True, marks=pytest.mark.slow),
     pytest.param("before_the_step_is_committed", 1, [4], True, marks=pytest.mark.slow),
     pytest.param(
@@ -101,7 +101,7 @@ def test_a_run_killed_at_any_moment_again_and_again_ends_as_if_nothing_were(
     seed = int(time.time())
     print(f"random moments with seed {seed}")
     moments = random.Random(seed)
-    for hosts in (2, 4, 1, 2, 4, 2, 1, 4):
+    for hosts in (2, 4, 1, 4, 2):
         world = subprocess.Popen(
             runs.command("train", config, f"hosts={hosts}"),
             cwd=runs.ROOT,
