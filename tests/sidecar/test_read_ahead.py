@@ -282,7 +282,7 @@ def make(depth=2):
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 def test_garbage_ends_its_threads_whatever_is_under_way(in_a_cycle):
     before = threads()
-    for taken in range(12):
+    for taken in range(6):
         batches = make(depth=taken % 3)
         for _ in range(taken % 4):
             next(batches)
