@@ -131,11 +131,11 @@ def note_batches(path):
     from elastic_ckpt.integrations import maxtext, maxtext_seams
 
     kinds = {maxtext_seams.MAKE_TRAIN: "train", maxtext_seams.MAKE_EVAL: "eval"}
-    make, draw = maxtext.Taken._iterator, maxtext.MaxTextIterator.__next__
+    keep, draw = maxtext.Taken._keep, maxtext.MaxTextIterator.__next__
     path.write_text("")
 
-    def named(self, seam, *arguments, **placement):
-        made = make(self, seam, *arguments, **placement)
+    def named(self, seam, *arguments):
+        made = keep(self, seam, *arguments)
         made.noted_as = kinds[seam]
         return made
 
@@ -146,7 +146,7 @@ def note_batches(path):
             record.write(json.dumps(line) + "\n")
         return batch
 
-    maxtext.Taken._iterator = named
+    maxtext.Taken._keep = named
     maxtext.MaxTextIterator.__next__ = noted
 
 
