@@ -25,6 +25,7 @@ _PACKAGES = (
 )
 # Those that a suite is compared with; printed where they are installed.
 _PEERS = (
+    "maxtext",
     "mosaicml-streaming",
     "litdata",
     "lancedb",

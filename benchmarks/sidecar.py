@@ -7,9 +7,13 @@ of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
 * `data_wait_percent`: of a step's time that the loop waits for slow rows, from
   `sidecar.RemoteIterator`; `data_wait_percent_in_process` from `ec.data.Batches`, and
   `data_wait_percent_synchronous` from the same without reading ahead.
-* `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
-  does nothing else, over the plain way in process: Grain's batches of the same rows,
-  and `jax.make_array_from_process_local_data`; `next_ratio_colocated` likewise.
+* `step_slowdown_percent`: of a step, for all that its data costs the loop. Slow rows
+  are made by Python here, and hold the interpreter, which the loop needs now and then;
+  not if a worker process makes them (`..._worker_process`), or the sidecar of Pathways.
+* `next_ratio_in_process`: what `next()` of `ec.data.Batches` costs a loop of steps of 5
+  ms with trivial rows, over the plain way in process: Grain's batches of the same rows,
+  and `jax.make_array_from_process_local_data`. `next_ratio_colocated` likewise. With
+  `..._back_to_back` there are no steps: what is read ahead is waited for.
 * `save_block_ms`: a loop of slow rows is held up by `save`, with batches in flight.
 * `ratio_maxtext_wrapper`: a step with its slow rows from MaxText's
   `RemoteIteratorWrapper`, over one from `sidecar.RemoteIterator`; `..._trivial` the
@@ -28,6 +32,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
+import statistics
 import tempfile
 import threading
 import time
@@ -49,9 +54,13 @@ _ROWS = 64
 _LENGTH = 1024
 _NUM_SHARDS = 64
 _STEP_SECS = 0.05
+_SHORT_STEP_SECS = 0.005
 _SHARE = 0.7
 _NUM_ROUNDS = 7
 _STEPS_A_ROUND = 20
+# What is ready when a round begins is no merit.
+_STEPS_UNCOUNTED = 4
+_SETTLE_SECS = 0.4
 _BATCHES_A_ROUND = 100
 _NUM_RECORDS = 10**8
 _IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -96,60 +105,87 @@ def _waits(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
         "": _colocated(mesh, _SLOW),
         "_in_process": _in_process(mesh, _SLOW),
-        "_synchronous": _in_process(mesh, _SLOW, prefetch.IN_CALLER),
-        "maxtext": _maxtext_wrapper(mesh, _SLOW),
+        "_worker_process": _in_process(mesh, _SLOW, num_workers=1),
+        "_synchronous": _in_process(mesh, _SLOW, read_ahead=prefetch.IN_CALLER),
+        "_maxtext": _maxtext_wrapper(mesh, _SLOW),
     }
     step = _accelerator_step()
-    percents: dict[str, list[float]] = {name: [] for name in sides}
-    secs: dict[str, list[float]] = {name: [] for name in sides}
+    waited: dict[str, list[float]] = {name: [] for name in sides}
+    slower: dict[str, list[float]] = {name: [] for name in sides}
     for name in _turns(sides):
-        waited, began = 0.0, time.perf_counter()
-        for _ in range(_STEPS_A_ROUND):
-            asked = time.perf_counter()
-            batch = _ready(next(sides[name]))
-            waited += time.perf_counter() - asked
-            step(batch).block_until_ready()
-        secs[name].append(time.perf_counter() - began)
-        percents[name].append(100 * waited / (_STEPS_A_ROUND * _STEP_SECS))
+        _steps(sides[name], step, _STEPS_UNCOUNTED)
+        wait_secs, secs = _steps(sides[name], step, _STEPS_A_ROUND)
+        waited[name].append(100 * wait_secs / _STEP_SECS)
+        slower[name].append(100 * (secs / _STEP_SECS - 1))
     _close(sides)
     bounds = {"": "below 2", "_in_process": "below 2", "_synchronous": "about 70"}
-    figures = {
-        f"data_wait_percent{name}": report.Figure(
-            unit="%", against=f"{bound}; of a step", samples=_warm(percents[name])
-        )
-        for name, bound in bounds.items()
-    }
-    return figures | {
-        "ratio_maxtext_wrapper": _ratio(
-            secs["maxtext"], secs[""], "steps with slow rows, theirs over ours"
-        )
-    }
+    theirs, ours = ([100 + p for p in slower[name]] for name in ("_maxtext", ""))
+    return (
+        {
+            f"data_wait_percent{name}": report.Figure(
+                unit="%", against=f"{bound}; of a step", samples=_warm(waited[name])
+            )
+            for name, bound in bounds.items()
+        }
+        | {
+            f"step_slowdown_percent{name}": report.Figure(
+                unit="%", against="a step without data", samples=_warm(percents)
+            )
+            for name, percents in slower.items()
+        }
+        | {
+            "ratio_maxtext_wrapper": _ratio(
+                theirs, ours, "steps with slow rows, theirs over ours"
+            )
+        }
+    )
+
+
+def _steps(
+    batches: Batches, step: Callable[[Any], jax.Array], num_steps: int
+) -> tuple[float, float]:
+    # Seconds that the loop waits for a batch, and that a step takes with its batch.
+    waits = []
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        asked = time.perf_counter()
+        batch = _ready(next(batches))
+        waits.append(time.perf_counter() - asked)
+        step(batch).block_until_ready()
+        # A step gives its batch up.
+        del batch
+    return statistics.fmean(waits), (time.perf_counter() - began) / num_steps
 
 
 def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
     sides = {
-        "in_process": _in_process(mesh, _TRIVIAL),
-        "colocated": _colocated(mesh, _TRIVIAL),
-        "plain": _plain(mesh, _TRIVIAL),
-        "maxtext": _maxtext_wrapper(mesh, _TRIVIAL),
+        "_in_process": _in_process(mesh, _TRIVIAL),
+        "_colocated": _colocated(mesh, _TRIVIAL),
+        "_plain": _plain(mesh, _TRIVIAL),
+        "_maxtext": _maxtext_wrapper(mesh, _TRIVIAL),
     }
-    secs: dict[str, list[float]] = {name: [] for name in sides}
+    step = _accelerator_step(_SHORT_STEP_SECS)
+    in_a_loop: dict[str, list[float]] = {name: [] for name in sides}
+    back_to_back: dict[str, list[float]] = {name: [] for name in sides}
     for name in _turns(sides):
+        _steps(sides[name], step, _STEPS_UNCOUNTED)
+        in_a_loop[name].append(_steps(sides[name], step, _BATCHES_A_ROUND)[0])
         began = time.perf_counter()
         for _ in range(_BATCHES_A_ROUND):
             _ready(next(sides[name]))
-        secs[name].append(time.perf_counter() - began)
+        back_to_back[name].append(time.perf_counter() - began)
     _close(sides)
-    plain = "over Grain's batches in process"
-    return {
-        "next_ratio_in_process": _ratio(
-            secs["in_process"], secs["plain"], f"at most 1.1 {plain}"
-        ),
-        "next_ratio_colocated": _ratio(secs["colocated"], secs["plain"], plain),
-        "ratio_maxtext_wrapper_trivial": _ratio(
-            secs["maxtext"], secs["colocated"], "next() of trivial rows, theirs / ours"
-        ),
-    }
+    figures = {}
+    for how, secs in (("", in_a_loop), ("_back_to_back", back_to_back)):
+        bound = "at most 1.1 over" if not how else "over"
+        for name in ("_in_process", "_colocated"):
+            figures[f"next_ratio{name}{how}"] = _ratio(
+                secs[name], secs["_plain"], f"{bound} Grain's batches in process"
+            )
+        figures[f"ratio_maxtext_wrapper_trivial{how}"] = _ratio(
+            secs["_maxtext"], secs["_colocated"], "next(), theirs over ours colocated"
+        )
+    return figures
 
 
 def _saves(mesh: Mesh) -> dict[str, report.Figure]:
@@ -189,9 +225,12 @@ def _shard(row: Row, shard: int) -> grain.IterDataset:
     return records.map(row).to_iter_dataset(_IN_CALLER)
 
 
-def _data(row: Row) -> sharded_data.ShardedData:
+def _data(row: Row, **more: Any) -> sharded_data.ShardedData:
     return sharded_data.sharded(
-        functools.partial(_shard, row), num_shards=_NUM_SHARDS, pipeline="benchmark"
+        functools.partial(_shard, row),
+        num_shards=_NUM_SHARDS,
+        pipeline="benchmark",
+        **more,
     )
 
 
@@ -200,10 +239,15 @@ def _colocated(mesh: Mesh, row: Row) -> sidecar.RemoteIterator:
 
 
 def _in_process(
-    mesh: Mesh, row: Row, read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES
+    mesh: Mesh,
+    row: Row,
+    *,
+    read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
+    num_workers: int = 0,
 ) -> iterator.Batches:
+    data = _data(row, num_workers=num_workers)
     return iterator.Batches(
-        _data(row), mesh=mesh, global_batch_size=_ROWS, read_ahead=read_ahead
+        data, mesh=mesh, global_batch_size=_ROWS, read_ahead=read_ahead
     )
 
 
@@ -235,9 +279,9 @@ def _maxtext_wrapper(mesh: Mesh, row: Row) -> Any:
     return wrapper
 
 
-def _accelerator_step() -> Callable[[Any], jax.Array]:
+def _accelerator_step(secs: float = _STEP_SECS) -> Callable[[Any], jax.Array]:
     def wait(_: np.ndarray) -> np.ndarray:
-        time.sleep(_STEP_SECS)
+        time.sleep(secs)
         return np.zeros((), np.float32)
 
     @jax.jit
@@ -258,7 +302,10 @@ def _ready(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _turns(sides: dict[str, Any]) -> Iterator[str]:
     for _ in range(_NUM_ROUNDS + 1):
-        yield from sides
+        for name in sides:
+            # What the side before has begun to read ahead is not the next one's burden.
+            time.sleep(_SETTLE_SECS)
+            yield name
 
 
 def _warm(samples: list[float]) -> tuple[float, ...]:

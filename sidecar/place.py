@@ -10,8 +10,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
-from elastic_ckpt.data import elastic_data, iterator
+from elastic_ckpt.data import elastic_data, iterator, prefetch
 from sidecar import remote_iterator
 
 
@@ -37,3 +38,24 @@ def batches(
         colocated = topology.is_single_controller(mesh)
     make = remote_iterator.RemoteIterator if colocated else iterator.Batches
     return make(data, mesh=mesh, global_batch_size=global_batch_size, **more)
+
+
+def configured(
+    data: elastic_data.ElasticData,
+    section: schema.DataSection,
+    *,
+    mesh: Mesh,
+    global_batch_size: int,
+) -> iterator.Batches | remote_iterator.RemoteIterator:
+    """`batches`, where and as far ahead as a configuration says."""
+    return batches(
+        data,
+        mesh=mesh,
+        global_batch_size=global_batch_size,
+        # In this process it cannot run under a single controller.
+        colocated=section.colocated_python_data_input or None,
+        read_ahead=prefetch.ReadAhead(
+            batches=section.data_read_ahead_batches,
+            max_bytes=section.data_read_ahead_mib << 20,
+        ),
+    )

@@ -90,7 +90,7 @@ class RemoteIterator:
             self._in_turn(self._worker.reset, within_secs=_ANSWER_SECS)
         finally:
             # Workers that have not answered do it later, before the next batch.
-            self._workers.forget()
+            self._begin_anew()
 
     def resize(self, global_batch_size: int) -> None:
         """Has the workers go on with batches of another size."""
@@ -102,7 +102,7 @@ class RemoteIterator:
                 batches=self._workers.num_taken,
             )
         finally:
-            self._workers.forget()
+            self._begin_anew()
         self._deliver.resize(global_batch_size)
 
     async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
@@ -133,7 +133,7 @@ class RemoteIterator:
                 await asyncio.to_thread(
                     self._in_turn, self._worker.load_state, directory=str(directory)
                 )
-            self._workers.forget()
+            self._begin_anew()
 
         return read()
 
@@ -144,6 +144,10 @@ class RemoteIterator:
         """
         self._workers.calls.close(lambda: self._call(self._worker.close))
         _release(self._worker, self._workers.calls, wait=True)
+
+    def _begin_anew(self) -> None:
+        self._workers.forget()
+        self._deliver.begin()
 
     def _write(self, ticket: int, directory: epath.Path) -> None:
         self._call(self._worker.write_state, ticket=ticket, directory=str(directory))

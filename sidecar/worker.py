@@ -30,6 +30,9 @@ HEAD_AHEAD = 1
 # What need not be told to the head.
 _SHORT_SECS = 0.001
 
+# States that are kept until they are written.
+_SAVES_AT_ONCE = 8
+
 # A letter's length is a multiple of this.
 _LETTER_BYTES = 512
 
@@ -113,7 +116,10 @@ class _HostWorker:
         content = _content(call)
         host = self._on(call)
         mark = self._mark_after(content["batches"])
-        self._taken[content["ticket"]] = host.get_state(mark)
+        ticket = content["ticket"]
+        self._taken[ticket] = host.get_state(mark)
+        # Of a save that was given up nobody will ask.
+        self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call
 
     @failures.told

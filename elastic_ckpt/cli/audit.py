@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.cli import run_directory
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.config import keys, load
 
 if TYPE_CHECKING:
     from elastic_ckpt.training import audit
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     logged = {attempt.attempt: attempt.data for attempt in attempts}
 
     def data_of(attempt: int) -> elastic_data.ElasticData:
-        values: dict[str, Any] = {**schema.values(config), **logged[attempt]}
+        values: dict[str, Any] = {**keys.values(config), **logged[attempt]}
         return pipeline.from_config(
             load.from_values(values, place=f"the log of attempt {attempt}").data
         )

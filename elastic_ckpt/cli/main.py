@@ -18,6 +18,7 @@ VERBS = {
     "audit": "prove that a run used each example once, in the order of a one-host run",
     "plan": "say who would read what, for numbers of hosts and batch sizes",
     "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration",
+    "maxtext": "run MaxText with elastic data, on any number of hosts",
     "inspect": "show the steps of a run, their arrays and their data state",
 }
 

@@ -7,7 +7,7 @@ import os
 
 from etils import epath
 
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, storage
 
 CONFIG = "config.json"
@@ -25,7 +25,7 @@ def of(config: schema.Config) -> str:
 
 def write_config(directory: str, config: schema.Config) -> None:
     """Keeps the configuration of a run with its files."""
-    content = json.dumps(schema.values(config), indent=2).encode()
+    content = json.dumps(keys.values(config), indent=2).encode()
     storage.write_atomic(os.path.join(directory, CONFIG), content)
 
 

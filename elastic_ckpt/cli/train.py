@@ -140,13 +140,9 @@ def _written(patterns: str, directory: str, file_type: str) -> str:
     if directory and is_one_file and not file.exists():
         written = text.write(directory, str(file), file_type=file_type)
         print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
-    parts = [part.strip() for part in patterns.split(",") if part.strip()]
-    absolute = [
-        os.path.abspath(os.path.expanduser(part)) if storage.is_local(part) else part
-        for part in parts
-    ]
-    files.find_files(",".join(absolute))
-    return ",".join(absolute)
+    absolute = files.absolute(patterns)
+    files.find_files(absolute)
+    return absolute
 
 
 def run_host(config: schema.Config, emit: events.Emit) -> None:
@@ -263,18 +259,9 @@ def _evaluation(
 
 
 def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:
-    import sidecar
-    from elastic_ckpt.data import prefetch
+    from sidecar import place
 
-    read_ahead = prefetch.ReadAhead(
-        batches=config.data.data_read_ahead_batches,
-        max_bytes=config.data.data_read_ahead_mib << 20,
-    )
-    # Elsewhere than asked for it cannot run under a single controller.
-    colocated = config.data.colocated_python_data_input or None
-    return sidecar.batches(
-        data, colocated=colocated, read_ahead=read_ahead, **placement
-    )
+    return place.configured(data, config.data, **placement)
 
 
 def _run_supervised(config: schema.Config, emit: events.Emit) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors
 
 _INHERIT = "base_config"
@@ -53,7 +53,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
 
 
 def from_values(values: dict[str, schema.Value], *, place: str) -> schema.Config:
-    """The configuration of which `schema.values` made `values`.
+    """The configuration of which `keys.values` made `values`.
 
     Raises:
       ConfigError: as `load` does, with `place` as the origin of every key.
@@ -104,7 +104,7 @@ def _read_file(
 
 
 def _build(settings: dict[str, _Setting]) -> schema.Config:
-    known = schema.keys()
+    known = keys.keys()
     chosen: dict[str, dict[str, schema.Value]] = {}
     for key, setting in settings.items():
         if key not in known:
@@ -117,7 +117,7 @@ def _build(settings: dict[str, _Setting]) -> schema.Config:
     return schema.Config(
         **{
             name: dataclasses.replace(section, **chosen.get(name, {}))
-            for name, section in schema.sections().items()
+            for name, section in keys.sections().items()
         }
     )
 
@@ -137,13 +137,18 @@ def _coerce(
             value = float(value)
     if wanted is str and value is None:
         value = ""
+    if field.metadata["listed"] and isinstance(value, list) and len(value) == 1:
+        (value,) = value
+    off = field.metadata["off"]
+    if off is not None and type(value) is int and value == off:
+        value = field.default
     if type(value) is not wanted:
         raise errors.ConfigError(
             f"{setting.place}: {key} takes {_ARTICLES[wanted]}, not {setting.value!r}"
         )
     choices = field.metadata["choices"]
     if choices and value not in choices:
-        allowed = ", ".join(schema.render(choice) for choice in choices)
+        allowed = ", ".join(keys.render(choice) for choice in choices)
         raise errors.ConfigError(
             f"{setting.place}: {key} is one of {allowed}, not {setting.value!r}"
         )

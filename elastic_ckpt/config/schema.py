@@ -1,13 +1,12 @@
 """Every configuration key: its section, type, default and meaning.
 
 Keys are flat, as in MaxText, and carry MaxText's names where they mean the same. This
-module is the one place that defines them: `configs/base.yml` is written from it.
+module is the one place that defines them; `config.keys` looks them up.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from typing import Any, TypeAlias
 
 Value: TypeAlias = bool | int | float | str
@@ -19,8 +18,18 @@ def _key(
     *,
     choices: tuple[Value, ...] = (),
     at_least: float | None = None,
+    off: int | None = None,
+    listed: bool = False,
 ) -> Any:
-    metadata = {"doc": doc, "choices": choices, "at_least": at_least}
+    # MaxText's ways to write a value are read too: `off` for the default, and of a text
+    # that is `listed` a list of one.
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "at_least": at_least,
+        "off": off,
+        "listed": listed,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -156,7 +165,10 @@ class DataSection:
         choices=("bytes", "tf_example"),
     )
     train_data_columns: str = _key(
-        "text", "The column, or feature of a tf.Example, that has the text or tokens."
+        "text",
+        "The column, or feature of a tf.Example, that has the text or tokens; or, as"
+        " MaxText writes it, a list of that one.",
+        listed=True,
     )
     text_directory: str = _key(
         "",
@@ -208,6 +220,13 @@ class DataSection:
         "How rows are filled.",
         choices=("first_fit", "best_fit", "concat_then_split"),
     )
+    max_segments_per_seq: int = _key(
+        0,
+        "Examples of a packed row at most, for first_fit and best_fit; 0, or -1 as in"
+        " MaxText, sets no limit.",
+        at_least=0,
+        off=-1,
+    )
     grain_shuffle_buffer_size: int = _key(
         100,
         "Examples of a logical shard that are shuffled at a time, if"
@@ -254,8 +273,9 @@ class DataSection:
     grain_worker_count: int = _key(
         0,
         "Processes that run the logical shards of each host; 0 runs them in the host's"
-        " own process. May change at a resume.",
+        " own process, and so does -1. May change at a resume.",
         at_least=0,
+        off=-1,
     )
     grain_per_worker_buffer_size: int = _key(
         1, "Batches that each of these processes has ready.", at_least=1
@@ -273,10 +293,16 @@ class DataSection:
         "", "Files to evaluate on, written and read like grain_train_files."
     )
     eval_interval: int = _key(
-        0, "Training steps between two evaluations; 0 evaluates never.", at_least=0
+        0,
+        "Training steps between two evaluations; 0 or -1 evaluates never.",
+        at_least=0,
+        off=-1,
     )
     eval_steps: int = _key(
-        0, "Batches of an evaluation; 0 takes all that there are.", at_least=0
+        0,
+        "Batches of an evaluation; 0 or -1 takes all that there are.",
+        at_least=0,
+        off=-1,
     )
     colocated_python_data_input: bool = _key(
         False,
@@ -399,61 +425,3 @@ class Config:
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     deploy: DeploySection = DeploySection()
-
-
-def sections() -> dict[str, Any]:
-    """Each section's name and its defaults."""
-    defaults = Config()
-    return {
-        field.name: getattr(defaults, field.name)
-        for field in dataclasses.fields(Config)
-    }
-
-
-def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
-    """Each key's section name and field, in the order of definition."""
-    found: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
-    for name, section in sections().items():
-        for field in dataclasses.fields(section):
-            assert field.name not in found, f"{field.name} stands in two sections"
-            found[field.name] = (name, field)
-    return found
-
-
-def values(config: Config) -> dict[str, Value]:
-    """`config` as a flat dictionary of every key."""
-    return {
-        name: getattr(getattr(config, section), name)
-        for name, (section, _) in keys().items()
-    }
-
-
-def base_yaml() -> str:
-    """The text of `configs/base.yml`: every key with its meaning and its default."""
-    lines = [
-        "# Every key with its default, written from elastic_ckpt/config/schema.py; a",
-        "# test compares them. Begin your own file with `base_config: base.yml`.",
-    ]
-    described = ""
-    for name, (section, field) in keys().items():
-        if section != described:
-            title = (type(sections()[section]).__doc__ or "").splitlines()[0]
-            lines += ["", f"######## {title}"]
-            described = section
-        doc = field.metadata["doc"]
-        if field.metadata["choices"]:
-            allowed = ", ".join(render(choice) for choice in field.metadata["choices"])
-            doc += f" One of: {allowed}."
-        lines += [
-            "",
-            *textwrap.wrap(doc, 86, initial_indent="# ", subsequent_indent="# "),
-        ]
-        lines.append(f"{name}: {render(getattr(sections()[section], name))}")
-    return "\n".join(lines) + "\n"
-
-
-def render(value: Value) -> str:
-    """`value` as YAML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -62,9 +62,13 @@ class Ahead(Generic[T]):
         """The next result; waits for it, and raises what the call raised."""
         while len(self._pending) <= self._depth:
             self._pending.append(self.submit(self._call))
-        # Waits. Whoever is interrupted here has not taken it: it is still the next.
-        self._pending[0].exception()
-        return self._pending.popleft().result()
+        due = self._pending[0]
+        # Whoever is interrupted here has not taken it: it is still the next.
+        futures.wait([due])
+        # Unless another thread has dropped all meanwhile.
+        if self._pending:
+            self._pending.popleft()
+        return due.result()
 
     def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
         """Makes another call in the same thread, after those that are under way.

@@ -110,7 +110,7 @@ class Delivery:
       data: what the batches are of.
       sharding: how their rows lie on devices.
       global_batch_size: rows of a global batch, B.
-      warn_after_secs: a wait that is worth a warning; the first is not.
+      warn_after_secs: a wait that is worth a warning; that for a first batch is not.
     """
 
     def __init__(
@@ -124,7 +124,6 @@ class Delivery:
         self._data = data
         self._sharding = sharding
         self._warn_after_secs = warn_after_secs
-        self._is_first = True
         self._goes_on: Callable[[jax.Array], jax.Array] | None = None
         if data.end is not elastic_data.End.NEVER:
             replicated = NamedSharding(sharding.mesh, PartitionSpec())
@@ -132,8 +131,13 @@ class Delivery:
             self._goes_on = jax.jit(test, out_shardings=replicated)
         self.resize(global_batch_size)
 
+    def begin(self) -> None:
+        """Expects a wait, for the loader begins at another position."""
+        self._is_first = True
+
     def resize(self, global_batch_size: int) -> None:
         """Takes batches of another size from now on."""
+        self.begin()
         held = RowsHeld.of(self._sharding, global_batch_size)
         order = self._data.row_order(held.row_hosts())
         self._exchange: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
@@ -143,6 +147,7 @@ class Delivery:
                 out_shardings=self._sharding,
             )
         self._batches_of_end = batches_of_end(self._data, global_batch_size)
+        self._num_bytes = 0
         self._num_rows = global_batch_size
         if topology.num_hosts() > 1:
             self._num_rows = len(held.holders[topology.this_host()])
@@ -158,7 +163,8 @@ class Delivery:
             batch = self._loaded(loader)
             if self._goes_on is None or bool(self._goes_on(batch[elastic_data.MASK])):
                 metrics.DATA_ROWS.record(self._num_rows)
-                metrics.DATA_BYTES.record(self._bytes(batch))
+                self._num_bytes = self._num_bytes or self._bytes_here(batch)
+                metrics.DATA_BYTES.record(self._num_bytes)
                 return self._exchange(batch) if self._exchange else batch
         raise StopIteration
 
@@ -172,7 +178,7 @@ class Delivery:
         self._is_first = False
         return batch
 
-    def _bytes(self, batch: elastic_data.Batch) -> int:
+    def _bytes_here(self, batch: elastic_data.Batch) -> int:
         of_all = sum(feature.nbytes for feature in batch.values())
         size = len(next(iter(batch.values())))
         return of_all * self._num_rows // size

@@ -282,6 +282,7 @@ class Batches:
     def reset(self) -> None:
         """Goes to the beginning."""
         self._host.reset()
+        self._deliver.begin()
 
     def resize(self, global_batch_size: int) -> None:
         """Goes on with batches of another size; see `HostIterator.resize`."""
@@ -307,6 +308,7 @@ class Batches:
         async def read() -> None:
             with metrics.DATA_LOAD.timed():
                 await asyncio.to_thread(self._host.load, directory)
+            self._deliver.begin()
 
         return read()
 

@@ -194,12 +194,24 @@ def padded(example: Example, length: int) -> Example:
 
 
 def packed(
-    parent: grain.IterDataset, *, packing: str, length: int, seed: int
+    parent: grain.IterDataset,
+    *,
+    packing: str,
+    length: int,
+    seed: int,
+    max_examples: int = 0,
 ) -> grain.IterDataset:
     """Rows of `length` tokens, of several examples each, by one of `PACKINGS`.
 
     The segmentation counts the examples of a row from 1, and is 0 in the padding; the
     position counts the tokens of an example from 0.
+
+    Args:
+      parent: examples.
+      packing: how rows are filled.
+      length: tokens of a row.
+      seed: of the order in which a fitting packer gives its rows.
+      max_examples: of a row of a fitting packer; 0 sets no limit.
     """
     lengths = dict.fromkeys(_FEATURES, length)
     if packing == CONCAT_THEN_SPLIT:
@@ -211,7 +223,11 @@ def packed(
             else experimental.BestFitPackIterDataset
         )
         rows = packer(
-            parent, length_struct=lengths, num_packing_bins=PACKING_BINS, seed=seed
+            parent,
+            length_struct=lengths,
+            num_packing_bins=PACKING_BINS,
+            seed=seed,
+            max_sequences_per_bin=max_examples or None,
         )
     return rows.map(_with_maxtext_names)
 

@@ -58,6 +58,7 @@ class LanguagePipeline:
       truncate: whether longer documents are trimmed; if not, they are cut in chunks.
       window: examples that are shuffled at a time; 0 shuffles none.
       packing: one of `language.PACKINGS`; empty pads each example to a row.
+      max_examples: of a packed row; 0 sets no limit.
       seed: of every shuffle.
     """
 
@@ -69,6 +70,7 @@ class LanguagePipeline:
     truncate: bool = True
     window: int = 0
     packing: str = ""
+    max_examples: int = 0
     seed: int = 0
 
     def __call__(self, shard: int) -> grain.IterDataset:
@@ -88,13 +90,19 @@ class LanguagePipeline:
             found = shuffling.WindowShuffle(found, window_size=self.window, seed=seed)
         if self.packing:
             return language.packed(
-                found, packing=self.packing, length=self.length, seed=seed
+                found,
+                packing=self.packing,
+                length=self.length,
+                seed=seed,
+                max_examples=self.max_examples,
             )
         return found.map(self._pad)
 
     def identity(self) -> dict[str, storage.Json]:
         """What decides which row comes when, named by configuration keys."""
         tokenizer = self.documents.tokenizer
+        # States from before this setting have no word of it.
+        limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
         return {
             state.DATASETS: {
                 part.name: {"weight": part.weight, **source.identity(part.source)}
@@ -111,6 +119,7 @@ class LanguagePipeline:
             "enable_data_shuffling": self.reading.shuffle_seed is not None,
             "data_shuffle_seed": self.seed,
             state.NUM_EPOCH: self.reading.num_epochs or 0,
+            **limit,
         }
 
     def _records(self, part: Part, shard: int) -> records.Records:
@@ -203,6 +212,13 @@ def _sharded(
     num_workers: int,
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
+    packing = data.grain_packing_type if data.packing else ""
+    if data.max_segments_per_seq and packing == language.CONCAT_THEN_SPLIT:
+        raise errors.ConfigError(
+            f"max_segments_per_seq={data.max_segments_per_seq} does not go with"
+            " grain_packing_type=concat_then_split, which cuts rows wherever they are"
+            " full; set it to 0, or pack by first_fit or best_fit"
+        )
     pipeline = LanguagePipeline(
         parts=tuple(
             Part(name=d.name, source=_source(data, d, key), weight=d.weight) for d in of
@@ -222,7 +238,8 @@ def _sharded(
         length=data.max_target_length,
         truncate=data.use_truncation,
         window=data.grain_shuffle_buffer_size if shuffle else 0,
-        packing=data.grain_packing_type if data.packing else "",
+        packing=packing,
+        max_examples=data.max_segments_per_seq if packing else 0,
         seed=data.data_shuffle_seed,
     )
     end = elastic_data.End.DROPPED if data.drop_remainder else elastic_data.End.PADDED

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from elastic_ckpt.core import ahead
+from elastic_ckpt.core import ahead, errors
 from elastic_ckpt.data import cursors, elastic_data
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Prefetched(Generic[T]):
         read_ahead: ReadAhead,
     ) -> None:
         self._rows = rows
-        self._make = make
+        self._making = _Making(rows, make)
         self._read_ahead = read_ahead
         self._ahead: ahead.Ahead[_Made[T]] | None = None
         self._is_first = True
@@ -80,14 +80,12 @@ class Prefetched(Generic[T]):
         ahead.close_with(self, self._open.close)
 
     def __next__(self) -> T:
-        if self._is_first:
-            rows = next(self._rows)
-            what = self._make(rows)
-            self._is_first = False
-            self._read_on(sum(feature.nbytes for feature in rows.values()))
-            return what
         if self._ahead is None:
-            return self._make(next(self._rows))
+            what = next(self._making)
+            if self._is_first:
+                self._is_first = False
+                self._read_on(self._making.batch_bytes)
+            return what
         made = self._ahead.take()
         self._position = made.position
         self._cursors.update(made.changed)
@@ -99,7 +97,10 @@ class Prefetched(Generic[T]):
 
     def position(self) -> cursors.Position:
         """The position after the last batch taken."""
-        return self._position if self._ahead else self._rows.position()
+        if self._ahead:
+            return self._position
+        self._making.check_made()
+        return self._rows.position()
 
     def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
         """The cursors after the last batch taken; see `HostBatches.shard_cursors`."""
@@ -117,6 +118,7 @@ class Prefetched(Generic[T]):
             self._ahead.submit(lambda: self._rows.go_to(position, read)).result()
             self._open.stop()
             self._ahead = None
+        self._making.forget()
         self._is_first = True
 
     def close(self) -> None:
@@ -131,7 +133,7 @@ class Prefetched(Generic[T]):
         self._cursors = dict(self._rows.shard_cursors(shared=True))
         self._saves = list(self._rows.shard_cursors())
         self._rows.changed()
-        self._ahead = self._open.start(_reading(self._rows, self._make), depth)
+        self._ahead = self._open.start(self._making.with_state, depth)
 
 
 class _Open:
@@ -158,11 +160,38 @@ class _Open:
         self._ahead.close(self._rows.close, wait=wait)
 
 
-def _reading(
-    rows: elastic_data.HostBatches, make: Callable[[dict[str, np.ndarray]], T]
-) -> Callable[[], _Made[T]]:
-    def read() -> _Made[T]:
-        what = make(next(rows))
-        return _Made(what=what, position=rows.position(), changed=rows.changed())
+class _Making(Generic[T]):
+    """Makes something of rows; those of which it could not are tried again."""
 
-    return read
+    def __init__(
+        self,
+        rows: elastic_data.HostBatches,
+        make: Callable[[dict[str, np.ndarray]], T],
+    ) -> None:
+        self._rows = rows
+        self._make = make
+        self._unmade: dict[str, np.ndarray] | None = None
+        self.batch_bytes = 0
+
+    def __next__(self) -> T:
+        if self._unmade is None:
+            self._unmade = next(self._rows)
+            self.batch_bytes = sum(part.nbytes for part in self._unmade.values())
+        what = self._make(self._unmade)
+        self._unmade = None
+        return what
+
+    def with_state(self) -> _Made[T]:
+        what = next(self)
+        position, changed = self._rows.position(), self._rows.changed()
+        return _Made(what=what, position=position, changed=changed)
+
+    def check_made(self) -> None:
+        if self._unmade is not None:
+            raise errors.DataError(
+                "the last batch was read and not handed over; ask for it again before"
+                " you save"
+            )
+
+    def forget(self) -> None:
+        self._unmade = None

@@ -213,7 +213,11 @@ def to_json(state: Any) -> Any:
     # Such states hold NumPy integers, and tuples that must not come back as lists:
     # Grain's concat-then-split compares them with tuples.
     if isinstance(state, dict):
-        return {key: to_json(value) for key, value in state.items()}
+        # Most values are plain integers, and this is done for every row.
+        return {
+            key: value if type(value) is int else to_json(value)
+            for key, value in state.items()
+        }
     if isinstance(state, tuple):
         return {_TUPLE: [to_json(value) for value in state]}
     if isinstance(state, list):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.deploy import machine, names
@@ -88,10 +88,10 @@ def host_memory(deploy: schema.DeploySection) -> list[Memory]:
 
 def config_map(config: schema.Config) -> Object:
     """The ConfigMap with every key that is not at its default."""
-    defaults = schema.values(schema.Config())
+    defaults = keys.values(schema.Config())
     chosen = {
         key: value
-        for key, value in schema.values(config).items()
+        for key, value in keys.values(config).items()
         # The hosts are those that the JobSet starts.
         if value != defaults[key] and key != "hosts"
     }

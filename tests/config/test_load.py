@@ -1,6 +1,6 @@
 import pytest
 
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors
 
 
@@ -103,6 +103,26 @@ def test_numbers_are_read_as_people_write_them(tmp_path, text):
     assert config.optimizer.learning_rate == 1e-3
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["eval_interval", "eval_steps", "grain_worker_count", "max_segments_per_seq"],
+)
+def test_minus_one_as_maxtext_writes_it_is_off(tmp_path, key):
+    path = write(tmp_path / "a.yml", f"{key}: -1\n")
+    assert load.load(path) == schema.Config()
+    with refused(f"{key} is at least 0, not -2"):
+        load.load(path, [f"{key}=-2"])
+
+
+def test_the_column_may_be_a_list_of_one_as_maxtext_writes_it(tmp_path):
+    path = write(tmp_path / "a.yml", "train_data_columns: ['body']\n")
+    assert load.load(path).data.train_data_columns == "body"
+    with refused(r"train_data_columns takes text, not \['a', 'b'\]"):
+        load.load(path, ["train_data_columns=['a', 'b']"])
+    with refused(r"tokenizer_type takes text, not \['bytes'\]"):
+        load.load(path, ["tokenizer_type=['bytes']"])
+
+
 def test_a_configuration_survives_the_way_through_its_values():
     config = schema.Config(run=schema.RunSection(run_name="x", steps=3))
-    assert load.from_values(schema.values(config), place="here") == config
+    assert load.from_values(keys.values(config), place="here") == config

@@ -1,5 +1,4 @@
 import gc
-import signal
 import subprocess
 import sys
 import threading
@@ -8,6 +7,7 @@ import time
 import pytest
 
 from elastic_ckpt.core import ahead, errors
+from tests import ctrl_c
 
 NAME = "elastic_ckpt-ahead"
 # Far longer than anything here takes, and far shorter than a test that hangs.
@@ -157,10 +157,8 @@ def test_a_take_that_is_interrupted_loses_no_result(start):
     settled(one)
     numbers.hold()
     assert [one.take(), one.take()] == [1, 2]
-    main = threading.main_thread().ident
     with pytest.raises(KeyboardInterrupt):
-        threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
-        one.take()
+        ctrl_c.pressed_during(one.take)
     numbers.may_go_on.set()
     assert [one.take(), one.take()] == [3, 4]
 
@@ -190,7 +188,8 @@ def test_what_is_to_be_called_last_is_called_last_in_the_thread(start):
     assert len(numbers.made) == len(call) - 1
 
 
-def test_a_call_that_hangs_is_left_alone_after_a_while(start, short_close, caplog):
+@pytest.mark.usefixtures("short_close")
+def test_a_call_that_hangs_is_left_alone_after_a_while(start, caplog):
     numbers = Numbers()
     one = start(numbers)
     one.take()

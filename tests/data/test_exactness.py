@@ -299,6 +299,7 @@ def test_an_epoch_that_drops_the_remainder_has_the_batches_before_the_first_padd
         assert list(map(worlds.content, found)) == list(map(worlds.content, real))
 
 
+@pytest.mark.slow
 def test_a_state_does_not_tell_how_many_processes_read(files):
     data = formats.data(files["parquet"], "everything")
     one = worlds.World(data, 1, 36)
@@ -373,6 +374,7 @@ def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
     gc.collect()
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_host_that_is_killed_end_by_themselves(tmp_path):
     host = subprocess.Popen(
         [sys.executable, "-m", "tests.data.reading_host", str(tmp_path)],

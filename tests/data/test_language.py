@@ -173,6 +173,19 @@ def test_fitted_rows_hold_whole_examples(packing, sizes, length):
     assert found == collections.Counter(tuple(pairs(example)) for example in chunked)
 
 
+@pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
+def test_a_limit_of_examples_to_a_row_is_kept_and_nothing_is_lost(packing):
+    sizes = [3] * 40
+    chunked = examples(sizes, length=20, truncate=False)
+    limited = list(
+        language.packed(chunked, packing=packing, length=20, seed=3, max_examples=4)
+    )
+    assert {len(segments(row)) for row in limited} == {4}
+    assert {len(segments(row)) for row in rows(sizes, packing, 20)} == {10}
+    found = [e for row in limited for e in segments(row).values()]
+    assert sorted(p for e in found for p in pairs(e)) == all_pairs(sizes)
+
+
 @given(sizes=SIZES, length=LENGTHS)
 def test_joined_rows_are_full_but_for_the_last(sizes, length):
     packed = rows(sizes, "concat_then_split", length)

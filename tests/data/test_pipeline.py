@@ -265,6 +265,30 @@ def test_the_identity_names_whatever_changes_the_examples(corpus):
     assert json.loads(json.dumps(plain)) == plain
 
 
+def test_a_limit_of_examples_to_a_row_is_part_of_the_identity_if_there_is_one(corpus):
+    settings = {"packing": True, "max_segments_per_seq": 3}
+    limited = pipeline.from_config(section(corpus, **settings))
+    assert limited.make_shard.max_examples == 3
+    assert limited.identity()["max_segments_per_seq"] == 3
+    free = pipeline.from_config(section(corpus, packing=True))
+    assert "max_segments_per_seq" not in free.identity()
+    # It says nothing of rows that are not packed.
+    unpacked = section(corpus, max_segments_per_seq=3)
+    assert "max_segments_per_seq" not in pipeline.from_config(unpacked).identity()
+
+
+def test_a_limit_of_examples_does_not_go_with_rows_cut_anywhere(corpus):
+    with refused("max_segments_per_seq=3 does not go with .*concat_then_split, .*to 0"):
+        pipeline.from_config(
+            section(
+                corpus,
+                packing=True,
+                grain_packing_type="concat_then_split",
+                max_segments_per_seq=3,
+            )
+        )
+
+
 def test_the_identity_does_not_tell_where_files_lie(corpus, tmp_path):
     moved = tmp_path / "texts.array_record"
     shutil.copy(corpus, moved)

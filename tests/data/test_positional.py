@@ -204,25 +204,31 @@ def test_finite_data_ends_in_a_loop_as_it_says(data, drop_remainder):
     batches.close()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FlakyData(positional.PositionalData):
     """Data of which one record cannot be read at first."""
+
+    error: BaseException
 
     def examples(self):
         tries = iter([True])
 
         def flaky(example):
             if example["example_id"][1] == 20 and next(tries, False):
-                raise OSError("the storage is busy")
+                raise self.error
             return example
 
         return super().examples().map(flaky)
 
 
-@pytest.mark.parametrize("num_threads", [0, 4])
+@pytest.mark.parametrize(
+    ("error", "num_threads"),
+    [(OSError("busy"), 0), (OSError("busy"), 4), (KeyboardInterrupt(), 0)],
+)
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_after_an_error_of_the_storage_the_same_batch_is_read(
-    corpus, in_place, num_threads, depth
+def test_after_a_batch_that_was_broken_off_the_same_batch_is_read(
+    corpus, in_place, num_threads, depth, error
 ):
     flaky = FlakyData(
         files=(corpus,),
@@ -230,6 +236,7 @@ def test_after_an_error_of_the_storage_the_same_batch_is_read(
         shuffle=False,
         in_place=in_place,
         num_threads=num_threads,
+        error=error,
         # Not into the next epoch.
         prefetch_records=4,
     )
@@ -238,7 +245,7 @@ def test_after_an_error_of_the_storage_the_same_batch_is_read(
     while len(found) < 6:
         try:
             found.append(example_id.join(one.batch()["example_id"]))
-        except OSError:
+        except (OSError, KeyboardInterrupt):
             failures += 1
         assert one.save()[0] == {"global_next_index": 8 * len(found)}
     one.close()

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import json
 import threading
+from concurrent import futures
 
 import grain
 import numpy as np
@@ -104,6 +105,7 @@ def test_positional_engines_have_the_state_of_the_batch_taken_too(
         assert saved(one) == saved(plain)
 
 
+@pytest.mark.slow
 def test_worker_processes_do_not_change_the_state(read_ahead):
     plain = host_batches(sharded("first_fit"))
     one = read_ahead(host_batches(sharded("first_fit", num_workers=2)), batches=2)
@@ -222,28 +224,31 @@ def test_an_error_ahead_is_raised_when_its_batch_is_due_and_not_before(read_ahea
         assert one.shard_cursors() == {0: 4}
 
 
-def spoilt(shard):
+def spoilt(shard, *, error):
     """Two rows of a shard, and an error where the third of shard 5 should be."""
 
     def read(n):
         if (shard, n) == (5, 2):
-            raise ValueError("a broken record")
+            raise error
         return {"x": np.array([shard, n])}
 
     return grain.MapDataset.range(100).map(read).to_iter_dataset(pipelines.IN_CALLER)
 
 
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=type)
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_before_a_broken_record_the_state_is_saved_and_behind_it_nothing_is(
-    read_ahead, depth
+def test_after_a_batch_that_was_broken_off_a_saved_state_has_to_be_loaded(
+    read_ahead, depth, error
 ):
-    data = sharded_data.sharded(spoilt, num_shards=NUM_SHARDS)
+    data = sharded_data.sharded(
+        functools.partial(spoilt, error=error), num_shards=NUM_SHARDS
+    )
     one = read_ahead(host_batches(data), batches=depth)
     states = []
     for _ in range(2):
         next(one)
         states.append(saved(one))
-    with pytest.raises(ValueError, match="a broken record"):
+    with pytest.raises(type(error)):
         next(one)
     with pytest.raises(errors.DataError, match="in the middle of a batch; load a s"):
         next(one)
@@ -286,11 +291,12 @@ def test_closing_does_not_wait_for_a_read_that_hangs(read_ahead, monkeypatch):
     hanging = Hanging()
     one = read_ahead(hanging, batches=2)
     next(one)
-    threading.Thread(target=lambda: pytest.raises(Exception, next, one)).start()
+    taking = futures.ThreadPoolExecutor().submit(next, one)
     assert reading.wait(10)
     one.close()
     assert hanging.closed == 0
     may_go_on.set()
+    assert number(taking.result(10)) == 1
 
 
 def test_rows_are_closed_once_in_the_thread_that_reads_them(read_ahead):
@@ -359,3 +365,35 @@ def test_whatever_is_done_it_is_the_plain_engine(depth, actions):
             plain.resize(amount)
         assert saved(one) == saved(plain.host)
     one.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
+    read_ahead, depth
+):
+    plain, full = host_batches(sharded()), [3, 4, 9]
+    made = []
+
+    def place(loaded):
+        made.append(loaded)
+        if len(made) in full:
+            raise MemoryError("no room on the device")
+        return loaded
+
+    one = read_ahead(host_batches(sharded()), make=place, batches=depth)
+    failures = 0
+    for _ in range(8):
+        while True:
+            try:
+                found = next_of(one)
+                break
+            except MemoryError:
+                failures += 1
+                if depth:
+                    assert saved(one) == saved(plain)
+                else:
+                    with pytest.raises(errors.DataError, match="not handed over"):
+                        saved(one)
+        assert found == next_of(plain)
+        assert saved(one) == saved(plain)
+    assert failures == len(full)

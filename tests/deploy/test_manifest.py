@@ -6,7 +6,7 @@ import pytest
 import yaml
 from jax._src.clusters import k8s_cluster
 
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import machine, manifest
 from tests.deploy import manifest_check
@@ -265,8 +265,8 @@ def test_every_key_of_the_section_changes_some_manifest():
         "pathways_gcs_location": "gs://b/c",
         "local_checkpoint_directory": "/ram",
     }
-    for key, value in schema.values(schema.Config()).items():
-        if schema.keys()[key][0] != "deploy":
+    for key, value in keys.values(schema.Config()).items():
+        if keys.keys()[key][0] != "deploy":
             continue
         if isinstance(value, int):
             new = str(value + 1)

@@ -171,6 +171,7 @@ def sleep(place, emit):
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_host_outlives_its_supervisor(tmp_path, number):
     script = tmp_path / "world.py"

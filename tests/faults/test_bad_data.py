@@ -56,6 +56,7 @@ def test_a_mixture_file_with_a_wrong_entry(trained, tmp_path):
     assert f"{path}: web has ['files', 'weight']; give it weight, and path" in message
 
 
+@pytest.mark.slow
 def test_a_changed_list_of_files_is_named(trained):
     other = write(trained.parent, "b.parquet", range(3))
     both = f"{trained.parent}/a.parquet,{other}"
@@ -80,6 +81,7 @@ def test_a_wrong_column_is_named_with_those_that_exist(trained):
     assert "a.parquet: no column ['body'], it has ['text', 'tokens']" in message
 
 
+@pytest.mark.slow
 def test_a_corrupt_row_group_ends_the_run_or_is_left_out_and_counted(trained, tmp_path):
     values = json.loads(trained.read_text())
     file = write(tmp_path, "a.parquet", range(60))

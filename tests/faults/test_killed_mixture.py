@@ -87,6 +87,7 @@ def test_evaluations_are_the_same_on_any_number_of_hosts(mixture, tmp_path):
     assert losses[1] == pytest.approx(losses[4], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_finite_run_ends_on_all_hosts_at_once_and_continues_to_no_step(
     mixture, tmp_path
 ):

@@ -113,6 +113,7 @@ def test_batches_are_those_of_one_host_through_worlds_and_sizes(tmp_path):
     assert found == expected_batches([size for _, size in WORLDS])
 
 
+@pytest.mark.slow
 def test_a_step_is_not_committed_before_the_last_host_has_written(tmp_path):
     run_world(tmp_path / "steps", tmp_path, 3, 12, late_host=2)
     saved = tmp_path / "steps" / str(BATCHES_A_WORLD) / "data"

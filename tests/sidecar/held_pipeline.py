@@ -76,7 +76,7 @@ def wait_until(is_so):
         time.sleep(0.001)
 
 
-def settled(is_so, *, secs=0.2):
+def settled(is_so, *, secs=0.05):
     """Whether it comes to be so, and stays so for a while."""
     wait_until(is_so)
     until = time.monotonic() + secs

@@ -77,6 +77,7 @@ class TestPacked(ShardedContract):
         return of_shards(functools.partial(pipelines.packed, num_shards=NUM_SHARDS))
 
 
+@pytest.mark.slow
 class TestDataThatEnds(ShardedContract):
     @pytest.fixture
     def data(self):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from etils import epath
 
-import sidecar
-from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import first_contact, sharded_data
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import first_contact, sharded_data, state
 from sidecar import failures
 from tests import iterator_contract, pipelines
+from tests.data import test_positional
 
 OWN = [
     errors.ConfigError,
@@ -48,9 +48,8 @@ def text_of(error, *, depth=0):
 
 def at_the_head(text, *, of=RuntimeError):
     """The error that the head raises for a runtime's error with that text."""
-    with pytest.raises(errors.ElasticCkptError) as raised:
-        with failures.reaching_the_head():
-            raise of(text)
+    with pytest.raises(errors.ElasticCkptError) as raised, failures.reaching_the_head():
+        raise of(text)
     return raised.value
 
 
@@ -162,12 +161,14 @@ def pipeline_of_the_user(shard):
     )
 
 
-def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(tmp_path):
-    batches = sidecar.RemoteIterator(
-        sharded_data.sharded(pipeline_of_the_user, num_shards=8),
-        mesh=topology.make_mesh(2)[0],
-        global_batch_size=8,
-    )
+def data_of_the_user():
+    return sharded_data.sharded(pipeline_of_the_user, num_shards=8)
+
+
+def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(
+    remote, tmp_path
+):
+    batches = remote(data_of_the_user(), size=8)
     next(batches)
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
     found = [np.asarray(next(batches)["x"]).tolist() for _ in range(2)]
@@ -186,15 +187,10 @@ def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(tmp_path
     # The state before it can be saved, and loaded.
     iterator_contract.run(batches.load(epath.Path(tmp_path)))
     assert [np.asarray(next(batches)["x"]).tolist() for _ in range(2)] == found
-    batches.close()
 
 
-def test_the_state_before_a_users_error_can_still_be_saved(tmp_path):
-    batches = sidecar.RemoteIterator(
-        sharded_data.sharded(pipeline_of_the_user, num_shards=8),
-        mesh=topology.make_mesh(2)[0],
-        global_batch_size=8,
-    )
+def test_the_state_before_a_users_error_can_still_be_saved(remote, tmp_path):
+    batches = remote(data_of_the_user(), size=8)
     for _ in range(3):
         next(batches)
     with pytest.raises(errors.DataError, match="OfTheUser"):
@@ -204,15 +200,35 @@ def test_the_state_before_a_users_error_can_still_be_saved(tmp_path):
     # There it is again.
     with pytest.raises(errors.DataError, match="OfTheUser"):
         next(batches)
-    batches.close()
 
 
-def test_an_error_while_the_state_is_written_reaches_who_saves(tmp_path):
-    batches = sidecar.RemoteIterator(
-        sharded_data.sharded(pipeline_of_the_user, num_shards=8),
-        mesh=topology.make_mesh(2)[0],
-        global_batch_size=8,
+def test_after_an_error_of_the_storage_the_next_call_reads_the_same_batch(
+    remote, corpus, tmp_path
+):
+    flaky = test_positional.FlakyData(
+        files=(corpus,),
+        max_target_length=16,
+        shuffle=False,
+        num_threads=0,
+        error=OSError("the storage is busy"),
     )
+    batches = remote(flaky, size=8)
+    found, heard = [], []
+    while len(found) < 6:
+        try:
+            found.append(iterator_contract.ids(next(batches)))
+        except errors.DataError as error:
+            heard.append(str(error))
+        iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+        position = {"global_next_index": 8 * len(found)}
+        assert state.read(tmp_path).position == position
+    (message,) = heard
+    assert "failed with OSError: the storage is busy" in message
+    assert found == [list(range(n, n + 8)) for n in range(0, 48, 8)]
+
+
+def test_an_error_while_the_state_is_written_reaches_who_saves(remote, tmp_path):
+    batches = remote(data_of_the_user(), size=8)
     next(batches)
     gone = iterator_contract.Created(tmp_path / "a file" / "below")
     (tmp_path / "a file").write_text("")
@@ -221,7 +237,6 @@ def test_an_error_while_the_state_is_written_reaches_who_saves(tmp_path):
     # The next save is not troubled by it.
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
     assert (tmp_path / "data_state.json").exists()
-    batches.close()
 
 
 async def save_whole(batches, directory):

@@ -94,7 +94,13 @@ def test_the_commit_waits_for_a_host_that_writes_late(
         saving = steps.save_checkpointables_async(1, parts(batches))
         assert begun.wait(held_pipeline.SOON_SECS)
         # The training goes on.
-        assert [held_pipeline.number(next(batches)) for _ in range(5)] == [1, 2, 3, 4, 5]
+        assert [held_pipeline.number(next(batches)) for _ in range(5)] == [
+            1,
+            2,
+            3,
+            4,
+            5,
+        ]
         # Orbax has had the time to write weights of 16 bytes.
         held_pipeline.wait_until(lambda: list(tmp_path.glob("steps/1*/state*/d/*")))
         # Where Orbax renames, the directory is not there yet; elsewhere its marker is.

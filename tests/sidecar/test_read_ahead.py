@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -14,26 +15,20 @@ import sidecar
 from elastic_ckpt.core import ahead, errors, metrics, topology
 from elastic_ckpt.data import iterator, prefetch, state
 from sidecar import remote_iterator, worker
-from tests import iterator_contract
+from tests import ctrl_c, iterator_contract
 from tests.sidecar import held_pipeline
 from tests.sidecar.held_pipeline import number, settled, wait_until
 
 SIZE = held_pipeline.NUM_SHARDS
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def valve():
+    before = threads()
     held_pipeline.VALVE.reset()
     yield held_pipeline.VALVE
     held_pipeline.VALVE.open()
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    gc.collect()
-    before = threads()
-    yield
-    gc.collect()
+    # No thread is left, to read in the next test.
     wait_until(lambda: threads() <= before)
 
 
@@ -54,7 +49,7 @@ def test_the_next_batches_are_ready_while_the_step_runs(remote, valve, depth):
     assert valve.num_batches() == 0
     for taken in range(1, 5):
         assert number(next(batches)) == taken - 1
-        # A step runs: nobody asks for the next batch. The head has one, the worker more.
+        # A step runs: nobody asks for more. The head has one batch, the worker others.
         ahead_of_loop = worker.HEAD_AHEAD + depth
         assert settled(lambda n=taken + ahead_of_loop: valve.num_batches() == n)
         assert batches._workers.num_ready() == worker.HEAD_AHEAD
@@ -66,6 +61,7 @@ def test_a_batch_that_is_ready_needs_nobody_who_reads(remote, valve):
     assert settled(lambda: valve.num_batches() == 4)
     valve.close()
     assert [number(next(batches)) for _ in range(3)] == [1, 2, 3]
+    valve.open()
 
 
 def test_the_bytes_bound_the_reading_ahead(remote, valve):
@@ -76,7 +72,7 @@ def test_the_bytes_bound_the_reading_ahead(remote, valve):
 
 
 def test_batches_lie_on_the_devices_of_the_workers_before_they_are_asked_for(
-    remote, valve, monkeypatch
+    remote, monkeypatch
 ):
     placed, place = [], iterator._Placer.__call__
 
@@ -94,7 +90,7 @@ def test_batches_lie_on_the_devices_of_the_workers_before_they_are_asked_for(
         assert batch["x"].sharding.is_equivalent_to(sharding, 2)
 
 
-def test_rows_land_on_the_same_devices_every_time(remote, valve):
+def test_rows_land_on_the_same_devices_every_time(remote):
     def layout(batch):
         return [
             (s.device.id, np.asarray(s.data)[:, 0].tolist())
@@ -114,7 +110,7 @@ def saved_rows(directory):
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
 def test_the_state_saved_is_that_of_the_last_batch_the_loop_took(
-    remote, valve, tmp_path, depth
+    remote, tmp_path, depth
 ):
     batches = batches_of(remote, batches=depth)
     for taken in range(12):
@@ -148,7 +144,7 @@ def test_a_save_does_not_wait_for_a_batch_that_is_on_its_way(remote, valve, tmp_
     assert saved_rows(tmp_path) == 2 * SIZE
 
 
-def test_writing_goes_on_beside_the_training(remote, valve, tmp_path, monkeypatch):
+def test_writing_goes_on_beside_the_training(remote, tmp_path, monkeypatch):
     may_write, write = threading.Event(), iterator.HostIterator.write
 
     def late(*arguments):
@@ -176,7 +172,7 @@ def test_writing_goes_on_beside_the_training(remote, valve, tmp_path, monkeypatc
     assert saved_rows(tmp_path) == SIZE
 
 
-def test_two_saves_at_once_each_have_their_own_state(remote, valve, tmp_path):
+def test_two_saves_at_once_each_have_their_own_state(remote, tmp_path):
     batches = batches_of(remote)
     directories = [tmp_path / "one", tmp_path / "two"]
     for directory in directories:
@@ -193,11 +189,11 @@ def test_two_saves_at_once_each_have_their_own_state(remote, valve, tmp_path):
     assert [saved_rows(directory) for directory in directories] == [SIZE, 2 * SIZE]
 
 
-def test_a_load_that_fails_leaves_the_position(remote, valve, tmp_path):
+def test_a_load_that_fails_leaves_the_position(remote, tmp_path):
     batches = batches_of(remote)
     for step in range(5):
         assert number(next(batches)) == step
-        with pytest.raises(errors.DataError, match="holds no data state|data_state"):
+        with pytest.raises(errors.DataError, match="data_state"):
             iterator_contract.run(batches.load(epath.Path(tmp_path)))
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
     assert saved_rows(tmp_path) == 5 * SIZE
@@ -218,6 +214,46 @@ def test_a_reset_that_gets_no_answer_says_so_and_is_made_up_for_later(
     assert [number(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
     assert saved_rows(tmp_path) == 4 * SIZE
+
+
+def test_a_change_of_size_that_is_refused_leaves_the_position(
+    remote, tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise errors.ConfigError("moves logical shards [3] between hosts")
+
+    monkeypatch.setattr(iterator.HostIterator, "resize", refuse)
+    batches = batches_of(remote)
+    for step in range(4):
+        if step % 2:
+            wait_until(lambda: batches._workers.num_ready() == worker.HEAD_AHEAD)
+        with pytest.raises(errors.ConfigError, match=r"host 0 .*: moves logical sha"):
+            batches.resize(16)
+        assert number(next(batches)) == step
+    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    assert saved_rows(tmp_path) == 4 * SIZE
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_a_next_that_is_interrupted_loses_no_batch_and_no_count(
+    valve, tmp_path, colocated
+):
+    batches = sidecar.batches(
+        held_pipeline.data(),
+        mesh=topology.make_mesh(2)[0],
+        global_batch_size=SIZE,
+        colocated=colocated,
+    )
+    valve.close(at=6)
+    assert [number(next(batches)) for _ in range(6)] == list(range(6))
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c.pressed_during(lambda: next(batches))
+    valve.open()
+    assert number(next(batches)) == 6
+    iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
+    assert saved_rows(tmp_path) == 7 * SIZE
+    assert number(next(batches)) == 7
+    batches.close()
 
 
 def test_closing_does_not_wait_for_a_pipeline_that_hangs(valve, monkeypatch, remote):
@@ -244,9 +280,9 @@ def make(depth=2):
 
 
 @pytest.mark.parametrize("in_a_cycle", [False, True])
-def test_garbage_ends_its_threads_whatever_is_under_way(valve, in_a_cycle):
+def test_garbage_ends_its_threads_whatever_is_under_way(in_a_cycle):
     before = threads()
-    for taken in range(12):
+    for taken in range(6):
         batches = make(depth=taken % 3)
         for _ in range(taken % 4):
             next(batches)
@@ -286,9 +322,23 @@ def test_a_host_that_is_late_is_named_with_its_wait(remote, valve, caplog):
     assert "others at most 0.0 s" in warning
 
 
+def test_of_several_hosts_the_slowest_is_named(remote):
+    def shard(host, secs):
+        device = types.SimpleNamespace(process_index=host)
+        return types.SimpleNamespace(device=device, data=np.array([secs]))
+
+    batches = batches_of(remote)
+    shards = [shard(0, 0.1), shard(0, 0.1), shard(7, 4.2), shard(3, 0.6)]
+    batches._workers._waited_secs = types.SimpleNamespace(addressable_shards=shards)
+    assert batches._workers.explain(4.3) == (
+        "waited 4.3 s for a batch: host 7 had to wait 4.2 s for its rows, the others at"
+        " most 0.6 s"
+    )
+
+
 @pytest.mark.parametrize("colocated", [True, False])
 def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
-    valve, heard, tmp_path, colocated
+    heard, tmp_path, colocated
 ):
     batches = sidecar.batches(
         held_pipeline.data(),

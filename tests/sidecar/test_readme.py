@@ -7,7 +7,7 @@ import shlex
 import pytest
 import yaml
 
-from elastic_ckpt.config import schema
+from elastic_ckpt.config import keys
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import first_contact
 from tests import runs
@@ -76,7 +76,7 @@ def test_it_shows_what_first_contact_says_of_other_versions():
 def test_keys_that_it_names_exist():
     words = re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:=\S*)?`", README)
     assert len(words) > 15
-    assert set(words) <= set(schema.keys())
+    assert set(words) <= set(keys.keys())
 
 
 @pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))

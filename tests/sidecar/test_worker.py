@@ -21,6 +21,12 @@ def host(data):
     made._writer.shutdown()
 
 
+def written(host, *, ticket):
+    """Asks until the host has written."""
+    while not host("is_written", ticket=ticket).any():
+        pass
+
+
 def test_a_letter_arrives_as_it_was_sent():
     mesh, _ = topology.make_mesh(2)
     content = {"ticket": 3, "directory": "/a/b ü"}
@@ -53,8 +59,7 @@ def test_a_host_says_that_it_has_written_as_often_as_it_is_asked(
     host("write_state", ticket=0, directory=str(tmp_path))
     assert not host("is_written", ticket=0).any()
     may_write.set()
-    while not host("is_written", ticket=0).any():
-        pass
+    written(host, ticket=0)
     for _ in range(2):
         assert host("is_written", ticket=0).all()
     assert (tmp_path / "data_state.json").exists()
@@ -65,8 +70,7 @@ def test_what_the_writing_raised_is_raised_where_it_is_asked_for(host, tmp_path)
     host("take_state", ticket=0, batches=0)
     host("write_state", ticket=0, directory=str(tmp_path / "file"))
     with pytest.raises(failures.WorkerFailure, match=r"\[Errno"):
-        while not host("is_written", ticket=0).any():
-            pass
+        written(host, ticket=0)
 
 
 def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
@@ -76,3 +80,12 @@ def test_states_of_the_last_batches_can_be_kept_and_of_no_older_one(host):
         host("take_state", ticket=batches, batches=batches)
     with pytest.raises(failures.WorkerFailure, match="KeyError"):
         host("take_state", ticket=9, batches=5 - worker.HEAD_AHEAD - 2)
+
+
+def test_the_state_of_a_save_that_was_given_up_is_not_kept_for_ever(host, tmp_path):
+    for ticket in range(20):
+        host("take_state", ticket=ticket, batches=0)
+    host("write_state", ticket=19, directory=str(tmp_path))
+    written(host, ticket=19)
+    with pytest.raises(failures.WorkerFailure, match="KeyError"):
+        host("write_state", ticket=0, directory=str(tmp_path))

@@ -44,6 +44,15 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
     return tuple(found)
 
 
+def absolute(patterns: str) -> str:
+    """Comma-separated patterns, those of this machine as absolute paths."""
+    parts = filter(None, (part.strip() for part in patterns.split(",")))
+    return ",".join(
+        os.path.abspath(os.path.expanduser(part)) if storage.is_local(part) else part
+        for part in parts
+    )
+
+
 def size_bytes(file: str) -> int:
     """Bytes of `file`."""
     if storage.is_local(file):

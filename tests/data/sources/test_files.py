@@ -62,6 +62,14 @@ def test_a_home_directory_and_deep_patterns_are_expanded(directory, monkeypatch)
     assert names(files.find_files("~/**/*1")) == ["a1", "b1", "c1"]
 
 
+def test_patterns_of_this_machine_are_made_absolute(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", "/home/a")
+    monkeypatch.chdir(tmp_path)
+    assert files.absolute("b*, ~/c,,gs://d/e*") == (
+        f"{tmp_path}/b*,/home/a/c,gs://d/e*"
+    )
+
+
 @pytest.mark.parametrize("pattern", ["c*", "c1"])
 def test_a_pattern_without_a_file_is_named(root, pattern):
     with refused(rf"a_key: {root}/{pattern[0]}.* matches no file; write one with"):

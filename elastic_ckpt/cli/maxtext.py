@@ -1,0 +1,23 @@
+"""`elastic-ckpt maxtext ARGS...`: MaxText with elastic data, on any number of hosts."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument(
+        "arguments",
+        nargs=argparse.REMAINDER,
+        metavar="ARGS",
+        help="what MaxText's trainer takes: a YAML file and key=value, ours among them",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, or continues, a run of MaxText."""
+    from elastic_ckpt.integrations import maxtext
+
+    maxtext.run(arguments.arguments)
+    return 0

@@ -1,0 +1,1 @@
+"""Other people's trainers, unmodified, with our iterators."""

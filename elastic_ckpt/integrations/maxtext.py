@@ -1,0 +1,281 @@
+"""Runs the MaxText that is installed, unmodified, on our iterators.
+
+MaxText's trainer, checkpoints and resume do their work. What is put in their way, for
+the time of the run, are five functions that MaxText looks up when it calls them:
+
+* where it has read its configuration, ours is taken out (`maxtext_config`)
+* where it makes Grain's iterators, it gets ours, in this process or in the sidecar
+* where it saves and restores an iterator, ours goes to Orbax as it is
+
+A MaxText in which one of them is not found as it was is refused before the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from absl import app
+from etils import epath
+from orbax import checkpoint
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import elastic_data, iterator, pipeline
+from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from sidecar import place
+
+# What a step of MaxText takes, all int32 `[B, L]`.
+FEATURES = tuple(
+    name + suffix
+    for name in ("inputs", "targets")
+    for suffix in ("", "_position", "_segmentation")
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Trains as `python -m maxtext.trainers.pre_train.train ARGUMENTS` does.
+
+    Raises:
+      ConfigError: if there is no MaxText here, or another one than this module knows,
+        or its configuration asks for what our data does not have.
+      DataError: if the data cannot be read; MaxText itself would end without an error.
+      SystemExit: if MaxText refuses its configuration.
+    """
+    maxtext_seams.check_installed()
+    with seams_taken() as taken:
+        train = importlib.import_module(maxtext_seams.MAIN.module)
+        try:
+            app.run(train.main, argv=[str(train.__file__), *arguments])
+        except SystemExit as ended:
+            if ended.code:
+                raise
+        except _PastMaxText as past:
+            _leave_others_at_once()
+            raise past.error from past.error.__cause__
+        except Exception:
+            _leave_others_at_once()
+            raise
+        # Only here: after an error other hosts may be gone, and closing waits for them.
+        taken.close()
+
+
+@contextlib.contextmanager
+def seams_taken() -> Iterator[Taken]:
+    """Has MaxText call ours in the place of its own, until the body ends."""
+    modules = {
+        seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
+    }
+    taken = Taken(
+        {seam: getattr(modules[seam], seam.name) for seam in maxtext_seams.SEAMS}
+    )
+    ours: dict[maxtext_seams.Seam, Any] = {
+        maxtext_seams.PREPARE: taken.prepare,
+        maxtext_seams.MAKE_TRAIN: taken.train_iterator,
+        maxtext_seams.MAKE_EVAL: taken.evaluation_iterator,
+        maxtext_seams.FOR_SAVE: taken.for_save,
+        maxtext_seams.FOR_RESTORE: taken.for_restore,
+    }
+    with contextlib.ExitStack() as stack:
+        for seam, function in ours.items():
+            original = getattr(modules[seam], seam.name)
+            stack.callback(setattr, modules[seam], seam.name, original)
+            setattr(modules[seam], seam.name, function)
+        yield taken
+
+
+class Taken:
+    """What MaxText calls in the place of its own functions.
+
+    Args:
+      originals: the function of MaxText at each seam.
+    """
+
+    def __init__(self, originals: dict[maxtext_seams.Seam, Callable[..., Any]]) -> None:
+        self._originals = originals
+        self._own = maxtext_config.Own(values={})
+        self._made: dict[maxtext_seams.Seam, MaxTextIterator] = {}
+
+    def prepare(self, raw_keys: dict[str, Any], *rest: Any, **more: Any) -> Any:
+        """Takes our keys out of those that MaxText has read."""
+        with _past_maxtext():
+            theirs, self._own = maxtext_config.divide(raw_keys)
+        return self._originals[maxtext_seams.PREPARE](theirs, *rest, **more)
+
+    def train_iterator(
+        self, config: Any, global_mesh: Any, process_indices: Any
+    ) -> Any:
+        """Makes the iterator of the training data."""
+        del process_indices
+        section = maxtext_config.train_section(config, self._own)
+        _check_resumable(config)
+        if section.tokenize_train_data:
+            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
+        rows = maxtext_config.global_batch_size(config, num_devices=global_mesh.size)
+        batches = place.configured(
+            pipeline.from_config(section),
+            section,
+            mesh=global_mesh,
+            global_batch_size=rows,
+        )
+        return self._keep(maxtext_seams.MAKE_TRAIN, config, batches)
+
+    def evaluation_iterator(
+        self, config: Any, global_mesh: Any, process_indices: Any
+    ) -> Any:
+        """Makes the iterator of the evaluation data."""
+        del process_indices
+        section = maxtext_config.eval_section(config, self._own)
+        if section.tokenize_train_data:
+            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
+        rows = maxtext_config.global_batch_size(
+            config, num_devices=global_mesh.size, evaluation=True
+        )
+        batches = place.configured(
+            pipeline.eval_from_config(section, global_batch_size=rows),
+            section,
+            mesh=global_mesh,
+            global_batch_size=rows,
+        )
+        return self._keep(maxtext_seams.MAKE_EVAL, config, batches)
+
+    def for_save(
+        self, step: int, data_iterator: Any, expansion_factor_real_data: float
+    ) -> Any:
+        """What Orbax saves as the iterator of a step."""
+        if isinstance(data_iterator, MaxTextIterator):
+            return data_iterator
+        return self._originals[maxtext_seams.FOR_SAVE](
+            step, data_iterator, expansion_factor_real_data
+        )
+
+    def for_restore(
+        self,
+        checkpoint_manager: Any,
+        step: int,
+        data_iterator: Any,
+        expansion_factor_real_data: float,
+    ) -> Any:
+        """What Orbax loads the iterator of a step into."""
+        if isinstance(data_iterator, MaxTextIterator):
+            return data_iterator
+        return self._originals[maxtext_seams.FOR_RESTORE](
+            checkpoint_manager, step, data_iterator, expansion_factor_real_data
+        )
+
+    def close(self) -> None:
+        """Closes the iterators that MaxText had last."""
+        for made in self._made.values():
+            made.close()
+
+    def _keep(
+        self, seam: maxtext_seams.Seam, config: Any, batches: Any
+    ) -> MaxTextIterator:
+        # After an elastic event MaxText comes again; the old one's slices are gone.
+        self._made[seam] = MaxTextIterator(batches, elastic=config.elastic_enabled)
+        return self._made[seam]
+
+
+class MaxTextIterator:
+    """Batches as MaxText's step takes them; to Orbax, their data state.
+
+    Args:
+      batches: `iterator.Batches` or `sidecar.RemoteIterator`.
+      elastic: whether MaxText answers lost slices itself.
+    """
+
+    def __init__(self, batches: Any, *, elastic: bool) -> None:
+        self._batches = batches
+        self._elastic = elastic
+
+    def __iter__(self) -> MaxTextIterator:
+        return self
+
+    def __next__(self) -> elastic_data.Batch:
+        with _past_maxtext(except_for=self._left_to_maxtext()):
+            batch = next(self._batches)
+        return {name: batch[name] for name in FEATURES}
+
+    def reset(self) -> None:
+        """Goes to the beginning; MaxText does so before each evaluation."""
+        self._batches.reset()
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        self._batches.close()
+
+    async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
+        """Takes the state now; the awaitable writes it into Orbax's directory."""
+        return await self._batches.save(directory)
+
+    async def load(self, directory: epath.Path) -> Awaitable[None]:
+        """Goes to the data state in `directory`, on any number of hosts."""
+        return await self._batches.load(directory)
+
+    def _left_to_maxtext(self) -> tuple[type[Exception], ...]:
+        if self._elastic:
+            return (StopIteration, jax.errors.JaxRuntimeError)
+        return (StopIteration,)
+
+
+class _PastMaxText(BaseException):
+    """Carries an error past `except Exception`.
+
+    MaxText takes any error of an iterator for the end of the data, and ends well; and
+    any error of its configuration it prints itself.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def _past_maxtext(*, except_for: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    try:
+        yield
+    except except_for:
+        raise
+    except Exception as error:
+        raise _PastMaxText(error) from error
+
+
+def _leave_others_at_once() -> None:
+    # JAX would have this process wait for the other hosts at its exit, five minutes,
+    # and these wait for it in the midst of a step.
+    if jax.distributed.is_initialized():
+        atexit.register(_end)
+
+
+def _end() -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _check_resumable(config: Any) -> None:
+    # MaxText restores a step without data state as well, and would then begin the data
+    # anew, without a word.
+    if not config.enable_checkpointing or not config.checkpoint_dir:
+        return
+    directory = epath.Path(config.checkpoint_dir)
+    steps = directory.iterdir() if directory.exists() else ()
+    complete = [
+        step
+        for step in steps
+        if step.name.isdigit() and checkpoint.utils.is_checkpoint_finalized(step)
+    ]
+    latest = max(complete, key=lambda step: int(step.name), default=None)
+    if latest is not None and not (latest / "iter").exists():
+        raise errors.CheckpointError(
+            f"step {latest.name} in {directory} has no data state (`iter`), so it is"
+            " not known which examples it has seen; choose another run_name, and"
+            f" load_full_state_path={latest / 'items'} to go on from its weights"
+        )

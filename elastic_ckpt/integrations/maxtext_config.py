@@ -1,0 +1,294 @@
+"""From MaxText's configuration to ours: pure functions, free of MaxText and JAX.
+
+MaxText refuses keys that it does not know, and combinations that its own elastic
+iterator cannot do. So `divide` takes ours out of what it has read, before it checks;
+and `train_section` and `eval_section` say what its own keys, with ours, mean to us.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import datasets
+from elastic_ckpt.data.sources import files
+
+# Keys of ours that MaxText does not know.
+OWN_KEYS = (
+    "num_logical_shards",
+    "grain_record_format",
+    "drop_remainder",
+    "corrupt_records",
+    "data_read_ahead_batches",
+    "data_read_ahead_mib",
+)
+# Keys of MaxText that mean the same here.
+SHARED_KEYS = (
+    "add_bos",
+    "add_eos",
+    "data_shuffle_seed",
+    "enable_data_shuffling",
+    "eval_interval",
+    "eval_steps",
+    "grain_eval_files",
+    "grain_file_type",
+    "grain_packing_type",
+    "grain_per_worker_buffer_size",
+    "grain_shuffle_buffer_size",
+    "grain_train_files",
+    "grain_train_mixture_config_path",
+    "grain_worker_count",
+    "max_segments_per_seq",
+    "max_target_length",
+    "num_epoch",
+    "packing",
+    "tokenize_train_data",
+    "train_data_columns",
+    "use_truncation",
+)
+# And those that are read in another way.
+READ_KEYS = (
+    "checkpoint_dir",
+    "elastic_enabled",
+    "enable_checkpointing",
+    "eval_data_columns",
+    "eval_per_device_batch_size",
+    "global_batch_size_to_load",
+    "global_batch_size_to_load_eval",
+    "per_device_batch_size",
+    "tokenize_eval_data",
+    "tokenizer_path",
+    "tokenizer_type",
+    "vocab_size",
+)
+
+_PLACE = "MaxText's configuration"
+_TOKENIZER = "tokenizer_type"
+_BYTES = "bytes"
+_IN_SIDECAR = "colocated_python_data_input"
+_NOT_OURS = "its data comes from MaxText's own pipelines: run MaxText itself"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Refused:
+    key: str
+    only: Any
+    remedy: str
+
+
+_REFUSED = (
+    _Refused(key="use_sft", only=False, remedy=_NOT_OURS),
+    _Refused(key="use_dpo", only=False, remedy=_NOT_OURS),
+    _Refused(key="use_multimodal", only=False, remedy=_NOT_OURS),
+    _Refused(
+        key="expansion_factor_real_data",
+        only=-1,
+        remedy="leave it at -1, for here any number of hosts reads any checkpoint",
+    ),
+    _Refused(
+        key="enable_rampup_batch_size",
+        only=False,
+        remedy="set it to false, for MaxText's ramp keeps rows between two steps that"
+        " no checkpoint has",
+    ),
+    _Refused(
+        key="generate_padding_batch_train",
+        only=False,
+        remedy="set it to false, for here all hosts end at the same batch",
+    ),
+    _Refused(
+        key="generate_padding_batch_eval",
+        only=False,
+        remedy="set it to false, for here all hosts end at the same batch",
+    ),
+    _Refused(
+        key="enable_emergency_checkpoint",
+        only=False,
+        remedy="set it to false, for such checkpoints have no data state",
+    ),
+    _Refused(
+        key="enable_multi_tier_checkpointing",
+        only=False,
+        remedy="set it to false, for such checkpoints have no data state",
+    ),
+)
+
+# Every key of MaxText that is looked at.
+MAXTEXT_KEYS = (*SHARED_KEYS, *READ_KEYS, *(refused.key for refused in _REFUSED))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Own:
+    """What MaxText is not told.
+
+    Attributes:
+      values: our keys, and what they are set to.
+      in_sidecar: whether the iterator runs in colocated Python.
+    """
+
+    values: Mapping[str, Any]
+    in_sidecar: bool = False
+
+
+def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
+    """What MaxText may see of the keys that it has read, and what is ours.
+
+    MaxText sees grain, and neither its elastic iterator nor colocated Python: for these
+    it has checks that do not hold for ours.
+
+    Raises:
+      ConfigError: if another pipeline is asked for, or the shards are not chosen.
+    """
+    theirs = dict(raw_keys)
+    values = {"grain_record_format": "tf_example"}
+    values |= {key: theirs.pop(key) for key in OWN_KEYS if key in theirs}
+    if theirs.get(_TOKENIZER) == _BYTES:
+        values[_TOKENIZER] = theirs.pop(_TOKENIZER)
+    dataset_type = theirs.get("dataset_type", "synthetic")
+    # `synthetic` is what MaxText's base.yml says, so nobody has asked for it.
+    if dataset_type not in ("grain", "synthetic"):
+        raise errors.ConfigError(
+            f"{_PLACE}: dataset_type={dataset_type} is read by MaxText alone; set it to"
+            " grain, and grain_train_files to ArrayRecord, Parquet or TFRecord files"
+        )
+    in_sidecar = theirs.get(_IN_SIDECAR, False)
+    theirs |= {
+        "dataset_type": "grain",
+        "grain_use_elastic_iterator": False,
+        _IN_SIDECAR: False,
+    }
+    checked = _section({**values, _IN_SIDECAR: in_sidecar})
+    if not checked.num_logical_shards:
+        raise errors.ConfigError(
+            f"{_PLACE}: num_logical_shards is not set; choose it once for the life of"
+            " the run, a multiple of every global batch size and number of hosts that"
+            " you may want (`elastic-ckpt plan --hosts 2,4,8 --batches 64,128` tells)"
+        )
+    return theirs, Own(values=values, in_sidecar=checked.colocated_python_data_input)
+
+
+def train_section(config: Any, own: Own) -> schema.DataSection:
+    """The training data of a MaxText configuration.
+
+    Args:
+      config: has MaxText's keys as attributes.
+      own: what was taken out of it.
+
+    Raises:
+      ConfigError: naming the key that has no meaning here, and the way out.
+    """
+    for refused in _REFUSED:
+        value = getattr(config, refused.key)
+        if value != refused.only:
+            raise errors.ConfigError(
+                f"{_PLACE}: {refused.key}={value}: {refused.remedy}"
+            )
+    kind = own.values.get(_TOKENIZER) or _text(config.tokenizer_type)
+    values = {key: getattr(config, key) for key in SHARED_KEYS}
+    values |= {
+        **own.values,
+        _TOKENIZER: kind,
+        "tokenizer_path": _tokenizer_path(config, kind),
+        _IN_SIDECAR: own.in_sidecar,
+    }
+    return _absolute(_section(values))
+
+
+def eval_section(config: Any, own: Own) -> schema.DataSection:
+    """The evaluation data of a MaxText configuration; see `train_section`."""
+    of_eval = _section(
+        {
+            "train_data_columns": config.eval_data_columns,
+            "tokenize_train_data": config.tokenize_eval_data,
+        }
+    )
+    return dataclasses.replace(
+        train_section(config, own),
+        train_data_columns=of_eval.train_data_columns,
+        tokenize_train_data=of_eval.tokenize_train_data,
+    )
+
+
+def global_batch_size(
+    config: Any, *, num_devices: int, evaluation: bool = False
+) -> int:
+    """Rows of a global batch that MaxText's step takes.
+
+    Raises:
+      ConfigError: if they do not divide over the devices, or MaxText would load more of
+        them than it trains on.
+    """
+    prefix, suffix = ("eval_", "_eval") if evaluation else ("", "")
+    rows_per_device = getattr(config, f"{prefix}per_device_batch_size")
+    if rows_per_device < 1:
+        raise errors.ConfigError(
+            f"{_PLACE}: {prefix}per_device_batch_size={rows_per_device} has MaxText"
+            " load a row for every device and throw some away, other ones on other"
+            " numbers of devices; set it to a whole number"
+        )
+    rows = getattr(config, f"global_batch_size_to_load{suffix}")
+    if rows % num_devices:
+        raise errors.ConfigError(
+            f"{_PLACE}: {prefix}per_device_batch_size={rows_per_device} makes a global"
+            f" batch of {rows} rows, which {num_devices} devices cannot share; set it"
+            " to a whole number"
+        )
+    return rows
+
+
+def check_vocabulary(config: Any, vocab_size: int) -> None:
+    """Raises a ConfigError unless the model has a row for each of `vocab_size` tokens.
+
+    JAX would take the last row for those that are too large.
+    """
+    if config.vocab_size < vocab_size:
+        raise errors.ConfigError(
+            f"{_PLACE}: vocab_size={config.vocab_size}, but the tokenizer has"
+            f" {vocab_size} tokens; set vocab_size to {vocab_size} or more"
+        )
+
+
+def _section(values: Mapping[str, Any]) -> schema.DataSection:
+    plain = {key: _text(value) for key, value in values.items()}
+    return load.from_values(plain, place=_PLACE).data
+
+
+def _text(value: Any) -> Any:
+    # MaxText has classes of its own for some choices: enumerations of texts.
+    return str(getattr(value, "value", value)) if isinstance(value, str) else value
+
+
+def _tokenizer_path(config: Any, kind: str) -> str:
+    of_eval = config.eval_interval > 0 and config.tokenize_eval_data
+    if kind == _BYTES or not (config.tokenize_train_data or of_eval):
+        return ""
+    path = config.tokenizer_path or ""
+    local = storage.is_local(path)
+    if kind == "huggingface" and local and not os.path.exists(os.path.expanduser(path)):
+        raise errors.ConfigError(
+            f"{_PLACE}: tokenizer_path={path} is not on this machine; download the"
+            " tokenizer and set tokenizer_path to its tokenizer.json or the directory"
+            " that has it"
+        )
+    return path
+
+
+def _absolute(data: schema.DataSection) -> schema.DataSection:
+    # Where the iterator runs, the working directory may be another.
+    changed: dict[str, Any] = {}
+    for key in ("grain_train_files", "grain_eval_files"):
+        if getattr(data, key):
+            changed[key] = datasets.to_list(
+                [
+                    dataclasses.replace(of, patterns=files.absolute(of.patterns))
+                    for of in datasets.from_list(getattr(data, key), key=key)
+                ]
+            )
+    if data.grain_train_mixture_config_path:
+        mixture = os.fspath(storage.absolute(data.grain_train_mixture_config_path))
+        changed["grain_train_mixture_config_path"] = mixture
+    return dataclasses.replace(data, **changed)

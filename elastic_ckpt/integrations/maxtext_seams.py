@@ -1,0 +1,130 @@
+"""The functions of MaxText that ours take the place of, and whether they are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from importlib import metadata
+from typing import Any
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.integrations import maxtext_config
+
+# The version in which they are known, and that is tested.
+TESTED_VERSION = "0.2.5"
+
+_TRAIN = "maxtext.trainers.pre_train.train"
+_CONFIG = "maxtext.configs.pyconfig"
+_CONFIG_TYPES = "maxtext.configs.types"
+_INPUT = "maxtext.input_pipeline.input_pipeline_interface"
+_CHECKPOINTING = "maxtext.common.checkpointing"
+_ITERATOR_STATE = "maxtext.common.grain_utility"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seam:
+    """A function of MaxText that is looked up when it is called.
+
+    Attributes:
+      module: where it is.
+      name: what it is called.
+      parameters: the names of its first parameters.
+      caller: module and name of the function that calls it by this name.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    caller: tuple[str, str] | None = None
+
+
+MAIN = Seam(module=_TRAIN, name="main", parameters=("argv",))
+PREPARE = Seam(
+    module=_CONFIG,
+    name="_prepare_for_pydantic",
+    parameters=("raw_keys",),
+    caller=(_CONFIG, "_initialize_pydantic"),
+)
+MAKE_TRAIN = Seam(
+    module=_INPUT,
+    name="make_grain_train_iterator",
+    parameters=("config", "global_mesh", "process_indices"),
+    caller=(_INPUT, "create_data_iterator"),
+)
+MAKE_EVAL = Seam(
+    module=_INPUT,
+    name="make_grain_eval_iterator",
+    parameters=("config", "global_mesh", "process_indices"),
+    caller=(_INPUT, "create_data_iterator"),
+)
+FOR_SAVE = Seam(
+    module=_ITERATOR_STATE,
+    name="for_save",
+    parameters=("step", "data_iterator", "expansion_factor_real_data"),
+    caller=(_CHECKPOINTING, "save_checkpoint"),
+)
+FOR_RESTORE = Seam(
+    module=_ITERATOR_STATE,
+    name="for_restore",
+    parameters=(
+        "checkpoint_manager",
+        "step",
+        "data_iterator",
+        "expansion_factor_real_data",
+    ),
+    caller=(_CHECKPOINTING, "load_state_if_possible"),
+)
+SEAMS = (MAIN, PREPARE, MAKE_TRAIN, MAKE_EVAL, FOR_SAVE, FOR_RESTORE)
+
+
+def check_installed() -> None:
+    """Raises a ConfigError unless the MaxText that is installed has every seam."""
+    try:
+        version = metadata.version("maxtext")
+    except metadata.PackageNotFoundError:
+        raise errors.ConfigError(
+            "MaxText is not installed beside elastic_ckpt; make the environment that"
+            " elastic_ckpt/integrations/MAXTEXT.md describes, and run this in it"
+        ) from None
+    for seam in SEAMS:
+        found = _lookup(seam.module, seam.name)
+        if found is None:
+            _refuse(version, f"has no {seam.module}.{seam.name}")
+        names = tuple(inspect.signature(found).parameters)
+        if names[: len(seam.parameters)] != seam.parameters:
+            _refuse(
+                version,
+                f"calls {seam.module}.{seam.name} with {', '.join(names)} instead of"
+                f" {', '.join(seam.parameters)}",
+            )
+        if seam.caller:
+            caller = inspect.unwrap(_lookup(*seam.caller) or _nothing)
+            if seam.name not in getattr(caller, "__code__", _nothing.__code__).co_names:
+                where = ".".join(seam.caller)
+                _refuse(version, f"does not call {seam.name} in {where}")
+    known = getattr(_lookup(_CONFIG_TYPES, "MaxTextConfig"), "model_fields", {})
+    missing = sorted(set(maxtext_config.MAXTEXT_KEYS) - set(known))
+    if missing:
+        _refuse(version, f"has no key {', '.join(missing)}")
+
+
+def _lookup(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(error.name):
+            return None
+        raise
+
+
+def _nothing() -> None:
+    pass
+
+
+def _refuse(version: str, what: str) -> None:
+    raise errors.ConfigError(
+        f"MaxText {version} {what}: elastic_ckpt knows MaxText {TESTED_VERSION};"
+        f" install maxtext=={TESTED_VERSION}, as elastic_ckpt/integrations/MAXTEXT.md"
+        " says, or a newer elastic_ckpt"
+    )

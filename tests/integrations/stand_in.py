@@ -1,0 +1,155 @@
+"""A small stand-in for MaxText: what elastic_ckpt touches, in modules of that name."""
+
+import importlib
+import pathlib
+import sys
+
+from tests.integrations import test_maxtext_config as settings
+
+MODULES = {
+    "configs/types.py": """
+FIELDS = {fields!r}
+
+class MaxTextConfig:
+    model_fields = dict.fromkeys(FIELDS)
+""",
+    "configs/pyconfig.py": """
+import sys
+import types as python_types
+
+from maxtext.configs import types
+
+def _prepare_for_pydantic(raw_keys, config_class=types.MaxTextConfig):
+    for key in raw_keys:
+        if key not in config_class.model_fields:
+            raise ValueError(f"{{key!r}} is unknown")
+    if raw_keys.get("grain_use_elastic_iterator") and raw_keys.get("packing"):
+        raise ValueError("the elastic iterator does not pack")
+    return raw_keys
+
+def _initialize_pydantic(argv):
+    raw_keys = types.FIELDS | argv
+    return python_types.SimpleNamespace(**_prepare_for_pydantic(raw_keys))
+
+def initialize(argv):
+    try:
+        return _initialize_pydantic(argv)
+    except Exception as error:
+        print("MAXTEXT CONFIG ERROR:", error)
+        sys.exit(2)
+""",
+    "input_pipeline/input_pipeline_interface.py": """
+def make_grain_train_iterator(config, global_mesh, process_indices):
+    raise AssertionError("MaxText's own iterator")
+
+def make_grain_eval_iterator(config, global_mesh, process_indices):
+    raise AssertionError("MaxText's own iterator")
+
+def create_data_iterator(config, mesh):
+    train = make_grain_train_iterator(config, mesh, [0])
+    if config.eval_interval <= 0:
+        return train, None
+    return train, make_grain_eval_iterator(config, mesh, [0])
+""",
+    "common/grain_utility.py": """
+def for_save(step, data_iterator, expansion_factor_real_data):
+    return ("saves", step, data_iterator, expansion_factor_real_data)
+
+def for_restore(checkpoint_manager, step, data_iterator, expansion_factor_real_data):
+    return ("restores", checkpoint_manager, step, data_iterator)
+""",
+    "common/checkpointing.py": """
+from maxtext.common import grain_utility
+
+def save_checkpoint(checkpoint_manager, step, data_iterator):
+    iterator = grain_utility.for_save(step, data_iterator, -1)
+    checkpoint_manager.save_checkpointables(
+        step, {{"items": {{"step": step}}, "iter": iterator}}
+    )
+
+def load_state_if_possible(checkpoint_manager, data_iterator):
+    step = checkpoint_manager.latest.step
+    if (checkpoint_manager.directory / str(step) / "iter").exists():
+        iterator = grain_utility.for_restore(
+            checkpoint_manager, step, data_iterator, -1
+        )
+        checkpoint_manager.load_checkpointables(step, {{"iter": iterator}})
+    return step + 1
+""",
+    "trainers/pre_train/train.py": """
+import ast
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from maxtext.common import checkpointing
+from maxtext.configs import pyconfig
+from maxtext.input_pipeline import input_pipeline_interface
+
+BATCHES = []
+
+def main(argv):
+    pairs = (argument.split("=", 1) for argument in argv[1:])
+    keys = {{key: literal(value) for key, value in pairs}}
+    config = pyconfig.initialize(keys)
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    with ocp.training.Checkpointer(config.checkpoint_dir) as checkpointer:
+        train, evaluation = input_pipeline_interface.create_data_iterator(config, mesh)
+        step = 0
+        if checkpointer.latest is not None:
+            step = checkpointing.load_state_if_possible(checkpointer, train)
+        BATCHES.clear()
+        for step in range(step, config.steps):
+            try:
+                BATCHES.append(next(train))
+            except Exception as error:
+                print("Training stopped:", error)
+                return
+        if evaluation:
+            evaluation.reset()
+            BATCHES.extend(evaluation)
+        checkpointing.save_checkpoint(checkpointer, step, train)
+
+def literal(text):
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+""",
+}
+
+FIELDS = settings.DEFAULTS | {
+    "colocated_python_data_input": False,
+    "dataset_type": "synthetic",
+    "grain_use_elastic_iterator": False,
+    "steps": 3,
+}
+
+
+def install(directory: pathlib.Path, *, version="0.2.5", fields=FIELDS, **changes):
+    """Writes the package; `changes` are texts of modules in which to replace others.
+
+    Args:
+      directory: to be put on the path of modules.
+      version: that it says it has.
+      fields: its configuration's keys and defaults.
+      changes: by the name of a module, a text and what to write in its place.
+    """
+    for name, text in MODULES.items():
+        path = directory / "maxtext" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = text.replace("{fields!r}", repr(fields))
+        text = text.replace("{{", "{").replace("}}", "}")
+        old, new = changes.get(path.stem, ("", ""))
+        assert old in text
+        path.write_text(text.replace(old, new) if old else text)
+    info = directory / f"maxtext-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: maxtext\nVersion: {version}\n")
+
+
+def forget():
+    """Has Python import the package anew."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "maxtext"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()

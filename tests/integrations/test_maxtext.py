@@ -1,0 +1,276 @@
+import logging
+
+import jax
+import numpy as np
+import pytest
+from absl import logging as absl_logging
+
+from elastic_ckpt.cli import main
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import iterator, pipeline
+from elastic_ckpt.integrations import maxtext, maxtext_seams
+from tests import corpora
+from tests.integrations import stand_in
+
+
+@pytest.fixture(autouse=True)
+def no_maxtext_or_logging_is_left():
+    handlers, verbosity = logging.root.handlers[:], absl_logging.get_verbosity()
+    stand_in.forget()
+    yield
+    stand_in.forget()
+    logging.root.handlers[:] = handlers
+    absl_logging.set_verbosity(verbosity)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    def installed(**changes):
+        stand_in.install(tmp_path, **changes)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return installed
+
+
+@pytest.fixture
+def files(tmp_path):
+    texts = [{"text": f"text {number} " * (number % 9)} for number in range(60)]
+    held_out = [{"text": f"held out {number}"} for number in range(13)]
+    corpora.write_arrayrecord(tmp_path / "texts", texts)
+    corpora.write_arrayrecord(tmp_path / "held_out", held_out)
+    return tmp_path
+
+
+def arguments(files, **settings):
+    keys = {
+        "checkpoint_dir": f"{files}/checkpoints",
+        "grain_train_files": f"{files}/texts",
+        "grain_worker_count": 0,
+        "num_epoch": 0,
+        "num_logical_shards": 8,
+        "tokenizer_type": "bytes",
+        "max_target_length": 24,
+        "global_batch_size_to_load": 8,
+        "global_batch_size_to_load_eval": 8,
+        "packing": True,
+        **settings,
+    }
+    return ["maxtext", *(f"{key}={value}" for key, value in keys.items())]
+
+
+def trained(*parts, code=0, **settings):
+    """The batches of a run of the stand-in, as NumPy arrays."""
+    assert main.main([*arguments(*parts, **settings)]) == code
+    train = __import__("maxtext.trainers.pre_train.train", fromlist=["BATCHES"])
+    return [jax.tree.map(np.asarray, batch) for batch in train.BATCHES]
+
+
+def equal(left, right):
+    return jax.tree.all(jax.tree.map(np.array_equal, left, right))
+
+
+def test_without_maxtext_the_way_to_it_is_named(files, capsys):
+    assert main.main(arguments(files)) == 1
+    assert capsys.readouterr().err == (
+        "elastic-ckpt maxtext: MaxText is not installed beside elastic_ckpt; make the"
+        " environment that elastic_ckpt/integrations/MAXTEXT.md describes, and run this"
+        " in it\n"
+    )
+
+
+def test_its_steps_take_our_batches_without_the_features_that_it_does_not_know(
+    install, files
+):
+    install()
+    found = trained(files)
+    data = pipeline.from_config(
+        schema.DataSection(
+            grain_train_files=f"{files}/texts",
+            grain_record_format="tf_example",
+            num_logical_shards=8,
+            max_target_length=24,
+            packing=True,
+        )
+    )
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    ours = iterator.Batches(data, mesh=mesh, global_batch_size=8)
+    expected = [next(ours) for _ in range(3)]
+    assert all(batch.pop("example_id").shape == (8, 2) for batch in expected)
+    assert equal(found, expected)
+    assert {name: (x.shape, x.dtype) for name, x in found[0].items()} == dict.fromkeys(
+        maxtext.FEATURES, ((8, 24), np.int32)
+    )
+
+
+@pytest.mark.parametrize("in_sidecar", [False, True])
+def test_it_saves_and_continues_in_its_own_checkpoints(install, files, in_sidecar):
+    install()
+    place = {"colocated_python_data_input": in_sidecar}
+    whole = trained(files, steps=9, checkpoint_dir=f"{files}/whole")
+    assert equal(trained(files, steps=4, **place), whole[:4])
+    assert equal(trained(files, steps=9, **place), whole[4:])
+
+
+def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
+    install()
+    found = trained(
+        files, steps=1, eval_interval=1, grain_eval_files=f"{files}/held_out"
+    )[1:]
+    weights = [(b["targets_segmentation"] > 0).any(axis=1) for b in found]
+    assert sum(map(np.sum, weights)) <= 13
+    for batch in found:
+        assert batch.keys() == set(maxtext.FEATURES)
+        assert not batch["targets"][batch["targets_segmentation"] == 0].any()
+    tokens = sum((batch["targets_segmentation"] > 0).sum() for batch in found)
+    # A text, between its begin and end token, has a target for each token but one.
+    assert tokens == sum(len(f"held out {number}") + 1 for number in range(13))
+
+
+def test_its_own_functions_are_back_afterwards(install, files):
+    install()
+    trained(files)
+    for seam in maxtext_seams.SEAMS:
+        found = getattr(__import__(seam.module, fromlist=[""]), seam.name)
+        assert found.__module__ == seam.module
+
+
+def test_iterators_of_its_own_are_saved_and_restored_as_before(install):
+    install()
+    with maxtext.seams_taken():
+        utility = __import__("maxtext.common.grain_utility", fromlist=[""])
+        assert utility.for_save(3, "theirs", -1) == ("saves", 3, "theirs", -1)
+        found = utility.for_restore("manager", 3, "theirs", -1)
+        assert found == ("restores", "manager", 3, "theirs")
+
+
+def test_an_error_of_the_data_is_not_taken_for_its_end(install, files, capsys):
+    install()
+    trained(files, code=1, train_data_columns="body")
+    printed = capsys.readouterr()
+    assert "Training stopped" not in printed.out
+    assert printed.err.startswith("elastic-ckpt maxtext: ")
+    assert "no feature ['body']" in printed.err
+
+
+def test_the_end_of_the_data_is(install, files, capsys):
+    install()
+    found = trained(files, steps=1000, num_epoch=1, packing=False)
+    assert "Training stopped" in capsys.readouterr().out
+    rows = sum((b["targets_segmentation"] > 0).any(axis=1).sum() for b in found)
+    # Every ninth text is empty: begin and end token alone make an example too.
+    assert rows == 60
+
+
+def test_a_lost_slice_is_left_to_maxtext_s_elastic_mode_alone():
+    class Lost:
+        def __next__(self):
+            raise jax.errors.JaxRuntimeError("a slice is gone")
+
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        next(maxtext.MaxTextIterator(Lost(), elastic=True))
+    with pytest.raises(maxtext._PastMaxText, match="a slice is gone"):
+        next(maxtext.MaxTextIterator(Lost(), elastic=False))
+
+
+def test_our_refusals_are_not_printed_as_maxtext_s(install, files, capsys):
+    install()
+    assert main.main(arguments(files, num_logical_shards=0)) == 1
+    printed = capsys.readouterr()
+    assert "MAXTEXT CONFIG ERROR" not in printed.out
+    assert printed.err.startswith("elastic-ckpt maxtext: MaxText's configuration: num_")
+
+
+def test_its_own_refusals_end_as_it_wants(install, files, capsys):
+    install()
+    with pytest.raises(SystemExit) as ended:
+        main.main(arguments(files, grain_tran_files="x"))
+    assert ended.value.code == 2
+    assert "'grain_tran_files' is unknown" in capsys.readouterr().out
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_before_the_first_step(
+    install, files, capsys
+):
+    install()
+    assert main.main(arguments(files, vocab_size=258)) == 1
+    assert "vocab_size=258, but the tokenizer has 259" in capsys.readouterr().err
+
+
+def test_a_step_without_data_state_is_not_continued_from(install, files, capsys):
+    install()
+    trained(files)
+    (files / "checkpoints" / "2" / "iter").rename(files / "gone")
+    assert main.main(arguments(files, steps=9)) == 1
+    message = capsys.readouterr().err
+    assert f"step 2 in {files}/checkpoints has no data state" in message
+    assert "choose another run_name" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"train": ("def main(argv)", "def run(argv)")},
+            "has no maxtext.trainers.pre_train.train.main:",
+        ),
+        (
+            {"input_pipeline_interface": ("(config, global_mesh,", "(config, mesh,")},
+            "calls maxtext.input_pipeline.input_pipeline_interface"
+            ".make_grain_train_iterator with config, mesh, process_indices instead of"
+            " config, global_mesh, process_indices:",
+        ),
+        (
+            {"checkpointing": ("grain_utility.for_save(", "print(")},
+            "does not call for_save in maxtext.common.checkpointing.save_checkpoint:",
+        ),
+        (
+            {"checkpointing": ("def load_state_if_possible(", "def load_state(")},
+            "does not call for_restore in maxtext.common.checkpointing"
+            ".load_state_if_possible:",
+        ),
+        (
+            {
+                "fields": {
+                    key: value
+                    for key, value in stand_in.FIELDS.items()
+                    if key not in ("packing", "use_dpo")
+                }
+            },
+            "has no key packing, use_dpo:",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_maxtext_whose_seam_has_moved_is_refused(
+    install, files, capsys, change, message
+):
+    install(version="0.9", **change)
+    assert main.main(arguments(files)) == 1
+    assert capsys.readouterr().err == (
+        f"elastic-ckpt maxtext: MaxText 0.9 {message} elastic_ckpt knows MaxText 0.2.5;"
+        " install maxtext==0.2.5, as elastic_ckpt/integrations/MAXTEXT.md says, or a"
+        " newer elastic_ckpt\n"
+    )
+
+
+def test_a_module_that_is_gone_is_a_seam_that_has_moved(install, files, capsys):
+    install()
+    (files / "maxtext" / "common" / "grain_utility.py").unlink()
+    (files / "maxtext" / "common" / "checkpointing.py").write_text("")
+    assert main.main(arguments(files)) == 1
+    assert "has no maxtext.common.grain_utility.for_save" in capsys.readouterr().err
+
+
+def test_a_library_that_maxtext_lacks_is_not_taken_for_another_version(install):
+    install(
+        checkpointing=("from maxtext.common", "import nowhere; from maxtext.common")
+    )
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        maxtext_seams.check_installed()
+
+
+def test_errors_keep_their_class_on_the_way(install, files):
+    install()
+    with pytest.raises(errors.DataError):
+        maxtext.run(arguments(files, train_data_columns="body")[1:])

@@ -1,0 +1,292 @@
+import os
+import types
+
+import pytest
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.integrations import maxtext_config
+
+# What MaxText's base.yml says, as far as it is looked at, and files.
+DEFAULTS = {
+    "checkpoint_dir": "",
+    "elastic_enabled": False,
+    "enable_checkpointing": True,
+    "add_bos": True,
+    "add_eos": True,
+    "data_shuffle_seed": 0,
+    "enable_data_shuffling": True,
+    "eval_data_columns": ["text"],
+    "eval_interval": -1,
+    "eval_steps": -1,
+    "expansion_factor_real_data": -1.0,
+    "generate_padding_batch_eval": False,
+    "generate_padding_batch_train": False,
+    "enable_emergency_checkpoint": False,
+    "enable_multi_tier_checkpointing": False,
+    "enable_rampup_batch_size": False,
+    "eval_per_device_batch_size": 12.0,
+    "global_batch_size_to_load": 48,
+    "global_batch_size_to_load_eval": 24,
+    "grain_eval_files": "",
+    "grain_file_type": "arrayrecord",
+    "grain_packing_type": "first_fit",
+    "grain_per_worker_buffer_size": 1,
+    "grain_shuffle_buffer_size": 100,
+    "grain_train_files": "/data/a*",
+    "grain_train_mixture_config_path": "",
+    "grain_worker_count": 1,
+    "max_segments_per_seq": -1,
+    "max_target_length": 2048,
+    "num_epoch": 1,
+    "packing": True,
+    "per_device_batch_size": 12.0,
+    "tokenize_eval_data": True,
+    "tokenize_train_data": True,
+    "tokenizer_path": "/models/llama2",
+    "tokenizer_type": "sentencepiece",
+    "train_data_columns": ["text"],
+    "use_dpo": False,
+    "use_multimodal": False,
+    "use_sft": False,
+    "use_truncation": True,
+    "vocab_size": 32000,
+}
+OWN = maxtext_config.Own(values={"num_logical_shards": 48})
+
+
+def config(**settings):
+    return types.SimpleNamespace(**{**DEFAULTS, **settings})
+
+
+def refused(match):
+    return pytest.raises(errors.ConfigError, match=match)
+
+
+def test_the_keys_that_are_read_are_those_of_the_stand_in_and_of_maxtext():
+    assert set(maxtext_config.MAXTEXT_KEYS) == DEFAULTS.keys()
+
+
+def test_our_keys_are_taken_out_of_what_maxtext_sees():
+    raw = {
+        "steps": 5,
+        "num_logical_shards": 12,
+        "drop_remainder": True,
+        "corrupt_records": "skip",
+        "grain_record_format": "bytes",
+        "tokenizer_type": "bytes",
+    }
+    before = dict(raw)
+    theirs, own = maxtext_config.divide(raw)
+    assert theirs == {
+        "steps": 5,
+        "dataset_type": "grain",
+        "grain_use_elastic_iterator": False,
+        "colocated_python_data_input": False,
+    }
+    assert own.values == {key: before[key] for key in before if key != "steps"}
+    assert not own.in_sidecar
+    # An elastic event has MaxText read its configuration again.
+    assert raw == before
+    assert maxtext_config.divide(raw) == (theirs, own)
+
+
+def test_a_tokenizer_that_maxtext_knows_stays_with_it():
+    raw = {"num_logical_shards": 12, "tokenizer_type": "tiktoken"}
+    theirs, own = maxtext_config.divide(raw)
+    assert theirs["tokenizer_type"] == "tiktoken"
+    assert own.values == {"num_logical_shards": 12, "grain_record_format": "tf_example"}
+
+
+def test_flags_of_maxtext_whose_checks_refuse_what_is_possible_here_are_off_for_it():
+    theirs, own = maxtext_config.divide(
+        {
+            "num_logical_shards": 12,
+            "grain_use_elastic_iterator": True,
+            "colocated_python_data_input": True,
+        }
+    )
+    assert not theirs["grain_use_elastic_iterator"]
+    assert not theirs["colocated_python_data_input"]
+    assert own.in_sidecar
+
+
+@pytest.mark.parametrize("dataset_type", ["synthetic", "grain"])
+def test_the_data_is_ours_if_nothing_else_was_asked_for(dataset_type):
+    theirs, _ = maxtext_config.divide(
+        {"num_logical_shards": 12, "dataset_type": dataset_type}
+    )
+    assert theirs["dataset_type"] == "grain"
+
+
+@pytest.mark.parametrize("dataset_type", ["tfds", "hf", "c4_mlperf", "olmo_grain"])
+def test_another_pipeline_of_maxtext_is_refused(dataset_type):
+    with refused(rf"dataset_type={dataset_type} is read by MaxText alone; set it to"):
+        maxtext_config.divide({"num_logical_shards": 1, "dataset_type": dataset_type})
+
+
+@pytest.mark.parametrize("raw", [{}, {"num_logical_shards": 0}])
+def test_the_logical_shards_have_to_be_chosen(raw):
+    with refused("num_logical_shards is not set; choose it once .*elastic-ckpt plan"):
+        maxtext_config.divide(raw)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_logical_shards", "many", "takes a whole number, not 'many'"),
+        ("num_logical_shards", -3, "is at least 0, not -3"),
+        ("drop_remainder", 1, "takes true or false, not 1"),
+        ("corrupt_records", "keep", 'is one of "fail", "skip", not'),
+        ("grain_record_format", "json", 'is one of "bytes", "tf_example", not'),
+        ("colocated_python_data_input", "on", "takes true or false, not 'on'"),
+    ],
+)
+def test_values_of_our_keys_are_checked_like_anywhere(key, value, message):
+    with refused(f"^MaxText's configuration: {key} {message}"):
+        maxtext_config.divide({"num_logical_shards": 12, key: value})
+
+
+def test_maxtext_s_defaults_mean_the_same_here():
+    assert maxtext_config.train_section(config(), OWN) == schema.DataSection(
+        grain_train_files="/data/a*",
+        num_logical_shards=48,
+        num_epoch=1,
+        tokenizer_type="sentencepiece",
+        tokenizer_path="/models/llama2",
+        max_target_length=2048,
+        packing=True,
+        grain_worker_count=1,
+    )
+
+
+def test_every_setting_that_both_have_is_taken_over():
+    own = maxtext_config.Own(
+        values={
+            "num_logical_shards": 48,
+            "grain_record_format": "tf_example",
+            "corrupt_records": "skip",
+            "drop_remainder": True,
+            "tokenizer_type": "bytes",
+        },
+        in_sidecar=True,
+    )
+    settings = {
+        "add_bos": False,
+        "add_eos": False,
+        "data_shuffle_seed": 7,
+        "enable_data_shuffling": False,
+        "eval_interval": 10,
+        "eval_steps": 3,
+        "grain_eval_files": "/data/e",
+        "grain_file_type": "parquet",
+        "grain_packing_type": "best_fit",
+        "grain_per_worker_buffer_size": 4,
+        "grain_shuffle_buffer_size": 9,
+        "grain_train_mixture_config_path": "/data/mixture.json",
+        "max_segments_per_seq": 5,
+        "max_target_length": 64,
+        "num_epoch": 2,
+        "use_truncation": False,
+    }
+    made = maxtext_config.train_section(
+        config(train_data_columns=["body"], grain_worker_count=-1, **settings), own
+    )
+    assert made == schema.DataSection(
+        grain_train_files="/data/a*",
+        train_data_columns="body",
+        colocated_python_data_input=True,
+        packing=True,
+        **settings,
+        **own.values,
+    )
+
+
+def test_evaluation_has_columns_and_tokens_of_its_own():
+    settings = {"eval_data_columns": ["held"], "tokenize_eval_data": False}
+    made = maxtext_config.eval_section(config(**settings), OWN)
+    assert (made.train_data_columns, made.tokenize_train_data) == ("held", False)
+    of_training = maxtext_config.train_section(config(**settings), OWN)
+    assert of_training.train_data_columns == "text"
+    assert of_training.tokenize_train_data
+
+
+@pytest.mark.parametrize("refusal", maxtext_config._REFUSED, ids=lambda r: r.key)
+def test_what_our_data_does_not_have_is_refused_with_a_way_out(refusal):
+    value = True if refusal.only is False else 2.0
+    with refused(rf"configuration: {refusal.key}={value}: .{{20}}"):
+        maxtext_config.train_section(config(**{refusal.key: value}), OWN)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_data_columns": ["a", "b"]}, r"train_data_columns takes text, not \["),
+        ({"grain_file_type": "mmap"}, "grain_file_type is one of .*not 'mmap'"),
+        (
+            {"tokenizer_type": "huggingface", "tokenizer_path": "org/model"},
+            "tokenizer_path=org/model is not on this machine; download",
+        ),
+    ],
+)
+def test_a_value_without_a_meaning_here_is_refused(settings, message):
+    with refused(f"^MaxText's configuration: {message}"):
+        maxtext_config.train_section(config(**settings), OWN)
+
+
+@pytest.mark.parametrize("path", ["gs://models/gemma", __file__])
+def test_a_hugging_face_tokenizer_that_is_there_is_taken(path):
+    found = config(tokenizer_type="huggingface", tokenizer_path=path)
+    assert maxtext_config.train_section(found, OWN).tokenizer_path == path
+
+
+def test_of_data_that_has_tokens_no_tokenizer_is_looked_at():
+    found = config(
+        tokenize_train_data=False,
+        tokenizer_type="huggingface",
+        tokenizer_path="org/model",
+    )
+    assert not maxtext_config.train_section(found, OWN).tokenizer_path
+
+
+def test_files_are_named_absolutely_and_uris_as_they_are():
+    here = os.getcwd()
+    made = maxtext_config.train_section(
+        config(
+            grain_train_files="a*,b,0.25;gs://c/d,0.75",
+            grain_eval_files="~/e",
+            grain_train_mixture_config_path="m.json",
+        ),
+        OWN,
+    )
+    assert made.grain_train_files == f"{here}/a*,{here}/b,0.25;gs://c/d,0.75"
+    assert made.grain_eval_files == os.path.expanduser("~/e")
+    assert made.grain_train_mixture_config_path == f"{here}/m.json"
+
+
+def rows(*, evaluation=False, **settings):
+    found = config(**settings)
+    return maxtext_config.global_batch_size(found, num_devices=8, evaluation=evaluation)
+
+
+def test_the_batch_is_what_maxtext_s_step_takes():
+    assert rows() == 48
+    assert rows(evaluation=True) == 24
+
+
+def test_a_batch_of_which_maxtext_throws_rows_away_is_refused():
+    with refused("configuration: per_device_batch_size=0.5 has MaxText load"):
+        rows(per_device_batch_size=0.5)
+    with refused("configuration: eval_per_device_batch_size=0.5 has MaxText load"):
+        rows(eval_per_device_batch_size=0.5, evaluation=True)
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused():
+    with refused("per_device_batch_size=1.5 makes a global batch of 12 rows, which 8"):
+        rows(per_device_batch_size=1.5, global_batch_size_to_load=12)
+
+
+def test_a_model_without_a_row_for_every_token_is_refused():
+    maxtext_config.check_vocabulary(config(), 32000)
+    with refused("vocab_size=32000, but the tokenizer has 32001 tokens; set .* 32001"):
+        maxtext_config.check_vocabulary(config(), 32001)

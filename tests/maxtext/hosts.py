@@ -1,0 +1,180 @@
+"""Starts the hosts of MaxText's runs: a server that has imported MaxText, and forks.
+
+    python -m tests.maxtext.hosts
+
+For the environment of MaxText. A line of input is a run, one of output the exit codes
+of its hosts: importing takes ten seconds, and a run of several hosts needs none of it.
+Beside each host's log, a file has a line for each batch that MaxText was given: of
+what, and the digest of each row that this host holds, by its number in the batch.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import sys
+import time
+
+# A run may take so long, and after a host has failed the others so much longer.
+LIMIT_SECS = 300
+PATIENCE_SECS = 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run on some hosts of one device each.
+
+    Attributes:
+      num_hosts: processes.
+      directory: of the logs and batches, `HOST.log` and `HOST.jsonl`.
+      arguments: those of `elastic-ckpt`.
+      dies_before_step: all hosts are killed when this step would be committed.
+    """
+
+    num_hosts: int
+    directory: str
+    arguments: list[str]
+    dies_before_step: int | None = None
+
+
+def serve():
+    # What is imported prints to the standard output too.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from elastic_ckpt.integrations import maxtext  # noqa: I001
+    from sidecar import remote_iterator  # noqa: F401
+
+    import maxtext.trainers.pre_train.train  # noqa: F401
+
+    for line in sys.stdin:
+        run = Run(**json.loads(line))
+        os.makedirs(run.directory, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        hosts: list[int] = []
+        for number in range(run.num_hosts):
+            pid = os.fork()
+            # One group of processes, so that a host can kill them all.
+            leader = hosts[0] if hosts else pid
+            os.setpgid(pid, leader)
+            if not pid:
+                return host(run, number, port)
+            hosts.append(pid)
+        print(json.dumps(wait(hosts)), file=answers, flush=True)
+    return 0
+
+
+def wait(hosts):
+    """The exit codes of the hosts, which are killed if they do not end."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + LIMIT_SECS
+    while len(codes) < len(hosts):
+        for pid in set(hosts) - codes.keys():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()):
+            deadline = min(deadline, time.monotonic() + PATIENCE_SECS)
+        if time.monotonic() > deadline:
+            os.killpg(hosts[0], signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in hosts]
+
+
+def host(run, number, port):
+    import jax
+
+    from elastic_ckpt.cli import main
+
+    log = os.open(
+        f"{run.directory}/{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    )
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    cache_what_is_compiled()
+    if run.num_hosts > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # MaxText starts JAX no second time. By itself, on CPU, it takes a fixed port.
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", num_processes=run.num_hosts, process_id=number
+        )
+    note_batches(pathlib.Path(run.directory, f"{number}.jsonl"))
+    if run.dies_before_step is not None and number == 0:
+        kill_all_before_commit(run.dies_before_step)
+    return main.main(run.arguments)
+
+
+def cache_what_is_compiled():
+    """Has every host write into JAX's compilation cache.
+
+    JAX has host 0 alone do so, though the keys of the others differ: in every run they
+    would compile everything again, which takes longer than all the rest.
+    """
+    import jax
+    from jax._src import compilation_cache, compiler
+
+    def write(key, secs, name, backend, executable):
+        compilation_cache.put_executable_and_time(
+            key, name, executable, backend, int(secs)
+        )
+
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compiler._cache_write = write
+
+
+def note_batches(path):
+    """Has every iterator that MaxText is given write down its batches."""
+    from elastic_ckpt.integrations import maxtext, maxtext_seams
+
+    kinds = {maxtext_seams.MAKE_TRAIN: "train", maxtext_seams.MAKE_EVAL: "eval"}
+    keep, draw = maxtext.Taken._keep, maxtext.MaxTextIterator.__next__
+    path.write_text("")
+
+    def named(self, seam, *arguments):
+        made = keep(self, seam, *arguments)
+        made.noted_as = kinds[seam]
+        return made
+
+    def noted(self):
+        batch = draw(self)
+        line = {"of": self.noted_as, "rows": row_digests(batch)}
+        with path.open("a") as record:
+            record.write(json.dumps(line) + "\n")
+        return batch
+
+    maxtext.Taken._keep = named
+    maxtext.MaxTextIterator.__next__ = noted
+
+
+def row_digests(batch):
+    """The digest of each row held here, over the bytes of every feature."""
+    import numpy as np
+
+    found: dict[int, hashlib.blake2b] = {}
+    for name in sorted(batch):
+        assert batch[name].dtype == np.int32
+        for shard in batch[name].addressable_shards:
+            begin, _, _ = shard.index[0].indices(len(batch[name]))
+            for offset, row in enumerate(np.asarray(shard.data)):
+                digest = found.setdefault(begin + offset, hashlib.blake2b())
+                digest.update(name.encode() + row.tobytes())
+    return {row: digest.hexdigest()[:32] for row, digest in sorted(found.items())}
+
+
+def kill_all_before_commit(step):
+    rename = os.rename
+
+    def renamed(source, target, **more):
+        if os.path.basename(os.fspath(target)) == str(step):
+            os.killpg(0, signal.SIGKILL)
+        return rename(source, target, **more)
+
+    os.rename = renamed
+
+
+if __name__ == "__main__":
+    sys.exit(serve())

@@ -1,0 +1,237 @@
+"""The MaxText of PyPI, unmodified, on one host and on others, continued from each."""
+
+import pytest
+
+from tests import corpora
+from tests.maxtext import environment
+
+pytestmark = pytest.mark.slow
+
+ROWS = 8
+# A run of this many steps is done on so many hosts, one stage after the other.
+STAGES = ((10, 2), (15, 1), (20, 4))
+STEPS = STAGES[-1][0]
+EVAL_INTERVAL = 5
+
+MODEL = {
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 32,
+    "base_num_decoder_layers": 1,
+    "vocab_size": 259,
+    "max_target_length": 32,
+    "dtype": "float32",
+    "attention": "dot_product",
+    "learning_rate_schedule_steps": STEPS,
+    "hardware": "cpu",
+    # The hosts have joined their world already.
+    "skip_jax_distributed_system": True,
+    "enable_goodput_recording": False,
+    "log_config": False,
+    "checkpoint_period": 4,
+    "async_checkpointing": False,
+}
+OURS = {
+    "num_logical_shards": ROWS,
+    "tokenizer_type": "bytes",
+    "num_epoch": 0,
+    "grain_worker_count": 0,
+    "packing": False,
+}
+
+
+def texts(name, num_texts, most=90):
+    """Texts of up to `most` letters, or a little more, of their name and number."""
+    return [
+        {"text": f"{name} {n} " * (1 + (n * 7) % most // (len(name) + 4))}
+        for n in range(num_texts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Files of every format."""
+    directory = tmp_path_factory.mktemp("texts")
+    written = {
+        "a.array_record": corpora.write_arrayrecord,
+        "b.array_record": corpora.write_arrayrecord,
+        "held_out.array_record": corpora.write_arrayrecord,
+        "c.parquet": corpora.write_parquet,
+        "d.tfrecord": corpora.write_tfrecord,
+    }
+    for name, write in written.items():
+        write(directory / name, texts(name[0], 43 if name[0] == "h" else 400))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    environment.set_up()
+    started = environment.Hosts(tmp_path_factory.mktemp("server"))
+    yield started
+    started.close()
+
+
+def cases(files):
+    return {
+        "arrayrecord": {"grain_train_files": f"{files}/a.array_record"},
+        "packed_parquet": {
+            "grain_train_files": f"{files}/c.parquet",
+            "grain_file_type": "parquet",
+            "packing": True,
+            "grain_packing_type": "first_fit",
+        },
+        "mixture": {
+            "grain_train_files": f"{files}/a.array_record,0.3;"
+            f"{files}/b.array_record,0.7",
+            "packing": True,
+            "grain_packing_type": "concat_then_split",
+            "use_truncation": False,
+            "grain_worker_count": 1,
+        },
+        "tfrecord_chunked": {
+            "grain_train_files": f"{files}/d.tfrecord",
+            "grain_file_type": "tfrecord",
+            "use_truncation": False,
+        },
+        "eval": {
+            "grain_train_files": f"{files}/a.array_record",
+            "grain_eval_files": f"{files}/held_out.array_record",
+            "eval_interval": EVAL_INTERVAL,
+            "eval_steps": -1,
+        },
+    }
+
+
+class MaxText:
+    """Runs of MaxText on the same machine, and what is left of them."""
+
+    def __init__(self, hosts, directory, files):
+        self._hosts = hosts
+        self._directory = directory
+        self._cases = cases(files)
+        self._done = {}
+
+    def run(self, case, name, *, steps, num_hosts, codes=None, dies=None, **settings):
+        """A run to a number of steps; the directory of its logs and batches."""
+        keys = {**MODEL, **OURS, **self._cases[case], **settings}
+        keys |= {
+            "run_name": name,
+            "base_output_directory": f"{self._directory}/runs",
+            "jax_cache_dir": f"{self._directory}/jax_cache",
+            "steps": steps,
+            "per_device_batch_size": ROWS // num_hosts,
+        }
+        logs = self._directory / "logs" / f"{name}-{steps}"
+        written = [f"{key}={value}" for key, value in keys.items()]
+        found = self._hosts.run(
+            num_hosts=num_hosts,
+            directory=logs,
+            arguments=["maxtext", *written],
+            dies_before_step=dies,
+        )
+        wanted = codes or [0] * num_hosts
+        assert found == wanted, (logs / "0.log").read_text()[-5000:]
+        return logs
+
+    def uninterrupted(self, case):
+        """The run of `case` on one host, in this process's own iterator."""
+        if case not in self._done:
+            self._done[case] = self.run(
+                case, f"{case}-uninterrupted", steps=STEPS, num_hosts=1
+            )
+        return self._done[case]
+
+    def checkpoints(self, name):
+        return self._directory / "runs" / name / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def maxtext(hosts, tmp_path_factory, files):
+    return MaxText(hosts, tmp_path_factory.mktemp("maxtext"), files)
+
+
+def check_is_part_of(whole, logs, *, begin, end):
+    """The steps from begin to end of a run are those of the uninterrupted one."""
+    expected, found = environment.batches(whole), environment.batches(logs)
+    assert len(expected["train"]) == STEPS
+    assert found["train"] == expected["train"][begin:end]
+    # Each evaluation reads the same, from its beginning.
+    evaluations = [step for step in range(begin, end) if step % EVAL_INTERVAL == 0]
+    num_batches = len(expected["eval"]) // (STEPS // EVAL_INTERVAL)
+    assert found["eval"] == expected["eval"][:num_batches] * len(evaluations)
+
+    expected, found = environment.losses(whole), environment.losses(logs)
+    assert sorted(expected["train"]) == list(range(STEPS))
+    assert found["train"] == {s: expected["train"][s] for s in range(begin, end)}
+    if num_batches:
+        assert found["eval"] == {s: expected["eval"][s] for s in evaluations}
+
+
+@pytest.mark.parametrize(
+    ("case", "settings"),
+    [
+        ("arrayrecord", {}),
+        ("packed_parquet", {}),
+        ("mixture", {}),
+        ("tfrecord_chunked", {}),
+        ("eval", {}),
+        ("packed_parquet", {"colocated_python_data_input": True}),
+        ("mixture", {"colocated_python_data_input": True}),
+        ("eval", {"colocated_python_data_input": True}),
+        ("packed_parquet", {"async_checkpointing": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "plain",
+)
+def test_a_run_on_two_hosts_then_one_then_four_is_that_of_one(maxtext, case, settings):
+    whole = maxtext.uninterrupted(case)
+    name, begin = "-".join([case, *settings]), 0
+    for steps, num_hosts in STAGES:
+        logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
+        check_is_part_of(whole, logs, begin=begin, end=steps)
+        begin = steps
+
+
+def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
+    case, name = "mixture", "interrupted"
+    whole = maxtext.uninterrupted(case)
+    # Worker processes that are killed leave semaphores behind.
+    settings = {"async_checkpointing": True, "grain_worker_count": 0}
+    killed = maxtext.run(
+        case, name, steps=10, num_hosts=2, codes=[-9, -9], dies=8, **settings
+    )
+    # Steps 0 and 4 are complete, and of 8 there is all but its name.
+    left = sorted(path.name for path in maxtext.checkpoints(name).iterdir())
+    assert [entry for entry in left if entry.isdigit()] == ["0", "4"]
+    assert [entry for entry in left if entry.startswith("8.")]
+    seen = environment.batches(killed, killed=True)["train"]
+    assert seen == environment.batches(whole)["train"][: len(seen)]
+    assert len(seen) >= 9
+    begin = 5
+    for steps, num_hosts in STAGES[1:]:
+        logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
+        check_is_part_of(whole, logs, begin=begin, end=steps)
+        begin = steps
+
+
+def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, files):
+    # In order, record 310 is the eleventh of logical shard 6, which host 1 reads.
+    written = corpora.write_arrayrecord(files / "spoilt", texts("s", 400, most=1))
+    corpora.spoil(written, b"s 310 ")
+    logs = maxtext.run(
+        "arrayrecord",
+        "one_bad_record",
+        steps=50,
+        num_hosts=2,
+        codes=[1, 1],
+        grain_train_files=written,
+        enable_data_shuffling=False,
+    )
+    said = [(logs / f"{host}.log").read_text() for host in (0, 1)]
+    assert "elastic-ckpt maxtext" not in said[0]
+    assert f"elastic-ckpt maxtext: {written}, record 310: corrupt" in said[1]
+    # MaxText would end well, as if there were no more data.
+    assert "Training stopped" not in said[1]
+    assert sorted(environment.losses(logs)["train"]) == list(range(10))
