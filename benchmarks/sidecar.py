@@ -10,10 +10,11 @@ of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
 * `step_slowdown_percent`: of a step, for all that its data costs the loop. Slow rows
   are made by Python here, and hold the interpreter, which the loop needs now and then;
   not if a worker process makes them (`..._worker_process`), or the sidecar of Pathways.
-* `next_ratio_in_process`: what `next()` of `ec.data.Batches` costs a loop of steps of 5
-  ms with trivial rows, over the plain way in process: Grain's batches of the same rows,
-  and `jax.make_array_from_process_local_data`. `next_ratio_colocated` likewise. With
-  `..._back_to_back` there are no steps: what is read ahead is waited for.
+* `next_ratio_in_process`: `next()` of `ec.data.Batches` for trivial rows in a loop that
+  does nothing else, so that what is read ahead is waited for, over the plain way in
+  process: Grain's batches of the same rows, `jax.make_array_from_process_local_data`.
+  `next_ratio_colocated` likewise; `..._between_steps`: what `next()` costs a loop of
+  steps of 5 ms, whose data is read meanwhile.
 * `save_block_ms`: a loop of slow rows is held up by `save`, with batches in flight.
 * `ratio_maxtext_wrapper`: a step with its slow rows from MaxText's
   `RemoteIteratorWrapper`, over one from `sidecar.RemoteIterator`; `..._trivial` the
@@ -176,7 +177,7 @@ def _nexts(mesh: Mesh) -> dict[str, report.Figure]:
         back_to_back[name].append(time.perf_counter() - began)
     _close(sides)
     figures = {}
-    for how, secs in (("", in_a_loop), ("_back_to_back", back_to_back)):
+    for how, secs in (("", back_to_back), ("_between_steps", in_a_loop)):
         bound = "at most 1.1 over" if not how else "over"
         for name in ("_in_process", "_colocated"):
             figures[f"next_ratio{name}{how}"] = _ratio(

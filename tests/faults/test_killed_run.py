@@ -12,10 +12,13 @@ import pytest
 from tests import runs
 
 # Point and its occurrence in the second save, the steps that are complete then, and
-# whether something half saved is left; `test_killed_host` has more points.
+# whether something half saved is left (None: it depends on how far Orbax has come).
 POINTS = [
+    ("before_the_state_is_taken", 2, [4], None),
+    ("after_the_state_is_taken", 2, [4], None),
     ("before_the_state_is_written", 2, [4], True),
     ("with_the_state_half_written", 2, [4], True),
+    ("after_the_state_is_written", 2, [4], True),
     ("before_the_step_is_committed", 1, [4], True),
     ("after_the_step_is_committed", 1, [4, 8], False),
 ]
@@ -55,7 +58,8 @@ def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step
     kill_at(point, occurrence, config, hosts=2)
     assert runs.saved_steps(run) == complete
     half = [p.name for p in (run / "checkpoints").iterdir() if not p.name.isdigit()]
-    assert bool(half) == leaves_half
+    if leaves_half is not None:
+        assert bool(half) == leaves_half
     inspected = runs.verb("inspect", run)
     assert ("step 8 was interrupted while it was saved" in inspected) == bool(half)
 
@@ -96,7 +100,7 @@ def test_a_run_killed_at_any_moment_again_and_again_ends_as_if_nothing_were(
     seed = int(time.time())
     print(f"random moments with seed {seed}")
     moments = random.Random(seed)
-    for hosts in (2, 4, 1, 4, 2):
+    for hosts in (2, 4, 1, 2, 4, 2, 1, 4):
         world = subprocess.Popen(
             runs.command("train", config, f"hosts={hosts}"),
             cwd=runs.ROOT,
