@@ -1,0 +1,151 @@
+"""The layout of a step's directory, the same in the local and the persistent tier.
+
+    state/params/w/zarr.json        an array, `params/w` of the checkpointable `state`
+    state/params/w/c/0/1            one of its chunks: a box of it, a fragment
+    data/shards-00000-00063.json    a file of the component `data`
+    manifest-<host id>.json         what a host holds of all this; written last
+
+An array is in zarr v3: uncompressed, little-endian, each chunk with its CRC-32C behind
+its values. So a chunk's values lie in its file from byte 0 on as they do in memory, any
+zarr reader notices damage, and the directories of all hosts together are one array. In
+an Orbax checkpoint the same chunks lie in OCDBT, under Orbax's names (`persistent`).
+
+Boxes are cut into chunks of bounded size: what is read, verified, sent or repaired at
+once is a chunk, and a host that wants a part of a box reads little more than that.
+
+Spec: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import urllib.parse
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import boxes, digest, errors, storage
+
+# What follows the values in a chunk's file.
+CHECKSUM_BYTES = 4
+# Larger shards are cut: a bound on what a reader holds besides what it asked for.
+CHUNK_BYTES = 64 * 2**20
+# The most of a name that file systems take is 255 bytes.
+_NAME_BYTES = 200
+
+
+def step_directory(step: int, save: str) -> str:
+    """The name of the directory of one save of a step in a host's RAM disk."""
+    return f"{step}-{save}"
+
+
+def parse_step_directory(name: str) -> tuple[int, str] | None:
+    """The step and save that `step_directory` names so; None of other names."""
+    step, dash, save = name.partition("-")
+    if (
+        not (step.isdecimal() and dash and save)
+        or step_directory(int(step), save) != name
+    ):
+        return None
+    return int(step), save
+
+
+def leaf_directory(path: str) -> str:
+    """Where the leaf `path` (of parts joined by `/`) lies, relative to the step's."""
+    return "/".join(_safe(part) for part in path.split("/"))
+
+
+def chunk_file(path: str, box: boxes.Box, chunk: Sequence[int]) -> str:
+    """The file of a chunk, relative to the step's directory.
+
+    Args:
+      path: of the leaf.
+      box: of the chunk, in global coordinates.
+      chunk: the shape of all chunks of the leaf.
+    """
+    place = [start // size for start, size in zip(box.start, chunk, strict=True)]
+    return "/".join([leaf_directory(path), "c", *map(str, place)])
+
+
+def chunk_shape(
+    shard: Sequence[int], *, item_bytes: int, chunk_bytes: int = CHUNK_BYTES
+) -> tuple[int, ...]:
+    """The shape of the chunks of an array whose shards have the shape `shard`.
+
+    It divides the shard's in each dim. The first dims are cut first, so that chunks lie
+    in one piece in a shard's memory wherever the sizes of dims allow it.
+
+    Args:
+      shard: at least 1 in each dim.
+      item_bytes: of an element.
+      chunk_bytes: the most of a chunk, unless an element is larger or a dim is prime.
+    """
+    chunk = list(shard)
+    for dim, size in enumerate(shard):
+        most = chunk_bytes // max(1, item_bytes * math.prod(chunk[dim + 1 :]))
+        if most >= size:
+            break
+        chunk[dim] = max(n for n in range(1, max(1, most) + 1) if size % n == 0)
+    return tuple(chunk)
+
+
+def cut(box: boxes.Box, chunk: Sequence[int]) -> Iterator[boxes.Box]:
+    """The chunks of a shard's `box`, in C order.
+
+    Raises:
+      CheckpointError: if the box does not lie on the grid of the chunks.
+    """
+    sides = []
+    for start, stop, size in zip(box.start, box.stop, chunk, strict=True):
+        if start % size or stop % size:
+            raise errors.CheckpointError(
+                f"the shard {box} does not consist of chunks of the shape"
+                f" {tuple(chunk)}: shards of one array have to be of one shape; choose"
+                " a sharding that divides the array"
+            )
+        sides.append(range(start, stop, size))
+    for start in itertools.product(*sides):
+        yield boxes.Box(
+            start=start, stop=tuple(a + n for a, n in zip(start, chunk, strict=True))
+        )
+
+
+def array_metadata(
+    shape: Sequence[int], dtype: str, chunk: Sequence[int]
+) -> dict[str, storage.Json]:
+    """The `metadata` of TensorStore's `zarr3` driver for a leaf.
+
+    Args:
+      shape: of the whole array.
+      dtype: NumPy's name, such as `bfloat16`.
+      chunk: the shape of its chunks.
+    """
+    return {
+        "shape": list(shape),
+        "data_type": dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(chunk)},
+        },
+        "chunk_key_encoding": {"name": "default"},
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            {"name": "crc32c"},
+        ],
+    }
+
+
+def num_bytes(box: boxes.Box, dtype: str) -> int:
+    """Bytes of the values of a box."""
+    return box.volume * np.dtype(dtype).itemsize
+
+
+def _safe(part: str) -> str:
+    # A name in a directory that stands for `part` alone and leads nowhere else.
+    quoted = urllib.parse.quote(part, safe=" ,()[]{}@+=$!'").replace("/", "%2F")
+    if quoted in ("", ".", "..") or quoted.startswith("."):
+        quoted = "%2E" + quoted[1:] if quoted else "%"
+    if len(quoted) > _NAME_BYTES:
+        quoted = f"{quoted[:_NAME_BYTES]}%{digest.name_hash(part):016x}"
+    return quoted

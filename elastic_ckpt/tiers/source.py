@@ -1,0 +1,58 @@
+"""Sources: one holder's parts of one step, read by byte ranges wherever they lie.
+
+A host's own RAM disk, a peer's, and persistent storage are read alike. What a source
+hands out is what it found: who asked compares it with the manifest's digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from elastic_ckpt.tiers.holdings import Offer
+
+
+class ReadError(Exception):
+    """Why bytes could not be had from a holder: the end of `<file> of <holder> ...`."""
+
+
+class Source(Protocol):
+    """Reads the files of one step at one holder; any number of threads may call it."""
+
+    def read_into(self, file: str, offset: int, into: memoryview) -> None:
+        """Fills `into`, of bytes, with those of `file` from `offset` on.
+
+        Args:
+          file: as a manifest names it.
+          offset: of the first byte.
+          into: writable and contiguous.
+
+        Raises:
+          ReadError: if the file is missing or too short, or the holder does not answer;
+            what `into` holds then is undefined.
+        """
+        ...
+
+
+class Offered(NamedTuple):
+    """What a tier has of a step.
+
+    Attributes:
+      sources: where to read what is offered.
+      problems: manifests that could not be had or read, and why, a sentence each.
+    """
+
+    sources: Mapping[Offer, Source]
+    problems: Sequence[str]
+
+
+class Tier(Protocol):
+    """Where steps can be found."""
+
+    def steps(self) -> Sequence[int]:
+        """The steps of which there may be something, ascending."""
+        ...
+
+    def offers(self, step: int) -> Offered:
+        """What there is of a step, whichever save, by the manifests alone."""
+        ...
