@@ -169,7 +169,7 @@ def read_boxes(
         leaf = plan.holdings.leaf[box]
         dtype = np.dtype(contents.leaves[leaf].dtype)
         targets = [
-            made[plan.of_wanted[number]][read.into]
+            made[plan.of_wanted[number]][(*read.into, ...)]
             for number, read in zip(pieces[box], reads, strict=True)
         ]
         choices = reads[0].choices

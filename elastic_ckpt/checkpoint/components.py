@@ -1,0 +1,126 @@
+"""Components: the parts of a step that write their own files, such as the data state.
+
+A component is what Orbax calls a `StatefulCheckpointable`: it takes its state when it
+is called and writes it later, and reads it back from a directory. Hosts may each write
+some of its files, under logical names; two hosts that write a file of one name have to
+write the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
+from typing import Any, TypeVar
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.core import storage
+from elastic_ckpt.tiers.manifest import ComponentFile
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Created:
+    """A directory that is there, as Orbax hands it to a component."""
+
+    path: epath.Path
+
+    def __truediv__(self, other: epath.PathLike) -> Created:
+        return Created(self.path / other)
+
+    async def await_creation(self) -> epath.Path:
+        """The directory, which need not be waited for."""
+        return self.path
+
+
+def split(
+    checkpointables: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, ocp.StatefulCheckpointable]]:
+    """The pytrees and the components among some checkpointables."""
+    stateful = {
+        name: value
+        for name, value in checkpointables.items()
+        if isinstance(value, ocp.StatefulCheckpointable)
+    }
+    trees = {
+        name: value for name, value in checkpointables.items() if name not in stateful
+    }
+    return trees, stateful
+
+
+def begin_save(
+    components: Mapping[str, ocp.StatefulCheckpointable],
+    directory: Callable[[str], epath.Path],
+) -> Callable[[], None]:
+    """Takes the state of all components now.
+
+    Args:
+      components: by name.
+      directory: makes the directory of the component with a name.
+
+    Returns:
+      What writes the states, to be called once, on any thread.
+    """
+
+    async def begin() -> list[Awaitable[None]]:
+        return [
+            await component.save(Created(directory(name)))
+            for name, component in components.items()
+        ]
+
+    async def finish() -> None:
+        await asyncio.gather(*begun)
+
+    begun = _run(begin())
+    return lambda: _run(finish())
+
+
+def load(component: ocp.StatefulCheckpointable, directory: epath.PathLike) -> None:
+    """Moves a component to the state in `directory`."""
+
+    async def read() -> None:
+        await (await component.load(epath.Path(directory)))
+
+    _run(read())
+
+
+def numbered(
+    names: Sequence[Mapping[str, Sequence[str]]],
+) -> dict[str, dict[str, int]]:
+    """The files of each component that all hosts together wrote, numbered as its parts.
+
+    Args:
+      names: for each host, by component, the names of the files that it wrote.
+
+    Returns:
+      By component and file name, the number of the part, the same on all hosts.
+    """
+    together: dict[str, set[str]] = {}
+    for of_host in names:
+        for component, files in of_host.items():
+            together.setdefault(component, set()).update(files)
+    return {
+        component: {file: number for number, file in enumerate(sorted(files))}
+        for component, files in sorted(together.items())
+    }
+
+
+def materialise(
+    files: Sequence[ComponentFile],
+    read: Callable[[ComponentFile], bytes],
+    directory: epath.PathLike,
+) -> None:
+    """Writes the files of a component, as `read` gives them, below `directory`."""
+    for file in files:
+        _, _, name = file.path.partition("/")
+        storage.write_atomic(epath.Path(directory) / name, read(file))
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    # On a thread of its own: the caller's may run an event loop already (a notebook).
+    with futures.ThreadPoolExecutor(1, thread_name_prefix="component") as thread:
+        return thread.submit(asyncio.run, coroutine).result()

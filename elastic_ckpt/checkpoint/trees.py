@@ -1,0 +1,168 @@
+"""Trees: the leaves of what is saved, and arrays made of boxes when it is restored.
+
+The path of a leaf is the name of its checkpointable and its path in that tree:
+`state/params/layers/0/kernel`.
+
+A typed PRNG key is saved as the numbers that it consists of, under one more dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.tiers.manifest import Contents, Leaf
+
+
+def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of some trees by their paths; `None` is no leaf."""
+    return {
+        "/".join([name, jax.tree_util.keystr(path, simple=True, separator="/")])
+        if path
+        else name: leaf
+        for name, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WantedLeaf:
+    """A leaf that a caller wants back, in terms of what was saved.
+
+    Attributes:
+      path: of the leaf.
+      shape: of the whole array, as saved.
+      boxes: that this host needs, each once.
+      make: makes the leaf of the values of the boxes, in their order.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    boxes: tuple[boxes.Box, ...]
+    make: Callable[[list[np.ndarray]], Any]
+
+
+def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
+    """What a caller wants, for each leaf of some abstract trees.
+
+    A leaf is an array or a `jax.ShapeDtypeStruct`, whose sharding says where it goes (a
+    device of this host, if it has none), a NumPy array, or a Python scalar.
+
+    Raises:
+      CheckpointError: if a leaf is of another kind.
+    """
+    return [_wanted(path, leaf) for path, leaf in leaves(abstract).items()]
+
+
+def check(wanted: list[WantedLeaf], contents: Contents, *, step: int) -> None:
+    """Raises a CheckpointError unless a step has all that is wanted, in those shapes.
+
+    What was saved besides is not looked at: a part of a step may be restored alone.
+    """
+    saved = {leaf.path: leaf for leaf in contents.leaves}
+    differing = [
+        f"{leaf.path}: saved {_shape(saved.get(leaf.path))}, now {list(leaf.shape)}"
+        for leaf in wanted
+        if leaf.path not in saved or saved[leaf.path].shape != leaf.shape
+    ]
+    if differing:
+        shown = "; ".join(differing[:3])
+        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise errors.CheckpointError(
+            f"step {step} is a checkpoint of another model ({shown}{more}); set the"
+            " model's keys back, or start a new run_name"
+        )
+
+
+def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
+    """`tree` with the leaves that were made for their paths."""
+    paths = list(leaves({name: tree}))
+    structure = jax.tree_util.tree_structure(tree)
+    return jax.tree_util.tree_unflatten(structure, [made[path] for path in paths])
+
+
+def _wanted(path: str, leaf: Any) -> WantedLeaf:
+    if isinstance(leaf, bool | int | float | complex | np.generic):
+        kind = type(leaf)
+        return _whole(path, (), lambda values: kind(values.item()))
+    if isinstance(leaf, np.ndarray):
+        dtype = leaf.dtype
+        return _whole(path, leaf.shape, lambda values: values.astype(dtype, copy=False))
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        raise errors.CheckpointError(
+            f"{path} is to be restored as a {type(leaf).__name__}; give an array, a"
+            " jax.ShapeDtypeStruct with a sharding, a NumPy array or a number"
+        )
+    sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return _wanted_key(path, leaf, sharding)
+    return _wanted_array(path, tuple(leaf.shape), leaf.dtype, sharding)
+
+
+def _whole(
+    path: str, shape: tuple[int, ...], make: Callable[[np.ndarray], Any]
+) -> WantedLeaf:
+    return WantedLeaf(
+        path=path,
+        shape=shape,
+        boxes=(boxes.whole(shape),),
+        make=lambda values: make(values[0]),
+    )
+
+
+def _wanted_array(
+    path: str, shape: tuple[int, ...], dtype: Any, sharding: Sharding
+) -> WantedLeaf:
+    needed = tuple(dict.fromkeys(_of_this_host(shape, sharding)))
+
+    def make(values: list[np.ndarray]) -> jax.Array:
+        of_box = {
+            box: found.astype(dtype, copy=False)
+            for box, found in zip(needed, values, strict=True)
+        }
+        return jax.make_array_from_callback(
+            shape,
+            sharding,
+            lambda index: of_box[boxes.of_index(index or (), shape)],
+            dtype=dtype,
+        )
+
+    return WantedLeaf(path=path, shape=shape, boxes=needed, make=make)
+
+
+def _wanted_key(path: str, leaf: Any, sharding: Sharding) -> WantedLeaf:
+    numbers = jax.eval_shape(jax.random.key_data, leaf)
+    if isinstance(sharding, NamedSharding):
+        more = len(numbers.shape) - len(sharding.spec)
+        spec = PartitionSpec(*sharding.spec, *[None] * more)
+        sharding = NamedSharding(sharding.mesh, spec)
+    found = _wanted_array(path, tuple(numbers.shape), numbers.dtype, sharding)
+    impl = (
+        jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else leaf.dtype._impl
+    )
+    return dataclasses.replace(
+        found,
+        make=lambda values: jax.random.wrap_key_data(found.make(values), impl=impl),
+    )
+
+
+def _key_impl(key: Any) -> Any:
+    # JAX tells it of keys alone, and tracers are keys.
+    found: list[Any] = []
+    jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
+    return found[0]
+
+
+def _of_this_host(shape: tuple[int, ...], sharding: Sharding) -> list[boxes.Box]:
+    indices = sharding.addressable_devices_indices_map(shape)
+    return [boxes.of_index(index or (), shape) for index in indices.values()]
+
+
+def _shape(leaf: Leaf | None) -> str:
+    return "nothing" if leaf is None else str(list(leaf.shape))
