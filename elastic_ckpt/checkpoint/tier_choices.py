@@ -1,0 +1,94 @@
+"""The tiers of a checkpointer, as values: where, how often, and what to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+from etils import epath
+
+from elastic_ckpt.tiers.retention import PreservationPolicy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """PEM files with which agents prove who they are, and clients check it.
+
+    Attributes:
+      certificate: of this machine's agent.
+      key: of that certificate.
+      authority: certificates of those who may sign agents' certificates.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """The local tier: a RAM disk on each host.
+
+    Attributes:
+      directory: on a RAM disk, one a run: `/dev/shm/<run>`.
+      every: steps between two saves.
+      keep: Orbax's preservation policy; by default only the newest complete step.
+      limit_bytes: the most that the directory may hold; by default what the file system
+        has.
+    """
+
+    directory: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    every: int = 1
+    keep: PreservationPolicy | None = None
+    limit_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The peer tier: copies in the RAM of other hosts.
+
+    Attributes:
+      copies: holders of everything besides the host that saved it.
+      assume_data_parallelism: copies nothing, for models of which no copy fits.
+      domain: the kind of failure domain that goes as a whole.
+      domains: this host's failure domains by kind, such as `{"rack": "r7"}`; `slice`
+        and `host` are known without.
+      interface: where this machine's agent listens: its address in the network that
+        hosts share.
+      port: of the agent; 0 lets the system choose.
+      known: URLs of agents to ask besides those of the world's machines: of machines
+        that idle.
+      max_bytes_per_sec: of copies to this host.
+      tls: encrypts what is sent.
+    """
+
+    copies: int = 2
+    assume_data_parallelism: bool = False
+    domain: str = "slice"
+    domains: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    interface: str = "127.0.0.1"
+    port: int = 0
+    known: tuple[str, ...] = ()
+    max_bytes_per_sec: float | None = None
+    tls: TlsFiles | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Persistent:
+    """The persistent tier: Orbax checkpoints in storage that outlives all hosts.
+
+    Attributes:
+      directory: a local path, an NFS mount or an object store.
+      every: steps between two backups.
+      keep: Orbax's preservation policy; by default all steps.
+    """
+
+    directory: epath.PathLike
+    _: dataclasses.KW_ONLY
+    every: int = 1
+    keep: PreservationPolicy | None = None
+
+
+TierChoice = Local | Peers | Persistent

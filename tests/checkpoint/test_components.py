@@ -1,0 +1,102 @@
+"""Components: their state is taken at once, written later, and numbered by file."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from etils import epath
+
+from elastic_ckpt.checkpoint import components
+from elastic_ckpt.core import digest
+from elastic_ckpt.tiers import manifest
+
+
+class Counter:
+    """A component that counts, and can fail."""
+
+    def __init__(self, count=0, error=None):
+        self.count = count
+        self.error = error
+
+    async def save(self, directory):
+        taken = self.count
+
+        async def write():
+            path = await (directory / "sub").await_creation()
+            await asyncio.sleep(0)
+            if self.error:
+                raise self.error
+            path.mkdir()
+            (path / "count").write_text(str(taken))
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            self.count = int((directory / "sub" / "count").read_text())
+
+        return read()
+
+
+def test_the_state_is_that_of_the_call_and_not_of_the_writing(tmp_path):
+    counter = Counter(3)
+    write = components.begin_save({"c": counter}, lambda _: epath.Path(tmp_path))
+    counter.count = 4
+    assert list(tmp_path.iterdir()) == []
+    write()
+    other = Counter()
+    components.load(other, tmp_path)
+    assert other.count == 3
+
+
+def test_it_works_inside_of_a_running_event_loop(tmp_path):
+    async def inside():
+        components.begin_save({"c": Counter(5)}, lambda _: epath.Path(tmp_path))()
+
+    asyncio.run(inside())
+    assert (tmp_path / "sub" / "count").read_text() == "5"
+
+
+def test_an_error_of_the_writing_is_raised_by_it(tmp_path):
+    failing = {"c": Counter(error=OSError("full")), "d": Counter()}
+    write = components.begin_save(failing, lambda name: _made(tmp_path / name))
+    with pytest.raises(OSError, match="full"):
+        write()
+
+
+def test_trees_and_components_are_told_apart():
+    counter = Counter()
+    assert components.split({"state": {"w": 1}, "data": counter}) == (
+        {"state": {"w": 1}},
+        {"data": counter},
+    )
+
+
+def test_files_are_numbered_alike_whoever_wrote_them():
+    said = [{"data": ["b", "a"]}, {"data": ["c", "a"], "rng": ["x"]}, {}]
+    expected = {"data": {"a": 0, "b": 1, "c": 2}, "rng": {"x": 0}}
+    assert components.numbered(said) == expected
+    assert components.numbered(said[::-1]) == expected
+
+
+def test_files_are_materialised_below_a_directory(tmp_path):
+    content = {"data/sub/count": b"9"}
+    files = [
+        manifest.ComponentFile(
+            component="data",
+            parts=(0, 1),
+            path=path,
+            digest=digest.values_digest(np.frombuffer(text, np.uint8)),
+            stored_bytes=len(text),
+        )
+        for path, text in content.items()
+    ]
+    components.materialise(files, lambda file: content[file.path], tmp_path)
+    counter = Counter()
+    components.load(counter, tmp_path)
+    assert counter.count == 9
+
+
+def _made(path):
+    path.mkdir()
+    return epath.Path(path)
