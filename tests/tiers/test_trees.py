@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.checkpoint import trees
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import manifest
+from elastic_ckpt.tiers import manifest, trees
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 Point = collections.namedtuple("Point", "x y")

@@ -1,0 +1,138 @@
+"""The hosts of a world, asked all at once: how the checkpointer has its work done.
+
+Each host has a `HostTiers`, which does all that concerns its RAM disk and its share of
+a backup. Whoever drives a save or a restore asks all of them for the next phase and
+goes on with all of their answers: in every process of a multi-controller world
+(`InEveryProcess`), or in the one controller of many hosts, through the sidecar.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from absl import logging
+
+from elastic_ckpt.checkpoint import exchange
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.host_tiers import HostTiers
+
+
+class HostsFailed(errors.CheckpointError):
+    """What some hosts were asked for failed there.
+
+    Attributes:
+      of_host: by the number of a host, its message.
+    """
+
+    def __init__(self, of_host: Mapping[int, str]) -> None:
+        self.of_host = dict(of_host)
+        told = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
+        super().__init__(told)
+
+
+class Hosts(Protocol):
+    """All hosts of a world."""
+
+    @property
+    def num_hosts(self) -> int:
+        """How many there are."""
+        ...
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """What a method of `HostTiers` returned on each host, in their order.
+
+        Calls of one method come from one thread at a time, in the same order wherever
+        the world is driven. Arguments and answers are JSON.
+
+        Raises:
+          HostsFailed: if it raised on any; no host goes on as if all had done it.
+        """
+        ...
+
+    def first(self, method: str, *arguments: Any) -> Any:
+        """What it returned on host 0, the only one that is asked."""
+        ...
+
+    def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
+        """Has every host copy what its devices hold.
+
+        Returns:
+          The directory in which components write their files, each below its name.
+        """
+        ...
+
+    def read(self, step: int, save: str, trees: Mapping[str, Any]) -> list[Any]:
+        """Has every host read, and verify, what its devices need for abstract trees.
+
+        Returns, and raises, as `all`.
+        """
+        ...
+
+    def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
+        """The trees, made of what the hosts have read last."""
+        ...
+
+
+class InEveryProcess:
+    """The hosts of a multi-controller world: each process drives, and does its part.
+
+    Args:
+      own: of this process.
+      exchange: with the others.
+    """
+
+    def __init__(self, own: HostTiers, exchange: exchange.Exchange) -> None:
+        self._own = own
+        self._exchange = exchange
+
+    @property
+    def num_hosts(self) -> int:
+        """How many there are."""
+        return self._exchange.num_hosts
+
+    def all(self, method: str, *arguments: Any) -> list[Any]:
+        """See `Hosts`."""
+        return self._gather(method, self._answer(method, *arguments))
+
+    def first(self, method: str, *arguments: Any) -> Any:
+        """See `Hosts`."""
+        answer: dict[str, Any] = {"is": None}
+        if self._exchange.host == 0:
+            answer = self._answer(method, *arguments)
+        return self._gather(f"first/{method}", answer)[0]
+
+    def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
+        """See `Hosts`."""
+        return self._own.capture(step, save, trees)
+
+    def read(self, step: int, save: str, trees: Mapping[str, Any]) -> list[Any]:
+        """See `Hosts`."""
+        return self.all("read", step, save, trees)
+
+    def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Hosts`."""
+        return self._own.arrays(trees)
+
+    def _answer(self, method: str, *arguments: Any) -> dict[str, Any]:
+        try:
+            return {"is": getattr(self._own, method)(*arguments)}
+        except (errors.ElasticCkptError, OSError) as error:
+            return {"failed": str(error)}
+        except Exception as error:
+            # A bug ends this call on all hosts, not only here, where nobody looks.
+            logging.exception("%s failed", method)
+            last = traceback.format_exception_only(error)[-1].strip()
+            return {"failed": f"{method} failed with {last}; see this host's log"}
+
+    def _gather(self, kind: str, answer: dict[str, Any]) -> list[Any]:
+        answers = self._exchange.gather(kind, answer)
+        failed = {
+            number: each["failed"]
+            for number, each in enumerate(answers)
+            if "failed" in each
+        }
+        if failed:
+            raise HostsFailed(failed)
+        return [each["is"] for each in answers]
