@@ -27,8 +27,8 @@ from orbax.checkpoint import multihost
 from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.hosts import Hosts, HostsFailed
 from elastic_ckpt.checkpoint.stage import Stage
-from elastic_ckpt.checkpoint.tier_choices import Local, Persistent
 from elastic_ckpt.core import errors, events, metrics, storage
+from elastic_ckpt.tiers.choices import Local, Persistent
 
 Json = storage.Json
 

@@ -1,0 +1,80 @@
+"""Recovery: what a host reads of a step, from wherever it is nearest, and puts right."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import storage
+from elastic_ckpt.tiers import read_plan, trees, verified_read
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.manifest import Host
+
+NEARNESS = ("local", "close", "distant", "persistent")
+
+
+def read_leaves(
+    found: FoundStep,
+    wanted: Sequence[trees.WantedLeaf],
+    reader: verified_read.VerifiedReader,
+    *,
+    host: Host,
+    domain: str,
+) -> dict[str, list[np.ndarray]]:
+    """The values of all boxes that a host wants, by the path of their leaf, verified.
+
+    Args:
+      found: the step.
+      wanted: what this host needs of it.
+      reader: of the step.
+      host: this one.
+      domain: the kind of failure domain inside of which a peer is close.
+
+    Raises:
+      CheckpointError: if the step is of another model, or no good copy of a part is
+        left.
+    """
+    contents = found.step.holdings.contents
+    trees.check(wanted, contents, step=found.step.step)
+    listed = [(0, leaf.path, box) for leaf in wanted for box in leaf.boxes]
+    plan = read_plan.plan(
+        found.step,
+        [host],
+        read_plan.Wanted.of(listed, contents=contents),
+        domain=domain,
+    )
+    values = iter(verified_read.read_boxes(plan, reader))
+    return {leaf.path: [next(values) for _ in leaf.boxes] for leaf in wanted}
+
+
+def by_nearness(
+    read_bytes: Mapping[Offer, int], host: Host, *, domain: str
+) -> dict[str, int]:
+    """Bytes that a host read, by how near their holders were."""
+    total: collections.Counter[str] = collections.Counter()
+    for offer, num_bytes in read_bytes.items():
+        total[nearness(offer, host, domain=domain)] += num_bytes
+    return dict(total)
+
+
+def nearness(offer: Offer, host: Host, *, domain: str) -> str:
+    """How near a holder is to a host: one of `NEARNESS`."""
+    if offer.tier == "persistent":
+        return "persistent"
+    if offer.host.id == host.id:
+        return "local"
+    alike = offer.host.domains.get(domain, "") == host.domains.get(domain, "")
+    return "close" if alike else "distant"
+
+
+def describe(bad: verified_read.BadCopy) -> dict[str, storage.Json]:
+    """A bad copy, as other hosts are told of it."""
+    return {
+        "host": bad.offer.host.id,
+        "tier": bad.offer.tier,
+        "name": bad.name,
+        "why": bad.why,
+    }

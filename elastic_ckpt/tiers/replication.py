@@ -1,0 +1,116 @@
+"""Replication: a host takes the copies that placement gives it.
+
+Every host computes the same placement from the same manifests, and fetches its own part
+of it, so nobody coordinates. What a host holds already is not placed anew: one that was
+killed half way goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent import futures
+
+import numpy as np
+
+from elastic_ckpt.core import errors, host_memory
+from elastic_ckpt.tiers import layout, placement
+from elastic_ckpt.tiers.holdings import Holdings, Offer
+from elastic_ckpt.tiers.manifest import ComponentFile, Fragment, Host
+from elastic_ckpt.tiers.verified_read import VerifiedReader
+
+_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkCopy:
+    """A chunk that arrived, verified.
+
+    Attributes:
+      fragment: as its sender has it.
+      values: of the leaf's dtype and the box's shape; to be used before the call ends.
+    """
+
+    fragment: Fragment
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileCopy:
+    """A file of a component that arrived, verified."""
+
+    file: ComponentFile
+    content: bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a host took.
+
+    Attributes:
+      copies: how many.
+      num_bytes: of them.
+      problems: copies that could not be had, and why, a sentence each.
+    """
+
+    copies: int
+    num_bytes: int
+    problems: tuple[str, ...]
+
+
+def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
+    """The items that `host` takes, each with the holder that is to send it."""
+    numbers = [n for n, each in enumerate(placed.hosts) if each.id == host.id]
+    mine = np.flatnonzero(np.isin(placed.target, numbers))
+    return [
+        (int(placed.item[copy]), placed.hosts[placed.source[copy]]) for copy in mine
+    ]
+
+
+def take(
+    holdings: Holdings,
+    items: Sequence[tuple[int, Host]],
+    reader: VerifiedReader,
+    keep: Callable[[ChunkCopy | FileCopy], None],
+) -> Taken:
+    """Fetches copies, a few at a time, each from its sender or else another holder.
+
+    Args:
+      holdings: of the step.
+      items: as `incoming` gives them.
+      reader: of the step.
+      keep: writes a copy; called from several threads.
+    """
+    num_boxes = len(holdings.leaf)
+
+    def fetch(item: int, sender: Host) -> int:
+        choices = _choices(holdings, item, sender)
+        if item >= num_boxes:
+            file = holdings.files[item - num_boxes]
+            content = reader.file(file, [offer for offer, _ in choices])
+            keep(FileCopy(file=file, content=content))
+            return len(content)
+        fragments = [(offer, holdings.fragment(row)) for offer, row in choices]
+        fragment = fragments[0][1]
+        leaf = holdings.contents.leaves[fragment.leaf]
+        memory = host_memory.allocate(layout.num_bytes(fragment.box, leaf.dtype))
+        reader.fragment(fragments, memory, name=holdings.name(item))
+        values = memory.view(np.dtype(leaf.dtype)).reshape(fragment.box.shape)
+        keep(ChunkCopy(fragment=fragment, values=values))
+        return memory.nbytes
+
+    sizes, problems = [], []
+    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
+        # Its threads bound what is in memory: a copy is kept before the next begins.
+        for got in futures.as_completed([pool.submit(fetch, *each) for each in items]):
+            try:
+                sizes.append(got.result())
+            except errors.CheckpointError as error:
+                problems.append(str(error))
+    return Taken(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))
+
+
+def _choices(holdings: Holdings, item: int, sender: Host) -> list[tuple[Offer, int]]:
+    rows = range(int(holdings.first_row[item]), int(holdings.first_row[item + 1]))
+    offers = [(holdings.offers[holdings.holder[row]], row) for row in rows]
+    return sorted(offers, key=lambda each: each[0].host.id != sender.id)
