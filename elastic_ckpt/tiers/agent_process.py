@@ -11,7 +11,6 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import agent
 
 
-
 @contextlib.contextmanager
 def running(service: agent.Service) -> Iterator[agent.Address]:
     """Yields where the agent of `service.root` listens.

@@ -1,4 +1,4 @@
-"""Recovery: what a host reads of a step, from wherever it is nearest, and puts right."""
+"""Recovery: what a host reads of a step, from wherever it is nearest."""
 
 from __future__ import annotations
 

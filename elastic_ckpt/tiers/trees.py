@@ -9,7 +9,7 @@ A typed PRNG key is saved as the numbers that it consists of, under one more dim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
     return [_wanted(path, leaf) for path, leaf in leaves(abstract).items()]
 
 
-def check(wanted: list[WantedLeaf], contents: Contents, *, step: int) -> None:
+def check(wanted: Sequence[WantedLeaf], contents: Contents, *, step: int) -> None:
     """Raises a CheckpointError unless a step has all that is wanted, in those shapes.
 
     What was saved besides is not looked at: a part of a step may be restored alone.
