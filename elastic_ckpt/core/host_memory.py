@@ -7,6 +7,7 @@ vanish.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -23,7 +24,9 @@ def allocate(num_bytes: int) -> np.ndarray:
         return memory[skipped : skipped + num_bytes]
     rounded = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     pages = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    # Some kernels, of sandboxes above all, have no huge pages: these are small ones.
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)[:num_bytes]
 
 

@@ -1,0 +1,246 @@
+"""Capture: a copy in host memory of what this process holds of a state.
+
+It is all that the trainer is blocked for: digests, files and copies for peers are made
+from it, beside the training. Replicas on devices of one process are copied once; those
+of other processes are theirs, for replicas count as holders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from elastic_ckpt.core import boxes, errors, host_memory
+from elastic_ckpt.tiers.manifest import Leaf
+
+Value = jax.Array | np.ndarray | np.generic | int | float | bool
+
+# Those of JAX that zarr v3 arrays of TensorStore can have, bit by bit.
+STORABLE = frozenset(
+    {
+        "bfloat16",
+        "bool",
+        "complex128",
+        "complex64",
+        "float16",
+        "float32",
+        "float4_e2m1fn",
+        "float64",
+        "float8_e3m4",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "int16",
+        "int2",
+        "int32",
+        "int4",
+        "int64",
+        "int8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "uint8",
+    }
+)
+_ALIGNMENT_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CapturedLeaf:
+    """What this process holds of an array.
+
+    Attributes:
+      leaf: the whole array.
+      shard_shape: that all shards of it have, here and elsewhere.
+      boxes: each box that is here, once, with its values; an array without elements has
+        none.
+    """
+
+    leaf: Leaf
+    shard_shape: tuple[int, ...]
+    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
+
+
+class Captured:
+    """What this process holds of a state; its arrays are its own until `release`.
+
+    Attributes:
+      parts: of every array of the state, ordered by path.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[CapturedLeaf],
+        *,
+        memory: np.ndarray,
+        pool: host_memory.Pool,
+    ) -> None:
+        self.parts = tuple(parts)
+        self._memory: np.ndarray | None = memory
+        self._pool = pool
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The arrays of the state, the same on every host, ordered by path."""
+        return tuple(part.leaf for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all values that are here."""
+        return sum(values.nbytes for part in self.parts for _, values in part.boxes)
+
+    def release(self) -> None:
+        """Gives the memory back to the pool, once; the values are not to be used."""
+        memory, self._memory, self.parts = self._memory, None, ()
+        if memory is not None:
+            self._pool.give_back(memory)
+
+
+def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
+    """Copies what this process holds of a state; arrays may be donated afterwards.
+
+    All of it lies in one piece of memory, so that the next capture of such a state
+    touches pages that are warm. What a device other than the host hands out is a copy
+    already, and is not copied again.
+
+    Args:
+      leaves: by path: arrays of JAX under any sharding, typed random keys (their data
+        is captured), and what is whole in every process: arrays of NumPy and numbers.
+      pool: where the memory is from, and goes to.
+
+    Raises:
+      CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
+        it names the leaf.
+    """
+    with _no_collection():
+        held = [_held(path, leaves[path]) for path in sorted(leaves)]
+        parts = []
+        num_bytes = 0
+        for leaf, shard_shape, shards in held:
+            found = []
+            for box, shard in shards:
+                values = np.asarray(shard)
+                # What owns its memory came from a device, and is nobody else's.
+                offset = (
+                    None if shard is not values and values.flags.owndata else num_bytes
+                )
+                if offset is not None:
+                    num_bytes += (
+                        -(-values.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                    )
+                found.append((box, values, offset))
+            parts.append((leaf, shard_shape, found))
+        memory = pool.take(num_bytes)
+        captured = [
+            CapturedLeaf(
+                leaf=leaf,
+                shard_shape=shard_shape,
+                boxes=tuple(
+                    (box, _copied(values, memory, at)) for box, values, at in found
+                ),
+            )
+            for leaf, shard_shape, found in parts
+        ]
+    return Captured(captured, memory=memory, pool=pool)
+
+
+def _copied(values: np.ndarray, memory: np.ndarray, offset: int | None) -> np.ndarray:
+    # Of what has a place in the memory, the copy there.
+    if offset is None:
+        return values
+    place = memory[offset : offset + values.nbytes]
+    copy = place.view(values.dtype).reshape(values.shape)
+    np.copyto(copy, values)
+    return copy
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    # Thousands of new objects would set off rounds of garbage collection over all that
+    # a training process holds: they cost more than the copies.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_Shards = Sequence[tuple[boxes.Box, jax.Array | np.ndarray]]
+
+
+def _held(path: str, value: Value) -> tuple[Leaf, tuple[int, ...], _Shards]:
+    # The leaf, the shape of its shards, and those that are here, without replicas.
+    if not isinstance(value, jax.Array):
+        return _held_whole(path, value)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    leaf = Leaf(path=path, shape=value.shape, dtype=_dtype(path, value.dtype))
+    places = _places(value.sharding, value.shape)
+    shards = value.addressable_shards
+    if not places.far:
+        # Views; keeping JAX's objects instead would cost rounds of garbage collection.
+        held = [(box, np.asarray(shards[n].data)) for n, box in places.boxes]
+        return leaf, places.shard_shape, held
+    for number, _ in places.boxes:
+        # Devices send while the first arrays are being copied.
+        shards[number].data.copy_to_host_async()
+    held = [(box, shards[number].data) for number, box in places.boxes]
+    return leaf, places.shard_shape, held
+
+
+def _held_whole(
+    path: str, value: np.ndarray | np.generic | int | float | bool
+) -> tuple[Leaf, tuple[int, ...], _Shards]:
+    if not isinstance(value, np.ndarray | np.generic | int | float):
+        raise errors.CheckpointError(
+            f"leaf {path!r} is a {type(value).__name__}, and a state has arrays and"
+            " numbers; take it out of the state, or save it as a checkpointable of its"
+            " own"
+        )
+    array = np.asarray(value)
+    leaf = Leaf(path=path, shape=array.shape, dtype=_dtype(path, array.dtype))
+    shards = [(boxes.whole(array.shape), array)] if array.size else []
+    return leaf, array.shape, shards
+
+
+class _Places(NamedTuple):
+    # Of each box that is here the first shard with it; whether it has to be fetched.
+    shard_shape: tuple[int, ...]
+    boxes: tuple[tuple[int, boxes.Box], ...]
+    far: bool
+
+
+@functools.lru_cache(maxsize=2**14)
+def _places(sharding: Sharding, shape: tuple[int, ...]) -> _Places:
+    indices = sharding.addressable_devices_indices_map(shape)
+    first: dict[boxes.Box, int] = {}
+    for number, index in enumerate(indices.values()):
+        assert index is not None
+        first.setdefault(boxes.of_index(index, shape), number)
+    return _Places(
+        shard_shape=sharding.shard_shape(shape),
+        boxes=tuple((number, box) for box, number in first.items() if box.volume),
+        far=any(device.platform != "cpu" for device in indices),
+    )
+
+
+def _dtype(path: str, dtype: np.dtype) -> str:
+    if dtype.name not in STORABLE:
+        raise errors.CheckpointError(
+            f"leaf {path!r} has the dtype {dtype.name}, which no tier can store; cast"
+            " it to a wider one before it is saved"
+        )
+    return dtype.name

@@ -1,0 +1,170 @@
+"""Chunks of leaves, written as zarr v3 arrays by TensorStore, many at a time.
+
+Each is a file that appears whole or not at all, and is durable when its write is done.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from elastic_ckpt.core import boxes, digest
+from elastic_ckpt.tiers import layout
+from elastic_ckpt.tiers.capture import CapturedLeaf
+from elastic_ckpt.tiers.manifest import Contents, Fragment
+
+# What TensorStore raises, by the kind of its own error.
+WRITE_ERRORS = (OSError, RuntimeError, ValueError)
+# More at a time is no faster, and each has a copy of its chunk until it is written.
+_MAX_IN_FLIGHT_BYTES = 4 * layout.CHUNK_BYTES
+_MAX_IN_FLIGHT = 64
+
+
+class ChunkWriter:
+    """Writes chunks into a step's directory.
+
+    Attributes:
+      directory: of the step.
+      contents: of the step.
+    """
+
+    def __init__(self, directory: epath.PathLike, contents: Contents) -> None:
+        self.directory = os.fspath(directory)
+        self.contents = contents
+        # Nothing is read here, so nothing is kept.
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+    def write(self, captured: dict[int, CapturedLeaf]) -> list[Fragment]:
+        """Writes all boxes, by the numbers of their leaves, and waits until it is done.
+
+        Raises:
+          CheckpointError: if a box does not lie on the grid of its leaf's chunks.
+          WRITE_ERRORS: of TensorStore, when nothing is being written any more.
+        """
+        chunks = {
+            leaf: layout.chunk_shape(part.shard_shape, item_bytes=_item_bytes(part))
+            for leaf, part in captured.items()
+            if part.boxes
+        }
+        arrays = {leaf: self._open(leaf, chunk) for leaf, chunk in chunks.items()}
+        fragments = []
+        in_flight = _InFlight()
+        try:
+            for leaf, chunk in chunks.items():
+                for box, values in captured[leaf].boxes:
+                    for part in layout.cut(box, chunk):
+                        some = values[boxes.relative(part, box)]
+                        name = digest.values_digest(some)
+                        fragments.append(self._fragment(leaf, part, name))
+                        write = _write(arrays[leaf].result(), part, some)
+                        in_flight.add(write, some.nbytes)
+        finally:
+            in_flight.drain()
+        in_flight.check()
+        return fragments
+
+    def put(self, fragment: Fragment, values: np.ndarray) -> Fragment:
+        """Writes a chunk that another host has, in the place that it has here.
+
+        Args:
+          fragment: as the other host's manifest lists it: a whole chunk.
+          values: of its box; the caller has compared their digest.
+
+        Returns:
+          The fragment as it lies here.
+
+        Raises:
+          WRITE_ERRORS: of TensorStore.
+        """
+        array = self._open(fragment.leaf, fragment.box.shape).result()
+        _write(array, fragment.box, values).result()
+        return self._fragment(fragment.leaf, fragment.box, fragment.digest)
+
+    def put_right(self, fragment: Fragment, values: np.ndarray) -> None:
+        """Writes a chunk anew, whatever is there, the array's metadata included.
+
+        Raises:
+          WRITE_ERRORS: of TensorStore.
+        """
+        spec = self._spec(fragment.leaf, fragment.box.shape)
+        spec["assume_metadata"] = True
+        array = ts.open(spec, open=True, context=self._context).result()
+        _write(array, fragment.box, values).result()
+
+    def _open(self, leaf: int, chunk: tuple[int, ...]) -> ts.Future[ts.TensorStore]:
+        spec = self._spec(leaf, chunk)
+        return ts.open(spec, open=True, create=True, context=self._context)
+
+    def _spec(self, leaf: int, chunk: tuple[int, ...]) -> dict[str, Any]:
+        described = self.contents.leaves[leaf]
+        place = os.path.join(self.directory, layout.leaf_directory(described.path))
+        return {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": place},
+            "metadata": layout.array_metadata(described.shape, described.dtype, chunk),
+            # Chunks of zeros are files as well: what a manifest names is there.
+            "store_data_equal_to_fill_value": True,
+        }
+
+    def _fragment(self, leaf: int, box: boxes.Box, name: bytes) -> Fragment:
+        described = self.contents.leaves[leaf]
+        stored = layout.num_bytes(box, described.dtype) + layout.CHECKSUM_BYTES
+        return Fragment(
+            leaf=leaf,
+            box=box,
+            digest=name,
+            file=layout.chunk_file(described.path, box, box.shape),
+            offset=0,
+            stored_bytes=stored,
+        )
+
+
+class _InFlight:
+    # Writes that were begun, a bounded number; the first failure is kept.
+
+    def __init__(self) -> None:
+        self._writes: collections.deque[tuple[Any, int]] = collections.deque()
+        self._num_bytes = 0
+        self._error: Exception | None = None
+
+    def add(self, write: ts.Future[None], num_bytes: int) -> None:
+        self._writes.append((write, num_bytes))
+        self._num_bytes += num_bytes
+        while (
+            len(self._writes) > _MAX_IN_FLIGHT or self._num_bytes > _MAX_IN_FLIGHT_BYTES
+        ):
+            self._wait()
+        self.check()
+
+    def drain(self) -> None:
+        while self._writes:
+            self._wait()
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        write, num_bytes = self._writes.popleft()
+        self._num_bytes -= num_bytes
+        try:
+            write.result()
+        except WRITE_ERRORS as error:
+            self._error = self._error or error
+
+
+def _write(array: ts.TensorStore, box: boxes.Box, values: np.ndarray) -> Any:
+    index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    # Its commit: the values are not looked at afterwards.
+    return (
+        array[index].write(values, can_reference_source_data_indefinitely=True).commit
+    )
+
+
+def _item_bytes(part: CapturedLeaf) -> int:
+    return np.dtype(part.leaf.dtype).itemsize

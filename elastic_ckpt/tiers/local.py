@@ -1,0 +1,268 @@
+"""The local tier: what one process keeps of the run's steps on its machine's RAM disk.
+
+Each process has a directory, a slot, that it alone writes; all of the machine are read.
+A step is written beside its place in no way: it has its own directory from the start,
+and exists when its manifest is there (`step_writer`). So a crash leaves directories
+without a manifest, and files that no manifest names, and `clean` knows them by that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import NamedTuple
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import ram_disk, step_writer
+from elastic_ckpt.tiers.chunk_writer import ChunkWriter
+from elastic_ckpt.tiers.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Fragments,
+    Host,
+    Manifest,
+)
+
+
+class Held(NamedTuple):
+    """A committed save of a step.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+      time: when its manifest was written.
+    """
+
+    step: int
+    save: str
+    time: datetime.datetime
+
+
+class LocalHost:
+    """One process's part of the RAM disk of its machine, locked until it is closed.
+
+    Attributes:
+      disk: of the machine.
+      host: this process, as manifests name it.
+    """
+
+    def __init__(
+        self,
+        disk: ram_disk.RamDisk,
+        *,
+        slot: int,
+        domains: Mapping[str, str],
+        number: int,
+    ) -> None:
+        """Takes a slot.
+
+        Args:
+          disk: of the machine.
+          slot: that no other process of the machine has.
+          domains: the failure domains that the process is in, by kind.
+          number: of the process; for people only.
+
+        Raises:
+          RunError: if a live process has the slot.
+        """
+        self.disk = disk
+        self.host = Host(id=disk.host_id(slot), number=number, domains=domains)
+        self._slot = slot
+        self._lock = threading.Lock()
+        self._in_flight: set[tuple[int, str]] = set()
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(self._locked(slot))
+
+    def __enter__(self) -> LocalHost:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the slot; what is in it stays."""
+        self._held.close()
+
+    @property
+    def in_flight(self) -> frozenset[tuple[int, str]]:
+        """The steps and saves that are being written."""
+        with self._lock:
+            return frozenset(self._in_flight)
+
+    def held(self) -> list[Held]:
+        """What is committed, ordered by step and save."""
+        found = []
+        for step, save in self.disk.saves(self._slot):
+            path = self.disk.manifest_path(self._slot, step, save)
+            if path.exists():
+                time = datetime.datetime.fromtimestamp(path.stat().mtime, datetime.UTC)
+                found.append(Held(step=step, save=save, time=time))
+        return found
+
+    def begin(
+        self, step: int, save: str, contents: Contents, *, num_bytes: int
+    ) -> step_writer.StepWriter:
+        """A writer for what this process holds of a step; leftovers of it are removed.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          contents: of the whole step.
+          num_bytes: of what will be written, all in all.
+
+        Raises:
+          CheckpointError: if it does not fit, or is committed already.
+        """
+        if self.disk.manifest_path(self._slot, step, save).exists():
+            raise errors.CheckpointError(
+                f"step {step}, save {save!r}, is in"
+                f" {self.disk.step_directory(self._slot, step, save)} already; remove"
+                " it, or save under another name"
+            )
+        storage.remove_tree(self.disk.step_directory(self._slot, step, save))
+        empty = self._empty(step, save, contents)
+        return self._writer(empty, num_bytes=num_bytes)
+
+    def copy_writer(
+        self, step: int, save: str, contents: Contents, *, num_bytes: int
+    ) -> step_writer.StepWriter:
+        """A writer for copies from peers, beside what is committed here of the step.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          contents: of the whole step.
+          num_bytes: of what will be added, all in all.
+
+        Raises:
+          CheckpointError: if it does not fit, or the manifest here is spoilt.
+        """
+        if self.disk.manifest_path(self._slot, step, save).exists():
+            present = self.disk.manifest(self._slot, step, save)
+        else:
+            storage.remove_tree(self.disk.step_directory(self._slot, step, save))
+            present = self._empty(step, save, contents)
+        return self._writer(present, num_bytes=num_bytes)
+
+    def put_right(
+        self, manifest: Manifest, fragment: Fragment, values: np.ndarray
+    ) -> None:
+        """Writes a bad chunk anew.
+
+        Args:
+          manifest: of this host.
+          fragment: one of the manifest's.
+          values: of its box and dtype; the caller has compared their digest.
+        """
+        directory = self.disk.step_directory(self._slot, manifest.step, manifest.save)
+        ChunkWriter(directory, manifest.contents).put_right(fragment, values)
+
+    def put_right_file(
+        self, manifest: Manifest, file: ComponentFile, content: bytes
+    ) -> None:
+        """Writes a bad file of a component anew; the caller has compared the digest."""
+        directory = self.disk.step_directory(self._slot, manifest.step, manifest.save)
+        storage.write_atomic(directory / file.path, content)
+
+    def remove(self, step: int, save: str) -> None:
+        """Removes a step that is not being written; from its first moment on whole."""
+        assert (step, save) not in self.in_flight
+        # After a crash what is left has no manifest, so that it is known as a leftover.
+        storage.remove(self.disk.manifest_path(self._slot, step, save))
+        storage.remove_tree(self.disk.step_directory(self._slot, step, save))
+
+    def clean(self) -> list[str]:
+        """Removes what dead processes of the machine left half done.
+
+        That is, in all slots whose process is dead, and in this one: steps without a
+        readable manifest, and files that no manifest names. What is being written now
+        stays.
+
+        Returns:
+          The paths that were removed.
+        """
+        removed = []
+        for slot in self.disk.slots():
+            if slot == self._slot:
+                removed += self._clean(slot)
+                continue
+            with contextlib.suppress(errors.RunError), self._locked(slot):
+                removed += self._clean(slot)
+        return removed
+
+    def _clean(self, slot: int) -> list[str]:
+        removed = []
+        for step, save in self.disk.saves(slot):
+            if slot != self._slot or (step, save) not in self.in_flight:
+                path = self.disk.manifest_path(slot, step, save)
+                removed += step_writer.sweep(path)
+        return removed
+
+    def _empty(self, step: int, save: str, contents: Contents) -> Manifest:
+        return Manifest(
+            run=self.disk.run,
+            step=step,
+            save=save,
+            host=self.host,
+            contents=contents,
+            fragments=Fragments.of([], contents=contents),
+            component_files=(),
+        )
+
+    def _writer(self, manifest: Manifest, *, num_bytes: int) -> step_writer.StepWriter:
+        key = (manifest.step, manifest.save)
+
+        def end() -> None:
+            with self._lock:
+                self._in_flight.discard(key)
+
+        with self._lock:
+            assert key not in self._in_flight
+            self._in_flight.add(key)
+        try:
+            self._reserve(manifest, num_bytes)
+        except BaseException:
+            step_writer.sweep(self.disk.manifest_path(self._slot, *key))
+            end()
+            raise
+        directory = self.disk.step_directory(self._slot, *key)
+        return step_writer.StepWriter(directory, manifest, ended=end)
+
+    def _reserve(self, manifest: Manifest, num_bytes: int) -> None:
+        # Noted before it is measured: of two processes that begin at once, and do not
+        # fit both, none finds room that the other takes.
+        directory = self.disk.step_directory(self._slot, manifest.step, manifest.save)
+        held = int(manifest.fragments.stored_bytes.sum())
+        held += sum(file.stored_bytes for file in manifest.component_files)
+        try:
+            reserved = str(held + num_bytes).encode()
+            storage.write_atomic(directory / ram_disk.RESERVED, reserved)
+            free = self.disk.free_bytes()
+        except OSError:
+            # Not even that fits.
+            free = -num_bytes
+        if free < 0:
+            limit = self.disk.limit_bytes
+            said = "without a limit" if limit is None else f"limit {limit} bytes"
+            raise errors.CheckpointError(
+                f"step {manifest.step} needs {num_bytes} bytes in {self.disk.root}"
+                f" ({said}), and {max(0, free + num_bytes)} are free; raise the limit"
+                " or the size of the file system, or keep fewer steps"
+            )
+
+    @contextlib.contextmanager
+    def _locked(self, slot: int) -> Iterator[None]:
+        path = self.disk.host_directory(slot) / "lock"
+        with storage.exclusive_lock(path):
+            yield

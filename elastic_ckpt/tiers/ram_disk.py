@@ -1,0 +1,214 @@
+"""The RAM disk of a machine: what its processes hold of a run's steps, in memory.
+
+    machine                        the id of this machine's memory, made once
+    hosts/<slot>/lock              held by the process whose steps these are
+    hosts/<slot>/<step>-<save>/    a step of that process, as `layout` says
+
+Any process may read all of it, whether the writers live or not: a directory outlives
+its process, and its machine's memory alone ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import layout, manifest_file
+from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.tiers.source import Offered, ReadError, Source
+
+# In the directory of a step that is being written: how large it will be.
+RESERVED = "reserved"
+_BLOCK_BYTES = 512
+
+
+class RamDisk:
+    """The directory of one machine and run; a tier to restore from.
+
+    Attributes:
+      root: the directory.
+      run: the identity of the run.
+      limit_bytes: of all slots together; None leaves it to the file system.
+    """
+
+    def __init__(
+        self, root: epath.PathLike, *, run: str, limit_bytes: int | None = None
+    ) -> None:
+        self.root = storage.absolute(root)
+        self.run = run
+        self.limit_bytes = limit_bytes
+
+    @functools.cached_property
+    def machine(self) -> str:
+        """The id of this machine's memory, the same in all processes: 16 hex digits."""
+        path = self.root / "machine"
+        storage.create(path, secrets.token_hex(8).encode())
+        return path.read_text()
+
+    def host_id(self, slot: int) -> str:
+        """The id of the host that one process of this machine is."""
+        return f"{self.machine}.{slot}"
+
+    def host_directory(self, slot: int) -> epath.Path:
+        """Where the steps of one process lie."""
+        return self.root / "hosts" / str(slot)
+
+    def slots(self) -> list[int]:
+        """Those that have a directory, ascending."""
+        names = _names(self.root / "hosts")
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def saves(self, slot: int) -> list[tuple[int, str]]:
+        """The steps and saves of which a slot has a directory, ascending."""
+        names = _names(self.host_directory(slot))
+        return sorted(filter(None, map(layout.parse_step_directory, names)))
+
+    def step_directory(self, slot: int, step: int, save: str) -> epath.Path:
+        """Where one save of a step of a slot lies."""
+        return self.host_directory(slot) / layout.step_directory(step, save)
+
+    def manifest_path(self, slot: int, step: int, save: str) -> epath.Path:
+        """Where the manifest of that lies when it is committed."""
+        name = manifest_file.file_name(self.host_id(slot))
+        return self.step_directory(slot, step, save) / name
+
+    def steps(self) -> Sequence[int]:
+        """The steps of which there may be something, ascending."""
+        return sorted({step for slot in self.slots() for step, _ in self.saves(slot)})
+
+    def offers(self, step: int) -> Offered:
+        """What all slots hold of a step, whichever save."""
+        sources: dict[Offer, Source] = {}
+        problems = []
+        for slot in self.slots():
+            for found, save in self.saves(slot):
+                if found != step or not self.manifest_path(slot, step, save).exists():
+                    continue
+                try:
+                    manifest = self.manifest(slot, step, save)
+                except errors.CheckpointError as problem:
+                    problems.append(str(problem))
+                    continue
+                directory = self.step_directory(slot, step, save)
+                sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
+        return Offered(sources=sources, problems=problems)
+
+    def manifest(self, slot: int, step: int, save: str) -> Manifest:
+        """What a slot holds of one save of a step.
+
+        Raises:
+          CheckpointError: if the manifest is missing, altered, or not of this place.
+        """
+        path = self.manifest_path(slot, step, save)
+        manifest = manifest_file.read(path, run=self.run, step=step)
+        if manifest.save != save:
+            raise errors.CheckpointError(
+                f"manifest {path} is that of save {manifest.save!r}, not of {save!r};"
+                " what it lists counts as lost: remove it"
+            )
+        return manifest
+
+    def free_bytes(self) -> int:
+        """What the limit and the file system leave, less what is reserved in them."""
+        used = promised = 0
+        for slot in self.slots():
+            for step, save in self.saves(slot):
+                directory = self.step_directory(slot, step, save)
+                written = _blocks_bytes(os.fspath(directory))
+                used += written
+                promised += max(written, _reserved_bytes(directory))
+        system = os.statvfs(self.root)
+        free = system.f_bavail * system.f_frsize - (promised - used)
+        if self.limit_bytes is None:
+            return free
+        return min(free, self.limit_bytes - promised)
+
+
+class StepFiles:
+    """The source of one step in a RAM disk: its files, and nothing that links lead to.
+
+    Attributes:
+      directory: of the step.
+    """
+
+    def __init__(self, directory: epath.PathLike) -> None:
+        self.directory = os.fspath(directory)
+
+    def read_into(self, file: str, offset: int, into: memoryview) -> None:
+        """Fills `into` with the bytes of `file` from `offset` on, without a copy.
+
+        Raises:
+          ReadError: if the file is missing, too short or cannot be read.
+        """
+        try:
+            with _opened(self.directory, file) as descriptor:
+                done = 0
+                while done < len(into):
+                    read = os.preadv(descriptor, [into[done:]], offset + done)
+                    if not read:
+                        raise ReadError(
+                            f"ends after {offset + done} bytes, and"
+                            f" {offset + len(into)} were to be there"
+                        )
+                    done += read
+        except FileNotFoundError:
+            raise ReadError("is missing") from None
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise ReadError("is behind a link, or no file") from None
+            raise ReadError(f"cannot be read ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _opened(directory: str, file: str) -> Iterator[int]:
+    # Part by part, for a path as a whole would be opened through links.
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        *parents, name = file.split("/")
+        for parent in parents:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            below = os.open(parent, flags, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _names(directory: epath.Path) -> list[str]:
+    # None of what is not there, or goes away.
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+
+
+def _reserved_bytes(directory: epath.Path) -> int:
+    # A step that is committed has what it has.
+    with contextlib.suppress(FileNotFoundError):
+        return int((directory / RESERVED).read_text())
+    return 0
+
+
+def _blocks_bytes(directory: str) -> int:
+    total = 0
+    # Steps may be removed by their own process meanwhile.
+    with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                total += _blocks_bytes(entry.path)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
+    return total

@@ -1,0 +1,206 @@
+"""The writer of one save of a step in a RAM disk: files first, the manifest last.
+
+A writer that goes on with a step which has a manifest already adds copies from peers to
+it: until it commits, the manifest that is there stays valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import checked_json, digest, errors, storage
+from elastic_ckpt.tiers import layout, manifest_file, ram_disk
+from elastic_ckpt.tiers.capture import Captured
+from elastic_ckpt.tiers.chunk_writer import WRITE_ERRORS, ChunkWriter
+from elastic_ckpt.tiers.manifest import ComponentFile, Fragment, Fragments, Manifest
+
+
+class WrittenFile(NamedTuple):
+    """A file that a component wrote.
+
+    Attributes:
+      path: relative to the step's directory.
+      digest: `core.digest.values_digest` of its bytes, 16 bytes.
+      stored_bytes: its length.
+    """
+
+    path: str
+    digest: bytes
+    stored_bytes: int
+
+
+class StepWriter:
+    """Writes what a host holds of one save of a step; any thread may put copies.
+
+    It ends with `commit` or `abandon`. A write that fails abandons it.
+
+    Attributes:
+      directory: of the step.
+    """
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        manifest: Manifest,
+        *,
+        ended: Callable[[], None],
+    ) -> None:
+        """Goes on with what `manifest` lists; `ended` is called once, at the end."""
+        self.directory = directory
+        self._manifest = manifest
+        self._ended = ended
+        self._chunks = ChunkWriter(directory, manifest.contents)
+        contents, listed = manifest.contents, manifest.fragments
+        rows = [listed.row(n, contents=contents) for n in range(len(listed))]
+        self._fragments = {(each.leaf, each.box): each for each in rows}
+        self._files = {each.path: each for each in manifest.component_files}
+        self._components: list[str] = []
+
+    def write(self, captured: Captured) -> None:
+        """Writes the values of all boxes; `captured` may be released then.
+
+        Raises:
+          CheckpointError: if they do not fit any more or cannot be written; nothing of
+            the writer is left then.
+        """
+        numbers = {
+            leaf.path: number
+            for number, leaf in enumerate(self._manifest.contents.leaves)
+        }
+        parts = {numbers[part.leaf.path]: part for part in captured.parts}
+        with self._abandoned_on_failure():
+            self._list(*self._chunks.write(parts))
+
+    def put(self, fragment: Fragment, values: np.ndarray) -> None:
+        """Writes a copy of another host's fragment.
+
+        Args:
+          fragment: as that host's manifest lists it.
+          values: of its box and dtype; the caller has compared their digest.
+
+        Raises:
+          CheckpointError: as `write`.
+        """
+        with self._abandoned_on_failure():
+            self._list(self._chunks.put(fragment, values))
+
+    def put_file(self, file: ComponentFile, content: bytes) -> None:
+        """Writes a copy of another host's file, whose digest the caller has compared.
+
+        Raises:
+          CheckpointError: as `write`.
+        """
+        with self._abandoned_on_failure():
+            storage.write_atomic(self.directory / file.path, content)
+        self._files[file.path] = file
+
+    def component_directory(self, name: str) -> epath.Path:
+        """A directory, made here, for the files of the component `name`."""
+        place = layout.leaf_directory(name)
+        self._components.append(place)
+        return storage.make_directory(self.directory / place)
+
+    def component_files(self) -> list[WrittenFile]:
+        """What components have written by now, durable, ordered by path."""
+        written = []
+        for place in self._components:
+            storage.sync_tree(self.directory / place)
+            for directory, _, names in os.walk(self.directory / place):
+                for name in names:
+                    path = os.path.join(directory, name)
+                    content = np.fromfile(path, np.uint8)
+                    written.append(
+                        WrittenFile(
+                            path=os.path.relpath(path, self.directory),
+                            digest=digest.values_digest(content),
+                            stored_bytes=content.nbytes,
+                        )
+                    )
+        return sorted(written)
+
+    def commit(self, component_files: Sequence[ComponentFile] = ()) -> Manifest:
+        """Writes the manifest, which makes all that was written a part of the step.
+
+        Args:
+          component_files: what components wrote here; copies are known already.
+
+        Raises:
+          CheckpointError: as `write`.
+        """
+        self._files |= {file.path: file for file in component_files}
+        manifest = dataclasses.replace(
+            self._manifest,
+            fragments=Fragments.of(
+                self._fragments.values(), contents=self._manifest.contents
+            ),
+            component_files=tuple(self._files[path] for path in sorted(self._files)),
+        )
+        with self._abandoned_on_failure():
+            manifest_file.write(self.directory, manifest)
+        storage.remove(self.directory / ram_disk.RESERVED)
+        self._ended()
+        return manifest
+
+    def abandon(self) -> None:
+        """Removes what was written and is in no manifest."""
+        sweep(self.directory / manifest_file.file_name(self._manifest.host.id))
+        self._ended()
+
+    def _list(self, *fragments: Fragment) -> None:
+        self._fragments |= {(each.leaf, each.box): each for each in fragments}
+
+    @contextlib.contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except errors.CheckpointError:
+            self.abandon()
+            raise
+        except WRITE_ERRORS as error:
+            system = os.statvfs(self.directory)
+            free = system.f_bavail * system.f_frsize
+            self.abandon()
+            raise errors.CheckpointError(
+                f"step {self._manifest.step} could not be written to {self.directory}"
+                f" ({error}); {free} bytes were free there: give it more, or keep fewer"
+                " steps"
+            ) from error
+
+
+def sweep(path: epath.Path) -> list[str]:
+    """Removes what of a step the manifest at `path`, in its directory, does not name.
+
+    Without a readable manifest that is all of it. What a program of another version
+    wrote stays.
+
+    Returns:
+      The paths that were removed.
+    """
+    directory = path.parent
+    try:
+        manifest = manifest_file.parse(path.read_bytes())
+    except checked_json.OtherVersion:
+        return []
+    except (FileNotFoundError, checked_json.Unreadable):
+        # After a crash in between it is still a leftover.
+        storage.remove(path)
+        storage.remove_tree(directory)
+        return [os.fspath(directory)]
+    named = {path.name, *manifest.fragments.files}
+    named |= {file.path for file in manifest.component_files}
+    removed = []
+    for parent, _, files in os.walk(directory):
+        for file in files:
+            found = os.path.join(parent, file)
+            is_named = os.path.relpath(found, directory) in named
+            if not is_named and file != "zarr.json":
+                storage.remove(found)
+                removed.append(found)
+    return removed
