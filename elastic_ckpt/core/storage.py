@@ -43,7 +43,7 @@ def canonical_json(value: Json) -> bytes:
 
 
 @contextlib.contextmanager
-def atomic_path(path: epath.PathLike) -> Iterator[str]:
+def atomic_path(path: epath.PathLike, *, mode: int = 0o644) -> Iterator[str]:
     """Yields a temporary local path; on success its file becomes `path`, durably.
 
     For writers that insist on a path of their own (ArrayRecord). On an exception the
@@ -51,6 +51,7 @@ def atomic_path(path: epath.PathLike) -> Iterator[str]:
 
     Args:
       path: the final place, on this machine; its directory is created.
+      mode: who may read and write the file.
     """
     final = pathlib.Path(os.fspath(path))
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def atomic_path(path: epath.PathLike) -> Iterator[str]:
     os.close(handle)
     try:
         yield temporary
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         _fsync(temporary)
         os.replace(temporary, final)
         _fsync(final.parent)
@@ -67,13 +68,45 @@ def atomic_path(path: epath.PathLike) -> Iterator[str]:
         raise
 
 
-def write_atomic(path: epath.PathLike, content: bytes) -> None:
-    """Writes `content` so that a reader finds all of it, or what was there before."""
+def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = 0o644) -> None:
+    """Writes `content` so that a reader finds all of it, or what was there before.
+
+    Args:
+      path: the file; its directory is created.
+      content: of the file.
+      mode: who may read and write it; object stores have rules of their own.
+    """
     if not is_local(path):
         epath.Path(path).write_bytes(content)
         return
-    with atomic_path(path) as temporary:
+    with atomic_path(path, mode=mode) as temporary:
         pathlib.Path(temporary).write_bytes(content)
+
+
+def create(path: epath.PathLike, content: bytes, *, mode: int = 0o644) -> bool:
+    """Writes a local file unless it is there; whether it wrote.
+
+    Of several processes that try at once one writes, and all find what it wrote.
+    """
+    final = pathlib.Path(os.fspath(path))
+    final.parent.mkdir(parents=True, exist_ok=True)
+    # Of mode 0600 until it is all there.
+    handle, temporary = tempfile.mkstemp(prefix=f".{final.name}.", dir=final.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+            os.fchmod(file.fileno(), mode)
+        os.link(temporary, final)
+    except FileExistsError:
+        return False
+    finally:
+        pathlib.Path(temporary).unlink()
+    return True
+
+
+def remove(path: epath.PathLike) -> None:
+    """Removes a file, if it is there."""
+    epath.Path(path).unlink(missing_ok=True)
 
 
 def make_directory(path: epath.PathLike) -> epath.Path:
