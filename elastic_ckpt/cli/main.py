@@ -19,6 +19,7 @@ VERBS = {
     "plan": "say who would read what, for numbers of hosts and batch sizes",
     "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
+    "agent": "serve a machine's RAM disk to the other machines of a run",
     "inspect": "show the steps of a run, their arrays and their data state",
 }
 

@@ -1,0 +1,270 @@
+"""The agent of a machine: serves its RAM disk, and outlives the training processes.
+
+It is a process of its own (`elastic-ckpt agent DIRECTORY`; in an image without the
+command line `python -m elastic_ckpt.tiers.agent_command DIRECTORY`), so that what a
+machine holds can be read by a new world before, while and after a training process of
+that machine is there. It only hands out bytes: it knows no policy, and writes nothing
+but `<root>/agent.json`, which says where it listens. For a single controller, and for
+tests, it runs in a thread (`serving`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import ipaddress
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import agent_server, bandwidth, machine, secret
+
+ADDRESS_FILE = "agent.json"
+_LOCK_FILE = "agent.lock"
+_STDIN = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where an agent listens.
+
+    Attributes:
+      url: `http://` or `https://`, an IP address and a port.
+      pid: of its process.
+      machine: the id of the machine's memory.
+      certificate_sha256: of its certificate, 64 hex digits; None without TLS.
+    """
+
+    url: str
+    pid: int
+    machine: str
+    certificate_sha256: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Service:
+    """What an agent serves, to whom, and how much of it.
+
+    Attributes:
+      root: of the RAM disk.
+      interface: the address to listen at: others reach this machine there.
+      port: 0 for one that the system picks.
+      secret_file: that holds the run's secret; None for that in `root`, which is made
+        if it is missing.
+      tls_certificate: a PEM file, with its chain; None for no TLS.
+      tls_key: its private key, a PEM file; None if it is in the same file.
+      max_bytes_per_sec: to all clients together; None without a bound.
+      max_connections: at a time.
+      max_connections_of_client: at a time, from one address.
+    """
+
+    root: str
+    interface: str = "127.0.0.1"
+    port: int = 0
+    secret_file: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    max_bytes_per_sec: float | None = None
+    max_connections: int = 512
+    max_connections_of_client: int = 64
+
+
+def find(root: epath.PathLike) -> Address | None:
+    """Where the agent of `root` said that it listens; one that was killed is silent."""
+    try:
+        found = json.loads(pathlib.Path(root, ADDRESS_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return Address(**found)
+
+
+@contextlib.contextmanager
+def serving(service: Service) -> Iterator[Address]:
+    """Serves in a thread of this process; yields where.
+
+    Raises:
+      RunError: as `run`.
+    """
+    loop = asyncio.new_event_loop()
+    ended = asyncio.Event()
+    with (
+        _listening(service) as (address, listening),
+        concurrent.futures.ThreadPoolExecutor(1, "agent") as executor,
+        contextlib.closing(loop),
+    ):
+        serve = _serve(service, address, listening, ended)
+        served = executor.submit(loop.run_until_complete, serve)
+        try:
+            with _published(service, address):
+                yield address
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+            served.result()
+
+
+def run(
+    service: Service,
+    *,
+    announce: Callable[[Address], None],
+    until_stdin_closes: bool = False,
+) -> None:
+    """Serves until this process gets SIGTERM or SIGINT.
+
+    Args:
+      service: what to serve.
+      announce: hears where, once it does.
+      until_stdin_closes: whether it ends then, too: whoever started it with a pipe
+        takes it along, even when killed.
+
+    Raises:
+      RunError: if another agent serves `root`, the interface, the port or the
+        certificate cannot be had, or the secret is not private.
+    """
+
+    async def main(address: Address, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        if until_stdin_closes:
+            threading.Thread(
+                target=_at_end_of_stdin, args=(loop, ended), daemon=True
+            ).start()
+        with _published(service, address):
+            announce(address)
+            await _serve(service, address, listening, ended)
+
+    with _listening(service) as (address, listening):
+        asyncio.run(main(address, listening))
+
+
+async def _serve(
+    service: Service, address: Address, listening: socket.socket, ended: asyncio.Event
+) -> None:
+    rate = service.max_bytes_per_sec
+    answers = agent_server.Answers(
+        service.root,
+        machine=address.machine,
+        known=secret.Watched(service.secret_file or secret.path(service.root)),
+        bandwidth_bound=bandwidth.Bandwidth(rate) if rate else None,
+    )
+    await agent_server.serve(
+        answers,
+        listening=listening,
+        tls=_tls(service),
+        most_connections=service.max_connections,
+        most_connections_of_client=service.max_connections_of_client,
+        ended=ended,
+    )
+
+
+@contextlib.contextmanager
+def _listening(service: Service) -> Iterator[tuple[Address, socket.socket]]:
+    """Takes `root` for itself, checks all that can be wrong, and binds."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(
+                storage.exclusive_lock(os.path.join(service.root, _LOCK_FILE))
+            )
+        except errors.RunError:
+            raise errors.RunError(
+                f"another agent serves {service.root}"
+                f" ({find(service.root) or 'it is just beginning'}); use it, or end"
+                " it first"
+            ) from None
+        if service.secret_file is None:
+            secret.read_or_create(service.root)
+        else:
+            secret.read(service.secret_file)
+        _tls(service)
+        listening = stack.enter_context(_bound(service))
+        host, port = listening.getsockname()[:2]
+        scheme = "https" if service.tls_certificate else "http"
+        yield (
+            Address(
+                url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
+                pid=os.getpid(),
+                machine=machine.machine_id(service.root),
+                certificate_sha256=_fingerprint(service),
+            ),
+            listening,
+        )
+
+
+@contextlib.contextmanager
+def _published(service: Service, address: Address) -> Iterator[None]:
+    path = os.path.join(service.root, ADDRESS_FILE)
+    storage.write_atomic(path, json.dumps(dataclasses.asdict(address)).encode())
+    try:
+        yield
+    finally:
+        storage.remove(path)
+
+
+def _bound(service: Service) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(
+            service.interface, service.port, type=socket.SOCK_STREAM
+        )
+        family, _, _, _, at = found[0]
+        if ipaddress.ip_address(at[0]).is_unspecified:
+            raise errors.RunError(
+                f"the agent of {service.root} cannot listen at {service.interface},"
+                " which is every network of this machine; name the address at which"
+                " the other machines reach it"
+            )
+        listening = socket.create_server(at[:2], family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        raise errors.RunError(
+            f"the agent of {service.root} cannot listen at {service.interface}, port"
+            f" {service.port} ({error}); give an address of this machine, and"
+            " a port that is free or 0"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def _tls(service: Service) -> ssl.SSLContext | None:
+    if service.tls_certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(service.tls_certificate, service.tls_key)
+    except OSError as error:
+        raise errors.RunError(
+            f"the agent of {service.root} cannot use the certificate"
+            f" {service.tls_certificate} with the key {service.tls_key} ({error}); give"
+            " two PEM files that belong together"
+        ) from None
+    return context
+
+
+def _fingerprint(service: Service) -> str | None:
+    if service.tls_certificate is None:
+        return None
+    # The first certificate is the agent's own; its issuers follow.
+    chain = pathlib.Path(service.tls_certificate).read_text(encoding="ascii")
+    own = re.search(f"{ssl.PEM_HEADER}.*?{ssl.PEM_FOOTER}", chain, re.DOTALL)
+    assert own
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(own[0])).hexdigest()
+
+
+def _at_end_of_stdin(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    # Not `sys.stdin`, whose lock an interpreter that ends would wait for.
+    while os.read(_STDIN, 4096):
+        pass
+    # The loop may have ended on its own.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(ended.set)

@@ -1,0 +1,223 @@
+"""Answers the requests to an agent: bytes of files, and which manifests there are.
+
+    GET       /v1/steps                                  manifests, as JSON
+    GET       /v1/machine                                the machine, as JSON
+    GET, HEAD /v1/hosts/<slot>/<step>-<save>/<path>      a file, or a range of its bytes
+
+Everything needs the run's secret (`Authorization: Bearer ...`), and all else is 404.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import io
+import logging
+import os
+import socket
+import ssl
+import time
+
+from aiohttp import http, web
+from etils import epath
+
+from elastic_ckpt.core import storage
+from elastic_ckpt.tiers import agent_connections, agent_tree, bandwidth, secret
+
+VERSION = 1
+_FILES = "/v1/hosts/"
+# Enough that the loop is not in the way, and little enough to share.
+_PIECE_BYTES = 8 * 2**20
+# What TLS takes through Python's memory.
+_TLS_PIECE_BYTES = 256 * 2**10
+_MOST_HEADER_BYTES = 8190
+_MOST_HEADERS = 64
+_ENDING_SECS = 1.0
+
+_log = logging.getLogger(__name__)
+# A request that is none is answered with 400. What it said, a secret maybe, is nothing
+# for a log, and whoever sends many shall not fill it.
+_log.addFilter(
+    lambda record: (
+        not (
+            record.exc_info and isinstance(record.exc_info[1], http.HttpProcessingError)
+        )
+    )
+)
+
+
+class Answers:
+    """What an agent says to each request.
+
+    Args:
+      root: of the RAM disk.
+      machine: its id.
+      known: the secret.
+      bandwidth_bound: shared by all answers; None without a bound.
+    """
+
+    def __init__(
+        self,
+        root: epath.PathLike,
+        *,
+        machine: str,
+        known: secret.Watched,
+        bandwidth_bound: bandwidth.Bandwidth | None,
+    ) -> None:
+        self._root = root
+        self._machine = machine
+        self._known = known
+        self._bandwidth = bandwidth_bound
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The response, sent when this returns."""
+        response = self._response(request)
+        try:
+            if isinstance(response, io.FileIO):
+                with response as file:
+                    return await self._send_file(request, file)
+            async with asyncio.timeout(agent_connections.PATIENCE_SECS):
+                await response.prepare(request)
+                await response.write_eof()
+            return response
+        except (ConnectionError, TimeoutError):
+            # The client is gone or does not read. So ends the connection, as promised
+            # bytes are missing.
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
+
+    def _response(self, request: web.BaseRequest) -> web.Response | io.FileIO:
+        if not self._knows(request.headers.get("Authorization", "")):
+            return _refusal(401, {"WWW-Authenticate": "Bearer"})
+        path = request.raw_path
+        if request.method not in ("GET", "HEAD") or request.body_exists:
+            return _refusal(404)
+        if path == "/v1/steps":
+            return _json(agent_tree.manifests(self._root))
+        if path == "/v1/machine":
+            return _json(
+                {"machine": self._machine, "time": time.time(), "version": VERSION}
+            )
+        try:
+            if not path.startswith(_FILES):
+                raise agent_tree.NotServed
+            names = agent_tree.parts(path.removeprefix(_FILES))
+            return agent_tree.open_file(self._root, names)
+        except agent_tree.NotServed:
+            return _refusal(404)
+
+    def _knows(self, authorization: str) -> bool:
+        known = self._known.current()
+        if known is None:
+            return False
+        given = authorization.encode("utf-8", "surrogateescape")
+        return hmac.compare_digest(given, f"Bearer {known}".encode())
+
+    async def _send_file(
+        self, request: web.BaseRequest, file: io.FileIO
+    ) -> web.StreamResponse:
+        size = os.fstat(file.fileno()).st_size
+        headers = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        ranged = "Range" in request.headers
+        try:
+            start, stop, _ = request.http_range.indices(size)
+        except ValueError:
+            start = stop = size
+        if ranged and start >= stop:
+            response: web.StreamResponse = _refusal(
+                416, {"Content-Range": f"bytes */{size}"}
+            )
+            await response.prepare(request)
+            return response
+        if ranged:
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+        response = web.StreamResponse(status=206 if ranged else 200, headers=headers)
+        response.content_length = stop - start
+        async with asyncio.timeout(agent_connections.PATIENCE_SECS):
+            await response.prepare(request)
+        if request.method == "GET":
+            await self._send_bytes(request, response, file, start, stop)
+        return response
+
+    async def _send_bytes(
+        self,
+        request: web.BaseRequest,
+        response: web.StreamResponse,
+        file: io.FileIO,
+        start: int,
+        stop: int,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError
+        encrypted = transport.get_extra_info("sslcontext") is not None
+        piece_bytes = _TLS_PIECE_BYTES if encrypted else _PIECE_BYTES
+        if self._bandwidth:
+            piece_bytes = self._bandwidth.piece_bytes(piece_bytes)
+        while start < stop:
+            num_bytes = min(piece_bytes, stop - start)
+            async with asyncio.timeout(agent_connections.PATIENCE_SECS):
+                if encrypted:
+                    piece = os.pread(file.fileno(), num_bytes, start)
+                    await response.write(piece)
+                    sent = len(piece)
+                else:
+                    sent = await loop.sendfile(
+                        transport, file, start, num_bytes, fallback=False
+                    )
+            if sent < num_bytes:
+                # The file was cut short meanwhile.
+                raise ConnectionResetError
+            start += sent
+            if self._bandwidth:
+                await asyncio.sleep(self._bandwidth.take(sent))
+
+
+async def serve(
+    answers: Answers,
+    *,
+    listening: socket.socket,
+    tls: ssl.SSLContext | None,
+    most_connections: int,
+    most_connections_of_client: int,
+    ended: asyncio.Event,
+) -> None:
+    """Answers whoever connects to `listening`, until `ended` is set."""
+    server = web.Server(
+        answers,
+        access_log=None,
+        logger=_log,
+        keepalive_timeout=agent_connections.PATIENCE_SECS,
+        lingering_time=0,
+        max_line_size=_MOST_HEADER_BYTES,
+        max_field_size=_MOST_HEADER_BYTES,
+        max_headers=_MOST_HEADERS,
+    )
+    connections = agent_connections.Connections(
+        server,
+        tls=tls,
+        most=most_connections,
+        most_of_client=most_connections_of_client,
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            accepting = group.create_task(connections.accept(listening))
+            await ended.wait()
+            accepting.cancel()
+    finally:
+        await server.shutdown(timeout=_ENDING_SECS)
+
+
+def _json(value: storage.Json) -> web.Response:
+    return web.Response(
+        body=storage.canonical_json(value), content_type="application/json"
+    )
+
+
+def _refusal(status: int, headers: dict[str, str] | None = None) -> web.Response:
+    response = web.Response(status=status, headers=headers)
+    # Whoever guesses has to connect anew each time.
+    response.force_close()
+    return response

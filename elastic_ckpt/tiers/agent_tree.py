@@ -1,0 +1,151 @@
+"""What an agent serves of a RAM disk: regular files below `<root>/hosts`, no more.
+
+Names come from the network. Each directory on the way is opened by itself, below the
+one before, and no link is followed: what was checked is what is read, whatever happens
+to names meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import re
+import stat
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from etils import epath
+
+from elastic_ckpt.core import storage
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_STEP = re.compile(r"([0-9]{1,18})-([^/]+)")
+_MANIFEST = re.compile(r"manifest-[^/]+\.json")
+# What a name that leads nowhere, or must not be followed, ends in.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG)
+
+
+class NotServed(Exception):
+    """There is no such file, or it is not for others."""
+
+
+def parts(path: str) -> list[bytes]:
+    """The names in the path of a URL, each decoded once.
+
+    Raises:
+      NotServed: if one of them could lead elsewhere, or is hidden.
+    """
+    encoded = path.encode("utf-8", "surrogateescape").split(b"/")
+    names = [urllib.parse.unquote_to_bytes(name) for name in encoded]
+    for name in names:
+        # `.` and `..` are hidden, too.
+        if not name or name.startswith(b".") or set(name) & set(b"/\\\0"):
+            raise NotServed
+    return names
+
+
+def open_file(root: epath.PathLike, names: Sequence[bytes]) -> io.FileIO:
+    """Opens `hosts/<slot>/<step>-<save>/...`, a regular file reached without links.
+
+    Raises:
+      NotServed: if there is none.
+    """
+    if len(names) < 3:
+        raise NotServed
+    try:
+        with _directory(os.path.join(root, "hosts")) as hosts:
+            return _open_below(hosts, names)
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        raise NotServed from None
+
+
+def manifests(root: epath.PathLike) -> list[storage.Json]:
+    """The manifests that there are now, by step: where each is, its size and time."""
+    return [found._asdict() for found in sorted(_manifests(root))]
+
+
+class _Manifest(NamedTuple):
+    step: int
+    save: str
+    slot: str
+    manifest: str
+    bytes: int
+    mtime: float
+
+
+def _manifests(root: epath.PathLike) -> Iterator[_Manifest]:
+    for hosts, slot in _subdirectories(os.path.join(root, "hosts"), None):
+        if not re.fullmatch("[0-9]+", slot):
+            continue
+        for steps, name in _subdirectories(slot, hosts):
+            if not (parsed := _STEP.fullmatch(name)):
+                continue
+            with _scanned(name, steps) as (_, entries):
+                for entry in entries:
+                    regular = entry.is_file(follow_symlinks=False)
+                    if not (regular and _MANIFEST.fullmatch(entry.name)):
+                        continue
+                    # A step may be removed meanwhile.
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        yield _Manifest(
+                            step=int(parsed[1]),
+                            save=parsed[2],
+                            slot=slot,
+                            manifest=entry.name,
+                            bytes=status.st_size,
+                            mtime=status.st_mtime,
+                        )
+
+
+def _subdirectories(name: str, above: int | None) -> Iterator[tuple[int, str]]:
+    with _scanned(name, above) as (descriptor, entries):
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield descriptor, entry.name
+
+
+@contextlib.contextmanager
+def _scanned(
+    name: str, above: int | None
+) -> Iterator[tuple[int, list[os.DirEntry[str]]]]:
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = stack.enter_context(_directory(name, above))
+            entries = list(stack.enter_context(os.scandir(descriptor)))
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+            descriptor, entries = -1, []
+        yield descriptor, entries
+
+
+def _open_below(directory: int, names: Sequence[bytes]) -> io.FileIO:
+    if len(names) > 1:
+        with _directory(names[0], directory) as below:
+            return _open_below(below, names[1:])
+    # Found first and opened then, through /proc, for to open a pipe or a device is to
+    # do something to it.
+    found = os.open(
+        names[0], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory
+    )
+    try:
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            raise NotServed
+        return io.FileIO(f"/proc/self/fd/{found}")
+    finally:
+        os.close(found)
+
+
+@contextlib.contextmanager
+def _directory(name: str | bytes, above: int | None = None) -> Iterator[int]:
+    descriptor = os.open(name, _DIRECTORY, dir_fd=above)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

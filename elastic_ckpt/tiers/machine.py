@@ -1,0 +1,20 @@
+"""The id of a machine's memory: what is in it lasts as long as this id does."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import secrets
+
+from etils import epath
+
+from elastic_ckpt.core import storage
+
+FILE = "machine"
+
+
+def machine_id(root: epath.PathLike) -> str:
+    """The id of the RAM disk at `root`, 16 hex digits, made by who asks first."""
+    path = os.path.join(root, FILE)
+    storage.create(path, secrets.token_hex(8).encode())
+    return pathlib.Path(path).read_text()

@@ -1,0 +1,184 @@
+"""The peer tier: the RAM disks of other machines, read through their agents.
+
+What a peer says is looked at as if an enemy had said it: sizes are bounded, manifests
+are checked whole, and values count only when their digests have been compared, by who
+asked for them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import urllib.parse
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from elastic_ckpt.core import checked_json
+from elastic_ckpt.tiers import layout, manifest, manifest_file, peer_client, source
+from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.peer_endpoint import Endpoint
+
+MOST_LISTING_BYTES = 4 * 2**20
+MOST_MANIFEST_BYTES = 64 * 2**20
+# Of one step at one peer: processes of a machine, times saves.
+MOST_MANIFESTS = 256
+_MOST_THREADS = 32
+Result = TypeVar("Result")
+
+
+class _Listed(NamedTuple):
+    slot: str
+    step: int
+    save: str
+    name: str
+
+    @property
+    def directory(self) -> str:
+        return f"{self.slot}/{layout.step_directory(self.step, self.save)}"
+
+
+class _PeerSource:
+    """The files of one step in one slot of a peer's RAM disk."""
+
+    def __init__(self, endpoint: Endpoint, directory: str) -> None:
+        self._endpoint = endpoint
+        self._directory = directory
+
+    def read_into(self, file: str, offset: int, into: memoryview) -> None:
+        """As `source.Source` says."""
+        path = _path(f"{self._directory}/{file}")
+        self._endpoint.read_into(path, offset, into)
+
+
+class Peer:
+    """The RAM disk of one other machine, a `source.Tier`.
+
+    Args:
+      url: of its agent.
+      client: of this process.
+      run: whose steps are wanted.
+      certificate_sha256: that its agent announced; None for any certificate that is
+        valid for the url's host.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        client: peer_client.PeerClient,
+        run: str,
+        *,
+        certificate_sha256: str | None = None,
+    ) -> None:
+        self._endpoint = client.endpoint(url, certificate_sha256=certificate_sha256)
+        self._run = run
+
+    def steps(self) -> Sequence[int]:
+        """As `source.Tier` says; none if the peer fails, which `offers` then tells."""
+        try:
+            return sorted({listed.step for listed in self._listing()})
+        except source.ReadError:
+            return ()
+
+    def offers(self, step: int) -> source.Offered:
+        """As `source.Tier` says."""
+        sources: dict[Offer, source.Source] = {}
+        problems = []
+        try:
+            listing = [each for each in self._listing() if each.step == step]
+        except source.ReadError as error:
+            return source.Offered({}, [f"the list of steps {error}"])
+        if len(listing) > MOST_MANIFESTS:
+            problems.append(
+                f"{self._endpoint.url} lists {len(listing)} manifests of step {step};"
+                f" the first {MOST_MANIFESTS} are read"
+            )
+        for listed in listing[:MOST_MANIFESTS]:
+            try:
+                offer = Offer(tier="local", manifest=self._manifest(listed))
+            except (checked_json.Unreadable, source.ReadError) as error:
+                problems.append(
+                    f"manifest {listed.directory}/{listed.name} of"
+                    f" {self._endpoint.url} {error}"
+                )
+            else:
+                sources[offer] = _PeerSource(self._endpoint, listed.directory)
+        return source.Offered(sources, problems)
+
+    def _listing(self) -> list[_Listed]:
+        text = self._endpoint.read("/v1/steps", most_bytes=MOST_LISTING_BYTES)
+        try:
+            return [_listed(each) for each in json.loads(text)]
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            raise source.ReadError(
+                f"cannot be read: {self._endpoint.url} sends something else"
+                f" ({type(error).__name__})"
+            ) from None
+
+    def _manifest(self, listed: _Listed) -> manifest.Manifest:
+        path = _path(f"{listed.directory}/{listed.name}")
+        text = self._endpoint.read(path, most_bytes=MOST_MANIFEST_BYTES)
+        try:
+            found = manifest_file.parse(text)
+        except RecursionError:
+            raise checked_json.Unreadable("is nested too deeply") from None
+        said = (
+            found.run,
+            found.step,
+            found.save,
+            manifest_file.file_name(found.host.id),
+        )
+        expected = (self._run, listed.step, listed.save, listed.name)
+        if said != expected:
+            raise checked_json.Unreadable(
+                f"is that of run, step, save and file {said!r:.400}, not of {expected}"
+            )
+        return found
+
+
+class Peers:
+    """Many peers as one `source.Tier`, asked at the same time.
+
+    One that fails costs its time-out once, is left alone for
+    `peer_endpoint.SKIPPED_SECS`, and is among the problems all the while.
+
+    Args:
+      peers: any number.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers = peers
+
+    def steps(self) -> Sequence[int]:
+        """As `source.Tier` says."""
+        return sorted({step for found in self._of_each(Peer.steps) for step in found})
+
+    def offers(self, step: int) -> source.Offered:
+        """As `source.Tier` says."""
+        sources: dict[Offer, source.Source] = {}
+        problems: list[str] = []
+        for found in self._of_each(lambda peer: peer.offers(step)):
+            sources.update(found.sources)
+            problems += found.problems
+        return source.Offered(sources, problems)
+
+    def _of_each(self, ask: Callable[[Peer], Result]) -> Iterable[Result]:
+        num_threads = max(1, min(_MOST_THREADS, len(self._peers)))
+        with concurrent.futures.ThreadPoolExecutor(num_threads, "peers") as executor:
+            return list(executor.map(ask, self._peers))
+
+
+def _listed(each: dict[str, Any]) -> _Listed:
+    found = _Listed(
+        slot=each["slot"], step=each["step"], save=each["save"], name=each["manifest"]
+    )
+    right = isinstance(found.slot, str) and isinstance(found.name, str)
+    step = layout.parse_step_directory(f"{found.step}-{found.save}")
+    if not right or step != (found.step, found.save):
+        raise ValueError("not a step")
+    return found
+
+
+def _path(file: str) -> str:
+    # A name is encoded once, and decoded once by the agent.
+    names = [urllib.parse.quote(name, safe="") for name in file.split("/")]
+    return "/v1/hosts/" + "/".join(names)

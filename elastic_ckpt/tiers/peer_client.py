@@ -1,0 +1,97 @@
+"""What a process's reading from peers shares: secret, trust, patience, bandwidth."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from types import TracebackType
+
+from etils import epath
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import bandwidth, peer_endpoint
+
+
+class PeerClient:
+    """Reads from the agents of other machines; one a process, for any thread.
+
+    As the subject of a `with` statement it is closed at its end.
+
+    Args:
+      secret: the run's, or what says it as it is now.
+      tls_ca: a PEM file with the authority that signs the agents' certificates; with
+        it, agents without TLS are refused. Without it, the system's authorities.
+      timeout_secs: a peer that sends nothing for so long, or far too little, fails.
+      max_connections: to one peer at a time.
+      max_bytes_per_sec: from all peers together; None without a bound.
+
+    Raises:
+      ConfigError: if `tls_ca` cannot be read.
+    """
+
+    def __init__(
+        self,
+        secret: str | Callable[[], str],
+        *,
+        tls_ca: epath.PathLike | None = None,
+        timeout_secs: float = 10.0,
+        max_connections: int = 4,
+        max_bytes_per_sec: float | None = None,
+    ) -> None:
+        bound = bandwidth.Bandwidth(max_bytes_per_sec) if max_bytes_per_sec else None
+        self._terms = peer_endpoint.Terms(
+            secret=(lambda: secret) if isinstance(secret, str) else secret,
+            needs_tls=tls_ca is not None,
+            timeout_secs=timeout_secs,
+            max_connections=max_connections,
+            bandwidth_bound=bound,
+        )
+        self._tls = _context(tls_ca)
+        # By a certificate that is known already, whatever name is in it.
+        self._tls_pinned = _context(tls_ca)
+        self._tls_pinned.check_hostname = False
+        self._endpoints: dict[tuple[str, str | None], peer_endpoint.Endpoint] = {}
+
+    def endpoint(
+        self, url: str, *, certificate_sha256: str | None = None
+    ) -> peer_endpoint.Endpoint:
+        """The agent at `url`, one object however often it is asked for.
+
+        Args:
+          url: of an agent.
+          certificate_sha256: that the agent announced: no other is then taken, and the
+            name in it does not matter.
+        """
+        made = peer_endpoint.Endpoint(
+            url,
+            self._terms,
+            tls=self._tls_pinned if certificate_sha256 else self._tls,
+            certificate_sha256=certificate_sha256,
+        )
+        return self._endpoints.setdefault((url, certificate_sha256), made)
+
+    def close(self) -> None:
+        """Closes all connections that nobody uses now."""
+        for endpoint in list(self._endpoints.values()):
+            endpoint.close()
+
+    def __enter__(self) -> PeerClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _context(ca: epath.PathLike | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise errors.ConfigError(
+            f"the certificates of peers cannot be verified with {ca} ({error}); give a"
+            " PEM file with the certificate of their authority"
+        ) from None

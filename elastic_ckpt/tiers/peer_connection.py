@@ -1,0 +1,136 @@
+"""A connection to a peer that is not trusted: HTTP(S), with an end to all waiting.
+
+`http.client` waits as long as a byte comes now and then, and reads header after header.
+Here a response ends in an error when nothing comes for a while, when what comes is too
+little over a while, and when headers do not end. No redirects are followed, and the
+environment's proxies are ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import io
+import math
+import socket
+import ssl
+import time
+import urllib.parse
+from typing import Any
+
+# Less than this, while somebody waits for it, is as good as nothing.
+LEAST_BYTES_PER_SEC = 64 * 2**10
+_MOST_HEADER_BYTES = 64 * 2**10
+
+
+class Untrusted(Exception):
+    """The peer is not who it should be, as the end of `<url> ...`."""
+
+
+class _Watched(io.RawIOBase):
+    """The bytes of a response, as long as they come and come fast enough."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._raw = connection.makefile("rb", buffering=0)
+        self._patience_secs = connection.gettimeout() or math.inf
+        self._waited_secs = 0.0
+        self._received = 0
+        # How many more there may be.
+        self.allowed: float = _MOST_HEADER_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        if self.allowed <= 0:
+            raise http.client.HTTPException("headers without an end")
+        began = time.monotonic()
+        num_bytes = self._raw.readinto(into) or 0
+        self._waited_secs += time.monotonic() - began
+        self._received += num_bytes
+        self.allowed -= num_bytes
+        if self._waited_secs >= self._patience_secs:
+            if self._received < LEAST_BYTES_PER_SEC * self._waited_secs:
+                raise TimeoutError(
+                    f"sent {self._received} bytes in {self._waited_secs:.1f} s"
+                )
+            self._waited_secs, self._received = 0.0, 0
+        return num_bytes
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class Response(http.client.HTTPResponse):
+    """A response whose body may be read into memory that is there already."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp.close()
+        self._watched = _Watched(sock)
+        self.fp = io.BufferedReader(self._watched)
+
+    def begin(self) -> None:
+        """Reads the headers."""
+        super().begin()
+        self._watched.allowed = math.inf
+
+
+class _PinnedConnection(http.client.HTTPSConnection):
+    """Takes one certificate only, whenever it connects."""
+
+    def __init__(
+        self, host: str, port: int | None, *, certificate_sha256: str, **kwargs: Any
+    ) -> None:
+        super().__init__(host, port, **kwargs)
+        self._certificate_sha256 = certificate_sha256
+
+    def connect(self) -> None:
+        super().connect()
+        assert isinstance(self.sock, ssl.SSLSocket)
+        shown = self.sock.getpeercert(binary_form=True) or b""
+        found = hashlib.sha256(shown).hexdigest()
+        if found != self._certificate_sha256:
+            self.close()
+            raise Untrusted(
+                f"shows the certificate {found}, not {self._certificate_sha256} as"
+                " announced"
+            )
+
+
+def connection(
+    url: str,
+    *,
+    timeout_secs: float,
+    tls: ssl.SSLContext,
+    certificate_sha256: str | None,
+) -> http.client.HTTPConnection:
+    """A connection to the peer at `url`, which connects when it is used.
+
+    Args:
+      url: `http://` or `https://`, host and port.
+      timeout_secs: without a byte, or with less than `LEAST_BYTES_PER_SEC` through.
+      tls: how to verify certificates.
+      certificate_sha256: of the only certificate to accept, by whatever name; with
+        another, requests raise `Untrusted`. None for any that is valid.
+    """
+    parsed = urllib.parse.urlsplit(url)
+    host, port = parsed.hostname or "", parsed.port
+    made: http.client.HTTPConnection
+    if parsed.scheme != "https":
+        made = http.client.HTTPConnection(host, port, timeout=timeout_secs)
+    elif certificate_sha256 is None:
+        made = http.client.HTTPSConnection(
+            host, port, timeout=timeout_secs, context=tls
+        )
+    else:
+        made = _PinnedConnection(
+            host,
+            port,
+            timeout=timeout_secs,
+            context=tls,
+            certificate_sha256=certificate_sha256,
+        )
+    made.response_class = Response
+    return made

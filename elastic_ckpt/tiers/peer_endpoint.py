@@ -1,0 +1,251 @@
+"""One peer's agent as its clients see it: connections that are kept, and trust in none.
+
+A connection that breaks is made anew, and a transfer goes on where it stopped, some
+times. A peer that says nothing, or far too little, is left alone for a while, and so is
+one that cannot be reached: whoever asks meanwhile is told at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import re
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from elastic_ckpt.tiers import bandwidth, peer_connection, source
+
+# The waits before a transfer without any progress is tried again. Not before the first:
+# a connection that was kept may have been closed long ago.
+RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
+# How long a peer is left alone after it has failed.
+SKIPPED_SECS = 30.0
+# What is lost at most when a connection breaks.
+_PIECE_BYTES = 2**20
+_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
+_STATUS = {
+    401: "does not take the run's secret",
+    404: "has no such file",
+    416: "has a shorter file",
+}
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How this process talks to all peers.
+
+    Attributes:
+      secret: says the run's secret as it is now.
+      needs_tls: whether a peer without it is refused.
+      timeout_secs: without a byte, or with far too few.
+      max_connections: to one peer at a time.
+      bandwidth_bound: shared by all transfers; None without a bound.
+    """
+
+    secret: Callable[[], str]
+    needs_tls: bool
+    timeout_secs: float
+    max_connections: int
+    bandwidth_bound: bandwidth.Bandwidth | None
+
+
+class Endpoint:
+    """Reads from the agent at `url`; any number of threads may call it.
+
+    Args:
+      url: of the agent.
+      terms: of this process.
+      tls: how its certificate is verified.
+      certificate_sha256: of its certificate; None for any that is valid for its name.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        terms: Terms,
+        *,
+        tls: ssl.SSLContext,
+        certificate_sha256: str | None,
+    ) -> None:
+        self.url = url
+        self._terms = terms
+        self._tls = tls
+        self._certificate_sha256 = certificate_sha256
+        self._free = threading.BoundedSemaphore(terms.max_connections)
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._skipped: tuple[float, str] | None = None
+
+    def read(self, path: str, *, most_bytes: int) -> bytes:
+        """The whole answer to `path`.
+
+        Raises:
+          ReadError: if it cannot be had, or has more than `most_bytes`.
+        """
+
+        def read() -> bytes:
+            with self._answer("GET", path, {}, status=200) as response:
+                num_bytes = response.length
+                if num_bytes is None or num_bytes > most_bytes:
+                    raise source.ReadError(
+                        f"cannot be read: {self.url} sends {num_bytes} bytes, and at"
+                        f" most {most_bytes} are taken"
+                    )
+                content = bytearray()
+                while len(content) < num_bytes:
+                    content += self._piece(response, num_bytes - len(content))
+                return bytes(content)
+
+        return self._persistently(read, lambda: 0)
+
+    def read_into(self, path: str, offset: int, into: memoryview) -> None:
+        """Fills `into` with bytes of `path` from `offset` on.
+
+        Raises:
+          ReadError: if they cannot be had.
+        """
+        done = 0
+
+        def fill() -> None:
+            nonlocal done
+            first, last = offset + done, offset + len(into) - 1
+            wanted = {"Range": f"bytes={first}-{last}"}
+            with self._answer("GET", path, wanted, status=206) as response:
+                self._check_range(response, first, last)
+                while done < len(into):
+                    piece = into[done : done + self._piece_bytes()]
+                    if response.readinto(piece) < len(piece):
+                        raise ConnectionError("closed the connection")
+                    done += len(piece)
+                    self._pause(len(piece))
+
+        def look() -> None:
+            with self._answer("HEAD", path, {}, status=200):
+                pass
+
+        self._persistently(fill if len(into) else look, lambda: done)
+
+    def close(self) -> None:
+        """Closes the connections that nobody uses now."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _persistently(
+        self, attempt: Callable[[], Result], progress: Callable[[], int]
+    ) -> Result:
+        waits = iter(RETRY_SECS)
+        while True:
+            before = progress()
+            try:
+                return attempt()
+            except (TimeoutError, ssl.SSLCertVerificationError) as error:
+                raise self._failed(str(error)) from None
+            except peer_connection.Untrusted as error:
+                raise self._failed(str(error)) from None
+            except OSError as error:
+                # What was kept is as old as what broke.
+                self.close()
+                if progress() > before:
+                    waits = iter(RETRY_SECS)
+                wait = next(waits, None)
+                if wait is None:
+                    raise self._failed(str(error)) from None
+                time.sleep(wait)
+            except http.client.HTTPException as error:
+                # Not what it said: it has heard the secret.
+                reason = f"does not speak HTTP: {type(error).__name__}"
+                raise self._failed(reason) from None
+
+    def _failed(self, reason: str) -> source.ReadError:
+        self._skipped = (time.monotonic() + SKIPPED_SECS, reason)
+        return source.ReadError(f"cannot be read: {self.url} fails ({reason})")
+
+    def _check_not_skipped(self) -> None:
+        skipped = self._skipped
+        if skipped and (left := skipped[0] - time.monotonic()) > 0:
+            raise source.ReadError(
+                f"was not asked for: {self.url} has failed ({skipped[1]}), and is asked"
+                f" again in {left:.0f} s"
+            )
+
+    @contextlib.contextmanager
+    def _answer(
+        self, method: str, path: str, headers: dict[str, str], *, status: int
+    ) -> Iterator[peer_connection.Response]:
+        """The response to a request; its connection is kept if its body was read."""
+        if self._terms.needs_tls and not self.url.startswith("https://"):
+            raise source.ReadError(
+                f"was not asked for: {self.url} does not encrypt, and this run does"
+            )
+        with self._free:
+            self._check_not_skipped()
+            connection = self._connection()
+            try:
+                connection.request(
+                    method,
+                    path,
+                    headers={
+                        **headers,
+                        "Authorization": f"Bearer {self._terms.secret()}",
+                    },
+                )
+                response = connection.getresponse()
+                assert isinstance(response, peer_connection.Response)
+                if response.status != status:
+                    says = f"answers with status {response.status}"
+                    raise source.ReadError(
+                        f"cannot be read: {self.url}"
+                        f" {_STATUS.get(response.status, says)}"
+                    )
+                yield response
+                response.close()
+            except BaseException:
+                connection.close()
+                raise
+            with self._lock:
+                self._idle.append(connection)
+
+    def _connection(self) -> http.client.HTTPConnection:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return peer_connection.connection(
+            self.url,
+            timeout_secs=self._terms.timeout_secs,
+            tls=self._tls,
+            certificate_sha256=self._certificate_sha256,
+        )
+
+    def _check_range(
+        self, response: peer_connection.Response, first: int, last: int
+    ) -> None:
+        found = _RANGE.fullmatch(response.getheader("Content-Range", ""))
+        bounds = (int(found[1]), int(found[2])) if found else None
+        if bounds == (first, last) and response.length == last + 1 - first:
+            return
+        raise source.ReadError(
+            f"cannot be read: {self.url} sends {response.length} bytes, range"
+            f" {bounds}, for the bytes {first}-{last}"
+        )
+
+    def _piece(self, response: peer_connection.Response, left: int) -> bytes:
+        piece = response.read(min(left, self._piece_bytes()))
+        if not piece:
+            raise ConnectionError("closed the connection")
+        self._pause(len(piece))
+        return piece
+
+    def _piece_bytes(self) -> int:
+        bound = self._terms.bandwidth_bound
+        return bound.piece_bytes(_PIECE_BYTES) if bound else _PIECE_BYTES
+
+    def _pause(self, num_bytes: int) -> None:
+        if bound := self._terms.bandwidth_bound:
+            time.sleep(bound.take(num_bytes))

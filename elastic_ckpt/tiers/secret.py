@@ -1,0 +1,114 @@
+"""The run's secret: who knows it may read what a machine's agent serves.
+
+It is in `<root>/secret`, for its owner's eyes only. The hosts of a new world agree on
+one through the coordination service, and each adopts it; the agent, which outlives
+worlds, reads the file again when it has changed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+
+FILE = "secret"
+# What a header can carry; less than 16 characters could be guessed.
+_SECRET = re.compile(r"[!-~]{16,1024}")
+
+
+def path(root: epath.PathLike) -> str:
+    """Where the secret of the RAM disk at `root` is."""
+    return os.path.join(root, FILE)
+
+
+def read_or_create(root: epath.PathLike) -> str:
+    """The secret of the RAM disk at `root`, made by who asks first.
+
+    Raises:
+      RunError: if others than its owner may read or could have written it.
+    """
+    file = path(root)
+    storage.create(file, secrets.token_urlsafe(32).encode(), mode=0o600)
+    found = os.stat(file, follow_symlinks=False)
+    private = stat.S_ISREG(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
+    if not private or found.st_uid != os.geteuid():
+        raise errors.RunError(
+            f"{file} is not a file of mode 0600 of this user: others may know the"
+            " run's secret; remove it, and a new one is made"
+        )
+    return read(file)
+
+
+def read(file: epath.PathLike) -> str:
+    """The secret in a file, which may end in a newline.
+
+    Raises:
+      RunError: if it is missing or holds no secret.
+    """
+    try:
+        with open(file, encoding="ascii") as opened:
+            found = opened.read(2048).rstrip("\n")
+    except FileNotFoundError:
+        raise errors.RunError(f"{file}: there is no such file of a secret") from None
+    except UnicodeDecodeError:
+        found = ""
+    # The message must not show what was found.
+    return _checked(found, f"{file} holds no secret")
+
+
+def adopt(root: epath.PathLike, secret: str) -> None:
+    """Makes `secret` that of the RAM disk at `root`, for its agent too.
+
+    Raises:
+      RunError: if it cannot be a secret.
+    """
+    _checked(secret, "that is no secret for a run")
+    storage.write_atomic(path(root), secret.encode(), mode=0o600)
+
+
+class Watched:
+    """The secret in a file, read again when the file has changed.
+
+    Args:
+      file: that holds it now.
+
+    Raises:
+      RunError: if it is missing or holds no secret.
+    """
+
+    def __init__(self, file: epath.PathLike) -> None:
+        self._file = file
+        self._version = self._found_version()
+        self._secret: str | None = read(file)
+
+    def current(self) -> str | None:
+        """The secret; None while the file is missing or holds none."""
+        found = self._found_version()
+        if found != self._version:
+            self._version = found
+            try:
+                self._secret = read(self._file)
+            except errors.RunError:
+                self._secret = None
+        return self._secret
+
+    def _found_version(self) -> tuple[int, int, int] | None:
+        try:
+            found = os.stat(self._file)
+        except FileNotFoundError:
+            return None
+        return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _checked(secret: str, otherwise: str) -> str:
+    if not _SECRET.fullmatch(secret):
+        raise errors.RunError(
+            f"{otherwise}: it has 16 to 1024 characters of ASCII without spaces, such"
+            " as `openssl rand -hex 32` prints"
+        )
+    return secret
