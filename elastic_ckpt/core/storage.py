@@ -130,6 +130,26 @@ def make_directory(path: epath.PathLike) -> epath.Path:
     return directory
 
 
+def rename(source: epath.PathLike, target: epath.PathLike) -> None:
+    """Renames a local file or directory, durably; a file at `target` is replaced.
+
+    Raises:
+      OSError: if `target` is a directory that is not empty, which stays as it is.
+    """
+    os.replace(source, target)
+    _fsync(os.path.dirname(os.path.abspath(target)))
+
+
+def remove(path: epath.PathLike) -> None:
+    """Removes a file, or a directory with all that it holds, if it is there."""
+    found = epath.Path(path)
+    with contextlib.suppress(FileNotFoundError):
+        if found.is_dir():
+            found.rmtree()
+        else:
+            found.unlink(missing_ok=True)
+
+
 def make_unique_directory(parent: epath.PathLike) -> str:
     """Creates a new directory named by the time, below `parent` if that is local."""
     stem = time.strftime("%Y%m%d-%H%M%S-")

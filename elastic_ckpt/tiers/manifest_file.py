@@ -30,12 +30,18 @@ from elastic_ckpt.tiers.manifest import (
 VERSION = 1
 VALUES_DIGEST = "xxh3-128"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILE_NAME = re.compile(rf"manifest-{_ID.pattern}\.json")
 _DIGEST_BYTES = 16
 
 
 def file_name(host_id: str) -> str:
     """The name of a host's manifest in a step's directory."""
     return f"manifest-{host_id}.json"
+
+
+def is_file_name(name: str) -> bool:
+    """Whether `file_name` names a manifest so."""
+    return bool(_FILE_NAME.fullmatch(name))
 
 
 def to_bytes(manifest: Manifest) -> bytes:

@@ -1,0 +1,157 @@
+"""Commit: makes an ordinary Orbax checkpoint of what hosts have uploaded, at once.
+
+One host does it when all have finished. It merges their stores, adds what Orbax wants
+to find, and only then makes the step visible, by a rename or by a last file (see
+`persistent_root`). Killed at any point it can be repeated, by any host: until the very
+end the step does not exist, for us or for Orbax, and from then on it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent import futures
+
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import manifest_file, ocdbt
+from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.tiers.persistent_root import COMMIT_FILE, PersistentRoot
+from elastic_ckpt.tiers.retries import Retries
+from elastic_ckpt.tiers.search import Step
+from elastic_ckpt.tiers.upload import SavedStep
+
+_READERS = 32
+_NAMED = 5
+
+
+def commit(
+    root: PersistentRoot,
+    saved: SavedStep,
+    *,
+    hosts: Collection[str],
+    orbax_files: Mapping[str, bytes],
+    retries: Retries = Retries(),
+) -> None:
+    """Commits a step; does nothing if this save of it is committed already.
+
+    What is found in the step's directory besides, of uploads that were cut short, goes.
+
+    Args:
+      root: of the steps.
+      saved: what was uploaded.
+      hosts: the ids of those that took part; each has to have finished.
+      orbax_files: contents by path in the step (`checkpoint.orbax_format`).
+      retries: how long storage is waited for, and who hears of it.
+
+    Raises:
+      CheckpointError: if hosts have not finished, what they wrote is not all of the
+        step, the step exists by another save, or storage fails for good.
+    """
+    unfinished = root.unfinished(saved.step, saved.save)
+    if not root.check_free(saved.step, run=saved.run, save=saved.save):
+        if not root.in_place:
+            # A host may have begun once more before it heard of the commit.
+            storage.remove(unfinished)
+        return
+    manifests = _manifests(unfinished, saved, sorted(hosts))
+    step = Step.of([Offer(tier="persistent", manifest=each) for each in manifests])
+    if not step.complete:
+        raise errors.CheckpointError(
+            f"{unfinished} cannot be committed: {step.problem()}; upload the step again"
+        )
+    stores = _stores(manifests)
+    doing = f"committing {unfinished}"
+    retries.call(doing, lambda: _drop_unnamed(unfinished, manifests))
+    for checkpointable, names in stores.items():
+        where = unfinished / checkpointable
+        retries.call(doing, lambda where=where, names=names: ocdbt.merge(where, names))
+    for name, content in orbax_files.items():
+        path = unfinished / name
+        retries.call(doing, lambda path=path, content=content: _write(path, content))
+    success = f"Checkpoint commit was successful to {root.final(saved.step)}".encode()
+    # Orbax commits each part of a step as it does the step.
+    parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
+    for part in sorted(parts):
+        if (unfinished / part).is_dir():
+            path = unfinished / part / COMMIT_FILE
+            retries.call(doing, lambda path=path: _write(path, success))
+    retries.call(doing, lambda: _write(unfinished / COMMIT_FILE, success))
+    if not root.in_place:
+        final = root.final(saved.step)
+        retries.call(doing, lambda: storage.rename(unfinished, final))
+
+
+def read_manifests(
+    directory: epath.Path, names: Sequence[str], *, run: str, step: int
+) -> list[Manifest | errors.CheckpointError]:
+    """The manifests in a step's directory, or why one cannot be had, in order."""
+
+    def read(name: str) -> Manifest | errors.CheckpointError:
+        try:
+            return manifest_file.read(directory / name, run=run, step=step)
+        except errors.CheckpointError as error:
+            return error
+
+    with futures.ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(read, names))
+
+
+def _manifests(
+    unfinished: epath.Path, saved: SavedStep, hosts: Sequence[str]
+) -> list[Manifest]:
+    names = [manifest_file.file_name(host) for host in hosts]
+    found = read_manifests(unfinished, names, run=saved.run, step=saved.step)
+    manifests = [
+        each
+        for each in found
+        if isinstance(each, Manifest) and each.save == saved.save
+    ]
+    done = {each.host.id for each in manifests}
+    missing = [host for host in hosts if host not in done]
+    if missing or not manifests:
+        some = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        raise errors.CheckpointError(
+            f"{unfinished} cannot be committed: {len(missing)} of {len(hosts)} hosts"
+            f" have not finished their uploads ({some}); wait for them, or upload the"
+            " step again on the hosts that are there"
+        )
+    return manifests
+
+
+def _files(manifests: Sequence[Manifest]) -> set[str]:
+    return {file.path for each in manifests for file in each.component_files}
+
+
+def _stores(manifests: Sequence[Manifest]) -> dict[str, set[str]]:
+    # By checkpointable, the stores that hosts wrote chunks of it into.
+    found: dict[str, set[str]] = {}
+    for each in manifests:
+        for file in each.fragments.files:
+            checkpointable, _, store = file.partition("//")[0].rpartition("/")
+            found.setdefault(checkpointable, set()).add(store)
+    return found
+
+
+def _drop_unnamed(unfinished: epath.Path, manifests: Sequence[Manifest]) -> None:
+    # Leaves the manifests and what they name.
+    named = _files(manifests)
+    named |= {manifest_file.file_name(each.host.id) for each in manifests}
+    for checkpointable, stores in _stores(manifests).items():
+        named |= {f"{checkpointable}/{store}" for store in stores}
+    above = {str(parent) for name in named for parent in epath.Path(name).parents}
+    pending = [(unfinished, "")]
+    while pending:
+        directory, prefix = pending.pop()
+        for child in directory.iterdir():
+            name = prefix + child.name
+            if name in above:
+                pending.append((child, f"{name}/"))
+            elif name not in named:
+                storage.remove(child)
+
+
+def _write(path: epath.Path, content: bytes) -> None:
+    storage.make_directory(path.parent)
+    storage.write_atomic(path, content)

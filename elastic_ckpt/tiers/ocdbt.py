@@ -1,0 +1,136 @@
+"""OCDBT: arrays in key-value stores, one written by each host, all together one more.
+
+A host writes zarr v3 arrays into a store of its own, a directory. Merging makes one
+store of many: it writes an index alone, which refers to the values where they are. This
+is how Orbax lays out its checkpoints.
+
+Spec: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from etils import epath
+
+from elastic_ckpt.core import boxes, digest, storage
+from elastic_ckpt.tiers import layout
+from elastic_ckpt.tiers.manifest import Leaf
+
+# What `merge` writes, besides the stores that it merges.
+MERGED = ("manifest.ocdbt", "d")
+_PREFIX = "ocdbt.process_"
+# Nodes of indices: without, each value that is read costs a node of each level.
+_CACHE_BYTES = 100 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """Where Orbax looks for a leaf, and in what chunks it lies there.
+
+    Attributes:
+      checkpointable: the directory in the step's, such as `state`.
+      name: of the array in the store, such as `params.w`; empty if the checkpointable
+        is an array.
+      chunk: the shape of its chunks.
+    """
+
+    checkpointable: str
+    name: str
+    chunk: tuple[int, ...]
+
+    def key(self, box: boxes.Box) -> str:
+        """The key of the chunk that is `box`."""
+        sizes = zip(box.start, self.chunk, strict=True)
+        place = "".join(f"/{start // size}" for start, size in sizes)
+        return f"{self.prefix}c{place}"
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of the array begin with."""
+        return f"{self.name}/" if self.name else ""
+
+
+def store_name(host_id: str) -> str:
+    """The directory of a host's store in that of a checkpointable.
+
+    Orbax numbers processes here. A number may be another host's when an upload is
+    repeated in another world, so the name stands for the host; Orbax wants letters and
+    digits alone.
+    """
+    return f"{_PREFIX}{digest.name_hash(host_id):016x}"
+
+
+def is_store_name(name: str) -> bool:
+    """Whether a directory of a checkpointable is the store of a host or process."""
+    return name.startswith(_PREFIX)
+
+
+def new_context() -> ts.Context:
+    """What stores that are merged, or read again and again, are opened in together."""
+    return ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
+
+
+def open_store(directory: epath.PathLike, context: ts.Context) -> ts.KvStore:
+    """The store in `directory`; nothing is read or written yet."""
+    return ts.KvStore.open(_spec(directory), context=context).result()
+
+
+def open_array(
+    directory: epath.PathLike, leaf: Leaf, array: StoredArray, context: ts.Context
+) -> ts.TensorStore:
+    """The array of a leaf in the store in `directory`, created if need be."""
+    return ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {**_spec(directory), "path": array.prefix},
+            "metadata": layout.array_metadata(leaf.shape, leaf.dtype, array.chunk),
+            # As in Orbax: a chunk that is missing is never one of zeros.
+            "store_data_equal_to_fill_value": True,
+        },
+        create=True,
+        open=True,
+        context=context,
+    ).result()
+
+
+def write(array: ts.TensorStore, box: boxes.Box, values: np.ndarray) -> None:
+    """Writes a chunk, durably; `values` must not change meanwhile."""
+    chunk = array[tuple(map(slice, box.start, box.stop))]
+    chunk.write(values, can_reference_source_data_indefinitely=True).result()
+
+
+def merge(directory: epath.Path, stores: Iterable[str]) -> None:
+    """Makes `directory` a store of all that some stores in it hold, at once.
+
+    Args:
+      directory: of a checkpointable.
+      stores: names of directories in it, which the merged store refers to.
+    """
+    # Values are referred to only among stores of one context.
+    context = new_context()
+    transaction = ts.Transaction(atomic=True)
+    merged = open_store(directory, context).with_transaction(transaction)
+    copies = [
+        open_store(directory / name, context).experimental_copy_range_to(merged)
+        for name in sorted(stores)
+    ]
+    for copy in copies:
+        copy.result()
+    transaction.commit_async().result()
+
+
+def _spec(directory: epath.PathLike) -> dict[str, Any]:
+    # Files of values have names of their own and can be written in place, without a
+    # rename each: only the manifest refers to them, and it is replaced atomically.
+    shared = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt"}
+    if not storage.is_local(directory):
+        return {**shared, "base": os.fspath(directory) + "/"}
+    base = {"driver": "file", "path": os.path.abspath(directory) + "/"}
+    in_place = {**base, "file_io_locking": {"mode": "non_atomic"}}
+    return {**shared, "base": in_place, "manifest": base}

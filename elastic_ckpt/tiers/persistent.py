@@ -1,0 +1,161 @@
+"""The persistent tier: ordinary Orbax checkpoints, found and read by their manifests.
+
+Hosts write them (`upload`, `commit`), and any program with Orbax alone can load them.
+Our manifests lie beside Orbax's files, which is how a host finds the values of a box
+without Orbax, knows their digests, and reads only those that it needs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+from typing import Any
+
+import tensorstore as ts
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import commit, ocdbt, retention, search
+from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.tiers.persistent_root import (
+    Leftover,
+    PersistentRoot,
+    manifest_names,
+)
+from elastic_ckpt.tiers.source import Offered, ReadError
+
+_BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
+
+
+class PersistentTier:
+    """The committed steps of a run in persistent storage; a `source.Tier`.
+
+    Args:
+      root: of the steps.
+      run: whose steps they are; others are problems, and offered as nothing.
+    """
+
+    def __init__(self, root: PersistentRoot, *, run: str) -> None:
+        self._root = root
+        self._run = run
+        self._context = ocdbt.new_context()
+        # Whether a step is whole, by its number and the time of its commit.
+        self._whole: dict[tuple[int, datetime.datetime], bool] = {}
+
+    def steps(self) -> list[int]:
+        """The committed steps that have manifests, ascending."""
+        return [step for step in self._root.steps() if self._names(step)]
+
+    def foreign_steps(self) -> list[int]:
+        """The committed steps without manifests, which Orbax alone wrote, ascending."""
+        return [step for step in self._root.steps() if not self._names(step)]
+
+    def offers(self, step: int) -> Offered:
+        """What there is of a step; nothing if it is not committed."""
+        if not self._root.is_committed(step):
+            return Offered(sources={}, problems=())
+        directory = self._root.final(step)
+        found = commit.read_manifests(
+            directory, self._names(step), run=self._run, step=step
+        )
+        source = _StepSource(directory, self._context)
+        return Offered(
+            sources={
+                Offer(tier="persistent", manifest=each): source
+                for each in found
+                if isinstance(each, Manifest)
+            },
+            problems=[str(each) for each in found if not isinstance(each, Manifest)],
+        )
+
+    def held(self) -> list[retention.HeldStep]:
+        """The steps of `steps`, as retention wants them.
+
+        The time is that of the commit by Orbax's metadata (1970 if that is damaged),
+        the metrics are those that Orbax finds too.
+        """
+        return [self._held(step) for step in self.steps()]
+
+    def leftovers(self) -> list[Leftover]:
+        """The steps that are not committed, those being uploaded among them."""
+        return self._root.leftovers()
+
+    def discard(self, leftover: Leftover) -> None:
+        """Removes a leftover; its upload must not be running."""
+        storage.remove(leftover.path)
+
+    def remove(self, step: int) -> None:
+        """Removes a committed step: it is gone at once, its files little by little.
+
+        Killed meanwhile, it leaves a leftover.
+        """
+        storage.remove(self._root.uncommit(step))
+
+    def _names(self, step: int) -> list[str]:
+        return manifest_names(self._root.final(step))
+
+    def _held(self, step: int) -> retention.HeldStep:
+        directory = self._root.final(step)
+        described = _json(directory / "_CHECKPOINT_METADATA")
+        nsecs = described.get("commit_timestamp_nsecs") or 0
+        time = _BEGINNING + datetime.timedelta(microseconds=nsecs // 1000)
+        if (step, time) not in self._whole:
+            self._whole[step, time] = self._is_whole(step)
+        return retention.HeldStep(
+            step=step,
+            time=time,
+            metrics=_json(directory / "metrics" / "metrics") or None,
+            complete=self._whole[step, time],
+        )
+
+    def _is_whole(self, step: int) -> bool:
+        newest = search.search(list(self.offers(step).sources)).newest
+        return newest is not None
+
+
+class _StepSource:
+    # Reads the files of a step, and values in its stores, each of which is opened once.
+
+    def __init__(self, directory: epath.Path, context: ts.Context) -> None:
+        self._directory = directory
+        self._context = context
+        self._lock = threading.Lock()
+        self._stores: dict[str, ts.KvStore] = {}
+
+    def read_into(self, file: str, offset: int, into: memoryview) -> None:
+        where, inside, key = file.partition("//")
+        end = offset + len(into)
+        try:
+            if inside:
+                found = self._store(where).read(key, byte_range=slice(offset, end))
+                content = found.result().value
+            else:
+                with (self._directory / where).open("rb") as opened:
+                    opened.seek(offset)
+                    content = opened.read(len(into))
+        except FileNotFoundError:
+            raise ReadError("is missing") from None
+        # TensorStore raises ValueErrors.
+        except (OSError, ValueError) as error:
+            raise ReadError(f"cannot be read ({error})") from error
+        if len(content) != len(into):
+            raise ReadError(f"ends after {offset + len(content)} bytes, before {end}")
+        into[:] = content
+
+    def _store(self, name: str) -> ts.KvStore:
+        with self._lock:
+            if name not in self._stores:
+                directory = self._directory / name
+                self._stores[name] = ocdbt.open_store(directory, self._context)
+            return self._stores[name]
+
+
+def _json(path: epath.Path) -> dict[str, Any]:
+    # A JSON object of Orbax's; empty if there is none that can be read.
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,148 @@
+"""The directory of all steps in persistent storage, and what makes a step exist there.
+
+    <root>/<step>/                              a committed step
+    <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
+
+Where directories can be renamed at once, a step is written under the second name, and
+the rename commits it. Object stores have no such rename: there a step is written where
+it will stay, and a last file, `commit_success.txt`, commits it. Both are Orbax's ways:
+it lists, and cleans away, the same directories as this module does. (Of `s3://` Orbax
+believes that directories can be renamed, unless it is told otherwise with its
+`AtomicityMode.COMMIT_FILE`.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import manifest_file
+
+COMMIT_FILE = "commit_success.txt"
+_TEMPORARY = ".orbax-checkpoint-tmp"
+_STEP = re.compile(r"0|[1-9]\d*")
+_UNFINISHED = re.compile(rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*))?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """A step that was not committed: its upload runs, or was cut short.
+
+    Attributes:
+      step: its number.
+      save: whose upload it is; None if the directory's name does not tell.
+      path: of the directory.
+    """
+
+    step: int
+    save: str | None
+    path: epath.Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PersistentRoot:
+    """Where a run's steps are in persistent storage.
+
+    Attributes:
+      path: of the directory of all steps.
+      in_place: whether a file commits a step, rather than a rename.
+    """
+
+    path: epath.Path
+    in_place: bool
+
+    @classmethod
+    def of(cls, path: epath.PathLike) -> PersistentRoot:
+        """The root at `path`; steps are renamed on local paths and NFS mounts alone."""
+        where = storage.absolute(path)
+        return cls(path=where, in_place=not storage.is_local(where))
+
+    def final(self, step: int) -> epath.Path:
+        """The directory of a step when it is committed."""
+        return self.path / str(step)
+
+    def unfinished(self, step: int, save: str) -> epath.Path:
+        """The directory that a save of a step is uploaded into."""
+        if self.in_place:
+            return self.final(step)
+        return self.path / f"{step}{_TEMPORARY}-{save}"
+
+    def is_committed(self, step: int) -> bool:
+        """Whether the step exists, whoever wrote it."""
+        if self.in_place:
+            return (self.final(step) / COMMIT_FILE).exists()
+        return self.final(step).exists()
+
+    def check_free(self, step: int, *, run: str, save: str) -> bool:
+        """Whether a save of a step is still to be committed; False if it was already.
+
+        A committed step is never replaced: on no storage could that be done so that at
+        each moment one of the two is there.
+
+        Raises:
+          CheckpointError: if the step was committed by another save, another run or
+            plain Orbax.
+        """
+        final = self.final(step)
+        if not self.is_committed(step):
+            return True
+        names = manifest_names(final)
+        if not names:
+            there = "one that Orbax saved without elastic_ckpt"
+        else:
+            found = manifest_file.read(final / names[0], run=run, step=step)
+            if found.save == save:
+                return False
+            there = f"its save {found.save!r}"
+        raise errors.CheckpointError(
+            f"step {step} in {self.path} exists already, {there}, and is not replaced"
+            f" by save {save!r}; remove it first if the new one shall count"
+        )
+
+    def steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        numbers = [int(name) for name in self._names() if _STEP.fullmatch(name)]
+        return sorted(step for step in numbers if self.is_committed(step))
+
+    def leftovers(self) -> list[Leftover]:
+        """The steps that are not committed, ascending; uploads that run are among them.
+
+        Those that Orbax itself left are told too: it names them in the same way.
+        """
+        found = []
+        for name in self._names():
+            cut_short = _UNFINISHED.fullmatch(name)
+            if cut_short:
+                step, save = int(cut_short[1]), cut_short[2]
+            elif _STEP.fullmatch(name) and not self.is_committed(int(name)):
+                step, save = int(name), None
+            else:
+                continue
+            found.append(Leftover(step=step, save=save, path=self.path / name))
+        return sorted(found, key=lambda each: (each.step, str(each.path)))
+
+    def uncommit(self, step: int) -> epath.Path:
+        """Takes a committed step back, at once; where its directory is then."""
+        final = self.final(step)
+        if self.in_place:
+            storage.remove(final / COMMIT_FILE)
+            return final
+        taken_back = self.path / f"{step}{_TEMPORARY}-removed"
+        # What is left of an earlier removal is no more than that.
+        storage.remove(taken_back)
+        storage.rename(final, taken_back)
+        return taken_back
+
+    def _names(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        return [child.name for child in self.path.iterdir()]
+
+
+def manifest_names(directory: epath.Path) -> list[str]:
+    """The names of the manifests in the directory of a step, ordered."""
+    names = (child.name for child in directory.iterdir())
+    return sorted(name for name in names if manifest_file.is_file_name(name))

@@ -1,0 +1,118 @@
+"""Retries: storage that is away for a while, and errors that no waiting will mend.
+
+Persistent storage comes and goes: tokens expire, NFS servers restart, object stores ask
+for patience. Each write is tried again, at growing intervals, and whoever uploads hears
+of it; what cannot pass by itself is an error at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from elastic_ckpt.core import errors
+
+Result = TypeVar("Result")
+
+_PERMANENT_ERRNOS = frozenset(
+    {
+        errno.EACCES,
+        errno.EISDIR,
+        errno.EINVAL,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+        errno.ENOTEMPTY,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+# TensorStore raises ValueErrors that begin with the name of an Abseil status, see
+# https://abseil.io/docs/cpp/guides/status-codes
+_STATUS = re.compile(r"([A-Z_]+): ")
+_PERMANENT_STATUSES = frozenset(
+    {
+        "FAILED_PRECONDITION",
+        "INVALID_ARGUMENT",
+        "PERMISSION_DENIED",
+        "UNAUTHENTICATED",
+        "UNIMPLEMENTED",
+    }
+)
+
+
+def _ignored(message: str) -> None:
+    del message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retries:
+    """How long storage is waited for.
+
+    Attributes:
+      attempts: of each write, in all, at least 1.
+      first_secs: the longest wait before the second attempt; it doubles from then on.
+      longest_secs: the most that is ever waited at once.
+      report: hears of each attempt that failed and will be repeated.
+      sleep: waits so many seconds.
+    """
+
+    attempts: int = 8
+    first_secs: float = 0.5
+    longest_secs: float = 30.0
+    report: Callable[[str], None] = _ignored
+    sleep: Callable[[float], None] = time.sleep
+
+    def call(self, what: str, act: Callable[[], Result]) -> Result:
+        """What `act` returns, at the first attempt that storage lets succeed.
+
+        Args:
+          what: what is done, and where: the begin of messages, such as `writing /a/b`.
+          act: may be done again after it failed half way.
+
+        Raises:
+          CheckpointError: if the last attempt failed too, or one failed for good.
+        """
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return act()
+            except (OSError, ValueError) as error:
+                problem = _problem(error)
+                if problem is None:
+                    raise
+                if problem.permanent:
+                    raise errors.CheckpointError(
+                        f"{what} failed: {error}; no retry will mend this: check the"
+                        " path and who may write there, then upload the step again"
+                    ) from error
+                if attempt == self.attempts:
+                    raise errors.CheckpointError(
+                        f"{what} failed {attempt} times, at last: {error}; when the"
+                        " storage is back and has room, upload the step again"
+                    ) from error
+                longest = min(self.longest_secs, self.first_secs * 2 ** (attempt - 1))
+                # Ten thousand hosts that failed together do not come back together.
+                secs = random.uniform(longest / 2, longest)
+                self.report(
+                    f"{what} failed, attempt {attempt} of {self.attempts}, the next in"
+                    f" {secs:.1f} s: {error}"
+                )
+                self.sleep(secs)
+        raise AssertionError("attempts is at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    permanent: bool
+
+
+def _problem(error: OSError | ValueError) -> _Problem | None:
+    # None of what storage did not say.
+    if isinstance(error, OSError):
+        return _Problem(error.errno in _PERMANENT_ERRNOS)
+    status = _STATUS.match(str(error))
+    return _Problem(status[1] in _PERMANENT_STATUSES) if status else None

@@ -1,0 +1,205 @@
+"""Our metadata files are Orbax's own, tree by tree."""
+
+import collections
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.core import errors
+
+Point = collections.namedtuple("Point", "x y")
+Nothing = collections.namedtuple("Nothing", "")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    weight: object
+    bias: object
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """A custom node without names of its children."""
+
+    def __init__(self, *children):
+        self.children = children
+
+    def tree_flatten(self):
+        return self.children, None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+class Data:
+    """A component: one file."""
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            (path / "cursor.json").write_text("{}")
+
+        return write()
+
+    async def load(self, directory):
+        raise NotImplementedError
+
+
+def mesh(shape=(2, 4), names=("slice", "fsdp")):
+    return jax.make_mesh(
+        shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape)
+    )
+
+
+def sharded(value, *spec):
+    return jax.device_put(value, NamedSharding(mesh(), PartitionSpec(*spec)))
+
+
+def ones(*shape):
+    return jnp.ones(shape)
+
+
+TREES = {
+    "dicts": lambda: {"params": {"w": ones(2, 3), "b": ones(3)}, "3": ones()},
+    "lists and tuples": lambda: {"a": [ones(1), (ones(2), [ones(3)])]},
+    "named tuples": lambda: Point(x=ones(2), y={"z": [np.ones(2)]}),
+    "dataclasses": lambda: {"layers": [Layer(ones(2), np.ones(3))]},
+    "custom nodes": lambda: {"pair": Pair(ones(1), np.ones(2))},
+    "optimizers": lambda: optax.adamw(1e-3).init({"w": ones(4)}),
+    "nothing": lambda: {
+        "none": None,
+        "empty": [{}, (), [], Nothing(), None],
+        "w": ones(1),
+    },
+    "numpy": lambda: {"a": np.ones((2, 3)), "zero": np.zeros(()), "c": np.ones(2) * 1j},
+    "scalars": lambda: {"i": 7, "f": 1.5, "bool": True, "text": "words"},
+    "random keys": lambda: {
+        "one": jax.random.key(0),
+        "some": jax.random.split(jax.random.key(1), 3),
+        "rbg": jax.random.key(0, impl="rbg"),
+        "over devices": sharded(jax.random.split(jax.random.key(2), 8), "fsdp"),
+        "everywhere": sharded(jax.random.split(jax.random.key(3), 2)),
+    },
+    "shardings": lambda: {
+        "both": sharded(ones(8, 8), "slice", "fsdp"),
+        "joined": sharded(ones(8, 8), ("slice", "fsdp"), None),
+        "replicated": sharded(ones(3)),
+        "low": sharded(jnp.ones((4, 4), jnp.bfloat16), None, "fsdp"),
+    },
+    "an array": lambda: ones(3),
+}
+
+
+def files(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+        and path.name not in ("commit_success.txt", "manifest.ocdbt", "cursor.json")
+        and path.parent.name != "d"
+    }
+
+
+def without_chunks(found):
+    """The files parsed, without times and without what depends on chunks."""
+    parsed = {name: json.loads(content) for name, content in found.items()}
+    for name, content in parsed.items():
+        if name == "_CHECKPOINT_METADATA":
+            assert content.pop("init_timestamp_nsecs") > 0
+            assert content.pop("commit_timestamp_nsecs") > 0
+        for entry in content.get("tree_metadata", {}).values():
+            assert entry["value_metadata"].pop("write_shape", []) is not None
+        for entry in content.get("array_metadatas", []):
+            del entry["array_metadata"]["write_shape"]
+            del entry["array_metadata"]["chunk_shape"]
+    for content in parsed.values():
+        if "array_metadatas" in content:
+            content["array_metadatas"].sort(key=json.dumps)
+    return parsed
+
+
+def chunks(trees):
+    return {
+        orbax_format.leaf_path(name, path): ()
+        for name, tree in trees.items()
+        for path, _ in jax.tree.leaves_with_path(tree)
+    }
+
+
+def times(**more):
+    return orbax_format.StepMetadata(
+        init_timestamp_nsecs=1, commit_timestamp_nsecs=2, **more
+    )
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_files_are_those_that_orbax_writes(tree, tmp_path):
+    trees = {"state": TREES[tree]()}
+    with ocp.training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_checkpointables(5, trees)
+    ours = orbax_format.metadata_files(trees, (), chunks=chunks(trees), step=times())
+    assert without_chunks(ours) == without_chunks(files(tmp_path / "5"))
+
+
+def test_components_metrics_and_custom_metadata_stand_where_orbax_has_them(tmp_path):
+    trees = {"state": {"w": ones(2)}, "ema": {"w": ones(2)}}
+    metrics, custom = {"loss": 1.5}, {"note": "first"}
+    with ocp.training.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save_checkpointables(
+            5, {**trees, "data": Data()}, metrics=metrics, custom_metadata=custom
+        )
+    step = times(metrics=metrics, custom=custom)
+    ours = orbax_format.metadata_files(trees, ["data"], chunks=chunks(trees), step=step)
+    assert without_chunks(ours) == without_chunks(files(tmp_path / "5"))
+
+
+@pytest.mark.parametrize("tree", ["shardings", "random keys", "optimizers"])
+def test_abstract_arrays_are_described_as_those_that_they_stand_for(tree):
+    trees = {"state": TREES[tree]()}
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding
+        ),
+        trees,
+    )
+    first, second = (
+        orbax_format.metadata_files(each, (), chunks=chunks(each), step=times())
+        for each in (trees, abstract)
+    )
+    assert first == second
+
+
+def test_leaves_are_named_as_in_manifests_and_as_in_orbax():
+    trees = {"state": {"params": {"w": ones(2)}, "opt": [Point(1, ones(3))]}}
+    found = orbax_format.stored_arrays(trees, dict.fromkeys(chunks(trees), (1,)))
+    names = {path: (each.checkpointable, each.name) for path, each in found.items()}
+    assert names == {
+        "state/opt/0/x": ("state", "opt.0.x"),
+        "state/opt/0/y": ("state", "opt.0.y"),
+        "state/params/w": ("state", "params.w"),
+    }
+
+
+@pytest.mark.parametrize(
+    "tree", [{"a/b": 1, "a": {"b": 2}}, {"a.b": 1, "a": {"b": 2}}]
+)
+def test_two_leaves_of_one_name_are_refused(tree):
+    trees = {"state": tree}
+    with pytest.raises(errors.CheckpointError, match="two leaves of 'state'"):
+        orbax_format.stored_arrays(trees, chunks(trees))
+
+
+def test_a_leaf_that_orbax_does_not_save_is_named():
+    trees = {"state": {"a": [np.float32(1)]}}
+    with pytest.raises(errors.CheckpointError, match="state/a/0 is a float32"):
+        orbax_format.metadata_files(trees, (), chunks=chunks(trees), step=times())
