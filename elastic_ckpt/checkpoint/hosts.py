@@ -9,7 +9,7 @@ goes on with all of their answers: in every process of a multi-controller world
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from absl import logging
@@ -36,8 +36,8 @@ class Hosts(Protocol):
     """All hosts of a world."""
 
     @property
-    def num_hosts(self) -> int:
-        """How many there are."""
+    def own(self) -> int:
+        """The number of the host whose paths mean the same to this process."""
         ...
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
@@ -63,15 +63,20 @@ class Hosts(Protocol):
         """
         ...
 
-    def read(self, step: int, save: str, trees: Mapping[str, Any]) -> list[Any]:
-        """Has every host read, and verify, what its devices need for abstract trees.
+    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+        """Checks that the step which was opened has what is wanted of it.
 
-        Returns, and raises, as `all`.
+        Raises:
+          HostsFailed: with what it has instead.
         """
         ...
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """The trees, made of what the hosts have read last."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the hosts."""
         ...
 
 
@@ -88,9 +93,9 @@ class InEveryProcess:
         self._exchange = exchange
 
     @property
-    def num_hosts(self) -> int:
-        """How many there are."""
-        return self._exchange.num_hosts
+    def own(self) -> int:
+        """See `Hosts`."""
+        return self._exchange.host
 
     def all(self, method: str, *arguments: Any) -> list[Any]:
         """See `Hosts`."""
@@ -107,13 +112,17 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._own.capture(step, save, trees)
 
-    def read(self, step: int, save: str, trees: Mapping[str, Any]) -> list[Any]:
+    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """See `Hosts`."""
-        return self.all("read", step, save, trees)
+        self.all("check", trees, components)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
         return self._own.arrays(trees)
+
+    def close(self) -> None:
+        """See `Hosts`."""
+        self._own.close()
 
     def _answer(self, method: str, *arguments: Any) -> dict[str, Any]:
         try:

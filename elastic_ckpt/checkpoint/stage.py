@@ -2,44 +2,47 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent import futures
 
 
 class Stage:
-    """Does what it is given, one thing at a time, in a thread of its own.
+    """Does what it is given, one thing at a time, in a thread.
+
+    A program that ends does not wait for it: hosts that are gone never answer.
 
     Args:
       name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._doing: futures.Future[None] | None = None
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     @property
     def idle(self) -> bool:
         """Whether what it was given is done."""
-        return self._doing is None or self._doing.done()
+        return self._thread is None or not self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
         """Begins `work`, once what it does now is done and raised no error."""
         self.wait()
-        self._doing = self._thread.submit(work)
+
+        def run() -> None:
+            try:
+                work()
+            # The root of a thread: whoever waits for it raises this.
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread.start()
 
     def wait(self) -> None:
         """Returns when what it was given is done, and raises what that raised, once."""
-        doing = self._doing
-        if doing is None:
-            return
-        try:
-            doing.result()
-        finally:
-            self._doing = None
-
-    def close(self) -> None:
-        """Waits, and ends the thread."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -25,9 +25,11 @@ from absl import logging
 from orbax.checkpoint import multihost
 
 from elastic_ckpt.checkpoint import components
+from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts, HostsFailed
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics, storage
+from elastic_ckpt.tiers import recovery
 from elastic_ckpt.tiers.choices import Local, Persistent
 
 Json = storage.Json
@@ -90,10 +92,9 @@ class TieredCheckpointer:
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
         self._backup_stage = Stage("back-up")
-        self._backup_is_due = False
+        self._late: _Saving | None = None
         self._in_backup: int | None = None
         self._copied: int | None = None
-        self._metrics: dict[int, Mapping[str, Any] | None] = {}
         self._latest = self._find(None, [])
         self._save = hosts.first("new_save")
 
@@ -123,7 +124,7 @@ class TieredCheckpointer:
         force: bool = False,
         overwrite: bool = False,
         metrics: Mapping[str, Any] | None = None,
-        custom_metadata: Json = None,
+        custom_metadata: Mapping[str, Any] | None = None,
     ) -> Response | None:
         """Saves pytrees and components as `step`, in the background.
 
@@ -156,14 +157,19 @@ class TieredCheckpointer:
             step=step,
             save=self._save,
             began_secs=time.monotonic(),
+            components=sorted(stateful),
             write_components=components.begin_save(
                 stateful, lambda name: storage.make_directory(f"{directory}/{name}")
             ),
-            back_up=force or self._is_backup_due(step),
+            back_up=self._persistent is not None
+            and (force or self._is_backup_due(step)),
             response=Response(self._commit_stage),
-            metadata={"metrics": metrics, "custom_metadata": custom_metadata},
+            described=None
+            if self._persistent is None
+            else Described.of(
+                trees, stateful, metrics=metrics, custom_metadata=custom_metadata
+            ),
         )
-        self._metrics[step] = metrics
         self._commit_stage.start(functools.partial(self._commit, saving))
         return saving.response
 
@@ -220,9 +226,11 @@ class TieredCheckpointer:
                 )
             place = (found.step, found.save)
             try:
-                said = self._hosts.read(*place, trees)
+                self._hosts.all("open_step", *place)
+                self._check(trees, stateful)
+                said = self._hosts.all("read")
                 directories = {
-                    name: self._hosts.all("materialise", *place, name)
+                    name: self._hosts.all("materialise", name)[self._hosts.own]
                     for name in stateful
                 }
             except HostsFailed as error:
@@ -232,12 +240,17 @@ class TieredCheckpointer:
                 self._emit("step_passed_over", step=found.step, why=str(error))
                 continue
             break
-        self._hosts.all("repair", *place)
+        bad = [each for of in self._hosts.all("bad_copies") for each in of]
+        repaired = [each for of in self._hosts.all("repair", bad) for each in of]
         for name, component in stateful.items():
-            components.load(component, directories[name][self._hosts.own])
+            components.load(component, directories[name])
         restored = {**self._hosts.arrays(trees), **stateful}
         self._hosts.all("forget_read")
-        self._tell_restored(found.step, said, time.monotonic() - began_secs)
+        for each in bad:
+            where = f"host {each['host']}, {each['tier']} tier"
+            logging.warning("%s: %s %s", where, each["name"], each["why"])
+        self._tell_restored(found.step, said, num_bad=len(bad), repaired=len(repaired))
+        metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
         self._save = self._hosts.first("new_save")
         self._latest = found
         # Hosts have come and gone: what they hold is shared out anew.
@@ -260,17 +273,19 @@ class TieredCheckpointer:
         return not self._commit_stage.idle
 
     def wait(self) -> None:
-        """Returns when all stages are done with what they were given."""
-        for stage in (self._commit_stage, self._copy_stage, self._backup_stage):
-            stage.wait()
+        """Returns when all stages are done, with a late backup too."""
+        self._commit_stage.wait()
+        self._backup_stage.wait()
+        late, self._late = self._late, None
+        if late is not None:
+            self._back_up(late)
+        self._copy_stage.wait()
         self._flush()
 
     def close(self) -> None:
         """Waits for all stages, and lets go of the hosts; what they hold stays."""
         try:
-            for stage in (self._commit_stage, self._copy_stage, self._backup_stage):
-                stage.close()
-            self._flush()
+            self.wait()
         finally:
             self._hosts.close()
 
@@ -285,6 +300,9 @@ class TieredCheckpointer:
     ) -> None:
         if error is None:
             self.close()
+        else:
+            # Other hosts may be gone, and would be waited for.
+            self._hosts.close()
 
     def _is_backup_due(self, step: int) -> bool:
         if self._persistent is None:
@@ -292,6 +310,13 @@ class TieredCheckpointer:
         # What is in RAM goes with the machines.
         preempted = multihost.reached_preemption(step)
         return step % self._persistent.every == 0 or preempted
+
+    def _check(self, trees: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+        try:
+            self._hosts.check(trees, sorted(names))
+        except HostsFailed as error:
+            # An older step would not have it either: it is asked for the wrong thing.
+            raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
 
     def _find(self, step: int | None, without: list[list[Any]]) -> Checkpoint | None:
         outcome = self._hosts.first("find", step, without)
@@ -308,9 +333,9 @@ class TieredCheckpointer:
         except (errors.ElasticCkptError, OSError) as error:
             problem = str(error)
         try:
-            said = self._hosts.all("write", *place, problem)
+            said = self._hosts.all("write", *place, saving.components, problem)
             parts = components.numbered([each["files"] for each in said])
-            self._hosts.all("commit", *place, parts, saving.metadata)
+            self._hosts.all("commit", *place, parts)
         except HostsFailed as error:
             self._hosts.all("abandon", *place)
             self._tell_degraded("local", saving.step, f"it was not saved: {error}")
@@ -324,16 +349,17 @@ class TieredCheckpointer:
 
     def _begin_stages(self, saving: _Saving) -> None:
         # What one process begins, all have to: they agree on it.
-        self._backup_is_due |= saving.back_up
         said = self._hosts.all("say", [self._copy_stage.idle, self._backup_stage.idle])
         can_copy, can_back_up = (all(of) for of in zip(*said, strict=True))
         place = (saving.step, saving.save)
-        if self._backup_is_due and can_back_up:
-            self._backup_is_due = False
-            self._in_backup = saving.step
-            self._backup_stage.start(functools.partial(self._back_up, *place))
-        elif self._backup_is_due:
-            self._tell_degraded("persistent", saving.step, "the backup before is late")
+        if saving.back_up or self._late is not None:
+            if can_back_up:
+                self._late, self._in_backup = None, saving.step
+                self._backup_stage.start(functools.partial(self._back_up, saving))
+            else:
+                self._late = saving
+                why = f"the backup of step {self._in_backup} is not done; it comes next"
+                self._tell_degraded("persistent", saving.step, why)
         if can_copy:
             self._copy_stage.start(functools.partial(self._replicate, *place))
         else:
@@ -358,18 +384,24 @@ class TieredCheckpointer:
         )
         if not any(each["diverged"] for each in said):
             self._copied = step
-            in_flight = [self._in_backup] if self._in_backup is not None else []
-            of_steps = {str(step): of for step, of in self._metrics.items()}
-            self._hosts.all("collect", step, save, in_flight, of_steps)
+            late = None if self._late is None else self._late.step
+            in_flight = [each for each in (self._in_backup, late) if each is not None]
+            self._hosts.all("collect", step, save, in_flight)
 
-    def _back_up(self, step: int, save: str) -> None:
+    def _back_up(self, saving: _Saving) -> None:
+        step, place = saving.step, (saving.step, saving.save)
+        described = saving.described
+        assert described is not None
         began_secs = time.monotonic()
         try:
-            said = self._hosts.all("upload", step, save)
-            self._hosts.first("commit_upload", step, save)
+            chunks = self._hosts.first("chunk_shapes", *place)
+            names = described.names(chunks)
+            said = self._hosts.all("back_up", *place, names)
+            files = described.files(chunks)
+            self._hosts.first("commit_backup", *place, names, files)
         except HostsFailed as error:
             # The next step that is committed is backed up in its place.
-            self._backup_is_due = True
+            self._late = saving
             self._tell_degraded("persistent", step, f"not backed up: {error}")
         else:
             self._tell(
@@ -381,14 +413,16 @@ class TieredCheckpointer:
         finally:
             self._in_backup = None
 
-    def _tell_restored(self, step: int, said: list[Any], secs: float) -> None:
-        metrics.CHECKPOINT_LOAD.record(secs)
+    def _tell_restored(
+        self, step: int, said: list[Any], *, num_bad: int, repaired: int
+    ) -> None:
         total = {
             f"{near}_bytes": sum(each["read_bytes"].get(near, 0) for each in said)
-            for near in ("local", "close", "distant", "persistent")
+            for near in recovery.NEARNESS
         }
-        bad = sum(len(each["bad"]) for each in said)
-        self._emit("restored_from", step=step, **total, bad_copies=bad)
+        self._emit(
+            "restored_from", step=step, **total, bad_copies=num_bad, repaired=repaired
+        )
 
     def _tell_degraded(self, tier: str, step: int, why: str) -> None:
         logging.warning("step %d, %s tier: %s", step, tier, why)
@@ -409,7 +443,8 @@ class _Saving:
     step: int
     save: str
     began_secs: float
-    write_components: Any
+    components: list[str]
+    write_components: Callable[[], None]
     back_up: bool
     response: Response
-    metadata: dict[str, Any]
+    described: Described | None

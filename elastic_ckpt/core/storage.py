@@ -14,7 +14,6 @@ import io
 import json
 import os
 import pathlib
-import shutil
 import socket
 import tempfile
 import time
@@ -103,17 +102,6 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = 0o644) -> bool:
     finally:
         pathlib.Path(temporary).unlink()
     return True
-
-
-def remove(path: epath.PathLike) -> None:
-    """Removes a file, if it is there."""
-    epath.Path(path).unlink(missing_ok=True)
-
-
-def remove_tree(path: epath.PathLike) -> None:
-    """Removes a local directory with all that is in it, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
 
 
 def sync_tree(path: epath.PathLike) -> None:

@@ -60,6 +60,11 @@ def num_hosts() -> int:
     return jax.process_count()
 
 
+def hardware_slice() -> str:
+    """The slice that this process's devices are in, as the hardware says."""
+    return str(_hardware_slice(jax.local_devices()[0]))
+
+
 def is_single_controller(mesh: Mesh) -> bool:
     """Whether this process is the only one, and the devices are those of other hosts.
 

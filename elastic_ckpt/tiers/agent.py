@@ -24,6 +24,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from etils import epath
@@ -88,6 +89,32 @@ def find(root: epath.PathLike) -> Address | None:
     except FileNotFoundError:
         return None
     return Address(**found)
+
+
+def is_alive(root: epath.PathLike) -> bool:
+    """Whether an agent serves `root` now, or is about to."""
+    try:
+        with storage.exclusive_lock(os.path.join(root, _LOCK_FILE)):
+            return False
+    except errors.RunError:
+        return True
+
+
+def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
+    """Where the agent of `root` listens, once it does.
+
+    Raises:
+      RunError: if it did not say so in time.
+    """
+    deadline = time.monotonic() + within_secs
+    while (found := find(root)) is None:
+        if time.monotonic() > deadline:
+            raise errors.RunError(
+                f"the agent of {root} has not begun for {within_secs:g} s; look at its"
+                " log, or end it"
+            )
+        time.sleep(0.01)
+    return found
 
 
 @contextlib.contextmanager

@@ -1,37 +1,47 @@
-"""Finds the agent of this machine, or starts one that ends with this process."""
+"""The agent of this machine: one that is there, or one that ends with this process."""
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import agent
 
 
-@contextlib.contextmanager
-def running(service: agent.Service) -> Iterator[agent.Address]:
-    """Yields where the agent of `service.root` listens.
+class AgentProcess:
+    """An agent that serves a RAM disk.
 
-    An agent that is there already is used, and outlives this process. Otherwise one is
-    started, and ends at the end of the block, or when this process is killed.
+    One that is there already is used, and outlives this process. Otherwise one is
+    started, and ends when this is closed, or when this process is killed.
+
+    Args:
+      service: what it serves.
 
     Raises:
       RunError: if there is none and none can be started.
+
+    Attributes:
+      address: where it listens.
     """
-    with contextlib.ExitStack() as stack:
-        found = agent.find_alive(service.root)
-        if found is None:
-            stack.enter_context(_started(service))
-            found = agent.find(service.root)
-            assert found is not None
-        yield found
+
+    def __init__(self, service: agent.Service) -> None:
+        self._process = None if agent.is_alive(service.root) else _start(service)
+        self.address = agent.wait_for(service.root)
+
+    def close(self) -> None:
+        """Ends the agent, if it was started here."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert process.stdin
+            assert process.stdout
+            # Its end is the agent's.
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
 
 
-@contextlib.contextmanager
-def _started(service: agent.Service) -> Iterator[None]:
+def _start(service: agent.Service) -> subprocess.Popen[str]:
     options = {
         "--interface": service.interface,
         "--port": service.port or None,
@@ -46,24 +56,20 @@ def _started(service: agent.Service) -> Iterator[None]:
         if value is not None
         for word in (option, value)
     ]
-    command = [
-        *(sys.executable, "-m", "elastic_ckpt.tiers.agent_command", service.root),
-        *given,
-        "--until-stdin-closes",
-    ]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout
-        assert process.stdin
-        if not process.stdout.readline():
-            raise errors.RunError(
-                f"the agent of {service.root} could not be started; its message is in"
-                " this process's standard error"
-            )
-        try:
-            yield
-        finally:
-            # Its end is the agent's.
-            process.stdin.close()
-            process.wait()
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "elastic_ckpt.tiers.agent_command", service.root),
+            *given,
+            "--until-stdin-closes",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    if not process.stdout.readline():
+        raise errors.RunError(
+            f"the agent of {service.root} could not be started; what it said is in this"
+            " process's standard error"
+        )
+    return process

@@ -7,15 +7,14 @@ in this process, or beside an accelerator under another controller.
 A world begins with three phases: hosts `introduce` themselves, `join` with a name and
 the secret that follow from that, and `meet` each other's agents. A save goes through
 `capture`, `write`, `commit` (or `abandon`), `replicate` and `collect`; a backup through
-`upload` and `commit_upload`; a restore through `find`, `read`, `materialise`, `repair`.
+`back_up` and `commit_backup`; a restore through `find`, `read`, `materialise` and
+`repair`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -102,16 +101,22 @@ class HostTiers:
         root = self._disk.root
         return {
             "machine": self._disk.machine,
-            "secret": secret.read_or_create(root),
+            "secret": secret.find(root),
+            "fresh_secret": secret.new(),
             "agents": known_agents.read(root),
         }
 
-    def join(self, slot: int, shared_secret: str) -> Answer:
+    def join(self, slots: Sequence[int], shared_secret: str) -> Answer:
         """Takes a slot of the machine, and the secret that all agreed on.
+
+        Args:
+          slots: of each host, by number.
+          shared_secret: of the run.
 
         Returns:
           The `host` that this is from now on, and of slot 0 where its `agent` listens.
         """
+        slot = slots[self._number]
         secret.adopt(self._disk.root, shared_secret)
         domains = {
             "host": self._disk.machine,
@@ -122,11 +127,14 @@ class HostTiers:
             local.LocalHost(self._disk, slot=slot, domains=domains, number=self._number)
         )
         self._own.clean()
+        # Under one controller all machines have to name it alike.
+        self._restored_files = self._disk.host_directory(slot) / "restored"
+        storage.remove(self._restored_files)
         listens = None
         if slot == 0:
-            listens = self._closing.enter_context(
-                agent_process.running(self._service())
-            )
+            own_agent = agent_process.AgentProcess(self._service())
+            self._closing.callback(own_agent.close)
+            listens = own_agent.address
         return {
             "host": dataclasses.asdict(self._own.host),
             "agent": None if listens is None else dataclasses.asdict(listens),
@@ -138,7 +146,7 @@ class HostTiers:
         known_agents.write(self._disk.root, agents)
         tls = self._peers.tls
         client = peer_client.PeerClient(
-            secret.Watched(secret.path(self._disk.root)).current,
+            secret.read(secret.path(self._disk.root)),
             tls_ca=None if tls is None else tls.authority,
             max_bytes_per_sec=self._peers.max_bytes_per_sec,
         )
@@ -189,7 +197,9 @@ class HostTiers:
             saving.problem = str(error)
         return str(self._disk.step_directory(self._own.slot, step, save))
 
-    def write(self, step: int, save: str, problem: str | None) -> Answer:
+    def write(
+        self, step: int, save: str, components: Sequence[str], problem: str | None
+    ) -> Answer:
         """Writes what was captured, and says what `files` components wrote.
 
         Raises:
@@ -202,7 +212,7 @@ class HostTiers:
         assert saving.writer is not None
         saving.writer.write(saving.captured)
         saving.captured.release()
-        saving.written = saving.writer.component_files()
+        saving.written = saving.writer.component_files(components)
         names: dict[str, list[str]] = {}
         for file in saving.written:
             component, _, name = file.path.partition("/")
@@ -313,7 +323,7 @@ class HostTiers:
         sources, _ = self._offers(step, save)
         return _chunk_shapes(Holdings.of(list(sources)))
 
-    def upload(
+    def back_up(
         self, step: int, save: str, names: Mapping[str, Sequence[str]]
     ) -> Answer:
         """Writes this host's share of a step to persistent storage; its `bytes`.
@@ -337,7 +347,7 @@ class HostTiers:
         )
         return {"bytes": num_bytes}
 
-    def commit_upload(
+    def commit_backup(
         self,
         step: int,
         save: str,
@@ -349,7 +359,7 @@ class HostTiers:
         Args:
           step: the training step.
           save: which save of it.
-          names: as for `upload`.
+          names: as for `back_up`.
           orbax_files: what Orbax adds to the values, by path.
         """
         sources, _ = self._offers(step, save)
@@ -388,48 +398,65 @@ class HostTiers:
             "passed_over": [list(each) for each in passed_over.items()],
         }
 
-    def read(self, step: int, save: str, of_trees: Mapping[str, Any]) -> Answer:
-        """Reads and verifies what this host's devices need.
-
-        Returns:
-          `read_bytes` by how near their holders were, and `bad` copies.
+    def open_step(self, step: int, save: str) -> None:
+        """Turns to a step that is to be read.
 
         Raises:
-          CheckpointError: if the step is of another model, or no good copy is left.
+          CheckpointError: if it is not complete by what this host can reach.
         """
         found = find.of_save(self._tiers(), step, save)
         reader = verified_read.VerifiedReader(found.sources)
-        wanted = trees.wanted(of_trees)
-        restoring = _Restoring(found=found, reader=reader, wanted=wanted)
+        self._restoring = _Restoring(found=found, reader=reader)
+
+    def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
+        """Raises a CheckpointError unless the step has what is wanted of it."""
+        restoring = self._opened()
+        held = restoring.found.step
+        contents = held.holdings.contents
+        missing = sorted(set(components) - contents.components.keys())
+        if missing:
+            raise errors.CheckpointError(
+                f"step {held.step} has no parts {missing}; it has"
+                f" {sorted(contents.components)}: restore what it has"
+            )
+        restoring.wanted = trees.wanted(of_trees)
+        trees.check(restoring.wanted, contents, step=held.step)
+
+    def read(self) -> Answer:
+        """Reads and verifies what this host's devices need of the step.
+
+        Returns:
+          `read_bytes`, by how near their holders were.
+
+        Raises:
+          CheckpointError: if no good copy of a part is left.
+        """
+        restoring = self._opened()
         restoring.values = recovery.read_leaves(
-            found, wanted, reader, host=self._own.host, domain=self._peers.domain
+            restoring.found,
+            restoring.wanted,
+            restoring.reader,
+            host=self._own.host,
+            domain=self._peers.domain,
         )
-        self._restoring = restoring
         return {
             "read_bytes": recovery.by_nearness(
-                reader.read_bytes, self._own.host, domain=self._peers.domain
-            ),
-            "bad": [recovery.describe(bad) for bad in reader.bad],
+                restoring.reader.read_bytes,
+                self._own.host,
+                domain=self._peers.domain,
+            )
         }
 
     def materialise(self, component: str) -> str:
         """Writes the files of a component of the step, verified; the directory."""
-        restoring = self._restoring
-        assert restoring is not None
+        restoring = self._opened()
         files = read_plan.files(
             restoring.found.step,
             self._own.host,
             component,
             domain=self._peers.domain,
         )
-        if not files:
-            held = restoring.found.step
-            raise errors.CheckpointError(
-                f"step {held.step} has no part {component!r}; it has"
-                f" {sorted(held.holdings.contents.components)}: restore what it has"
-            )
-        directory = tempfile.mkdtemp(prefix="restore-", dir=self._disk.root)
-        restoring.directories.callback(shutil.rmtree, directory)
+        directory = str(self._restored_files / component)
         for file, offers in files:
             _, _, name = file.path.partition("/")
             storage.write_atomic(
@@ -439,8 +466,7 @@ class HostTiers:
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
         """The trees, made of what was read."""
-        restoring = self._restoring
-        assert restoring is not None
+        restoring = self._opened()
         made = {
             leaf.path: leaf.make(restoring.values[leaf.path])
             for leaf in restoring.wanted
@@ -449,15 +475,41 @@ class HostTiers:
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
         }
 
+    def bad_copies(self) -> list[Answer]:
+        """The bad copies that this host met while it read."""
+        return [recovery.describe(bad) for bad in self._opened().reader.bad]
+
+    def repair(self, bad: Sequence[Answer]) -> list[str]:
+        """Puts right what is bad of the step that was read, on this host.
+
+        Args:
+          bad: copies that any host met.
+
+        Returns:
+          The names of what was put right.
+        """
+        restoring = self._opened()
+        files = {
+            each["file"]
+            for each in bad
+            if each["tier"] == "local" and each["host"] == self._own.host.id
+        }
+        if not files:
+            return []
+        return recovery.put_right(restoring.found, restoring.reader, self._own, files)
+
     def forget_read(self) -> None:
         """Lets go of what was read."""
-        if self._restoring is not None:
-            self._restoring.directories.close()
         self._restoring = None
+        storage.remove(self._restored_files)
 
     def close(self) -> None:
         """Lets go of the slot, and of the agent if this process started it."""
         self._closing.close()
+
+    def _opened(self) -> _Restoring:
+        assert self._restoring is not None
+        return self._restoring
 
     def _service(self) -> agent.Service:
         tls = self._peers.tls
@@ -557,11 +609,8 @@ class _Saving:
 class _Restoring:
     found: find.FoundStep
     reader: verified_read.VerifiedReader
-    wanted: list[trees.WantedLeaf]
+    wanted: Sequence[trees.WantedLeaf] = ()
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
-    directories: contextlib.ExitStack = dataclasses.field(
-        default_factory=contextlib.ExitStack
-    )
 
 
 def _chunk_shapes(holdings: Holdings) -> dict[str, list[int]]:

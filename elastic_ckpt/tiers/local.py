@@ -49,6 +49,7 @@ class LocalHost:
 
     Attributes:
       disk: of the machine.
+      slot: of this process.
       host: this process, as manifests name it.
     """
 
@@ -73,7 +74,7 @@ class LocalHost:
         """
         self.disk = disk
         self.host = Host(id=disk.host_id(slot), number=number, domains=domains)
-        self._slot = slot
+        self.slot = slot
         self._lock = threading.Lock()
         self._in_flight: set[tuple[int, str]] = set()
         self._held = contextlib.ExitStack()
@@ -103,8 +104,8 @@ class LocalHost:
     def held(self) -> list[Held]:
         """What is committed, ordered by step and save."""
         found = []
-        for step, save in self.disk.saves(self._slot):
-            path = self.disk.manifest_path(self._slot, step, save)
+        for step, save in self.disk.saves(self.slot):
+            path = self.disk.manifest_path(self.slot, step, save)
             if path.exists():
                 time = datetime.datetime.fromtimestamp(path.stat().mtime, datetime.UTC)
                 found.append(Held(step=step, save=save, time=time))
@@ -124,13 +125,13 @@ class LocalHost:
         Raises:
           CheckpointError: if it does not fit, or is committed already.
         """
-        if self.disk.manifest_path(self._slot, step, save).exists():
+        if self.disk.manifest_path(self.slot, step, save).exists():
             raise errors.CheckpointError(
                 f"step {step}, save {save!r}, is in"
-                f" {self.disk.step_directory(self._slot, step, save)} already; remove"
+                f" {self.disk.step_directory(self.slot, step, save)} already; remove"
                 " it, or save under another name"
             )
-        storage.remove_tree(self.disk.step_directory(self._slot, step, save))
+        storage.remove(self.disk.step_directory(self.slot, step, save))
         empty = self._empty(step, save, contents)
         return self._writer(empty, num_bytes=num_bytes)
 
@@ -148,10 +149,10 @@ class LocalHost:
         Raises:
           CheckpointError: if it does not fit, or the manifest here is spoilt.
         """
-        if self.disk.manifest_path(self._slot, step, save).exists():
-            present = self.disk.manifest(self._slot, step, save)
+        if self.disk.manifest_path(self.slot, step, save).exists():
+            present = self.disk.manifest(self.slot, step, save)
         else:
-            storage.remove_tree(self.disk.step_directory(self._slot, step, save))
+            storage.remove(self.disk.step_directory(self.slot, step, save))
             present = self._empty(step, save, contents)
         return self._writer(present, num_bytes=num_bytes)
 
@@ -165,22 +166,22 @@ class LocalHost:
           fragment: one of the manifest's.
           values: of its box and dtype; the caller has compared their digest.
         """
-        directory = self.disk.step_directory(self._slot, manifest.step, manifest.save)
+        directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
         ChunkWriter(directory, manifest.contents).put_right(fragment, values)
 
     def put_right_file(
         self, manifest: Manifest, file: ComponentFile, content: bytes
     ) -> None:
         """Writes a bad file of a component anew; the caller has compared the digest."""
-        directory = self.disk.step_directory(self._slot, manifest.step, manifest.save)
+        directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
         storage.write_atomic(directory / file.path, content)
 
     def remove(self, step: int, save: str) -> None:
         """Removes a step that is not being written; from its first moment on whole."""
         assert (step, save) not in self.in_flight
         # After a crash what is left has no manifest, so that it is known as a leftover.
-        storage.remove(self.disk.manifest_path(self._slot, step, save))
-        storage.remove_tree(self.disk.step_directory(self._slot, step, save))
+        storage.remove(self.disk.manifest_path(self.slot, step, save))
+        storage.remove(self.disk.step_directory(self.slot, step, save))
 
     def clean(self) -> list[str]:
         """Removes what dead processes of the machine left half done.
@@ -194,7 +195,7 @@ class LocalHost:
         """
         removed = []
         for slot in self.disk.slots():
-            if slot == self._slot:
+            if slot == self.slot:
                 removed += self._clean(slot)
                 continue
             with contextlib.suppress(errors.RunError), self._locked(slot):
@@ -204,7 +205,7 @@ class LocalHost:
     def _clean(self, slot: int) -> list[str]:
         removed = []
         for step, save in self.disk.saves(slot):
-            if slot != self._slot or (step, save) not in self.in_flight:
+            if slot != self.slot or (step, save) not in self.in_flight:
                 path = self.disk.manifest_path(slot, step, save)
                 removed += step_writer.sweep(path)
         return removed
@@ -233,16 +234,16 @@ class LocalHost:
         try:
             self._reserve(manifest, num_bytes)
         except BaseException:
-            step_writer.sweep(self.disk.manifest_path(self._slot, *key))
+            step_writer.sweep(self.disk.manifest_path(self.slot, *key))
             end()
             raise
-        directory = self.disk.step_directory(self._slot, *key)
+        directory = self.disk.step_directory(self.slot, *key)
         return step_writer.StepWriter(directory, manifest, ended=end)
 
     def _reserve(self, manifest: Manifest, num_bytes: int) -> None:
         # Noted before it is measured: of two processes that begin at once, and do not
         # fit both, none finds room that the other takes.
-        directory = self.disk.step_directory(self._slot, manifest.step, manifest.save)
+        directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
         held = int(manifest.fragments.stored_bytes.sum())
         held += sum(file.stored_bytes for file in manifest.component_files)
         try:

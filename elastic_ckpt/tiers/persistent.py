@@ -15,7 +15,7 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import storage
 from elastic_ckpt.tiers import commit, ocdbt, retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import read_plan, trees, verified_read
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import local, read_plan, trees, verified_read
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.manifest import Host
 
 NEARNESS = ("local", "close", "distant", "persistent")
@@ -34,11 +35,9 @@ def read_leaves(
       domain: the kind of failure domain inside of which a peer is close.
 
     Raises:
-      CheckpointError: if the step is of another model, or no good copy of a part is
-        left.
+      CheckpointError: if no good copy of a part is left.
     """
     contents = found.step.holdings.contents
-    trees.check(wanted, contents, step=found.step.step)
     listed = [(0, leaf.path, box) for leaf in wanted for box in leaf.boxes]
     plan = read_plan.plan(
         found.step,
@@ -75,6 +74,59 @@ def describe(bad: verified_read.BadCopy) -> dict[str, storage.Json]:
     return {
         "host": bad.offer.host.id,
         "tier": bad.offer.tier,
+        "file": bad.file,
         "name": bad.name,
         "why": bad.why,
     }
+
+
+def put_right(
+    found: FoundStep,
+    reader: verified_read.VerifiedReader,
+    own: local.LocalHost,
+    files: Collection[str],
+) -> list[str]:
+    """Writes what is bad in a host's RAM disk anew, from another good copy.
+
+    Args:
+      found: the step.
+      reader: of the step.
+      own: the host.
+      files: paths in the step's directory of the host.
+
+    Returns:
+      The names of what was put right; of what has no other good copy there is none.
+    """
+    holdings = found.step.holdings
+    mended = []
+    for row, item in enumerate(holdings.item.tolist()):
+        offer = holdings.offers[holdings.holder[row]]
+        if offer.tier == "local" and offer.host.id == own.host.id:
+            with contextlib.suppress(errors.CheckpointError):
+                if _mend(holdings, row, item, reader, own, files):
+                    mended.append(holdings.name(item))
+    return mended
+
+
+def _mend(
+    holdings: Holdings,
+    row: int,
+    item: int,
+    reader: verified_read.VerifiedReader,
+    own: local.LocalHost,
+    files: Collection[str],
+) -> bool:
+    # Whether the item was bad; raises if there is no other copy.
+    manifest = holdings.offers[holdings.holder[row]].manifest
+    if item >= len(holdings.leaf):
+        file = holdings.files[item - len(holdings.leaf)]
+        if file.path not in files:
+            return False
+        own.put_right_file(manifest, file, reader.file(file, holdings.holders(item)))
+        return True
+    fragment = holdings.fragment(row)
+    if fragment.file not in files:
+        return False
+    values = verified_read.read_item(holdings, item, reader)
+    own.put_right(manifest, fragment, values)
+    return True

@@ -13,11 +13,10 @@ from concurrent import futures
 
 import numpy as np
 
-from elastic_ckpt.core import errors, host_memory
-from elastic_ckpt.tiers import layout, placement
-from elastic_ckpt.tiers.holdings import Holdings, Offer
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import placement, verified_read
+from elastic_ckpt.tiers.holdings import Holdings
 from elastic_ckpt.tiers.manifest import ComponentFile, Fragment, Host
-from elastic_ckpt.tiers.verified_read import VerifiedReader
 
 _THREADS = 4
 
@@ -70,7 +69,7 @@ def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
 def take(
     holdings: Holdings,
     items: Sequence[tuple[int, Host]],
-    reader: VerifiedReader,
+    reader: verified_read.VerifiedReader,
     keep: Callable[[ChunkCopy | FileCopy], None],
 ) -> Taken:
     """Fetches copies, a few at a time, each from its sender or else another holder.
@@ -84,20 +83,15 @@ def take(
     num_boxes = len(holdings.leaf)
 
     def fetch(item: int, sender: Host) -> int:
-        choices = _choices(holdings, item, sender)
         if item >= num_boxes:
             file = holdings.files[item - num_boxes]
-            content = reader.file(file, [offer for offer, _ in choices])
+            content = reader.file(file, holdings.holders(item))
             keep(FileCopy(file=file, content=content))
             return len(content)
-        fragments = [(offer, holdings.fragment(row)) for offer, row in choices]
-        fragment = fragments[0][1]
-        leaf = holdings.contents.leaves[fragment.leaf]
-        memory = host_memory.allocate(layout.num_bytes(fragment.box, leaf.dtype))
-        reader.fragment(fragments, memory, name=holdings.name(item))
-        values = memory.view(np.dtype(leaf.dtype)).reshape(fragment.box.shape)
+        values = verified_read.read_item(holdings, item, reader, first=sender.id)
+        fragment = holdings.fragment(int(holdings.first_row[item]))
         keep(ChunkCopy(fragment=fragment, values=values))
-        return memory.nbytes
+        return values.nbytes
 
     sizes, problems = [], []
     with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
@@ -108,9 +102,3 @@ def take(
             except errors.CheckpointError as error:
                 problems.append(str(error))
     return Taken(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))
-
-
-def _choices(holdings: Holdings, item: int, sender: Host) -> list[tuple[Offer, int]]:
-    rows = range(int(holdings.first_row[item]), int(holdings.first_row[item + 1]))
-    offers = [(holdings.offers[holdings.holder[row]], row) for row in rows]
-    return sorted(offers, key=lambda each: each[0].host.id != sender.id)

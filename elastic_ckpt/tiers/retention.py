@@ -46,6 +46,17 @@ class PreservationPolicy(Protocol):
         ...
 
 
+class NewestOnly:
+    """Preserves nothing but what is never removed: the newest complete step."""
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any
+    ) -> Sequence[bool]:
+        """No, for each."""
+        del context
+        return [False] * len(checkpoints)
+
+
 def steps_to_delete(
     held: Sequence[HeldStep],
     policy: PreservationPolicy,

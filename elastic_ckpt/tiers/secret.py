@@ -26,6 +26,20 @@ def path(root: epath.PathLike) -> str:
     return os.path.join(root, FILE)
 
 
+def new() -> str:
+    """A secret that nobody can guess."""
+    return secrets.token_urlsafe(32)
+
+
+def find(root: epath.PathLike) -> str | None:
+    """The secret of the RAM disk at `root`, if it has one yet.
+
+    Raises:
+      RunError: as `read_or_create`.
+    """
+    return read_or_create(root) if os.path.exists(path(root)) else None
+
+
 def read_or_create(root: epath.PathLike) -> str:
     """The secret of the RAM disk at `root`, made by who asks first.
 
@@ -33,7 +47,7 @@ def read_or_create(root: epath.PathLike) -> str:
       RunError: if others than its owner may read or could have written it.
     """
     file = path(root)
-    storage.create(file, secrets.token_urlsafe(32).encode(), mode=0o600)
+    storage.create(file, new().encode(), mode=0o600)
     found = os.stat(file, follow_symlinks=False)
     private = stat.S_ISREG(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
     if not private or found.st_uid != os.geteuid():

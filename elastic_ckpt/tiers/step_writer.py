@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, digest, errors, storage
-from elastic_ckpt.tiers import layout, manifest_file, ram_disk
+from elastic_ckpt.tiers import manifest_file, ram_disk
 from elastic_ckpt.tiers.capture import Captured
 from elastic_ckpt.tiers.chunk_writer import WRITE_ERRORS, ChunkWriter
 from elastic_ckpt.tiers.manifest import ComponentFile, Fragment, Fragments, Manifest
@@ -61,7 +61,6 @@ class StepWriter:
         rows = [listed.row(n, contents=contents) for n in range(len(listed))]
         self._fragments = {(each.leaf, each.box): each for each in rows}
         self._files = {each.path: each for each in manifest.component_files}
-        self._components: list[str] = []
 
     def write(self, captured: Captured) -> None:
         """Writes the values of all boxes; `captured` may be released then.
@@ -101,16 +100,14 @@ class StepWriter:
             storage.write_atomic(self.directory / file.path, content)
         self._files[file.path] = file
 
-    def component_directory(self, name: str) -> epath.Path:
-        """A directory, made here, for the files of the component `name`."""
-        place = layout.leaf_directory(name)
-        self._components.append(place)
-        return storage.make_directory(self.directory / place)
+    def component_files(self, components: Iterable[str]) -> list[WrittenFile]:
+        """What components have written here by now, durable, ordered by path.
 
-    def component_files(self) -> list[WrittenFile]:
-        """What components have written by now, durable, ordered by path."""
+        Args:
+          components: by whose names their directories are called.
+        """
         written = []
-        for place in self._components:
+        for place in components:
             storage.sync_tree(self.directory / place)
             for directory, _, names in os.walk(self.directory / place):
                 for name in names:
@@ -125,18 +122,28 @@ class StepWriter:
                     )
         return sorted(written)
 
-    def commit(self, component_files: Sequence[ComponentFile] = ()) -> Manifest:
+    def commit(
+        self,
+        component_files: Sequence[ComponentFile] = (),
+        *,
+        components: Mapping[str, int] | None = None,
+    ) -> Manifest:
         """Writes the manifest, which makes all that was written a part of the step.
 
         Args:
           component_files: what components wrote here; copies are known already.
+          components: of the whole step, where it was not known when it was begun.
 
         Raises:
           CheckpointError: as `write`.
         """
         self._files |= {file.path: file for file in component_files}
+        contents = self._manifest.contents
+        if components is not None:
+            contents = dataclasses.replace(contents, components=components)
         manifest = dataclasses.replace(
             self._manifest,
+            contents=contents,
             fragments=Fragments.of(
                 self._fragments.values(), contents=self._manifest.contents
             ),
@@ -191,7 +198,7 @@ def sweep(path: epath.Path) -> list[str]:
     except (FileNotFoundError, checked_json.Unreadable):
         # After a crash in between it is still a leftover.
         storage.remove(path)
-        storage.remove_tree(directory)
+        storage.remove(directory)
         return [os.fspath(directory)]
     named = {path.name, *manifest.fragments.files}
     named |= {file.path for file in manifest.component_files}

@@ -18,7 +18,7 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, digest, errors, host_memory
 from elastic_ckpt.tiers import layout, read_plan
-from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers.source import ReadError, Source
 
@@ -43,6 +43,12 @@ class BadCopy:
 
     def __str__(self) -> str:
         return f"{self.name} at {_holder(self.offer)} {self.why}"
+
+    @property
+    def file(self) -> str:
+        """Where it lies at its holder, relative to the step's directory."""
+        part = self.part
+        return part.file if isinstance(part, Fragment) else part.path
 
 
 class VerifiedReader:
@@ -131,6 +137,36 @@ class VerifiedReader:
             f"step {parts[0][0].manifest.step}: no good copy of {name} is left"
             f" ({told}); {_REMEDY}"
         )
+
+
+def read_item(
+    holdings: Holdings,
+    item: int,
+    reader: VerifiedReader,
+    *,
+    first: str | None = None,
+) -> np.ndarray:
+    """The values of a saved box, in memory of their own, verified.
+
+    Args:
+      holdings: of the step.
+      item: the number of the box.
+      reader: of the step.
+      first: the id of the host to ask first.
+
+    Raises:
+      CheckpointError: if no good copy is left.
+    """
+    rows = range(int(holdings.first_row[item]), int(holdings.first_row[item + 1]))
+    choices = [
+        (holdings.offers[holdings.holder[row]], holdings.fragment(row)) for row in rows
+    ]
+    choices.sort(key=lambda each: each[0].host.id != first)
+    fragment = choices[0][1]
+    dtype = np.dtype(holdings.contents.leaves[fragment.leaf].dtype)
+    memory = host_memory.allocate(layout.num_bytes(fragment.box, dtype.name))
+    reader.fragment(choices, memory, name=holdings.name(item))
+    return memory.view(dtype).reshape(fragment.box.shape)
 
 
 def read_boxes(
