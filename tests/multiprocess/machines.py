@@ -1,0 +1,61 @@
+"""Machines: directories in /dev/shm, each with an agent of its own, that can be lost.
+
+A world of n hosts runs on the first n machines that are there. What a host saved stays
+in its machine's directory when its process is gone, as on a real one.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+
+class Machines:
+    """Some machines; at the end of the block nothing of them is left."""
+
+    def __init__(self):
+        self.root = tempfile.mkdtemp(prefix="elastic_ckpt_machines_", dir="/dev/shm")
+        self._agents = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for number in list(self._agents):
+            self.stop_agent(number)
+        shutil.rmtree(self.root)
+
+    def directory(self, number):
+        """The RAM disk of a machine."""
+        return os.path.join(self.root, f"machine-{number}")
+
+    def start_agents(self, numbers):
+        """Starts the agents of some machines, unless they run."""
+        for number in numbers:
+            if number not in self._agents:
+                process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-m", "elastic_ckpt.tiers.agent_command"),
+                        self.directory(number),
+                    ],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                assert process.stdout.readline().startswith("serving")
+                self._agents[number] = process
+
+    def stop_agent(self, number):
+        """Kills the agent of a machine."""
+        process = self._agents.pop(number, None)
+        if process is not None:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+    def lose(self, number):
+        """Takes a machine away, with all that its memory holds."""
+        self.stop_agent(number)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.directory(number))
