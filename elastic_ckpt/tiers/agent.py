@@ -124,12 +124,11 @@ def serving(service: Service) -> Iterator[Address]:
     Raises:
       RunError: as `run`.
     """
-    loop = asyncio.new_event_loop()
     ended = asyncio.Event()
     with (
         _listening(service) as (address, listening),
         concurrent.futures.ThreadPoolExecutor(1, "agent") as executor,
-        contextlib.closing(loop),
+        contextlib.closing(asyncio.new_event_loop()) as loop,
     ):
         serve = _serve(service, address, listening, ended)
         served = executor.submit(loop.run_until_complete, serve)
@@ -242,18 +241,18 @@ def _published(service: Service, address: Address) -> Iterator[None]:
 
 def _bound(service: Service) -> socket.socket:
     try:
-        found = socket.getaddrinfo(
-            service.interface, service.port, type=socket.SOCK_STREAM
-        )
-        family, _, _, _, at = found[0]
-        if ipaddress.ip_address(at[0]).is_unspecified:
+        found = socket.getaddrinfo(service.interface, None, type=socket.SOCK_STREAM)
+        family, _, _, _, (host, *_) = found[0]
+        if ipaddress.ip_address(str(host)).is_unspecified:
             raise errors.RunError(
                 f"the agent of {service.root} cannot listen at {service.interface},"
                 " which is every network of this machine; name the address at which"
                 " the other machines reach it"
             )
-        listening = socket.create_server(at[:2], family=family, backlog=128)
-    except (OSError, OverflowError) as error:
+        listening = socket.create_server(
+            (str(host), service.port), family=family, backlog=128
+        )
+    except OSError as error:
         raise errors.RunError(
             f"the agent of {service.root} cannot listen at {service.interface}, port"
             f" {service.port} ({error}); give an address of this machine, and"

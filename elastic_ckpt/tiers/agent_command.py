@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the address to listen at, at which other machines reach this one",
     )
     parser.add_argument(
-        "--port", type=int, default=0, help="without it, the system picks one"
+        "--port", type=_port, default=0, help="without it, the system picks one"
     )
     parser.add_argument(
         "--secret-file",
@@ -72,6 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except errors.ElasticCkptError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 1
+
+
+def _port(text: str) -> int:
+    # Errors are argparse's.
+    number = int(text)
+    if number not in range(2**16):
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

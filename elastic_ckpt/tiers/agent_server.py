@@ -26,13 +26,15 @@ from elastic_ckpt.tiers import agent_connections, agent_tree, bandwidth, secret
 
 VERSION = 1
 _FILES = "/v1/hosts/"
-# Enough that the loop is not in the way, and little enough to share.
-_PIECE_BYTES = 8 * 2**20
+# Enough that the loop is not in the way, and little enough that also a slow client gets
+# it within the patience that there is.
+_PIECE_BYTES = 2**20
 # What TLS takes through Python's memory.
 _TLS_PIECE_BYTES = 256 * 2**10
 _MOST_HEADER_BYTES = 8190
 _MOST_HEADERS = 64
-_ENDING_SECS = 1.0
+# Clients go on elsewhere with what is cut off.
+_ENDING_SECS = 0.1
 
 _log = logging.getLogger(__name__)
 # A request that is none is answered with 400. What it said, a secret maybe, is nothing

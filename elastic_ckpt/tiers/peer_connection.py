@@ -35,8 +35,9 @@ class _Watched(io.RawIOBase):
         self._patience_secs = connection.gettimeout() or math.inf
         self._waited_secs = 0.0
         self._received = 0
-        # How many more there may be.
+        # How many more there may be, and whether there are no more.
         self.allowed: float = _MOST_HEADER_BYTES
+        self.ended = False
 
     def readable(self) -> bool:
         return True
@@ -48,6 +49,7 @@ class _Watched(io.RawIOBase):
         num_bytes = self._raw.readinto(into) or 0
         self._waited_secs += time.monotonic() - began
         self._received += num_bytes
+        self.ended = not num_bytes
         self.allowed -= num_bytes
         if self._waited_secs >= self._patience_secs:
             if self._received < LEAST_BYTES_PER_SEC * self._waited_secs:
@@ -72,8 +74,14 @@ class Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(self._watched)
 
     def begin(self) -> None:
-        """Reads the headers."""
+        """Reads the headers.
+
+        Raises:
+          ConnectionError: if the connection ends before they do.
+        """
         super().begin()
+        if self._watched.ended:
+            raise ConnectionError("closed the connection")
         self._watched.allowed = math.inf
 
 

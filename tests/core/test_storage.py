@@ -1,3 +1,4 @@
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -126,3 +127,31 @@ def test_canonical_json_does_not_depend_on_the_order_of_keys():
     one, other = {"a": 1, "b": [None, "x"]}, {"b": [None, "x"], "a": 1}
     assert storage.canonical_json(one) == storage.canonical_json(other)
     assert json.loads(storage.canonical_json(one)) == one
+
+
+def test_of_many_that_create_a_file_one_does_and_all_find_what_it_wrote(tmp_path):
+    file = tmp_path / "new" / "file"
+
+    def create(number):
+        return storage.create(file, b"%d" % number, mode=0o600), file.read_bytes()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as executor:
+        found = list(executor.map(create, range(64)))
+    assert sum(wrote for wrote, _ in found) == 1
+    assert len({content for _, content in found}) == 1
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(file.parent) == ["file"]
+
+
+def test_a_private_file_is_private_when_it_is_replaced_too(tmp_path):
+    for content in (b"one", b"two"):
+        storage.write_atomic(tmp_path / "file", content, mode=0o600)
+        assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+        assert (tmp_path / "file").read_bytes() == content
+
+
+def test_what_is_not_there_can_be_removed(tmp_path):
+    storage.write_atomic(tmp_path / "file", b"one")
+    for _ in range(2):
+        storage.remove(tmp_path / "file")
+        assert os.listdir(tmp_path) == []

@@ -1,0 +1,70 @@
+"""What every `source.Source` keeps: subclasses say how to make one of some files."""
+
+import concurrent.futures
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.tiers import source
+
+RANDOM = np.random.default_rng(7).integers(0, 256, 3 * 2**20 + 17, np.uint8).tobytes()
+FILES = {
+    "state/params/w/c/0/1": RANDOM,
+    "state/a%2Fb [0]/c/0": b"quoted once already",
+    "data/shards-00000-00063.json": b"{}",
+    "data/empty": b"",
+}
+
+
+class ReadContract:
+    @pytest.fixture
+    def of(self, tmp_path):
+        """A source of `FILES`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def read(of, file, offset, num_bytes):
+        into = bytearray(num_bytes)
+        of.read_into(file, offset, memoryview(into))
+        return bytes(into)
+
+    @pytest.mark.parametrize("file", FILES)
+    def test_a_whole_file_is_read(self, of, file):
+        assert self.read(of, file, 0, len(FILES[file])) == FILES[file]
+
+    @pytest.mark.parametrize(
+        ("offset", "num_bytes"),
+        [(0, 1), (5, 2**20), (2**20 - 1, 2), (2**21, 2**20 + 17), (len(RANDOM) - 1, 1)],
+    )
+    def test_a_range_is_read(self, of, offset, num_bytes):
+        (file, content), *_ = FILES.items()
+        found = self.read(of, file, offset, num_bytes)
+        assert found == content[offset : offset + num_bytes]
+
+    @pytest.mark.parametrize("num_bytes", [0, 1])
+    def test_a_missing_file_is_an_error(self, of, num_bytes):
+        with pytest.raises(source.ReadError):
+            self.read(of, "data/none", 0, num_bytes)
+
+    @pytest.mark.parametrize(("offset", "num_bytes"), [(0, 3), (1, 2), (2, 1), (9, 1)])
+    def test_a_file_that_is_too_short_is_an_error(self, of, offset, num_bytes):
+        with pytest.raises(source.ReadError):
+            self.read(of, "data/shards-00000-00063.json", offset, num_bytes)
+
+    def test_a_directory_is_an_error(self, of):
+        with pytest.raises(source.ReadError):
+            self.read(of, "state", 0, 1)
+
+    def test_it_can_be_read_after_an_error(self, of):
+        with pytest.raises(source.ReadError):
+            self.read(of, "data/none", 0, 1)
+        assert self.read(of, "data/shards-00000-00063.json", 0, 2) == b"{}"
+
+    def test_many_threads_read_at_once(self, of):
+        (file, content), *_ = FILES.items()
+        size = len(content) // 40
+        with concurrent.futures.ThreadPoolExecutor(16) as executor:
+            parts = executor.map(
+                lambda n: self.read(of, file, n * size, size), range(40)
+            )
+        assert b"".join(parts) == content[: 40 * size]

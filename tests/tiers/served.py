@@ -1,0 +1,103 @@
+"""RAM disks to serve, agents of their own process, and raw requests to them."""
+
+import contextlib
+import pathlib
+import socket
+import subprocess
+import sys
+import urllib.parse
+
+import numpy as np
+
+from elastic_ckpt.core import digest
+from elastic_ckpt.tiers import layout, manifest, manifest_file
+
+RUN = "run-7"
+MACHINE = "0123456789abcdef"
+
+
+def save(root, step, files, *, slot="0", run=RUN):
+    """Saves `files`, bytes by path, as a step of one slot, with their manifest."""
+    directory = pathlib.Path(root, "hosts", slot, layout.step_directory(step, "0"))
+    for path, content in files.items():
+        file = directory / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    manifest_file.write(directory, manifest_of(step, files, slot=slot, run=run))
+    return directory
+
+
+def manifest_of(step, files, *, slot="0", run=RUN):
+    """The manifest of a host with `files`, each a part of the component `data`."""
+    contents = manifest.Contents(leaves=(), components={"data": len(files)})
+    return manifest.Manifest(
+        run=run,
+        step=step,
+        save="0",
+        host=manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={}),
+        contents=contents,
+        fragments=manifest.Fragments.of([], contents=contents),
+        component_files=tuple(
+            manifest.ComponentFile(
+                component="data",
+                parts=(number, number + 1),
+                path=path,
+                digest=digest.values_digest(np.frombuffer(content, np.uint8)),
+                stored_bytes=len(content),
+            )
+            for number, (path, content) in enumerate(sorted(files.items()))
+        ),
+    )
+
+
+@contextlib.contextmanager
+def agent_process(root, *arguments, verb=("elastic_ckpt.tiers.agent_command",)):
+    """An agent in a process of its own, which ends with the block; yields both."""
+    with subprocess.Popen(
+        [
+            *(sys.executable, "-m", *verb, str(root), "--until-stdin-closes"),
+            *map(str, arguments),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        line = process.stdout.readline()
+        assert line.startswith(f"serving {root} at "), process.stderr.read()
+        # Leaving the `with` closes its standard input.
+        yield process, line.split()[-1]
+
+
+def connect(url, *, source="127.0.0.1"):
+    """A connection to an agent without TLS."""
+    at = urllib.parse.urlsplit(url)
+    return socket.create_connection(
+        (at.hostname, at.port), timeout=30, source_address=(source, 0)
+    )
+
+
+def ask(url, path, secret, *headers, method="GET"):
+    """Sends a request as it is; the status and the body that come back."""
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: there",
+        "Connection: close",
+        *([f"Authorization: Bearer {secret}"] if secret else []),
+        *headers,
+    ]
+    with connect(url) as connection:
+        request = "\r\n".join(lines) + "\r\n\r\n"
+        connection.sendall(request.encode("utf-8", "surrogateescape"))
+        answer = until_closed(connection)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+def until_closed(connection):
+    """All that comes until the other side ends the connection."""
+    received = bytearray()
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(2**16):
+            received += piece
+    return bytes(received)

@@ -1,0 +1,463 @@
+import json
+import logging
+import os
+import pathlib
+import socket
+import stat
+
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import (
+    agent,
+    agent_connections,
+    bandwidth,
+    machine,
+    secret,
+)
+from tests.tiers import served
+
+CONTENT = bytes(range(256)) * 8
+FILES = {"data/part": CONTENT, "state/a%2Fb/c/0": b"quoted"}
+PART = "/v1/hosts/0/30-0/data/part"
+OUTSIDE = b"this is not for others"
+
+
+@pytest.fixture
+def root(tmp_path):
+    served.save(tmp_path / "root", 30, FILES)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "part").write_bytes(OUTSIDE)
+    (tmp_path / "root" / "hosts" / "file").write_bytes(OUTSIDE)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def service(root):
+    return agent.Service(root=str(root))
+
+
+@pytest.fixture
+def url(service):
+    with agent.serving(service) as address:
+        yield address.url
+
+
+@pytest.fixture
+def known(root, url):  # noqa: ARG001  (the agent makes it)
+    return secret.read_or_create(root)
+
+
+class TestFiles:
+    def test_a_file_is_served_whole(self, url, known):
+        assert served.ask(url, PART, known) == (200, CONTENT)
+
+    def test_a_name_is_decoded_once(self, url, known):
+        path = "/v1/hosts/0/30-0/state/a%252Fb/c/0"
+        assert served.ask(url, path, known) == (200, b"quoted")
+
+    @pytest.mark.parametrize(
+        ("asked", "part"),
+        [
+            ("0-0", slice(0, 1)),
+            ("5-99", slice(5, 100)),
+            ("100-", slice(100, None)),
+            ("-7", slice(-7, None)),
+            ("2000-999999", slice(2000, None)),
+        ],
+    )
+    def test_a_range_is_served(self, url, known, asked, part):
+        found = served.ask(url, PART, known, f"Range: bytes={asked}")
+        assert found == (206, CONTENT[part])
+
+    @pytest.mark.parametrize(
+        "asked", ["2048-", "9999-99999", "5-4", "-", "a-b", "0-1,4-5", "9" * 5000 + "-"]
+    )
+    def test_another_range_is_416(self, url, known, asked):
+        assert served.ask(url, PART, known, f"Range: bytes={asked}") == (416, b"")
+
+    def test_the_head_of_a_file_says_its_size(self, url, known):
+        with served.connect(url) as connection:
+            request = f"HEAD {PART} HTTP/1.0\r\nAuthorization: Bearer {known}\r\n\r\n"
+            connection.sendall(request.encode())
+            head, _, body = served.until_closed(connection).partition(b"\r\n\r\n")
+        assert b"Content-Length: 2048" in head
+        assert body == b""
+
+    def test_a_file_that_is_replaced_while_it_is_read_is_the_one_that_was_opened(
+        self, root, url, known
+    ):
+        file = root / "hosts/0/30-0/data/big"
+        file.write_bytes(b"a" * 2**25)
+        with served.connect(url) as connection:
+            request = f"GET {PART[:-4]}big HTTP/1.0\r\nAuthorization: Bearer {known}"
+            connection.sendall(f"{request}\r\n\r\n".encode())
+            connection.recv(1)
+            (root / "new").write_bytes(b"b" * 2**25)
+            os.replace(root / "new", file)
+            body = served.until_closed(connection).partition(b"\r\n\r\n")[2]
+        assert body == b"a" * 2**25
+
+    def test_a_file_that_is_cut_short_while_it_is_read_ends_the_connection(
+        self, root, url, known
+    ):
+        file = root / "hosts/0/30-0/data/big"
+        file.write_bytes(b"a" * 2**27)
+        with served.connect(url) as connection:
+            request = f"GET {PART[:-4]}big HTTP/1.1\r\nHost: there\r\n"
+            connection.sendall(
+                f"{request}Authorization: Bearer {known}\r\n\r\n".encode()
+            )
+            connection.recv(1)
+            os.truncate(file, 2**20)
+            assert len(served.until_closed(connection)) < 2**27
+
+
+class TestLists:
+    def test_the_steps_are_those_with_a_manifest_now(self, root, url, known):
+        served.save(root, 40, FILES, slot="1")
+        (root / "hosts/0/50-0").mkdir()
+        (root / "hosts/0/60-0").mkdir()
+        os.symlink(
+            root / f"hosts/0/30-0/manifest-{served.MACHINE}.0.json",
+            root / "hosts/0/60-0/manifest-a.json",
+        )
+        (root / "hosts/0/notes").mkdir()
+        (root / "hosts/0/notes/manifest-a.json").write_bytes(b"")
+        os.symlink(root / "hosts/0", root / "hosts/7")
+        status, body = served.ask(url, "/v1/steps", known)
+        found = json.loads(body)
+        assert status == 200
+        for entry, slot, step in zip(found, ("0", "1"), (30, 40), strict=True):
+            name = f"manifest-{served.MACHINE}.{slot}.json"
+            there = os.stat(root / "hosts" / slot / f"{step}-0" / name)
+            assert entry == {
+                "slot": slot,
+                "step": step,
+                "save": "0",
+                "manifest": name,
+                "bytes": there.st_size,
+                "mtime": there.st_mtime,
+            }
+
+    def test_a_root_without_hosts_has_no_steps(self, tmp_path):
+        with agent.serving(agent.Service(root=str(tmp_path))) as address:
+            known = secret.read_or_create(tmp_path)
+            assert served.ask(address.url, "/v1/steps", known) == (200, b"[]")
+
+    def test_the_machine_says_who_it_is(self, root, url, known):
+        status, body = served.ask(url, "/v1/machine", known)
+        assert status == 200
+        assert json.loads(body).keys() == {"machine", "time", "version"}
+        assert json.loads(body)["machine"] == machine.machine_id(root)
+
+
+class TestAttacks:
+    @pytest.mark.parametrize("path", ["/v1/steps", "/v1/machine", PART, "/", "/none"])
+    @pytest.mark.parametrize(
+        "header",
+        [
+            "X-Nothing: at all",
+            "Authorization: Bearer",
+            "Authorization: Bearer ",
+            "Authorization: Bearer {}x",
+            "Authorization: bearer {}",
+            "Authorization: {}",
+            "Authorization: Basic {}",
+            "Authorization: Bearer \u2603",
+            "Cookie: secret={}",
+        ],
+    )
+    def test_without_the_secret_nothing_is_there(self, url, known, path, header):
+        assert served.ask(url, path, "", header.format(known)) == (401, b"")
+
+    def test_the_secret_in_the_address_is_no_use(self, url, known):
+        assert served.ask(url, f"{PART}?secret={known}", "") == (401, b"")
+
+    @pytest.mark.parametrize(
+        "path",
+        [
+            "/",
+            "/secret",
+            "/v1/secret",
+            "/v1/hosts",
+            "/v1/hosts/",
+            "/v1/hosts/secret",
+            "/v1/hosts/file",
+            "/v1/hosts/../secret",
+            "/v1/hosts/./0/30-0/data/part",
+            "/v1/hosts/0/30-0/../30-0/data/part",
+            "/v1/hosts/0/30-0/../../../secret",
+            "/v1/hosts/0/30-0/%2e%2e/%2e%2e/%2e%2e/secret",
+            "/v1/hosts/0/30-0/..%2f..%2f..%2fsecret",
+            "/v1/hosts/0/30-0/%252e%252e/%252e%252e/%252e%252e/secret",
+            "/v1/hosts/0/30-0/..%252f..%252f..%252fsecret",
+            "/v1/hosts/0/30-0/..\\..\\..\\secret",
+            "/v1/hosts/0/30-0/..%5c..%5c..%5csecret",
+            "/v1/hosts/0/30-0/data/part%00",
+            "/v1/hosts/0/30-0/data/part%00.json",
+            "/v1/hosts/0/30-0/data%2fpart",
+            "/v1/hosts/0/30-0//data/part",
+            "/v1/hosts/0/30-0/data/part/",
+            "/v1/hosts//0/30-0/data/part",
+            "//v1/hosts/0/30-0/data/part",
+            "/v1/hosts/0/30-0/data",
+            "/v1/hosts//etc/passwd",
+            "/v1/hosts/%2fetc%2fpasswd",
+            "/v1/hosts/0/30-0//etc/passwd",
+            "/v1/hosts/0/30-0/data/part?x",
+            "/v1/hosts/0/30-0/data/part#x",
+            "/v1/hosts/0/30-0/\udcff\udcfe",
+            "/v1/hosts/0/30-0/" + "a" * 4000,
+            "/v1/hosts/0/30-0/" + "a/" * 3000 + "a",
+            "/v1/hosts/" + "../" * 2000 + "etc/passwd",
+            "http://there/v1/hosts/0/30-0/data/part",
+            "*",
+        ],
+    )
+    def test_no_path_leads_out_of_the_tree(self, url, known, path):
+        status, body = served.ask(url, path, known)
+        # What is no HTTP is answered with what is wrong with it.
+        assert (status, body) == (404, b"") or status == 400
+        assert known.encode() not in body
+        assert OUTSIDE not in body
+        assert CONTENT not in body
+
+    @pytest.mark.parametrize(
+        "level", ["hosts", "hosts/0", "hosts/0/30-0", "hosts/0/30-0/data"]
+    )
+    def test_no_link_to_a_directory_is_followed(self, root, url, known, level):
+        (root / level).rename(root / "elsewhere")
+        (root / level).symlink_to(root / "elsewhere")
+        assert served.ask(url, PART, known) == (404, b"")
+        listed = json.loads(served.ask(url, "/v1/steps", known)[1])
+        assert len(listed) == level.endswith("data")
+
+    def test_no_link_to_a_file_is_followed(self, root, url, known):
+        (root / "hosts/0/30-0/data/link").symlink_to(root / "secret")
+        (root / "hosts/0/30-0/data/near").symlink_to("part")
+        for name in ("link", "near"):
+            assert served.ask(url, PART[:-4] + name, known) == (404, b"")
+
+    def test_what_is_not_a_regular_file_is_not_opened(self, root, url, known):
+        directory = root / "hosts/0/30-0/data"
+        os.mkfifo(directory / "pipe")
+        with socket.socket(socket.AF_UNIX) as unix:
+            place = os.open(directory, os.O_RDONLY)
+            unix.bind(f"/proc/self/fd/{place}/socket")
+            os.close(place)
+            for name in ("pipe", "socket"):
+                assert served.ask(url, PART[:-4] + name, known) == (404, b"")
+
+    def test_hidden_and_temporary_files_are_not_served(self, root, url, known):
+        (root / "hosts/0/30-0/.part.x7").write_bytes(OUTSIDE)
+        assert served.ask(url, "/v1/hosts/0/30-0/.part.x7", known) == (404, b"")
+
+    @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+    def test_nothing_can_be_written(self, root, url, known, method):
+        assert served.ask(url, PART, known, method=method) == (404, b"")
+        body = ("Content-Length: 5", "", "hello")
+        assert served.ask(url, PART, known, *body, method=method) == (404, b"")
+        assert (root / "hosts/0/30-0/data/part").read_bytes() == CONTENT
+
+    @pytest.mark.parametrize(
+        "headers", [["X: " + "a" * 9000], [f"X-{n}: a" for n in range(99)]]
+    )
+    def test_headers_are_bounded(self, url, known, headers, caplog):
+        assert served.ask(url, PART, known, *headers)[0] == 400
+        assert not caplog.records
+
+    def test_what_a_broken_request_said_is_not_logged(self, url, known, caplog):
+        caplog.set_level(logging.DEBUG)
+        served.ask(url, PART, known, "X\x01: a", f"Authorization Bearer {known}")
+        with served.connect(url) as connection:
+            connection.sendall(f"{known}\r\n\r\n".encode())
+            served.until_closed(connection)
+        assert known not in caplog.text
+
+    def test_half_a_request_is_waited_for_no_longer_than_patience(
+        self, service, monkeypatch
+    ):
+        monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.1)
+        with agent.serving(service) as address:
+            for begun in (b"", b"GET /v1/steps HTTP/1.1\r\nHost: "):
+                with served.connect(address.url) as connection:
+                    connection.sendall(begun)
+                    assert served.until_closed(connection) == b""
+
+    def test_a_client_that_does_not_read_is_waited_for_no_longer_than_patience(
+        self, root, service, monkeypatch
+    ):
+        (root / "hosts/0/30-0/data/big").write_bytes(bytes(2**26))
+        monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.2)
+        # It is logged nowhere, and the file does not stay open.
+        with agent.serving(service) as address, served.connect(address.url) as slow:
+            known = secret.read_or_create(root)
+            request = f"GET {PART[:-4]}big HTTP/1.1\r\nHost: there\r\n"
+            slow.sendall(f"{request}Authorization: Bearer {known}\r\n\r\n".encode())
+            slow.recv(1)
+            while any("data/big" in each for each in open_files()):
+                pass
+            assert len(served.until_closed(slow)) < 2**26
+
+
+class TestLimits:
+    def test_one_client_gets_so_many_connections_and_others_get_theirs(self, root):
+        limits = {"max_connections": 3, "max_connections_of_client": 2}
+        with agent.serving(agent.Service(root=str(root), **limits)) as address:
+            one, two = (alive(address.url, root) for _ in range(2))
+            with served.connect(address.url) as third:
+                assert served.until_closed(third) == b""
+            other = alive(address.url, root, source="127.0.0.2")
+            with served.connect(address.url, source="127.0.0.3") as too_many:
+                assert served.until_closed(too_many) == b""
+            # One that ends makes room.
+            one.close()
+            three = None
+            while three is None:
+                three = alive(address.url, root)
+            for connection in (two, three, other):
+                connection.close()
+
+    def test_all_bytes_are_taken_from_the_bandwidth(self, root, monkeypatch):
+        taken = []
+        monkeypatch.setattr(
+            bandwidth.Bandwidth, "take", lambda _, n: taken.append(n) or 0
+        )
+        service = agent.Service(root=str(root), max_bytes_per_sec=32 * 100)
+        with agent.serving(service) as address:
+            known = secret.read_or_create(root)
+            assert served.ask(address.url, PART, known) == (200, CONTENT)
+        assert sum(taken) == len(CONTENT)
+        assert max(taken) == 100
+
+
+class TestSecret:
+    def test_it_is_made_once_and_for_its_owner_alone(self, tmp_path):
+        made = secret.read_or_create(tmp_path)
+        assert secret.read_or_create(tmp_path) == made
+        assert len(made) >= 43
+        assert stat.S_IMODE(os.stat(tmp_path / "secret").st_mode) == 0o600
+        assert os.listdir(tmp_path) == ["secret"]
+
+    def test_one_that_others_can_read_is_refused(self, tmp_path):
+        secret.read_or_create(tmp_path)
+        os.chmod(tmp_path / "secret", 0o640)
+        with pytest.raises(errors.RunError, match="not a file of mode 0600"):
+            secret.read_or_create(tmp_path)
+
+    def test_a_link_is_refused(self, tmp_path):
+        secret.adopt(tmp_path / "other", "x" * 32)
+        (tmp_path / "secret").symlink_to(tmp_path / "other" / "secret")
+        with pytest.raises(errors.RunError, match="not a file of mode 0600"):
+            secret.read_or_create(tmp_path)
+
+    @pytest.mark.parametrize("content", ["", "\n", "short", "with a space in it", "é"])
+    def test_what_can_be_guessed_or_sent_by_no_header_is_refused(
+        self, tmp_path, content
+    ):
+        with pytest.raises(errors.RunError, match="16 to 1024 characters") as raised:
+            secret.adopt(tmp_path, content)
+        (tmp_path / "secret").write_text(content)
+        os.chmod(tmp_path / "secret", 0o600)
+        with pytest.raises(errors.RunError, match="holds no secret"):
+            secret.read_or_create(tmp_path)
+        assert not content.strip() or content not in str(raised.value)
+
+    def test_a_running_agent_takes_on_the_one_that_is_adopted(self, root, url, known):
+        secret.adopt(root, "agreed-by-the-new-world")
+        assert stat.S_IMODE(os.stat(root / "secret").st_mode) == 0o600
+        assert served.ask(url, PART, known) == (401, b"")
+        assert served.ask(url, PART, "agreed-by-the-new-world") == (200, CONTENT)
+
+    def test_without_a_secret_any_more_nobody_gets_in(self, root, url, known):
+        (root / "secret").write_text("")
+        assert served.ask(url, PART, "") == (401, b"")
+        (root / "secret").unlink()
+        assert served.ask(url, PART, known) == (401, b"")
+
+    def test_a_file_elsewhere_can_hold_it(self, root, tmp_path):
+        (tmp_path / "mounted").write_text("given-by-the-cluster\n")
+        service = agent.Service(root=str(root), secret_file=str(tmp_path / "mounted"))
+        with agent.serving(service) as address:
+            assert served.ask(address.url, PART, "given-by-the-cluster")[0] == 200
+
+
+class TestLife:
+    def test_it_says_where_it_listens_as_long_as_it_does(self, root, service):
+        with agent.serving(service) as address:
+            assert agent.find(root) == address
+            assert address.machine == machine.machine_id(root)
+            assert address.pid == os.getpid()
+            text = (root / "agent.json").read_text()
+            assert secret.read_or_create(root) not in text
+        assert agent.find(root) is None
+
+    def test_a_second_agent_of_a_root_is_refused(self, service, url):
+        with (
+            pytest.raises(errors.RunError, match=f"another agent serves .*{url}"),
+            agent.serving(service),
+        ):
+            pass
+
+    def test_a_root_can_be_served_again(self, service, root):
+        for _ in range(2):
+            with agent.serving(service) as address:
+                known = secret.read_or_create(root)
+                assert served.ask(address.url, PART, known)[0] == 200
+
+    @pytest.mark.parametrize("interface", ["0.0.0.0", "::"])
+    def test_it_does_not_listen_everywhere(self, root, interface):
+        service = agent.Service(root=str(root), interface=interface)
+        with (
+            pytest.raises(errors.RunError, match="every network of this machine"),
+            agent.serving(service),
+        ):
+            pass
+
+    def test_a_port_that_cannot_be_had_is_named(self, root):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            service = agent.Service(root=str(root), port=port)
+            with (
+                pytest.raises(errors.RunError, match=f"127.0.0.1, port {port}"),
+                agent.serving(service),
+            ):
+                pass
+
+    def test_its_end_ends_transfers_and_idle_connections(self, root, service):
+        (root / "hosts/0/30-0/data/big").write_bytes(bytes(2**26))
+        with agent.serving(service) as address:
+            idle = alive(address.url, root)
+            known = secret.read_or_create(root)
+            busy = served.connect(address.url)
+            request = f"GET {PART[:-4]}big HTTP/1.1\r\nHost: there\r\n"
+            busy.sendall(f"{request}Authorization: Bearer {known}\r\n\r\n".encode())
+            busy.recv(1)
+        with idle, busy:
+            assert served.until_closed(idle) == b""
+            assert len(served.until_closed(busy)) < 2**26
+
+
+def alive(url, root, **options):
+    """A connection that has been answered and stays open, or None if it was refused."""
+    connection = served.connect(url, **options)
+    known = secret.read_or_create(root)
+    request = f"HEAD {PART} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {known}"
+    try:
+        connection.sendall(f"{request}\r\n\r\n".encode())
+        if connection.recv(2**12):
+            return connection
+    except ConnectionError:
+        pass
+    connection.close()
+    return None
+
+
+def open_files():
+    """The files that this process has open."""
+    for entry in pathlib.Path("/proc/self/fd").iterdir():
+        try:
+            yield os.readlink(entry)
+        except FileNotFoundError:
+            continue

@@ -1,0 +1,690 @@
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import signal
+import threading
+
+import hypothesis
+import pytest
+import trustme
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import (
+    agent,
+    agent_connections,
+    bandwidth,
+    manifest_file,
+    peer,
+    peer_client,
+    peer_connection,
+    peer_endpoint,
+    secret,
+    source,
+)
+from tests.tiers import read_contract, served
+from tests.tiers.scripted_peer import ScriptedPeer, answer, wanted_range
+
+SECRET = "the-secret-of-this-run"
+PATH = "/v1/hosts/0/30-0/data/part"
+CONTENT = bytes(range(256)) * 2**14
+FILES = {"data/part": CONTENT}
+# A peer that sends nothing for so long fails.
+SHORT_SECS = 0.2
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch):
+    # As many attempts as there are, without the time between.
+    monkeypatch.setattr(
+        peer_endpoint, "RETRY_SECS", (0.0,) * len(peer_endpoint.RETRY_SECS)
+    )
+
+
+@pytest.fixture
+def root(tmp_path):
+    secret.adopt(tmp_path, SECRET)
+    served.save(tmp_path, 30, FILES)
+    return tmp_path
+
+
+@pytest.fixture
+def url(root):
+    with agent.serving(agent.Service(root=str(root))) as address:
+        yield address.url
+
+
+@pytest.fixture
+def client():
+    with peer_client.PeerClient(SECRET, timeout_secs=SHORT_SECS) as made:
+        yield made
+
+
+@pytest.fixture
+def patient():
+    with peer_client.PeerClient(SECRET, timeout_secs=60) as made:
+        yield made
+
+
+def read(client, url):
+    into = bytearray(len(CONTENT))
+    client.endpoint(url).read_into(PATH, 0, memoryview(into))
+    return bytes(into)
+
+
+def source_at(url, client, step=30):
+    """The only source of a peer."""
+    offered = peer.Peer(url, client, served.RUN).offers(step)
+    assert offered.problems == []
+    (found,) = offered.sources.values()
+    return found
+
+
+class TestDirectory(read_contract.ReadContract):
+    """The contract is one that plain reading keeps."""
+
+    @pytest.fixture
+    def of(self, tmp_path):
+        directory = served.save(tmp_path, 30, read_contract.FILES)
+
+        class Directory:
+            def read_into(self, file, offset, into):
+                try:
+                    with open(directory / file, "rb") as opened:
+                        opened.seek(offset)
+                        if opened.readinto(into) < len(into):
+                            raise source.ReadError("is too short")
+                except OSError as error:
+                    raise source.ReadError(str(error)) from None
+
+        return Directory()
+
+
+class TestPeerSource(read_contract.ReadContract):
+    @pytest.fixture
+    def of(self, root, patient):
+        served.save(root, 30, read_contract.FILES)
+        with agent.serving(agent.Service(root=str(root))) as address:
+            yield source_at(address.url, patient)
+
+
+class TestOffers:
+    def test_a_peer_offers_what_its_manifests_say(self, root, url, patient):
+        served.save(root, 40, FILES, slot="0")
+        served.save(root, 40, {"data/part": b"other"}, slot="1")
+        tier = peer.Peer(url, patient, served.RUN)
+        assert tier.steps() == [30, 40]
+        offered = tier.offers(40)
+        assert offered.problems == []
+        found = {
+            offer.host.id: manifest_file.to_bytes(offer.manifest)
+            for offer in offered.sources
+        }
+        assert found == {
+            f"{served.MACHINE}.{slot}": manifest_file.to_bytes(
+                served.manifest_of(40, files, slot=slot)
+            )
+            for slot, files in (("0", FILES), ("1", {"data/part": b"other"}))
+        }
+        by_host = {offer.host.id[-1]: of for offer, of in offered.sources.items()}
+        into = bytearray(5)
+        by_host["1"].read_into("data/part", 0, memoryview(into))
+        assert into == b"other"
+
+    def test_a_step_that_is_nowhere_has_no_offers(self, url, patient):
+        assert peer.Peer(url, patient, served.RUN).offers(31) == ({}, [])
+
+    def test_manifests_of_another_run_or_step_or_host_are_problems(
+        self, root, url, patient
+    ):
+        served.save(root, 40, FILES, run="other")
+        served.save(root, 50, FILES, slot="1")
+        steps = root / "hosts/1"
+        (steps / "50-0").rename(steps / "60-0")
+        moved = served.save(root, 70, FILES, slot="2")
+        (moved / f"manifest-{served.MACHINE}.2.json").rename(moved / "manifest-a.json")
+        tier = peer.Peer(url, patient, served.RUN)
+        for step in (40, 60, 70):
+            sources, problems = tier.offers(step)
+            assert sources == {}
+            assert "is that of run, step, save and file" in problems[0]
+
+    def test_a_manifest_that_was_altered_is_a_problem_beside_the_others(
+        self, root, url, patient
+    ):
+        directory = served.save(root, 30, FILES, slot="1")
+        file = directory / f"manifest-{served.MACHINE}.1.json"
+        file.write_bytes(file.read_bytes().replace(b'"step": 30', b'"step": 31'))
+        sources, problems = peer.Peer(url, patient, served.RUN).offers(30)
+        assert [offer.host.id for offer in sources] == [f"{served.MACHINE}.0"]
+        assert "was altered after it was saved" in problems[0]
+        assert f"manifest 1/30-0/manifest-{served.MACHINE}.1.json" in problems[0]
+
+    def test_a_giant_manifest_is_a_problem_and_is_not_read(
+        self, url, patient, monkeypatch
+    ):
+        monkeypatch.setattr(peer, "MOST_MANIFEST_BYTES", 100)
+        sources, problems = peer.Peer(url, patient, served.RUN).offers(30)
+        assert sources == {}
+        assert "at most 100 are taken" in problems[0]
+
+    def test_more_manifests_than_a_machine_can_have_are_a_problem(
+        self, root, url, patient, monkeypatch
+    ):
+        monkeypatch.setattr(peer, "MOST_MANIFESTS", 1)
+        served.save(root, 30, FILES, slot="1")
+        sources, problems = peer.Peer(url, patient, served.RUN).offers(30)
+        assert len(sources) == 1
+        assert "lists 2 manifests of step 30" in problems[0]
+
+    @pytest.mark.parametrize(
+        "listing",
+        [
+            b"",
+            b"\xff",
+            b"{}x",
+            b"7",
+            b'"steps"',
+            b"[7]",
+            b"[{}]",
+            b'{"a": 1}',
+            b"[" * 10**5,
+            b'[{"slot": 0, "step": 30, "save": "0", "manifest": "m"}]',
+            b'[{"slot": "0", "step": "30", "save": "0", "manifest": "m"}]',
+            b'[{"slot": "0", "step": true, "save": "0", "manifest": "m"}]',
+            b'[{"slot": "0", "step": -1, "save": "0", "manifest": "m"}]',
+            b'[{"slot": "0", "step": 3e1, "save": "0", "manifest": "m"}]',
+            b'[{"slot": "0", "step": 30, "save": 0, "manifest": "m"}]',
+            b'[{"slot": "0", "step": 30, "save": "0", "manifest": ["m"]}]',
+            b'[{"step": ' + b"9" * 5000 + b"}]",
+        ],
+    )
+    def test_a_list_that_is_none_is_a_problem(self, listing, client):
+        def says(connection, _):
+            connection.sendall(answer(listing))
+
+        with ScriptedPeer(says) as lying:
+            tier = peer.Peer(lying.url, client, served.RUN)
+            assert tier.steps() == ()
+            sources, (problem,) = tier.offers(30)
+        assert sources == {}
+        assert "the list of steps cannot be read" in problem
+
+    def test_a_manifest_that_is_nested_without_an_end_is_a_problem(self, client):
+        entry = {"slot": "0", "step": 30, "save": "0", "manifest": "manifest-a.json"}
+
+        def says(connection, request):
+            steps = request.startswith(b"GET /v1/steps ")
+            body = json.dumps([entry]).encode() if steps else b"[" * 10**6
+            connection.sendall(answer(body))
+
+        with ScriptedPeer(says) as lying:
+            sources, problems = peer.Peer(lying.url, client, served.RUN).offers(30)
+        assert sources == {}
+        assert len(problems) == 1
+
+
+class TestLies:
+    @pytest.mark.parametrize(
+        "said",
+        [
+            answer(CONTENT),
+            answer(CONTENT[:-1], status="206 OK"),
+            answer(
+                CONTENT[:100], status="206 OK", headers=["Content-Range: bytes 0-99/9"]
+            ),
+            answer(CONTENT, status="206 OK", headers=["Content-Range: bytes 1-2/3"]),
+            answer(CONTENT, status="206 OK", headers=["Content-Range: bytes */9"]),
+            answer(b"", status="206 OK"),
+            b"HTTP/1.1 206 OK\r\nContent-Length: -5\r\n\r\n",
+            b"HTTP/1.1 206 OK\r\nContent-Length: five\r\n\r\n",
+            b"HTTP/1.1 206 OK\r\nTransfer-Encoding: chunked\r\n\r\nffffffffffff\r\n",
+            b"HTTP/1.1 206 OK\r\nContent-Length: " + b"9" * 30000 + b"\r\n\r\n",
+            b"HTTP/1.1 999999 OK\r\n\r\n",
+            b"HTTP/7 200 OK\r\n\r\n",
+            b"SSH-2.0-OpenSSH_9.6\r\n",
+            b"\0" * 100 + b"\r\n\r\n",
+            answer(b"", status="204 Nothing"),
+            answer(b"", status="301 Moved", headers=["Location: /v1/steps"]),
+            answer(b"", status="304 As before"),
+            answer(b"no", status="401 Who"),
+            answer(b"", status="404 Nowhere"),
+            answer(b"", status="416 Short"),
+            answer(b"", status="503 Later"),
+        ],
+    )
+    def test_a_wrong_answer_is_a_read_error(self, said, client):
+        with ScriptedPeer(lambda connection, _: connection.sendall(said)) as lying:
+            with pytest.raises(source.ReadError, match=lying.url):
+                read(client, lying.url)
+            assert len(lying.requests) == 1
+
+    @hypothesis.given(
+        said=st.binary(max_size=300)
+        | st.binary(max_size=300).map(lambda rest: b"HTTP/1.1 206 OK\r\n" + rest)
+    )
+    @hypothesis.settings(
+        max_examples=25,
+        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    )
+    def test_any_answer_is_a_read_error(self, said):
+        def says(connection, _):
+            connection.sendall(said)
+            connection.shutdown(2)
+
+        with (
+            peer_client.PeerClient(SECRET, timeout_secs=SHORT_SECS) as client,
+            ScriptedPeer(says) as lying,
+            pytest.raises(source.ReadError),
+        ):
+            read(client, lying.url)
+
+    def test_a_redirect_is_not_followed(self, client):
+        def away(connection, _):
+            location = f"Location: {other.url}{PATH}"
+            connection.sendall(answer(b"", status="302 There", headers=[location]))
+
+        with (
+            ScriptedPeer(lambda *_: None) as other,
+            ScriptedPeer(away) as lying,
+        ):
+            with pytest.raises(source.ReadError, match="answers with status 302"):
+                read(client, lying.url)
+            assert other.num_connections == 0
+
+    @pytest.mark.parametrize(
+        "endless",
+        [b"X: a\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 " * 99],
+    )
+    def test_headers_without_an_end_are_a_read_error(self, endless, patient):
+        def says(connection, _):
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" + endless * 10**5)
+
+        with (
+            ScriptedPeer(says) as lying,
+            pytest.raises(source.ReadError, match="does not speak HTTP"),
+        ):
+            read(patient, lying.url)
+
+    def test_a_body_larger_than_announced_does_not_reach_the_memory(self, client):
+        def says(connection, request):
+            first, last = wanted_range(request)
+            headers = [f"Content-Range: bytes {first}-{last}/99999"]
+            said = answer(CONTENT[:10], status="206 OK", headers=headers)
+            connection.sendall(said + CONTENT)
+
+        into = bytearray(20)
+        with ScriptedPeer(says) as lying:
+            view = memoryview(into)[:10]
+            client.endpoint(lying.url).read_into(PATH, 0, view)
+        assert into == CONTENT[:10] + bytes(10)
+
+    def test_what_a_peer_says_does_not_carry_the_secret_into_messages(self, client):
+        for status in (f"206 {SECRET}", "206 OK"):
+            said = answer(
+                b"[]",
+                status=status,
+                headers=[f"Content-Range: {SECRET}", f"X: {SECRET}"],
+            )
+            for echo in (said, SECRET.encode() + b"\r\n" + said):
+                with ScriptedPeer(lambda c, _, echo=echo: c.sendall(echo)) as lying:
+                    with pytest.raises(source.ReadError) as raised:
+                        read(client, lying.url)
+                    assert SECRET not in str(raised.value)
+
+
+class TestPatience:
+    def test_a_peer_that_says_nothing_costs_one_timeout_and_is_then_skipped(
+        self, client
+    ):
+        with ScriptedPeer(lambda *_: None) as silent:
+            with pytest.raises(source.ReadError, match="timed out"):
+                read(client, silent.url)
+            for _ in range(3):
+                with pytest.raises(source.ReadError, match="asked again in 30 s"):
+                    read(client, silent.url)
+            assert silent.num_connections == 1
+
+    def test_a_peer_is_asked_again_after_a_while(self, client, monkeypatch):
+        monkeypatch.setattr(peer_endpoint, "SKIPPED_SECS", 0.0)
+        answers = iter([b"nothing of HTTP\r\n", answer(b"[]")])
+        with ScriptedPeer(lambda c, _: c.sendall(next(answers))) as better:
+            tier = peer.Peer(better.url, client, served.RUN)
+            assert tier.offers(30).problems != []
+            assert tier.offers(30).problems == []
+
+    @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 206 OK\r\n", None])
+    def test_a_peer_that_sends_byte_by_byte_fails(self, begin, client):
+        def drip(connection, request):
+            first, last = wanted_range(request)
+            whole = answer(
+                CONTENT,
+                status="206 OK",
+                headers=[f"Content-Range: bytes {first}-{last}/9"],
+            )
+            connection.sendall(whole[:100] if begin is None else begin)
+            rest = whole[100:] if begin is None else b"X: " + b"a" * 10**5
+            for byte in rest:
+                connection.sendall(bytes([byte]))
+                if slow.over.wait(0.01):
+                    return
+
+        with ScriptedPeer(drip) as slow:
+            with pytest.raises(source.ReadError, match=r"sent \d+ bytes in"):
+                read(client, slow.url)
+            assert len(slow.requests) == 1
+
+    def test_a_machine_without_an_agent_is_tried_some_times(self, client):
+        with ScriptedPeer(lambda *_: None) as gone:
+            pass
+        with pytest.raises(source.ReadError, match="refused"):
+            read(client, gone.url)
+        with pytest.raises(source.ReadError, match="asked again in"):
+            read(client, gone.url)
+
+
+class TestBreaks:
+    def test_a_transfer_goes_on_where_it_broke(self, client):
+        def cut(connection, request):
+            first, last = wanted_range(request)
+            headers = [f"Content-Range: bytes {first}-{last}/{len(CONTENT)}"]
+            said = answer(CONTENT[first : last + 1], status="206 OK", headers=headers)
+            connection.sendall(said[: 2**20 + 2**19])
+            connection.shutdown(2)
+
+        with ScriptedPeer(cut) as breaking:
+            assert read(client, breaking.url) == CONTENT
+            asked = [wanted_range(request)[0] for request in breaking.requests]
+        # Less than a piece of each connection's bytes is asked for again.
+        assert asked == [0, 2**20, 2 * 2**20, 3 * 2**20]
+
+    @pytest.mark.parametrize("sent", [0, 50, 1000])
+    def test_a_transfer_that_makes_no_progress_is_tried_some_times(self, sent, client):
+        def cut(connection, request):
+            first, last = wanted_range(request)
+            headers = [f"Content-Range: bytes {first}-{last}/{len(CONTENT)}"]
+            said = answer(CONTENT[first : last + 1], status="206 OK", headers=headers)
+            connection.sendall(said[:sent])
+            connection.shutdown(2)
+
+        with ScriptedPeer(cut) as breaking:
+            with pytest.raises(source.ReadError):
+                read(client, breaking.url)
+            assert len(breaking.requests) == 1 + len(peer_endpoint.RETRY_SECS)
+
+    def test_a_kept_connection_that_the_peer_has_closed_is_made_anew(self, client):
+        def once(connection, _):
+            connection.sendall(answer(b"[]"))
+            connection.shutdown(2)
+
+        with ScriptedPeer(once) as closing:
+            endpoint = client.endpoint(closing.url)
+            for _ in range(3):
+                assert endpoint.read("/v1/steps", most_bytes=9) == b"[]"
+            assert closing.num_connections == 3
+
+    def test_connections_are_kept(self, client):
+        with ScriptedPeer(lambda c, _: c.sendall(answer(b"[]"))) as keeping:
+            for _ in range(9):
+                client.endpoint(keeping.url).read("/v1/steps", most_bytes=9)
+            assert keeping.num_connections == 1
+
+    def test_many_threads_share_so_many_connections(self):
+        meeting = threading.Barrier(3)
+
+        def says(connection, _):
+            meeting.wait()
+            connection.sendall(answer(b"[]"))
+
+        with (
+            ScriptedPeer(says) as busy,
+            peer_client.PeerClient(SECRET, max_connections=3) as client,
+            concurrent.futures.ThreadPoolExecutor(12) as executor,
+        ):
+            endpoint = client.endpoint(busy.url)
+            ask = lambda _: endpoint.read("/v1/steps", most_bytes=9)  # noqa: E731
+            assert set(executor.map(ask, range(24))) == {b"[]"}
+            assert busy.num_connections == 3
+
+    def test_an_agent_that_is_killed_and_started_again_is_gone_on_with(
+        self, root, patient, monkeypatch
+    ):
+        # As long as it takes.
+        monkeypatch.setattr(peer_endpoint, "RETRY_SECS", (0.0, *[0.1] * 600))
+        content = CONTENT * 2
+        (root / "hosts/0/30-0/data/part").write_bytes(content)
+        into = bytearray(len(content))
+        slowly = ["--max-bytes-per-sec", 2**24]
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            with served.agent_process(root, *slowly) as (process, url):
+                endpoint = patient.endpoint(url)
+                reading = executor.submit(endpoint.read_into, PATH, 0, memoryview(into))
+                while into[2**20 + 255] == 0:
+                    assert not reading.done()
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            assert not reading.done()
+            with served.agent_process(root, "--port", url.rpartition(":")[2]):
+                reading.result()
+        assert into == content
+
+
+class TestSharing:
+    def test_all_bytes_are_taken_from_one_bandwidth(self, url, monkeypatch):
+        taken = []
+        monkeypatch.setattr(
+            bandwidth.Bandwidth, "take", lambda _, n: taken.append(n) or 0
+        )
+        with peer_client.PeerClient(SECRET, max_bytes_per_sec=32 * 2**16) as client:
+            assert read(client, url) == CONTENT
+        assert sum(taken) == len(CONTENT)
+        assert max(taken) == 2**16
+
+    def test_the_secret_may_be_another_one_later(self, root, url):
+        known = iter([SECRET, "wrong", "agreed-by-the-new-world"])
+        with peer_client.PeerClient(lambda: next(known)) as client:
+            assert read(client, url) == CONTENT
+            with pytest.raises(
+                source.ReadError, match="does not take the run's secret"
+            ):
+                read(client, url)
+            secret.adopt(root, "agreed-by-the-new-world")
+            assert read(client, url) == CONTENT
+
+    def test_proxies_of_the_environment_are_ignored(self, url, client, monkeypatch):
+        with ScriptedPeer(lambda *_: None) as proxy:
+            for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+                monkeypatch.setenv(name, proxy.url)
+            monkeypatch.delenv("no_proxy", raising=False)
+            assert read(client, url) == CONTENT
+            assert proxy.num_connections == 0
+
+    @hypothesis.given(
+        takes=st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 10)), min_size=1)
+    )
+    def test_over_any_time_no_more_passes_than_the_bound_and_a_burst(self, takes):
+        now = 0.0
+        bound = bandwidth.Bandwidth(1000, clock=lambda: now)
+        passed = []
+        for num_bytes, idle_secs in takes:
+            passed.append((now, num_bytes))
+            now += bound.take(num_bytes) + idle_secs
+        for first, last in itertools.combinations_with_replacement(
+            range(len(takes)), 2
+        ):
+            (began, _), (ended, most) = passed[first], passed[last]
+            total = sum(num_bytes for _, num_bytes in passed[first : last + 1])
+            assert total <= 1000 * (ended - began) * (1 + 1e-9) + 126 + most
+
+
+class TestPeers:
+    def test_many_peers_are_one_tier_and_a_dead_one_costs_one_timeout(
+        self, root, url, tmp_path, client
+    ):
+        served.save(root, 40, FILES, slot="1")
+        other = tmp_path / "other"
+        secret.adopt(other, SECRET)
+        served.save(other, 30, FILES, slot="2")
+        served.save(other, 20, FILES, slot="2")
+        with (
+            agent.serving(agent.Service(root=str(other))) as address,
+            ScriptedPeer(lambda *_: None) as silent,
+        ):
+            peers = peer.Peers(
+                [
+                    peer.Peer(each, client, served.RUN)
+                    for each in (url, silent.url, address.url)
+                ]
+            )
+            assert peers.steps() == [20, 30, 40]
+            for _ in range(3):
+                sources, (problem,) = peers.offers(30)
+                assert {offer.host.id[-1] for offer in sources} == {"0", "2"}
+                assert f"was not asked for: {silent.url} has failed" in problem
+            assert silent.num_connections == 1
+
+    def test_no_peers_have_nothing(self):
+        assert peer.Peers([]).steps() == []
+        assert peer.Peers([]).offers(30) == ({}, [])
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    """Certificates as a deployment has them: of an authority, and of another one."""
+    directory = tmp_path_factory.mktemp("certificates")
+    for name in ("ca", "other"):
+        ca = trustme.CA()
+        ca.cert_pem.write_to_path(directory / f"{name}.pem")
+        for host in ("127.0.0.1", "elsewhere.example"):
+            issued = ca.issue_cert(host)
+            file = directory / f"{name}-{host}.pem"
+            issued.private_key_and_cert_chain_pem.write_to_path(file)
+    return directory
+
+
+class TestTls:
+    @pytest.fixture
+    def serve(self, root, authority):
+        @contextlib.contextmanager
+        def serve(certificate):
+            file = str(authority / f"{certificate}.pem")
+            service = agent.Service(root=str(root), tls_certificate=file, tls_key=file)
+            with agent.serving(service) as address:
+                assert address.url.startswith("https://")
+                yield address
+
+        return serve
+
+    @staticmethod
+    def content(address, ca, certificate_sha256=None):
+        with peer_client.PeerClient(SECRET, tls_ca=ca) as client:
+            endpoint = client.endpoint(
+                address.url, certificate_sha256=certificate_sha256
+            )
+            into = bytearray(len(CONTENT))
+            endpoint.read_into(PATH, 0, memoryview(into))
+            endpoint.close()
+            # On a connection that is new, too.
+            endpoint.read_into(PATH, 0, memoryview(into))
+            return bytes(into)
+
+    def test_with_the_right_authority_all_is_read(self, serve, authority):
+        with serve("ca-127.0.0.1") as address:
+            assert self.content(address, authority / "ca.pem") == CONTENT
+
+    @pytest.mark.parametrize("ca", ["other.pem", None])
+    def test_without_the_right_authority_nothing_is_read(self, serve, authority, ca):
+        with (
+            serve("ca-127.0.0.1") as address,
+            pytest.raises(source.ReadError, match="certificate verify failed"),
+        ):
+            self.content(address, ca and authority / ca)
+
+    def test_a_certificate_for_another_name_is_refused(self, serve, authority):
+        with (
+            serve("ca-elsewhere.example") as address,
+            pytest.raises(source.ReadError, match="certificate is not valid for"),
+        ):
+            self.content(address, authority / "ca.pem")
+
+    def test_a_certificate_for_another_name_is_taken_if_it_was_announced(
+        self, serve, authority
+    ):
+        with serve("ca-elsewhere.example") as address:
+            found = self.content(
+                address, authority / "ca.pem", address.certificate_sha256
+            )
+        assert found == CONTENT
+
+    def test_another_certificate_than_announced_is_refused(self, serve, authority):
+        with (
+            serve("ca-127.0.0.1") as address,
+            pytest.raises(source.ReadError, match="shows the certificate"),
+        ):
+            self.content(address, authority / "ca.pem", "0" * 64)
+
+    def test_an_announced_certificate_of_another_authority_is_refused(
+        self, serve, authority
+    ):
+        with (
+            serve("other-127.0.0.1") as address,
+            pytest.raises(source.ReadError, match="certificate verify failed"),
+        ):
+            self.content(address, authority / "ca.pem", address.certificate_sha256)
+
+    def test_a_run_with_tls_tells_nothing_to_a_peer_without(self, authority):
+        with (
+            ScriptedPeer(lambda *_: None) as plain,
+            peer_client.PeerClient(SECRET, tls_ca=authority / "ca.pem") as client,
+        ):
+            with pytest.raises(source.ReadError, match="does not encrypt"):
+                read(client, plain.url)
+            assert plain.num_connections == 0
+
+    def test_a_client_without_tls_gets_nothing(self, serve):
+        with serve("ca-127.0.0.1") as address:
+            plain = address.url.replace("https", "http")
+            with (
+                peer_client.PeerClient(SECRET) as client,
+                pytest.raises(source.ReadError),
+            ):
+                read(client, plain)
+
+    def test_a_handshake_that_does_not_end_counts_as_a_connection_and_ends(
+        self, root, authority, monkeypatch, caplog
+    ):
+        monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.5)
+        file = str(authority / "ca-127.0.0.1.pem")
+        service = agent.Service(
+            root=str(root), tls_certificate=file, max_connections_of_client=1
+        )
+        with (
+            agent.serving(service) as address,
+            served.connect(address.url) as silent,
+            served.connect(address.url) as second,
+        ):
+            assert served.until_closed(second) == b""
+            assert served.until_closed(silent) == b""
+        assert not caplog.records
+
+    def test_a_handshake_that_does_not_end_fails(self, client):
+        with ScriptedPeer(lambda *_: None) as silent:
+            url = silent.url.replace("http", "https")
+            with pytest.raises(source.ReadError, match="timed out"):
+                read(client, url)
+
+    def test_files_that_are_no_certificates_are_named(self, root, tmp_path):
+        file = str(tmp_path / "none.pem")
+        with pytest.raises(errors.ConfigError, match=r"none\.pem"):
+            peer_client.PeerClient(SECRET, tls_ca=file)
+        service = agent.Service(root=str(root), tls_certificate=file)
+        with (
+            pytest.raises(errors.RunError, match=r"cannot use the certificate .*none"),
+            agent.serving(service),
+        ):
+            pass
+
+
+def test_the_least_speed_is_one_that_a_slow_network_has():
+    assert peer_connection.LEAST_BYTES_PER_SEC <= 10**5
