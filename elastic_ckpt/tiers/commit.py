@@ -104,9 +104,7 @@ def _manifests(
     names = [manifest_file.file_name(host) for host in hosts]
     found = read_manifests(unfinished, names, run=saved.run, step=saved.step)
     manifests = [
-        each
-        for each in found
-        if isinstance(each, Manifest) and each.save == saved.save
+        each for each in found if isinstance(each, Manifest) and each.save == saved.save
     ]
     done = {each.host.id for each in manifests}
     missing = [host for host in hosts if host not in done]

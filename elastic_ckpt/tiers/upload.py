@@ -98,7 +98,9 @@ class Upload:
         stores = {array.checkpointable for array in saved.arrays.values()}
         old = [self._manifest, *(self._directory / s / self._store for s in stores)]
         for path in old:
-            self._retries.call(f"removing {path}", lambda path=path: storage.remove(path))
+            self._retries.call(
+                f"removing {path}", lambda path=path: storage.remove(path)
+            )
         self._retries.call(
             f"creating {self._directory}",
             lambda: storage.make_directory(self._directory),
@@ -147,7 +149,9 @@ class Upload:
           CheckpointError: if storage fails for good, or longer than is waited.
         """
         path = self._directory / file.path
-        self._retries.call(f"writing {path}", lambda: storage.write_atomic(path, content))
+        self._retries.call(
+            f"writing {path}", lambda: storage.write_atomic(path, content)
+        )
         with self._lock:
             self._files[file] = None
 

@@ -190,9 +190,7 @@ def test_leaves_are_named_as_in_manifests_and_as_in_orbax():
     }
 
 
-@pytest.mark.parametrize(
-    "tree", [{"a/b": 1, "a": {"b": 2}}, {"a.b": 1, "a": {"b": 2}}]
-)
+@pytest.mark.parametrize("tree", [{"a/b": 1, "a": {"b": 2}}, {"a.b": 1, "a": {"b": 2}}])
 def test_two_leaves_of_one_name_are_refused(tree):
     trees = {"state": tree}
     with pytest.raises(errors.CheckpointError, match="two leaves of 'state'"):

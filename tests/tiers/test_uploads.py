@@ -10,9 +10,7 @@ from tests.tiers import saved_worlds
 
 def loads(found, chosen):
     there = chosen.host >= 0
-    return np.bincount(
-        chosen.host[there], found.stored_bytes[there], len(chosen.hosts)
-    )
+    return np.bincount(chosen.host[there], found.stored_bytes[there], len(chosen.hosts))
 
 
 def replicated(num_hosts, sizes):
