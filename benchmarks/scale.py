@@ -10,6 +10,7 @@ makes, the other decisions see three holders of each box.
   one lacks a host, whose copies are not made yet, and is looked at first.
 * `plan_secs`: what all hosts of half as many slices read of the complete step, whose
   leaves are cut in half as many parts for them.
+* `uploads_secs`: who of the hosts uploads which box and file of the complete step.
 * `retention_secs`: which of as many steps as there are hosts are removed.
 * `peak_gib`: of a process that makes the world and decides all this.
 * `manifests_secs`: 1e4 manifests of 300 fragments from their bytes, not in the others.
@@ -40,6 +41,7 @@ from elastic_ckpt.tiers import (
     read_plan,
     retention,
     search,
+    uploads,
 )
 
 _SIZES = (100, 1000, 10_000)
@@ -69,6 +71,7 @@ _BOUNDS = {
     "placement_secs": "below 5",
     "search_secs": "below 5",
     "plan_secs": "below 5",
+    "uploads_secs": "below 5",
     "retention_secs": "below 5",
     "peak_gib": "below 2",
 }
@@ -93,6 +96,10 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
     step = searched.newest
     found["plan_secs"], plan = _timed(lambda: read_plan.plan(step, readers, wanted))
     assert len(plan) == num_hosts * _BOXES_A_HOST
+    found["uploads_secs"], chosen = _timed(
+        lambda: uploads.uploads(step.holdings, hosts)
+    )
+    assert not len(chosen.missing)
     found["retention_secs"], deleted = _timed(lambda: _retained(num_hosts))
     assert len(deleted) > num_hosts // 2
     found["peak_gib"] = [_peak_gib()]

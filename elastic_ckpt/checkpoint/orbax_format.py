@@ -255,14 +255,18 @@ def _sharding(leaf: Any) -> dict[str, Any] | None:
     if isinstance(sharding, NamedSharding):
         mesh = sharding.mesh
         ids = np.vectorize(lambda device: {"id": device.id}, otypes=[object])
-        # The data of a random key has one more dim, which is whole everywhere.
-        more = [None] if _is_random_key(leaf) else []
+        spec = list(sharding.spec)
+        if _is_random_key(leaf):
+            # Its data has one more dim, which is whole everywhere.
+            while spec and spec[-1] is None:
+                spec.pop()
+            spec.append(None)
         return {
             "sharding_type": "NamedSharding",
             "shape": list(mesh.shape.values()),
             "axis_names": list(mesh.axis_names),
             "axis_types": [str(each) for each in mesh.axis_types],
-            "partition_spec": [*sharding.spec, *more],
+            "partition_spec": spec,
             "device_mesh": {"mesh": ids(mesh.devices).tolist()},
         }
     if isinstance(sharding, SingleDeviceSharding):

@@ -1,0 +1,383 @@
+"""The persistent tier: uploaded by hosts, committed at once, read by manifests."""
+
+import datetime
+import errno
+import os
+import pathlib
+import threading
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.tiers import (
+    commit,
+    manifest_file,
+    ocdbt,
+    persistent,
+    persistent_root,
+    retries,
+    search,
+    source,
+    upload,
+)
+from tests.tiers import uploaded
+
+KINDS = ("renamed", "in place")
+
+
+@pytest.fixture(params=KINDS)
+def root(request, tmp_path):
+    return persistent_root.PersistentRoot(
+        path=storage.absolute(tmp_path / "steps"), in_place=request.param == "in place"
+    )
+
+
+@pytest.fixture
+def tier(root):
+    return persistent.PersistentTier(root, run=uploaded.RUN)
+
+
+@pytest.fixture
+def world():
+    return uploaded.hosts(3)
+
+
+def put(root, world, step=5, **options):
+    """Uploads and commits a step."""
+    saved = uploaded.saved_step(step)
+    uploaded.write_all(root, saved, world, **options)
+    uploaded.commit_all(root, saved, world)
+    return saved
+
+
+def tree(directory):
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in pathlib.Path(directory).rglob("*")
+        if path.is_file()
+    }
+
+
+def test_what_is_committed_can_be_read_and_is_complete(root, tier, world):
+    put(root, world)
+    assert tier.steps() == [5]
+    uploaded.read(tier, 5)
+    found = search.search(list(tier.offers(5).sources))
+    assert found.require().step == 5
+    assert not tier.leftovers()
+
+
+def test_a_step_that_is_not_committed_does_not_exist(root, tier, world):
+    uploaded.write_all(root, uploaded.saved_step(), world)
+    assert tier.steps() == []
+    assert tier.offers(5) == source.Offered(sources={}, problems=())
+    assert [each.step for each in tier.leftovers()] == [5]
+
+
+def test_there_is_nothing_before_the_first_step(tier):
+    assert tier.steps() == tier.foreign_steps() == tier.leftovers() == tier.held() == []
+
+
+def test_steps_of_plain_orbax_are_told_apart(root, tier, world):
+    put(root, world)
+    storage.write_atomic(
+        storage.make_directory(root.final(7)) / persistent_root.COMMIT_FILE, b"done"
+    )
+    assert tier.steps() == [5]
+    assert tier.foreign_steps() == [7]
+    assert not tier.offers(7).sources
+
+
+@pytest.mark.parametrize("missing", ["host", "chunk", "file"])
+def test_half_a_step_is_refused(root, tier, world, missing):
+    saved = uploaded.saved_step()
+    items = uploaded.items(saved)
+    if missing == "chunk":
+        items = items[1:]
+    if missing == "file":
+        items = items[:-1]
+    uploaded.write(root, saved, world[0], items)
+    told = {
+        "host": "1 of 2 hosts have not finished their uploads .m1.0.",
+        "chunk": r"lacks parts of 1 of 3 leaves: .state/params/b\[0:6\]",
+        "file": "lacks 1 of 3 parts of data: .2.;",
+    }
+    with pytest.raises(errors.CheckpointError, match=told[missing]):
+        uploaded.commit_all(root, saved, world[: 2 if missing == "host" else 1])
+    assert tier.steps() == []
+
+
+def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, world):
+    saved = uploaded.saved_step()
+    # Two finished, with wrong values and files that are of no use any more.
+    uploaded.write_all(root, saved, world[:2], seed=1)
+    stray = root.unfinished(5, "0")
+    storage.write_atomic(stray / "data" / "shards-00007.json", b"stray")
+    uploaded.write_all(root, saved, world[1:])
+    uploaded.commit_all(root, saved, world[1:])
+    uploaded.read(tier, 5)
+    names = set(tree(root.final(5)))
+    assert "manifest-m0.0.json" not in names
+    assert "data/shards-00007.json" not in names
+    assert not any(ocdbt.store_name("m0.0") in name for name in names)
+
+
+def test_one_host_alone_may_repeat_its_part(root, tier, world):
+    saved = uploaded.saved_step()
+    uploaded.write_all(root, saved, world)
+    share = uploaded.items(saved)[1::3]
+    uploaded.write(root, saved, world[1], share, finish=False)
+    with pytest.raises(errors.CheckpointError, match="not finished.*m1.0"):
+        uploaded.commit_all(root, saved, world)
+    uploaded.write(root, saved, world[1], share)
+    uploaded.commit_all(root, saved, world)
+    uploaded.read(tier, 5)
+
+
+def test_a_commit_may_be_repeated(root, tier, world):
+    saved = put(root, world)
+    before = tree(root.final(5))
+    uploaded.commit_all(root, saved, world)
+    assert tree(root.final(5)) == before
+
+
+def test_a_committed_step_is_replaced_by_no_other_save(root, tier, world):
+    put(root, world)
+    before = tree(root.final(5))
+    later = uploaded.saved_step(save="1")
+    ours = upload.Upload(root, later, world[0])
+    for act in (ours.begin, lambda: uploaded.commit_all(root, later, world)):
+        with pytest.raises(errors.CheckpointError, match="its save '0'.*remove it"):
+            act()
+    assert tree(root.final(5)) == before
+    tier.remove(5)
+    uploaded.write_all(root, later, world, seed=3)
+    uploaded.commit_all(root, later, world)
+    uploaded.read(tier, 5, seed=3)
+
+
+def test_a_step_of_plain_orbax_is_not_replaced(root, world):
+    storage.write_atomic(
+        storage.make_directory(root.final(5)) / persistent_root.COMMIT_FILE, b"done"
+    )
+    with pytest.raises(errors.CheckpointError, match="Orbax saved"):
+        upload.Upload(root, uploaded.saved_step(), world[0]).begin()
+
+
+def test_nothing_is_left_to_upload_of_a_save_that_is_committed(root, world):
+    saved = put(root, world)
+    with pytest.raises(errors.CheckpointError, match="nothing is left to upload"):
+        upload.Upload(root, saved, world[0]).begin()
+
+
+def test_chunks_may_be_written_by_many_threads(root, tier, world):
+    saved = uploaded.saved_step()
+    ours = upload.Upload(root, saved, world[0])
+    ours.begin()
+
+    def one(item):
+        leaf, box = item
+        whole = uploaded.values(saved.contents.leaves[leaf].path)
+        part = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+        ours.write_chunk(leaf, box, part, digest=digest.values_digest(part))
+
+    chunks = uploaded.items(saved)[:-2]
+    threads = [threading.Thread(target=one, args=[item]) for item in chunks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for file in uploaded.files():
+        ours.write_file(file, uploaded.COMPONENT[file.path])
+    ours.finish()
+    uploaded.commit_all(root, saved, world[:1])
+    uploaded.read(tier, 5)
+
+
+def test_a_removed_step_is_gone_at_once_and_a_killed_removal_leaves_a_leftover(
+    root, tier, world
+):
+    put(root, world, step=5)
+    put(root, world, step=6)
+    tier.remove(5)
+    assert tier.steps() == [6]
+    assert not tier.leftovers()
+    root.uncommit(6)
+    assert tier.steps() == []
+    (leftover,) = tier.leftovers()
+    assert leftover.step == 6
+    tier.discard(leftover)
+    assert not tier.leftovers()
+
+
+def test_retention_hears_of_time_metrics_and_completeness(root, tier, world):
+    saved = uploaded.saved_step()
+    uploaded.write_all(root, saved, world)
+    commit.commit(
+        root,
+        saved,
+        hosts=[host.id for host in world],
+        orbax_files={
+            "_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": 1700000000000000000}',
+            "metrics/metrics": b'{"loss": 1.5}',
+        },
+    )
+    put(root, world, step=7)
+    storage.remove(root.final(7) / "manifest-m0.0.json")
+    first, second = tier.held()
+    assert (first.step, first.metrics, first.complete) == (5, {"loss": 1.5}, True)
+    assert first.time == datetime.datetime(
+        2023, 11, 14, 22, 13, 20, tzinfo=datetime.UTC
+    )
+    assert (second.step, second.metrics, second.complete) == (7, None, False)
+
+
+def test_a_manifest_that_was_altered_is_a_problem_and_no_offer(root, tier, world):
+    put(root, world)
+    path = root.final(5) / "manifest-m1.0.json"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    storage.write_atomic(path, bytes(content))
+    found = tier.offers(5)
+    assert {offer.host.id for offer in found.sources} == {"m0.0", "m2.0"}
+    (problem,) = found.problems
+    assert "manifest-m1.0.json" in problem
+
+
+def test_a_step_of_another_run_is_offered_as_nothing(root, world):
+    put(root, world)
+    other = persistent.PersistentTier(root, run="another")
+    found = other.offers(5)
+    assert not found.sources
+    assert len(found.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "offset", "told"),
+    [
+        ("data/shards-00002.json", 1, "ends after 3 bytes, before 9"),
+        ("data/none.json", 0, "is missing"),
+        (f"state/{ocdbt.store_name('m0.0')}//params.w/c/9/9", 0, "ends after 0 bytes"),
+        (f"state/{ocdbt.store_name('m9.0')}//params.w/c/0/0", 0, "ends after 0 bytes"),
+    ],
+)
+def test_what_cannot_be_read_is_said(root, tier, world, file, offset, told):
+    put(root, world)
+    reader = next(iter(tier.offers(5).sources.values()))
+    with pytest.raises(source.ReadError, match=told):
+        reader.read_into(file, offset, memoryview(bytearray(8)))
+
+
+def test_a_part_of_a_chunk_can_be_read(root, tier, world):
+    put(root, world)
+    offer, reader = next(iter(tier.offers(5).sources.items()))
+    held = offer.manifest
+    for number in range(len(held.fragments)):
+        fragment = held.fragments.row(number, contents=held.contents)
+        whole, last = bytearray(fragment.stored_bytes), bytearray(4)
+        reader.read_into(fragment.file, 0, memoryview(whole))
+        reader.read_into(fragment.file, len(whole) - 4, memoryview(last))
+        assert last == whole[-4:]
+
+
+def waits():
+    slept, told = [], []
+    policy = retries.Retries(
+        attempts=4,
+        first_secs=1.0,
+        longest_secs=3.0,
+        report=told.append,
+        sleep=slept.append,
+    )
+    return policy, slept, told
+
+
+def failing(*problems):
+    """Raises each of some errors in turn, then answers."""
+    pending = list(problems)
+
+    def act():
+        if pending:
+            raise pending.pop(0)
+        return "done"
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(errno.EIO, "input/output error"),
+        OSError(errno.ENOSPC, "no space left"),
+        TimeoutError("timed out"),
+        ValueError("UNAVAILABLE: the store is away"),
+    ],
+)
+def test_what_may_pass_is_waited_for_longer_and_longer_and_reported(problem):
+    policy, slept, told = waits()
+    assert policy.call("writing /a", failing(problem, problem, problem)) == "done"
+    assert [0.5 <= slept[0] <= 1, 1 <= slept[1] <= 2, 1.5 <= slept[2] <= 3] == [
+        True
+    ] * 3
+    assert len(told) == 3
+    assert "writing /a failed, attempt 1 of 4" in told[0]
+
+
+def test_in_the_end_waiting_is_given_up():
+    policy, slept, _ = waits()
+    problem = OSError(errno.EIO, "input/output error")
+    with pytest.raises(
+        errors.CheckpointError, match="writing /a failed 4 times.*again"
+    ):
+        policy.call("writing /a", failing(*[problem] * 4))
+    assert len(slept) == 3
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PermissionError(errno.EACCES, "no"),
+        OSError(errno.EROFS, "read-only"),
+        ValueError("PERMISSION_DENIED: no"),
+    ],
+)
+def test_what_will_not_pass_is_an_error_at_once(problem):
+    policy, slept, _ = waits()
+    with pytest.raises(errors.CheckpointError, match="no retry will mend this"):
+        policy.call("writing /a", failing(problem))
+    assert not slept
+
+
+def test_what_storage_did_not_say_is_not_retried():
+    policy, slept, _ = waits()
+    with pytest.raises(ValueError, match="a bug"):
+        policy.call("writing /a", failing(ValueError("a bug")))
+    assert not slept
+
+
+def test_an_upload_waits_for_storage_that_is_away(root, tier, world):
+    saved = uploaded.saved_step()
+    # A file where the directory of the steps should be: put right in the meantime.
+    storage.write_atomic(root.path.parent / "away", b"")
+    blocked = persistent_root.PersistentRoot(
+        path=root.path.parent / "link" / "steps", in_place=root.in_place
+    )
+    os.symlink(root.path.parent / "gone", root.path.parent / "link")
+    told = []
+
+    def put_right(secs):
+        assert secs > 0
+        storage.make_directory(root.path.parent / "gone")
+
+    policy = retries.Retries(report=told.append, sleep=put_right)
+    uploaded.write_all(blocked, saved, world, retries=policy)
+    assert told
+    uploaded.commit_all(blocked, saved, world)
+    uploaded.read(persistent.PersistentTier(blocked, run=uploaded.RUN), 5)
+
+
+def test_names_of_manifests_are_told_from_others():
+    assert manifest_file.is_file_name("manifest-m0.0.json")
+    assert not manifest_file.is_file_name("manifest.ocdbt")
+    assert not manifest_file.is_file_name("manifest-.json")
