@@ -59,6 +59,11 @@ def newest(
     return Outcome(found=None, passed_over=passed_over)
 
 
+def of_step_or_none(tiers: Sequence[Tier], step: int) -> FoundStep | None:
+    """The complete save of `step`, the last of several; None if there is none."""
+    return _look(tiers, step, ()).found
+
+
 def of_step(
     tiers: Sequence[Tier], step: int, *, without: Collection[tuple[int, str]] = ()
 ) -> FoundStep:

@@ -384,19 +384,24 @@ class HostTiers:
           CheckpointError: if a certain step is not complete.
         """
         excluded = {(number, save) for number, save in without}
-        if step is None:
-            outcome = find.newest(self._tiers(), without=excluded)
-            found, passed_over = outcome.found, outcome.passed_over
-        else:
+        foreign = [] if self._persistent is None else self._persistent.foreign_steps()
+        if step is not None:
+            if step in foreign:
+                return {"found": {"step": step, "save": ""}, "passed_over": []}
             found = find.of_step(self._tiers(), step, without=excluded)
-            passed_over = {}
-        place = None
-        if found is not None:
-            place = {"step": found.step.step, "save": found.step.save}
-        return {
-            "found": place,
-            "passed_over": [list(each) for each in passed_over.items()],
-        }
+            return {"found": _place(found), "passed_over": []}
+        outcome = find.newest(self._tiers(), without=excluded)
+        place = None if outcome.found is None else _place(outcome.found)
+        if foreign and (place is None or foreign[-1] > place["step"]):
+            place = {"step": foreign[-1], "save": ""}
+        passed_over = [list(each) for each in outcome.passed_over.items()]
+        return {"found": place, "passed_over": passed_over}
+
+    def complete_steps(self) -> list[Answer]:
+        """The steps that are complete, ascending."""
+        steps = sorted({step for tier in self._tiers() for step in tier.steps()})
+        found = [find.of_step_or_none(self._tiers(), step) for step in steps]
+        return [_place(each) for each in found if each is not None]
 
     def open_step(self, step: int, save: str) -> None:
         """Turns to a step that is to be read.
@@ -611,6 +616,10 @@ class _Restoring:
     reader: verified_read.VerifiedReader
     wanted: Sequence[trees.WantedLeaf] = ()
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+
+
+def _place(found: find.FoundStep) -> Answer:
+    return {"step": found.step.step, "save": found.step.save}
 
 
 def _chunk_shapes(holdings: Holdings) -> dict[str, list[int]]:

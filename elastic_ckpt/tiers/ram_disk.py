@@ -14,7 +14,6 @@ import contextlib
 import errno
 import functools
 import os
-import secrets
 from collections.abc import Iterator, Sequence
 
 from etils import epath
@@ -22,6 +21,7 @@ from etils import epath
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import layout, manifest_file
 from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.machine import machine_id
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.source import Offered, ReadError, Source
 
@@ -49,9 +49,7 @@ class RamDisk:
     @functools.cached_property
     def machine(self) -> str:
         """The id of this machine's memory, the same in all processes: 16 hex digits."""
-        path = self.root / "machine"
-        storage.create(path, secrets.token_hex(8).encode())
-        return path.read_text()
+        return machine_id(self.root)
 
     def host_id(self, slot: int) -> str:
         """The id of the host that one process of this machine is."""

@@ -1,0 +1,156 @@
+"""Restore: all hosts read one step, the newest that proves to be whole.
+
+Nothing is handed out, and no component moves, before every host has read and verified
+all of its part: if one cannot, all turn to the step before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import components
+from elastic_ckpt.checkpoint.hosts import Hosts, HostsFailed
+from elastic_ckpt.core import errors, events, metrics
+from elastic_ckpt.tiers import recovery
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A step that can be restored.
+
+    Attributes:
+      step: the training step.
+      save: which save of it; empty if Orbax alone saved it.
+    """
+
+    step: int
+    save: str
+
+
+def find(
+    hosts: Hosts,
+    step: int | None,
+    *,
+    without: list[list[Any]],
+    emit: events.Emit,
+) -> Found | None:
+    """The newest complete step, or a certain one; None if there is none.
+
+    Args:
+      hosts: of the world.
+      step: None for the newest.
+      without: steps and saves that proved to be unreadable.
+      emit: hears why newer steps are passed over.
+
+    Raises:
+      HostsFailed: if a certain step is not complete.
+    """
+    outcome = hosts.first("find", step, without)
+    for passed_over, why in outcome["passed_over"]:
+        emit("step_passed_over", step=passed_over, why=why)
+    found = outcome["found"]
+    return None if found is None else Found(**found)
+
+
+def restore(
+    hosts: Hosts,
+    step: int | None,
+    wanted: Mapping[str, Any],
+    *,
+    directory: str | None,
+    emit: events.Emit,
+) -> tuple[Found, dict[str, Any]]:
+    """The step that was restored, and what it holds of what is wanted.
+
+    Args:
+      hosts: of the world.
+      step: None takes the newest complete one; if it proves to be unreadable, the one
+        before.
+      wanted: by name, abstract trees and components.
+      directory: of the persistent tier; None if there is none.
+      emit: hears where values came from, and what was wrong.
+
+    Raises:
+      CheckpointError: if there is no such step, it is of another model, or no good copy
+        of a part of it is left.
+    """
+    began_secs = time.monotonic()
+    trees, stateful = components.split(wanted)
+    without: list[list[Any]] = []
+    while True:
+        found = find(hosts, step, without=without, emit=emit)
+        if found is None:
+            raise errors.CheckpointError(
+                "no step is complete in any tier; the events step_passed_over say what"
+                " is missing of each: bring back a host that has it, or start anew"
+            )
+        if not found.save:
+            return found, _restore_foreign(found, wanted, directory, emit)
+        try:
+            read_bytes, directories = _read(hosts, found, trees, stateful)
+        except HostsFailed as error:
+            if step is not None:
+                raise
+            without.append([found.step, found.save])
+            emit("step_passed_over", step=found.step, why=str(error))
+            continue
+        break
+    bad = [each for of in hosts.all("bad_copies") for each in of]
+    repaired = [each for of in hosts.all("repair", bad) for each in of]
+    for each in bad:
+        where = f"host {each['host']}, {each['tier']} tier"
+        logging.warning("%s: %s %s", where, each["name"], each["why"])
+    for name, component in stateful.items():
+        components.load(component, directories[name])
+    restored = {**hosts.arrays(trees), **stateful}
+    hosts.all("forget_read")
+    metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
+    emit(
+        "restored_from",
+        step=found.step,
+        **read_bytes,
+        bad_copies=len(bad),
+        repaired=len(repaired),
+    )
+    return found, restored
+
+
+def _read(
+    hosts: Hosts, found: Found, trees: Mapping[str, Any], stateful: Mapping[str, Any]
+) -> tuple[dict[str, int], dict[str, str]]:
+    # How much was read from how near, and where the files of each component are.
+    hosts.all("open_step", found.step, found.save)
+    try:
+        hosts.check(trees, sorted(stateful))
+    except HostsFailed as error:
+        # An older step would not have it either: it is asked for the wrong thing.
+        raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
+    said = hosts.all("read")
+    directories = {
+        name: hosts.all("materialise", name)[hosts.own] for name in sorted(stateful)
+    }
+    read_bytes = {
+        f"{near}_bytes": sum(each["read_bytes"].get(near, 0) for each in said)
+        for near in recovery.NEARNESS
+    }
+    return read_bytes, directories
+
+
+def _restore_foreign(
+    found: Found,
+    wanted: Mapping[str, Any],
+    directory: str | None,
+    emit: events.Emit,
+) -> dict[str, Any]:
+    # What Orbax saved without us has no digests.
+    assert directory is not None
+    why = "plain Orbax saved it, and its values cannot be verified"
+    emit("degraded", tier="persistent", step=found.step, why=why)
+    path = f"{directory}/{found.step}"
+    return dict(ocp.load_checkpointables(path, dict(wanted)))

@@ -1,0 +1,188 @@
+"""The stages of a save, beside the training, each doing one step at a time.
+
+* commit: hosts write the step to their RAM disks; it exists when all have
+* replicate: hosts take copies from each other; then what is not needed any more goes
+* back up: hosts write their shares of a checkpoint in persistent storage
+
+A stage that is behind skips steps, and never holds up the training. What fails is told
+and tried again with the next step.
+
+In every process of a world the stages do the same, in the same order: what depends on
+time, such as whether a stage is idle, hosts say to each other first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+
+from absl import logging
+
+from elastic_ckpt.checkpoint import components
+from elastic_ckpt.checkpoint.described import Described
+from elastic_ckpt.checkpoint.hosts import Hosts, HostsFailed
+from elastic_ckpt.checkpoint.stage import Stage
+from elastic_ckpt.core import errors, events, metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A step that was captured.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+      components: their names.
+      write_components: has them write their files.
+      back_up: whether it goes to persistent storage.
+      described: for persistent storage; None if there is none.
+      began_secs: when it was begun, on the monotonic clock.
+    """
+
+    step: int
+    save: str
+    components: list[str]
+    write_components: Callable[[], None]
+    back_up: bool
+    described: Described | None
+    began_secs: float
+
+
+class SaveStages:
+    """Takes captured steps through their stages.
+
+    Args:
+      hosts: of the world.
+      tell: hears what happens, in the threads of the stages.
+
+    Attributes:
+      committed: the newest step that was committed here, with its save; None before.
+    """
+
+    def __init__(self, hosts: Hosts, *, tell: events.Emit) -> None:
+        self.committed: tuple[int, str] | None = None
+        self._hosts = hosts
+        self._tell = tell
+        self._commit_stage = Stage("commit")
+        self._copy_stage = Stage("replicate")
+        self._backup_stage = Stage("back-up")
+        # Backed up next, and now.
+        self._late: Saving | None = None
+        self._in_backup: int | None = None
+        self._lacking: list[str] = []
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether a step is being committed."""
+        return not self._commit_stage.idle
+
+    def begin(self, saving: Saving) -> None:
+        """Begins to commit a step; the one before has to be done (`wait_for_commit`)."""
+        self._commit_stage.start(functools.partial(self._commit, saving))
+
+    def wait_for_commit(self) -> None:
+        """Returns when the step is committed, or was given up."""
+        self._commit_stage.wait()
+
+    def wait(self) -> None:
+        """Returns when all stages are done, with a late backup too."""
+        self._commit_stage.wait()
+        self._backup_stage.wait()
+        late, self._late = self._late, None
+        if late is not None:
+            self._back_up(late)
+        self._copy_stage.wait()
+
+    def _commit(self, saving: Saving) -> None:
+        place = (saving.step, saving.save)
+        problem = None
+        try:
+            saving.write_components()
+        except (errors.ElasticCkptError, OSError) as error:
+            problem = str(error)
+        try:
+            said = self._hosts.all("write", *place, saving.components, problem)
+            parts = components.numbered([each["files"] for each in said])
+            self._hosts.all("commit", *place, parts)
+        except HostsFailed as error:
+            self._hosts.all("abandon", *place)
+            self._degraded("local", saving.step, f"it was not saved: {error}")
+            return
+        self.committed = place
+        secs = time.monotonic() - saving.began_secs
+        metrics.CHECKPOINT_SAVE.record(secs)
+        self._tell("saved", step=saving.step, secs=secs)
+        self._begin_others(saving)
+
+    def _begin_others(self, saving: Saving) -> None:
+        said = self._hosts.all("say", [self._copy_stage.idle, self._backup_stage.idle])
+        can_copy, can_back_up = (all(of) for of in zip(*said, strict=True))
+        if saving.back_up or self._late is not None:
+            if can_back_up:
+                self._late, self._in_backup = None, saving.step
+                self._backup_stage.start(functools.partial(self._back_up, saving))
+            else:
+                self._late = saving
+                why = f"the backup of step {self._in_backup} is not done; it comes next"
+                self._degraded("persistent", saving.step, why)
+        if can_copy:
+            self._copy_stage.start(
+                functools.partial(self._replicate, saving.step, saving.save)
+            )
+        else:
+            why = "copies of an earlier step are not done; it gets none"
+            self._degraded("peer", saving.step, why)
+
+    def _replicate(self, step: int, save: str) -> None:
+        began_secs = time.monotonic()
+        try:
+            said = self._hosts.all("replicate", step, save)
+        except HostsFailed as error:
+            self._degraded("peer", step, str(error))
+            return
+        problems = list(dict.fromkeys(why for each in said for why in each["problems"]))
+        for why in problems:
+            # What is lacking at every step is told once.
+            if why not in self._lacking:
+                self._degraded("peer", step, why)
+        self._lacking = problems
+        self._tell(
+            "replicated",
+            step=step,
+            copies=sum(each["copies"] for each in said),
+            bytes=sum(each["bytes"] for each in said),
+            secs=time.monotonic() - began_secs,
+        )
+        # Older steps go when this one survives a loss, and not before.
+        if not any(each["diverged"] for each in said):
+            late = None if self._late is None else self._late.step
+            in_flight = [each for each in (self._in_backup, late) if each is not None]
+            self._hosts.all("collect", step, save, in_flight)
+
+    def _back_up(self, saving: Saving) -> None:
+        step, place = saving.step, (saving.step, saving.save)
+        described = saving.described
+        assert described is not None
+        began_secs = time.monotonic()
+        try:
+            chunks = self._hosts.first("chunk_shapes", *place)
+            names = described.names(chunks)
+            said = self._hosts.all("back_up", *place, names)
+            files = described.files(chunks)
+            self._hosts.first("commit_backup", *place, names, files)
+        except HostsFailed as error:
+            # The next step that is committed is backed up in its place.
+            self._late = saving
+            self._degraded("persistent", step, f"it was not backed up: {error}")
+        else:
+            num_bytes = sum(each["bytes"] for each in said)
+            secs = time.monotonic() - began_secs
+            self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
+        finally:
+            self._in_backup = None
+
+    def _degraded(self, tier: str, step: int, why: str) -> None:
+        logging.warning("step %d, %s tier: %s", step, tier, why)
+        self._tell("degraded", tier=tier, step=step, why=why)
