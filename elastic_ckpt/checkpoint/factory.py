@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import exchange, hosts, joining, tiered
 from elastic_ckpt.core import errors, events, storage, topology
-from elastic_ckpt.tiers import host_tiers
+from elastic_ckpt.tiers import host_tiers, host_world
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice
 
 
@@ -42,7 +42,7 @@ def Checkpointer(
     if local is None:
         return _orbax(chosen)
     assert isinstance(local, Local)
-    own = host_tiers.HostTiers(
+    own = host_world.HostWorld(
         run=run or os.path.basename(os.path.abspath(local.directory)),
         number=topology.this_host(),
         slice_name=slice_name or topology.hardware_slice(),
@@ -50,7 +50,7 @@ def Checkpointer(
         peers=cast(Peers, chosen.get(Peers, Peers(copies=0))),
         persistent_tier=cast(Persistent | None, persistent),
     )
-    world = hosts.InEveryProcess(own, exchange.of_this_world())
+    world = hosts.InEveryProcess(host_tiers.HostTiers(own), exchange.of_this_world())
     joining.join(world)
     return tiered.TieredCheckpointer(
         world, local=local, persistent=cast(Persistent | None, persistent), emit=emit

@@ -40,10 +40,10 @@ class Hosts(Protocol):
         """The number of the host whose paths mean the same to this process."""
         ...
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of `HostTiers` returned on each host, in their order.
+    def all(self, phase: str, *arguments: Any) -> list[Any]:
+        """What a phase of `HostTiers` returned on each host, in their order.
 
-        Calls of one method come from one thread at a time, in the same order wherever
+        Calls of one phase come from one thread at a time, in the same order wherever
         the world is driven. Arguments and answers are JSON.
 
         Raises:
@@ -51,7 +51,7 @@ class Hosts(Protocol):
         """
         ...
 
-    def first(self, method: str, *arguments: Any) -> Any:
+    def first(self, phase: str, *arguments: Any) -> Any:
         """What it returned on host 0, the only one that is asked."""
         ...
 
@@ -97,43 +97,43 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._exchange.host
 
-    def all(self, method: str, *arguments: Any) -> list[Any]:
+    def all(self, phase: str, *arguments: Any) -> list[Any]:
         """See `Hosts`."""
-        return self._gather(method, self._answer(method, *arguments))
+        return self._gather(phase, self._answer(phase, *arguments))
 
-    def first(self, method: str, *arguments: Any) -> Any:
+    def first(self, phase: str, *arguments: Any) -> Any:
         """See `Hosts`."""
         answer: dict[str, Any] = {"is": None}
         if self._exchange.host == 0:
-            answer = self._answer(method, *arguments)
-        return self._gather(f"first/{method}", answer)[0]
+            answer = self._answer(phase, *arguments)
+        return self._gather(f"first/{phase}", answer)[0]
 
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
-        return self._own.capture(step, save, trees)
+        return self._own.saver.capture(step, save, trees)
 
     def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """See `Hosts`."""
-        self.all("check", trees, components)
+        self.all("reader.check", trees, components)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
-        return self._own.arrays(trees)
+        return self._own.reader.arrays(trees)
 
     def close(self) -> None:
         """See `Hosts`."""
         self._own.close()
 
-    def _answer(self, method: str, *arguments: Any) -> dict[str, Any]:
+    def _answer(self, phase: str, *arguments: Any) -> dict[str, Any]:
         try:
-            return {"is": getattr(self._own, method)(*arguments)}
+            return {"is": self._own.answer(phase, *arguments)}
         except (errors.ElasticCkptError, OSError) as error:
             return {"failed": str(error)}
         except Exception as error:
             # A bug ends this call on all hosts, not only here, where nobody looks.
-            logging.exception("%s failed", method)
+            logging.exception("%s failed", phase)
             last = traceback.format_exception_only(error)[-1].strip()
-            return {"failed": f"{method} failed with {last}; see this host's log"}
+            return {"failed": f"{phase} failed with {last}; see this host's log"}
 
     def _gather(self, kind: str, answer: dict[str, Any]) -> list[Any]:
         answers = self._exchange.gather(kind, answer)

@@ -19,14 +19,14 @@ def join(hosts: Hosts) -> None:
     Raises:
       HostsFailed: if a host cannot take part, with the reason.
     """
-    introduced = hosts.all("introduce")
+    introduced = hosts.all("world.introduce")
     slots = slots_of([each["machine"] for each in introduced])
     # Machines that were in a world before have its secret, and so have those that idle.
     known = [each["secret"] for each in introduced if each["secret"] is not None]
     secret = introduced[0]["fresh_secret"]
     if known:
         secret = collections.Counter(known).most_common(1)[0][0]
-    joined = hosts.all("join", slots, secret)
+    joined = hosts.all("world.join", slots, secret)
     agents = known_agents.joined(
         [each["agents"] for each in introduced],
         {
@@ -38,7 +38,7 @@ def join(hosts: Hosts) -> None:
             if each["agent"] is not None
         },
     )
-    hosts.all("meet", [each["host"] for each in joined], agents)
+    hosts.all("world.meet", [each["host"] for each in joined], agents)
 
 
 def slots_of(machines: Sequence[str]) -> list[int]:

@@ -51,7 +51,7 @@ def find(
     Raises:
       HostsFailed: if a certain step is not complete.
     """
-    outcome = hosts.first("find", step, without)
+    outcome = hosts.first("reader.find", step, without)
     for passed_over, why in outcome["passed_over"]:
         emit("step_passed_over", step=passed_over, why=why)
     found = outcome["found"]
@@ -101,15 +101,15 @@ def restore(
             emit("step_passed_over", step=found.step, why=str(error))
             continue
         break
-    bad = [each for of in hosts.all("bad_copies") for each in of]
-    repaired = [each for of in hosts.all("repair", bad) for each in of]
+    bad = [each for of in hosts.all("reader.bad_copies") for each in of]
+    repaired = [each for of in hosts.all("reader.repair", bad) for each in of]
     for each in bad:
         where = f"host {each['host']}, {each['tier']} tier"
         logging.warning("%s: %s %s", where, each["name"], each["why"])
     for name, component in stateful.items():
         components.load(component, directories[name])
     restored = {**hosts.arrays(trees), **stateful}
-    hosts.all("forget_read")
+    hosts.all("reader.forget")
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     emit(
         "restored_from",
@@ -125,15 +125,16 @@ def _read(
     hosts: Hosts, found: Found, trees: Mapping[str, Any], stateful: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, str]]:
     # How much was read from how near, and where the files of each component are.
-    hosts.all("open_step", found.step, found.save)
+    hosts.all("reader.open_step", found.step, found.save)
     try:
         hosts.check(trees, sorted(stateful))
     except HostsFailed as error:
         # An older step would not have it either: it is asked for the wrong thing.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-    said = hosts.all("read")
+    said = hosts.all("reader.read")
     directories = {
-        name: hosts.all("materialise", name)[hosts.own] for name in sorted(stateful)
+        name: hosts.all("reader.materialise", name)[hosts.own]
+        for name in sorted(stateful)
     }
     read_bytes = {
         f"{near}_bytes": sum(each["read_bytes"].get(near, 0) for each in said)

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
+from concurrent import futures
 
 from absl import logging
 
@@ -78,9 +79,13 @@ class SaveStages:
         """Whether a step is being committed."""
         return not self._commit_stage.idle
 
-    def begin(self, saving: Saving) -> None:
-        """Begins to commit a step; the one before has to be done (`wait_for_commit`)."""
-        self._commit_stage.start(functools.partial(self._commit, saving))
+    def begin(self, saving: Saving) -> futures.Future[bool]:
+        """Begins to commit a step, when the one before is done.
+
+        Returns:
+          Whether the step is committed, or given up, once that is known.
+        """
+        return self._commit_stage.start(functools.partial(self._commit, saving))
 
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
@@ -95,7 +100,7 @@ class SaveStages:
             self._back_up(late)
         self._copy_stage.wait()
 
-    def _commit(self, saving: Saving) -> None:
+    def _commit(self, saving: Saving) -> bool:
         place = (saving.step, saving.save)
         problem = None
         try:
@@ -103,21 +108,24 @@ class SaveStages:
         except (errors.ElasticCkptError, OSError) as error:
             problem = str(error)
         try:
-            said = self._hosts.all("write", *place, saving.components, problem)
+            said = self._hosts.all("saver.write", *place, saving.components, problem)
             parts = components.numbered([each["files"] for each in said])
-            self._hosts.all("commit", *place, parts)
+            self._hosts.all("saver.commit", *place, parts)
         except HostsFailed as error:
-            self._hosts.all("abandon", *place)
+            self._hosts.all("saver.abandon", *place)
             self._degraded("local", saving.step, f"it was not saved: {error}")
-            return
+            return False
         self.committed = place
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._tell("saved", step=saving.step, secs=secs)
         self._begin_others(saving)
+        return True
 
     def _begin_others(self, saving: Saving) -> None:
-        said = self._hosts.all("say", [self._copy_stage.idle, self._backup_stage.idle])
+        said = self._hosts.all(
+            "world.say", [self._copy_stage.idle, self._backup_stage.idle]
+        )
         can_copy, can_back_up = (all(of) for of in zip(*said, strict=True))
         if saving.back_up or self._late is not None:
             if can_back_up:
@@ -138,7 +146,7 @@ class SaveStages:
     def _replicate(self, step: int, save: str) -> None:
         began_secs = time.monotonic()
         try:
-            said = self._hosts.all("replicate", step, save)
+            said = self._hosts.all("saver.replicate", step, save)
         except HostsFailed as error:
             self._degraded("peer", step, str(error))
             return
@@ -159,7 +167,7 @@ class SaveStages:
         if not any(each["diverged"] for each in said):
             late = None if self._late is None else self._late.step
             in_flight = [each for each in (self._in_backup, late) if each is not None]
-            self._hosts.all("collect", step, save, in_flight)
+            self._hosts.all("saver.collect", step, save, in_flight)
 
     def _back_up(self, saving: Saving) -> None:
         step, place = saving.step, (saving.step, saving.save)
@@ -167,11 +175,11 @@ class SaveStages:
         assert described is not None
         began_secs = time.monotonic()
         try:
-            chunks = self._hosts.first("chunk_shapes", *place)
+            chunks = self._hosts.first("backup.chunk_shapes", *place)
             names = described.names(chunks)
-            said = self._hosts.all("back_up", *place, names)
+            said = self._hosts.all("backup.back_up", *place, names)
             files = described.files(chunks)
-            self._hosts.first("commit_backup", *place, names, files)
+            self._hosts.first("backup.commit", *place, names, files)
         except HostsFailed as error:
             # The next step that is committed is backed up in its place.
             self._late = saving

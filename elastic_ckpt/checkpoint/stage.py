@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent import futures
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Stage:
@@ -17,32 +21,31 @@ class Stage:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._doing: futures.Future[Any] | None = None
 
     @property
     def idle(self) -> bool:
         """Whether what it was given is done."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._doing is None or self._doing.done()
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[], T]) -> futures.Future[T]:
         """Begins `work`, once what it does now is done and raised no error."""
         self.wait()
+        doing: futures.Future[T] = futures.Future()
 
         def run() -> None:
             try:
-                work()
+                doing.set_result(work())
             # The root of a thread: whoever waits for it raises this.
             except BaseException as error:
-                self._error = error
+                doing.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._thread.start()
+        self._doing = doing
+        threading.Thread(target=run, name=self._name, daemon=True).start()
+        return doing
 
     def wait(self) -> None:
         """Returns when what it was given is done, and raises what that raised, once."""
-        if self._thread is not None:
-            self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        doing, self._doing = self._doing, None
+        if doing is not None:
+            doing.result()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent import futures
 from types import TracebackType
 from typing import Any
 
@@ -24,16 +25,20 @@ Json = storage.Json
 class Response:
     """A save under way, as Orbax's `AsyncResponse`."""
 
-    def __init__(self, stages: SaveStages, place: tuple[int, str]) -> None:
-        self._stages = stages
-        self._place = place
+    def __init__(self, committed: futures.Future[bool]) -> None:
+        self._committed = committed
 
     def result(self, timeout: float | None = None) -> bool:
-        """Whether the step was committed; waits for that, however long it takes."""
-        del timeout
-        self._stages.wait_for_commit()
-        committed = self._stages.committed
-        return committed is not None and committed >= self._place
+        """Whether the step was committed; waits for that.
+
+        Raises:
+          TimeoutError: if it is not known after `timeout` seconds.
+        """
+        return self._committed.result(timeout)
+
+    def on_complete(self, callback: Callable[[bool], None]) -> None:
+        """Has `callback` told, in some thread, whether the step was committed."""
+        self._committed.add_done_callback(lambda done: callback(done.result()))
 
 
 class TieredCheckpointer:
@@ -64,7 +69,7 @@ class TieredCheckpointer:
         self._told: queue.SimpleQueue[tuple[str, dict[str, Json]]] = queue.SimpleQueue()
         self._stages = SaveStages(hosts, tell=self._tell)
         self._found = restore.find(hosts, None, without=[], emit=emit)
-        self._save = hosts.first("new_save")
+        self._save = hosts.first("world.new_save")
 
     @property
     def latest(self) -> restore.Found | None:
@@ -78,7 +83,9 @@ class TieredCheckpointer:
     def checkpoints(self) -> list[restore.Found]:
         """The steps that are complete, ascending, by a look at all tiers."""
         self.wait()
-        return [restore.Found(**each) for each in self._hosts.first("complete_steps")]
+        return [
+            restore.Found(**each) for each in self._hosts.first("reader.complete_steps")
+        ]
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at `step`, or the job is about to be preempted."""
@@ -135,7 +142,7 @@ class TieredCheckpointer:
             described = Described.of(
                 trees, stateful, metrics=metrics, custom_metadata=custom_metadata
             )
-        self._stages.begin(
+        committed = self._stages.begin(
             Saving(
                 step=step,
                 save=self._save,
@@ -146,7 +153,7 @@ class TieredCheckpointer:
                 began_secs=began_secs,
             )
         )
-        return Response(self._stages, (step, self._save))
+        return Response(committed)
 
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
@@ -202,7 +209,7 @@ class TieredCheckpointer:
         )
         self._stages.committed = None
         # What is saved from here on is not to be mixed with what was saved before.
-        self._save = self._hosts.first("new_save")
+        self._save = self._hosts.first("world.new_save")
         return restored
 
     def load(

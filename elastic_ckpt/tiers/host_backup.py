@@ -1,0 +1,166 @@
+"""A host's share of a checkpoint in persistent storage, from what is in RAM.
+
+A backup goes through `chunk_shapes`, `back_up` and `commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+
+from elastic_ckpt.tiers import commit, ocdbt, upload, uploads, verified_read
+from elastic_ckpt.tiers.holdings import Holdings
+from elastic_ckpt.tiers.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.manifest import Host
+from elastic_ckpt.tiers.persistent_root import PersistentRoot
+
+# Small chunks want many at a time; of large ones each is in memory.
+_THREADS = 16
+
+
+class HostBackup:
+    """Backs up what one host has.
+
+    Args:
+      world: the host among the others; with persistent storage.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+
+    def chunk_shapes(self, step: int, save: str) -> dict[str, list[int]]:
+        """The shapes of the chunks of each leaf of a step, by its path."""
+        sources, _ = self._world.in_ram(step, save)
+        return _chunk_shapes(Holdings.of(list(sources)))
+
+    def back_up(
+        self, step: int, save: str, names: Mapping[str, Sequence[str]]
+    ) -> Answer:
+        """Writes this host's share of a step to persistent storage; its `bytes`.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          names: by the path of a leaf, the checkpointable and name that Orbax uses.
+        """
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
+        uploading = upload.Upload(
+            self._root(),
+            self._saved_step(holdings, step, save, names),
+            self._world.own.host,
+        )
+        num_bytes = _upload_share(
+            holdings,
+            self._world.hosts,
+            uploading,
+            verified_read.VerifiedReader(sources),
+            host=self._world.own.host,
+        )
+        return {"bytes": num_bytes}
+
+    def commit(
+        self,
+        step: int,
+        save: str,
+        names: Mapping[str, Sequence[str]],
+        orbax_files: Mapping[str, str],
+    ) -> None:
+        """Makes a checkpoint of what all hosts have uploaded; one host does it.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          names: as for `back_up`.
+          orbax_files: what Orbax adds to the values, by path.
+        """
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
+        commit.commit(
+            self._root(),
+            self._saved_step(holdings, step, save, names),
+            hosts=[host.id for host in self._world.hosts],
+            orbax_files={path: text.encode() for path, text in orbax_files.items()},
+        )
+
+    def _root(self) -> PersistentRoot:
+        assert self._world.root is not None
+        return self._world.root
+
+    def _saved_step(
+        self,
+        holdings: Holdings,
+        step: int,
+        save: str,
+        names: Mapping[str, Sequence[str]],
+    ) -> upload.SavedStep:
+        chunks = _chunk_shapes(holdings)
+        return upload.SavedStep(
+            run=self._world.run,
+            step=step,
+            save=save,
+            contents=holdings.contents,
+            arrays={
+                path: ocdbt.StoredArray(
+                    checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
+                )
+                for path, (checkpointable, name) in names.items()
+            },
+        )
+
+
+def _upload_share(
+    holdings: Holdings,
+    hosts: Sequence[Host],
+    uploading: upload.Upload,
+    reader: verified_read.VerifiedReader,
+    *,
+    host: Host,
+) -> int:
+    """Uploads a host's share of a step, and returns its bytes.
+
+    What is uploaded was verified: a copy that went bad in RAM is read elsewhere.
+
+    Args:
+      holdings: of the step.
+      hosts: that take part, the same list everywhere.
+      uploading: of this host.
+      reader: of the step.
+      host: this one.
+
+    Raises:
+      CheckpointError: if no good copy of a part is left, or storage fails.
+    """
+    shared = uploads.uploads(holdings, hosts)
+    num_boxes = len(holdings.leaf)
+
+    def write(item: int) -> int:
+        if item >= num_boxes:
+            file = holdings.files[item - num_boxes]
+            uploading.write_file(file, reader.file(file, holdings.holders(item)))
+            return file.stored_bytes
+        values = verified_read.read_item(holdings, item, reader, first=host.id)
+        fragment = holdings.fragment(int(shared.row[item]))
+        uploading.write_chunk(
+            fragment.leaf, fragment.box, values, digest=fragment.digest
+        )
+        return values.nbytes
+
+    uploading.begin()
+    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:
+        num_bytes = sum(pool.map(write, shared.of(host.id).tolist()))
+    uploading.finish()
+    return num_bytes
+
+
+def _chunk_shapes(holdings: Holdings) -> dict[str, list[int]]:
+    # All chunks of a leaf are of one shape; a leaf without elements has none.
+    shapes = {}
+    for number, leaf in enumerate(holdings.contents.leaves):
+        held = holdings.of_leaf(number)
+        shapes[leaf.path] = [max(1, size) for size in leaf.shape]
+        if len(held):
+            shapes[leaf.path] = list(
+                holdings.boxes[int(held[0])].shape[: len(leaf.shape)]
+            )
+    return shapes

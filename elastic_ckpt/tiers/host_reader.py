@@ -1,0 +1,191 @@
+"""A host's part in a restore: what it finds, reads, verifies and puts right.
+
+A restore goes through `find`, `open_step`, `check`, `read`, `materialise`, `repair`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import find, read_plan, recovery, trees, verified_read
+from elastic_ckpt.tiers.host_world import Answer, HostWorld
+
+
+class HostReader:
+    """Reads what one host needs.
+
+    Args:
+      world: the host among the others.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._restoring: _Restoring | None = None
+
+    def find(self, step: int | None, without: Sequence[Sequence[Any]]) -> Answer:
+        """The newest complete step, or a certain one, but for some saves.
+
+        Returns:
+          What is `found`, a step and save, or None; and what was `passed_over`, pairs
+          of a step and why.
+
+        Raises:
+          CheckpointError: if a certain step is not complete.
+        """
+        excluded = {(number, save) for number, save in without}
+        foreign = (
+            []
+            if self._world.persistent is None
+            else self._world.persistent.foreign_steps()
+        )
+        if step is not None:
+            if step in foreign:
+                return {"found": {"step": step, "save": ""}, "passed_over": []}
+            found = find.of_step(self._world.tiers, step, without=excluded)
+            return {"found": _place(found), "passed_over": []}
+        outcome = find.newest(self._world.tiers, without=excluded)
+        place = None if outcome.found is None else _place(outcome.found)
+        if foreign and (place is None or foreign[-1] > place["step"]):
+            place = {"step": foreign[-1], "save": ""}
+        passed_over = [list(each) for each in outcome.passed_over.items()]
+        return {"found": place, "passed_over": passed_over}
+
+    def complete_steps(self) -> list[Answer]:
+        """The steps that are complete, ascending."""
+        steps = sorted({step for tier in self._world.tiers for step in tier.steps()})
+        found = [find.of_step_or_none(self._world.tiers, step) for step in steps]
+        return [_place(each) for each in found if each is not None]
+
+    def open_step(self, step: int, save: str) -> None:
+        """Turns to a step that is to be read.
+
+        Raises:
+          CheckpointError: if it is not complete by what this host can reach.
+        """
+        found = find.of_save(self._world.tiers, step, save)
+        reader = verified_read.VerifiedReader(found.sources)
+        self.forget()
+        self._restoring = _Restoring(found=found, reader=reader)
+
+    def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
+        """Raises a CheckpointError unless the step has what is wanted of it."""
+        restoring = self._opened()
+        held = restoring.found.step
+        contents = held.holdings.contents
+        missing = sorted(set(components) - contents.components.keys())
+        if missing:
+            raise errors.CheckpointError(
+                f"step {held.step} has no parts {missing}; it has"
+                f" {sorted(contents.components)}: restore what it has"
+            )
+        restoring.wanted = trees.wanted(of_trees)
+        trees.check(restoring.wanted, contents, step=held.step)
+
+    def read(self) -> Answer:
+        """Reads and verifies what this host's devices need of the step.
+
+        Returns:
+          `read_bytes`, by how near their holders were.
+
+        Raises:
+          CheckpointError: if no good copy of a part is left.
+        """
+        restoring = self._opened()
+        restoring.values = recovery.read_leaves(
+            restoring.found,
+            restoring.wanted,
+            restoring.reader,
+            host=self._world.own.host,
+            domain=self._world.peers.domain,
+        )
+        return {
+            "read_bytes": recovery.by_nearness(
+                restoring.reader.read_bytes,
+                self._world.own.host,
+                domain=self._world.peers.domain,
+            )
+        }
+
+    def materialise(self, component: str) -> str:
+        """Writes the files of a component of the step, verified; the directory."""
+        restoring = self._opened()
+        files = read_plan.files(
+            restoring.found.step,
+            self._world.own.host,
+            component,
+            domain=self._world.peers.domain,
+        )
+        directory = str(self._files() / component)
+        for file, offers in files:
+            _, _, name = file.path.partition("/")
+            storage.write_atomic(
+                f"{directory}/{name}", restoring.reader.file(file, offers)
+            )
+        return directory
+
+    def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
+        """The trees, made of what was read."""
+        restoring = self._opened()
+        made = {
+            leaf.path: leaf.make(restoring.values[leaf.path])
+            for leaf in restoring.wanted
+        }
+        return {
+            name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
+        }
+
+    def bad_copies(self) -> list[Answer]:
+        """The bad copies that this host met while it read."""
+        return [recovery.describe(bad) for bad in self._opened().reader.bad]
+
+    def repair(self, bad: Sequence[Answer]) -> list[str]:
+        """Puts right what is bad of the step that was read, on this host.
+
+        Args:
+          bad: copies that any host met.
+
+        Returns:
+          The names of what was put right.
+        """
+        restoring = self._opened()
+        files = {
+            each["file"]
+            for each in bad
+            if each["tier"] == "local" and each["host"] == self._world.own.host.id
+        }
+        if not files:
+            return []
+        return recovery.put_right(
+            restoring.found, restoring.reader, self._world.own, files
+        )
+
+    def forget(self) -> None:
+        """Lets go of what was read; also of what a process that was killed left."""
+        self._restoring = None
+        storage.remove(self._files())
+
+    def _files(self) -> epath.Path:
+        # Under one controller all machines have to name it alike.
+        return self._world.disk.host_directory(self._world.own.slot) / "restored"
+
+    def _opened(self) -> _Restoring:
+        assert self._restoring is not None
+        return self._restoring
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Restoring:
+    found: find.FoundStep
+    reader: verified_read.VerifiedReader
+    wanted: Sequence[trees.WantedLeaf] = ()
+    values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+
+
+def _place(found: find.FoundStep) -> Answer:
+    return {"step": found.step.step, "save": found.step.save}
