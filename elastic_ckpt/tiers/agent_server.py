@@ -37,15 +37,16 @@ _MOST_HEADERS = 64
 _ENDING_SECS = 0.1
 
 _log = logging.getLogger(__name__)
-# A request that is none is answered with 400. What it said, a secret maybe, is nothing
-# for a log, and whoever sends many shall not fill it.
-_log.addFilter(
-    lambda record: (
-        not (
-            record.exc_info and isinstance(record.exc_info[1], http.HttpProcessingError)
-        )
-    )
-)
+
+
+def _is_for_the_log(record: logging.LogRecord) -> bool:
+    # A request that is none is answered with 400. What it said, a secret maybe, is
+    # nothing for a log, and whoever sends many shall not fill it.
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, http.HttpProcessingError)
+
+
+_log.addFilter(_is_for_the_log)
 
 
 class Answers:
@@ -83,8 +84,8 @@ class Answers:
                 await response.write_eof()
             return response
         except (ConnectionError, TimeoutError):
-            # The client is gone or does not read. So ends the connection, as promised
-            # bytes are missing.
+            # The client is gone or does not read, or the file has become shorter: that
+            # bytes are missing shows by the end of the connection.
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()

@@ -46,10 +46,11 @@ class PeerClient:
             max_connections=max_connections,
             bandwidth_bound=bound,
         )
-        self._tls = _context(tls_ca)
-        # By a certificate that is known already, whatever name is in it.
-        self._tls_pinned = _context(tls_ca)
-        self._tls_pinned.check_hostname = False
+        self._ca = tls_ca
+        # By whether a certificate's name matters.
+        self._contexts: dict[bool, ssl.SSLContext] = {}
+        if tls_ca is not None:
+            self._context(check_hostname=True)
         self._endpoints: dict[tuple[str, str | None], peer_endpoint.Endpoint] = {}
 
     def endpoint(
@@ -65,7 +66,9 @@ class PeerClient:
         made = peer_endpoint.Endpoint(
             url,
             self._terms,
-            tls=self._tls_pinned if certificate_sha256 else self._tls,
+            tls=self._context(check_hostname=certificate_sha256 is None)
+            if url.startswith("https://")
+            else None,
             certificate_sha256=certificate_sha256,
         )
         return self._endpoints.setdefault((url, certificate_sha256), made)
@@ -74,6 +77,20 @@ class PeerClient:
         """Closes all connections that nobody uses now."""
         for endpoint in list(self._endpoints.values()):
             endpoint.close()
+
+    def _context(self, *, check_hostname: bool) -> ssl.SSLContext:
+        # Made once: to read the system's authorities takes longer than a request.
+        if check_hostname not in self._contexts:
+            try:
+                made = ssl.create_default_context(cafile=self._ca)
+            except OSError as error:
+                raise errors.ConfigError(
+                    f"the certificates of peers cannot be verified with {self._ca}"
+                    f" ({error}); give a PEM file with that of their authority"
+                ) from None
+            made.check_hostname = check_hostname
+            self._contexts[check_hostname] = made
+        return self._contexts[check_hostname]
 
     def __enter__(self) -> PeerClient:
         return self
@@ -85,13 +102,3 @@ class PeerClient:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _context(ca: epath.PathLike | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca)
-    except OSError as error:
-        raise errors.ConfigError(
-            f"the certificates of peers cannot be verified with {ca} ({error}); give a"
-            " PEM file with the certificate of their authority"
-        ) from None

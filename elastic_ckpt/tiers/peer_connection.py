@@ -111,7 +111,7 @@ def connection(
     url: str,
     *,
     timeout_secs: float,
-    tls: ssl.SSLContext,
+    tls: ssl.SSLContext | None,
     certificate_sha256: str | None,
 ) -> http.client.HTTPConnection:
     """A connection to the peer at `url`, which connects when it is used.
@@ -119,7 +119,7 @@ def connection(
     Args:
       url: `http://` or `https://`, host and port.
       timeout_secs: without a byte, or with less than `LEAST_BYTES_PER_SEC` through.
-      tls: how to verify certificates.
+      tls: how to verify certificates; None for `http://`.
       certificate_sha256: of the only certificate to accept, by whatever name; with
         another, requests raise `Untrusted`. None for any that is valid.
     """

@@ -60,7 +60,7 @@ class Endpoint:
     Args:
       url: of the agent.
       terms: of this process.
-      tls: how its certificate is verified.
+      tls: how its certificate is verified; None if it has none.
       certificate_sha256: of its certificate; None for any that is valid for its name.
     """
 
@@ -69,7 +69,7 @@ class Endpoint:
         url: str,
         terms: Terms,
         *,
-        tls: ssl.SSLContext,
+        tls: ssl.SSLContext | None,
         certificate_sha256: str | None,
     ) -> None:
         self.url = url

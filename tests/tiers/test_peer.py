@@ -31,7 +31,7 @@ PATH = "/v1/hosts/0/30-0/data/part"
 CONTENT = bytes(range(256)) * 2**14
 FILES = {"data/part": CONTENT}
 # A peer that sends nothing for so long fails.
-SHORT_SECS = 0.2
+SHORT_SECS = 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +57,14 @@ def url(root):
 
 @pytest.fixture
 def client():
-    with peer_client.PeerClient(SECRET, timeout_secs=SHORT_SECS) as made:
+    # No test of anything else waits for it, however busy the machine is.
+    with peer_client.PeerClient(SECRET, timeout_secs=60) as made:
         yield made
 
 
 @pytest.fixture
-def patient():
-    with peer_client.PeerClient(SECRET, timeout_secs=60) as made:
+def hasty():
+    with peer_client.PeerClient(SECRET, timeout_secs=SHORT_SECS) as made:
         yield made
 
 
@@ -103,17 +104,17 @@ class TestDirectory(read_contract.ReadContract):
 
 class TestPeerSource(read_contract.ReadContract):
     @pytest.fixture
-    def of(self, root, patient):
+    def of(self, root, client):
         served.save(root, 30, read_contract.FILES)
         with agent.serving(agent.Service(root=str(root))) as address:
-            yield source_at(address.url, patient)
+            yield source_at(address.url, client)
 
 
 class TestOffers:
-    def test_a_peer_offers_what_its_manifests_say(self, root, url, patient):
+    def test_a_peer_offers_what_its_manifests_say(self, root, url, client):
         served.save(root, 40, FILES, slot="0")
         served.save(root, 40, {"data/part": b"other"}, slot="1")
-        tier = peer.Peer(url, patient, served.RUN)
+        tier = peer.Peer(url, client, served.RUN)
         assert tier.steps() == [30, 40]
         offered = tier.offers(40)
         assert offered.problems == []
@@ -132,11 +133,11 @@ class TestOffers:
         by_host["1"].read_into("data/part", 0, memoryview(into))
         assert into == b"other"
 
-    def test_a_step_that_is_nowhere_has_no_offers(self, url, patient):
-        assert peer.Peer(url, patient, served.RUN).offers(31) == ({}, [])
+    def test_a_step_that_is_nowhere_has_no_offers(self, url, client):
+        assert peer.Peer(url, client, served.RUN).offers(31) == ({}, [])
 
     def test_manifests_of_another_run_or_step_or_host_are_problems(
-        self, root, url, patient
+        self, root, url, client
     ):
         served.save(root, 40, FILES, run="other")
         served.save(root, 50, FILES, slot="1")
@@ -144,37 +145,37 @@ class TestOffers:
         (steps / "50-0").rename(steps / "60-0")
         moved = served.save(root, 70, FILES, slot="2")
         (moved / f"manifest-{served.MACHINE}.2.json").rename(moved / "manifest-a.json")
-        tier = peer.Peer(url, patient, served.RUN)
+        tier = peer.Peer(url, client, served.RUN)
         for step in (40, 60, 70):
             sources, problems = tier.offers(step)
             assert sources == {}
             assert "is that of run, step, save and file" in problems[0]
 
     def test_a_manifest_that_was_altered_is_a_problem_beside_the_others(
-        self, root, url, patient
+        self, root, url, client
     ):
         directory = served.save(root, 30, FILES, slot="1")
         file = directory / f"manifest-{served.MACHINE}.1.json"
         file.write_bytes(file.read_bytes().replace(b'"step": 30', b'"step": 31'))
-        sources, problems = peer.Peer(url, patient, served.RUN).offers(30)
+        sources, problems = peer.Peer(url, client, served.RUN).offers(30)
         assert [offer.host.id for offer in sources] == [f"{served.MACHINE}.0"]
         assert "was altered after it was saved" in problems[0]
         assert f"manifest 1/30-0/manifest-{served.MACHINE}.1.json" in problems[0]
 
     def test_a_giant_manifest_is_a_problem_and_is_not_read(
-        self, url, patient, monkeypatch
+        self, url, client, monkeypatch
     ):
         monkeypatch.setattr(peer, "MOST_MANIFEST_BYTES", 100)
-        sources, problems = peer.Peer(url, patient, served.RUN).offers(30)
+        sources, problems = peer.Peer(url, client, served.RUN).offers(30)
         assert sources == {}
         assert "at most 100 are taken" in problems[0]
 
     def test_more_manifests_than_a_machine_can_have_are_a_problem(
-        self, root, url, patient, monkeypatch
+        self, root, url, client, monkeypatch
     ):
         monkeypatch.setattr(peer, "MOST_MANIFESTS", 1)
         served.save(root, 30, FILES, slot="1")
-        sources, problems = peer.Peer(url, patient, served.RUN).offers(30)
+        sources, problems = peer.Peer(url, client, served.RUN).offers(30)
         assert len(sources) == 1
         assert "lists 2 manifests of step 30" in problems[0]
 
@@ -274,7 +275,7 @@ class TestLies:
             connection.shutdown(2)
 
         with (
-            peer_client.PeerClient(SECRET, timeout_secs=SHORT_SECS) as client,
+            peer_client.PeerClient(SECRET, timeout_secs=60) as client,
             ScriptedPeer(says) as lying,
             pytest.raises(source.ReadError),
         ):
@@ -297,7 +298,7 @@ class TestLies:
         "endless",
         [b"X: a\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 " * 99],
     )
-    def test_headers_without_an_end_are_a_read_error(self, endless, patient):
+    def test_headers_without_an_end_are_a_read_error(self, endless, client):
         def says(connection, _):
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" + endless * 10**5)
 
@@ -305,7 +306,7 @@ class TestLies:
             ScriptedPeer(says) as lying,
             pytest.raises(source.ReadError, match="does not speak HTTP"),
         ):
-            read(patient, lying.url)
+            read(client, lying.url)
 
     def test_a_body_larger_than_announced_does_not_reach_the_memory(self, client):
         def says(connection, request):
@@ -336,14 +337,14 @@ class TestLies:
 
 class TestPatience:
     def test_a_peer_that_says_nothing_costs_one_timeout_and_is_then_skipped(
-        self, client
+        self, hasty
     ):
         with ScriptedPeer(lambda *_: None) as silent:
             with pytest.raises(source.ReadError, match="timed out"):
-                read(client, silent.url)
+                read(hasty, silent.url)
             for _ in range(3):
-                with pytest.raises(source.ReadError, match="asked again in 30 s"):
-                    read(client, silent.url)
+                with pytest.raises(source.ReadError, match="asked again in"):
+                    read(hasty, silent.url)
             assert silent.num_connections == 1
 
     def test_a_peer_is_asked_again_after_a_while(self, client, monkeypatch):
@@ -355,7 +356,7 @@ class TestPatience:
             assert tier.offers(30).problems == []
 
     @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 206 OK\r\n", None])
-    def test_a_peer_that_sends_byte_by_byte_fails(self, begin, client):
+    def test_a_peer_that_sends_byte_by_byte_fails(self, begin, hasty):
         def drip(connection, request):
             first, last = wanted_range(request)
             whole = answer(
@@ -372,7 +373,7 @@ class TestPatience:
 
         with ScriptedPeer(drip) as slow:
             with pytest.raises(source.ReadError, match=r"sent \d+ bytes in"):
-                read(client, slow.url)
+                read(hasty, slow.url)
             assert len(slow.requests) == 1
 
     def test_a_machine_without_an_agent_is_tried_some_times(self, client):
@@ -448,7 +449,7 @@ class TestBreaks:
             assert busy.num_connections == 3
 
     def test_an_agent_that_is_killed_and_started_again_is_gone_on_with(
-        self, root, patient, monkeypatch
+        self, root, client, monkeypatch
     ):
         # As long as it takes.
         monkeypatch.setattr(peer_endpoint, "RETRY_SECS", (0.0, *[0.1] * 600))
@@ -458,7 +459,7 @@ class TestBreaks:
         slowly = ["--max-bytes-per-sec", 2**24]
         with concurrent.futures.ThreadPoolExecutor(1) as executor:
             with served.agent_process(root, *slowly) as (process, url):
-                endpoint = patient.endpoint(url)
+                endpoint = client.endpoint(url)
                 reading = executor.submit(endpoint.read_into, PATH, 0, memoryview(into))
                 while into[2**20 + 255] == 0:
                     assert not reading.done()
@@ -519,7 +520,7 @@ class TestSharing:
 
 
 class TestPeers:
-    def test_many_peers_are_one_tier_and_a_dead_one_costs_one_timeout(
+    def test_many_peers_are_one_tier_and_a_broken_one_is_asked_once(
         self, root, url, tmp_path, client
     ):
         served.save(root, 40, FILES, slot="1")
@@ -529,20 +530,20 @@ class TestPeers:
         served.save(other, 20, FILES, slot="2")
         with (
             agent.serving(agent.Service(root=str(other))) as address,
-            ScriptedPeer(lambda *_: None) as silent,
+            ScriptedPeer(lambda c, _: c.sendall(b"?\r\n")) as broken,
         ):
             peers = peer.Peers(
                 [
                     peer.Peer(each, client, served.RUN)
-                    for each in (url, silent.url, address.url)
+                    for each in (url, broken.url, address.url)
                 ]
             )
             assert peers.steps() == [20, 30, 40]
             for _ in range(3):
                 sources, (problem,) = peers.offers(30)
                 assert {offer.host.id[-1] for offer in sources} == {"0", "2"}
-                assert f"was not asked for: {silent.url} has failed" in problem
-            assert silent.num_connections == 1
+                assert f"was not asked for: {broken.url} has failed" in problem
+            assert broken.num_connections == 1
 
     def test_no_peers_have_nothing(self):
         assert peer.Peers([]).steps() == []
@@ -668,11 +669,11 @@ class TestTls:
             assert served.until_closed(silent) == b""
         assert not caplog.records
 
-    def test_a_handshake_that_does_not_end_fails(self, client):
+    def test_a_handshake_that_does_not_end_fails(self, hasty):
         with ScriptedPeer(lambda *_: None) as silent:
             url = silent.url.replace("http", "https")
             with pytest.raises(source.ReadError, match="timed out"):
-                read(client, url)
+                read(hasty, url)
 
     def test_files_that_are_no_certificates_are_named(self, root, tmp_path):
         file = str(tmp_path / "none.pem")
