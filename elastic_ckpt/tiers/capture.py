@@ -210,8 +210,11 @@ def _held_whole(
             " numbers; take it out of the state, or save it as a checkpointable of its"
             " own"
         )
-    array = np.asarray(value)
-    leaf = Leaf(path=path, shape=array.shape, dtype=_dtype(path, array.dtype))
+    given = np.asarray(value)
+    dtype = _dtype(path, given.dtype)
+    # In this machine's byte order, which is that of the files.
+    array = np.asarray(given, np.dtype(dtype))
+    leaf = Leaf(path=path, shape=array.shape, dtype=dtype)
     shards = [(boxes.whole(array.shape), array)] if array.size else []
     return leaf, array.shape, shards
 
