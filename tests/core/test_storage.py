@@ -126,3 +126,22 @@ def test_canonical_json_does_not_depend_on_the_order_of_keys():
     one, other = {"a": 1, "b": [None, "x"]}, {"b": [None, "x"], "a": 1}
     assert storage.canonical_json(one) == storage.canonical_json(other)
     assert json.loads(storage.canonical_json(one)) == one
+
+
+def test_a_removed_tree_is_gone_and_one_that_is_not_there_is_no_error(tmp_path):
+    storage.write_atomic(tmp_path / "tree" / "below" / "file", b"x")
+    for _ in range(2):
+        storage.remove_tree(tmp_path / "tree")
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_tree_is_flushed_with_every_file_and_directory(tmp_path, monkeypatch):
+    storage.write_atomic(tmp_path / "a", b"x")
+    storage.write_atomic(tmp_path / "below" / "b", b"x")
+    flushed = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    storage.sync_tree(tmp_path)
+    places = [tmp_path, tmp_path / "a", tmp_path / "below", tmp_path / "below" / "b"]
+    assert sorted(flushed) == list(map(str, places))

@@ -142,6 +142,16 @@ def test_arrays_that_are_donated_afterwards_leave_the_capture_as_it_was(num_devi
     assert joined(only(captured)).tobytes() == (values + 1).tobytes()
 
 
+def test_what_devices_send_is_captured_as_well(monkeypatch):
+    # Devices that are not the host's are asked to send everything first.
+    places = capture._places
+    monkeypatch.setattr(capture, "_places", lambda *of: places(*of)._replace(far=True))
+    values = random_bits("float32", 64).reshape(8, 8)
+    array = sharded(values, mesh(2, 4), "a", "b")
+    part = only(capture.capture({"w": array}, host_memory.Pool()))
+    assert joined(part).tobytes() == values.tobytes()
+
+
 def test_a_numpy_array_that_is_changed_afterwards_leaves_the_capture_as_it_was():
     array = np.zeros(4)
     captured = capture.capture({"w": array}, host_memory.Pool())
