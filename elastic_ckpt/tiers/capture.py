@@ -131,15 +131,10 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
             found = []
             for box, shard in shards:
                 values = np.asarray(shard)
-                # What owns its memory came from a device, and is nobody else's.
-                offset = (
-                    None if shard is not values and values.flags.owndata else num_bytes
-                )
-                if offset is not None:
-                    num_bytes += (
-                        -(-values.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-                    )
-                found.append((box, values, offset))
+                # What was fetched owns its memory, and is nobody else's.
+                fetched = values is not shard and values.flags.owndata
+                found.append((box, values, None if fetched else num_bytes))
+                num_bytes += 0 if fetched else _aligned(values.nbytes)
             parts.append((leaf, shard_shape, found))
         memory = pool.take(num_bytes)
         captured = [
@@ -153,6 +148,10 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
             for leaf, shard_shape, found in parts
         ]
     return Captured(captured, memory=memory, pool=pool)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _copied(values: np.ndarray, memory: np.ndarray, offset: int | None) -> np.ndarray:
@@ -210,8 +209,11 @@ def _held_whole(
             " numbers; take it out of the state, or save it as a checkpointable of its"
             " own"
         )
-    array = np.asarray(value)
-    leaf = Leaf(path=path, shape=array.shape, dtype=_dtype(path, array.dtype))
+    given = np.asarray(value)
+    dtype = _dtype(path, given.dtype)
+    # In this machine's byte order, which is that of the files.
+    array = np.asarray(given, np.dtype(dtype))
+    leaf = Leaf(path=path, shape=array.shape, dtype=dtype)
     shards = [(boxes.whole(array.shape), array)] if array.size else []
     return leaf, array.shape, shards
 

@@ -86,14 +86,15 @@ class ChunkWriter:
         return self._fragment(fragment.leaf, fragment.box, fragment.digest)
 
     def put_right(self, fragment: Fragment, values: np.ndarray) -> None:
-        """Writes a chunk anew, whatever is there, the array's metadata included.
+        """Writes a chunk anew, even where the array's own metadata is spoilt.
 
         Raises:
           WRITE_ERRORS: of TensorStore.
         """
         spec = self._spec(fragment.leaf, fragment.box.shape)
-        spec["assume_metadata"] = True
-        array = ts.open(spec, open=True, context=self._context).result()
+        array = ts.open(
+            spec, open=True, assume_metadata=True, context=self._context
+        ).result()
         _write(array, fragment.box, values).result()
 
     def _open(self, leaf: int, chunk: tuple[int, ...]) -> ts.Future[ts.TensorStore]:

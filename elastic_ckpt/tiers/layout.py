@@ -86,7 +86,7 @@ def chunk_shape(
         most = chunk_bytes // max(1, item_bytes * math.prod(chunk[dim + 1 :]))
         if most >= size:
             break
-        chunk[dim] = max(n for n in range(1, max(1, most) + 1) if size % n == 0)
+        chunk[dim] = _largest_divisor(size, max(1, most))
     return tuple(chunk)
 
 
@@ -139,6 +139,12 @@ def array_metadata(
 def num_bytes(box: boxes.Box, dtype: str) -> int:
     """Bytes of the values of a box."""
     return box.volume * np.dtype(dtype).itemsize
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    # Of two that make the number one is at most its root: dims have 1e8 elements.
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return max(n for n in (*low, *(number // n for n in low)) if n <= most)
 
 
 def _safe(part: str) -> str:

@@ -1,15 +1,16 @@
 """The local tier: what one process keeps of the run's steps on its machine's RAM disk.
 
 Each process has a directory, a slot, that it alone writes; all of the machine are read.
-A step is written beside its place in no way: it has its own directory from the start,
-and exists when its manifest is there (`step_writer`). So a crash leaves directories
-without a manifest, and files that no manifest names, and `clean` knows them by that.
+A step is written into a directory of its own and exists when its manifest is there
+(`step_writer`). So a crash leaves directories without a manifest, and files that no
+manifest names, and by that `clean` knows them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -107,7 +108,9 @@ class LocalHost:
         for step, save in self.disk.saves(self.slot):
             path = self.disk.manifest_path(self.slot, step, save)
             if path.exists():
-                time = datetime.datetime.fromtimestamp(path.stat().mtime, datetime.UTC)
+                time = datetime.datetime.fromtimestamp(
+                    os.stat(path).st_mtime, datetime.UTC
+                )
                 found.append(Held(step=step, save=save, time=time))
         return found
 
@@ -177,7 +180,7 @@ class LocalHost:
         storage.write_atomic(directory / file.path, content)
 
     def remove(self, step: int, save: str) -> None:
-        """Removes a step that is not being written; from its first moment on whole."""
+        """Removes a save of a step, which must not be in flight; the manifest goes first."""
         assert (step, save) not in self.in_flight
         # After a crash what is left has no manifest, so that it is known as a leftover.
         storage.remove(self.disk.manifest_path(self.slot, step, save))

@@ -150,8 +150,22 @@ def test_a_private_file_is_private_when_it_is_replaced_too(tmp_path):
         assert (tmp_path / "file").read_bytes() == content
 
 
-def test_what_is_not_there_can_be_removed(tmp_path):
+def test_what_is_removed_may_be_a_file_a_tree_or_nothing(tmp_path):
     storage.write_atomic(tmp_path / "file", b"one")
+    storage.write_atomic(tmp_path / "tree" / "below" / "file", b"x")
     for _ in range(2):
         storage.remove(tmp_path / "file")
+        storage.remove(tmp_path / "tree")
         assert os.listdir(tmp_path) == []
+
+
+def test_a_tree_is_flushed_with_every_file_and_directory(tmp_path, monkeypatch):
+    storage.write_atomic(tmp_path / "a", b"x")
+    storage.write_atomic(tmp_path / "below" / "b", b"x")
+    flushed = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}"))
+    )
+    storage.sync_tree(tmp_path)
+    places = [tmp_path, tmp_path / "a", tmp_path / "below", tmp_path / "below" / "b"]
+    assert sorted(flushed) == list(map(str, places))

@@ -6,6 +6,10 @@ import pytest
 
 from tests.multiprocess import machines, tier_worlds
 
+LAYOUTS = pytest.mark.parametrize(
+    "sharded", [True, False], ids=["sharded", "replicated"]
+)
+
 
 @pytest.fixture
 def ram():
@@ -25,11 +29,85 @@ def on(ram, numbers, work, tmp_path, **options):
     )
 
 
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
+def saved(steps, *, sharded):
+    return functools.partial(tier_worlds.save, steps=steps, sharded=sharded)
+
+
+def restored(step, *, sharded):
+    return functools.partial(tier_worlds.restore, step=step, sharded=sharded)
+
+
+def read_bytes(events):
+    """How many bytes were read from how near."""
+    (event,) = (each for each in events if each["event"] == "restored_from")
+    return {
+        near: event[f"{near}_bytes"]
+        for near in ("local", "close", "distant", "persistent")
+    }
+
+
+def reasons(events, name):
+    return [each["why"] for each in events if each["event"] == name]
+
+
+@LAYOUTS
 def test_four_hosts_save_and_any_number_restores(ram, tmp_path, sharded):
-    save = functools.partial(tier_worlds.save, steps=[3, 4], sharded=sharded)
-    on(ram, range(4), save, tmp_path)
-    restore = functools.partial(tier_worlds.restore, step=4, sharded=sharded)
-    for num_hosts in (1, 2, 3, 6, 8):
-        events = on(ram, range(num_hosts), restore, tmp_path)
-        print(events)
+    on(ram, range(4), saved([3, 4], sharded=sharded), tmp_path)
+    for num_hosts in (4, 1, 2, 3, 6, 8):
+        events = on(ram, range(num_hosts), restored(4, sharded=sharded), tmp_path)
+        found = read_bytes(events)
+        assert not reasons(events, "step_passed_over")
+        assert found["persistent"] == 0
+        # Nobody asks another machine for what its own has.
+        assert (found["close"] == 0) == (
+            num_hosts == 4 or (not sharded and num_hosts < 4)
+        )
+
+
+def test_hosts_of_another_order_and_newcomers_restore(ram, tmp_path):
+    on(ram, range(4), saved([4], sharded=True), tmp_path)
+    on(ram, [3, 5, 0], restored(4, sharded=True), tmp_path)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_machine_is_lost_with_its_ram(ram, tmp_path, sharded, lost):
+    on(ram, range(4), saved([4], sharded=sharded), tmp_path, slices=2)
+    ram.lose(lost)
+    left = [number for number in range(4) if number != lost]
+    events = on(ram, left, restored(4, sharded=sharded), tmp_path)
+    assert not reasons(events, "step_passed_over")
+
+
+@LAYOUTS
+def test_a_slice_is_lost_with_its_ram(ram, tmp_path, sharded):
+    on(ram, range(4), saved([4], sharded=sharded), tmp_path, slices=2)
+    ram.lose(0)
+    ram.lose(1)
+    on(ram, [2, 3], restored(4, sharded=sharded), tmp_path)
+    on(ram, [2, 3, 4, 5], restored(4, sharded=sharded), tmp_path)
+
+
+def test_more_loss_than_is_covered_falls_back_to_storage_and_says_why(ram, tmp_path):
+    options = {"copies": 1, "slices": 2, "persistent": str(tmp_path / "steps")}
+    on(ram, range(4), saved([2, 3], sharded=True), tmp_path, every=2, **options)
+    for number in (0, 2):
+        ram.lose(number)
+    events = on(ram, [1, 3], restored(2, sharded=True), tmp_path, every=2, **options)
+    (why,) = set(reasons(events, "step_passed_over"))
+    assert why.startswith("step 3 in local lacks parts of 3 of 4 leaves: [state/b[")
+    assert read_bytes(events)["persistent"] > 0
+
+
+def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
+    ram, tmp_path
+):
+    options = {"assume_data_parallelism": True, "slices": 2}
+    for sharded in (True, False):
+        events = on(ram, range(4), saved([1], sharded=sharded), tmp_path, **options)
+        (copied,) = (each for each in events if each["event"] == "replicated")
+        assert (copied["copies"], copied["bytes"]) == (0, 0)
+        told = " ".join(reasons(events, "degraded"))
+        assert ("state/w[" in told) == sharded
+        for number in range(4):
+            ram.lose(number)

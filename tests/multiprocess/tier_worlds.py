@@ -1,4 +1,4 @@
-"""Hosts that save a state to tiers, or restore it, and say whether each bit is right."""
+"""Hosts that save a state to tiers, or restore it and compare each bit."""
 
 import functools
 import json

@@ -1,0 +1,480 @@
+import json
+import os
+import pathlib
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore as ts
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from elastic_ckpt.core import boxes, digest, errors, host_memory, storage
+from elastic_ckpt.tiers import (
+    capture,
+    layout,
+    local,
+    manifest,
+    ram_disk,
+    source,
+    step_writer,
+)
+from tests.tiers import killed_host
+from tests.tiers.test_capture import random_bits
+
+ROOT = pathlib.Path(__file__).parents[2]
+RUN = killed_host.RUN
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return ram_disk.RamDisk(tmp_path / "disk", run=RUN)
+
+
+@pytest.fixture
+def host(disk):
+    with local.LocalHost(disk, slot=0, domains={"slice": "s0"}, number=0) as host:
+        yield host
+
+
+def save(host, state, *, step=3, slot_of=None):
+    """Saves `state`; of its boxes those that `slot_of` gives to the host's slot."""
+    captured = capture.capture(state, host_memory.Pool())
+    contents = manifest.Contents(leaves=captured.leaves, components={})
+    if slot_of is not None:
+        captured.parts = tuple(
+            capture.CapturedLeaf(
+                leaf=part.leaf,
+                shard_shape=part.shard_shape,
+                boxes=tuple(b for n, b in enumerate(part.boxes) if slot_of(n)),
+            )
+            for part in captured.parts
+        )
+    writer = host.begin(step, "0", contents, num_bytes=captured.num_bytes)
+    writer.write(captured)
+    return writer.commit()
+
+
+def offered(disk, step):
+    found = disk.offers(step)
+    assert not found.problems
+    return found.sources
+
+
+def fragments(found):
+    every = range(len(found.fragments))
+    return [found.fragments.row(n, contents=found.contents) for n in every]
+
+
+def read(files, found, fragment):
+    """The values of a fragment, as a restore reads them, and whether they are right."""
+    leaf = found.contents.leaves[fragment.leaf]
+    values = np.empty(fragment.box.shape, leaf.dtype)
+    into = memoryview(values.reshape(-1).view(np.uint8))
+    files.read_into(fragment.file, fragment.offset, into)
+    return values, digest.values_digest(values) == fragment.digest
+
+
+def restored(disk, step):
+    """Every leaf of a step, from all slots together, each element checked."""
+    whole, filled = {}, {}
+    for offer, files in offered(disk, step).items():
+        found = offer.manifest
+        for fragment in fragments(found):
+            leaf = found.contents.leaves[fragment.leaf]
+            values, right = read(files, found, fragment)
+            assert right
+            place = boxes.relative(fragment.box, boxes.whole(leaf.shape))
+            whole.setdefault(leaf.path, np.zeros(leaf.shape, leaf.dtype))[place] = (
+                values
+            )
+            filled.setdefault(leaf.path, np.zeros(leaf.shape, bool))[place] = True
+    assert all(each.all() for each in filled.values())
+    return whole
+
+
+def sharded(values, *spec, shape=(2, 4)):
+    mesh = Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("a", "b"))
+    return jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def open_array(directory, path):
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{directory}/{path}"},
+    }
+    return ts.open(spec, open=True, read=True).result().read().result()
+
+
+@pytest.mark.parametrize("spec", [("a", "b"), ("b", None), (None, ("a", "b")), ()])
+def test_a_step_is_read_as_it_was_saved_under_any_sharding(disk, host, spec):
+    values = random_bits("float32", 512).reshape(16, 32)
+    state = {"w": sharded(values, *spec), "zero": jnp.zeros((4, 4)), "n": np.int32(-1)}
+    save(host, state)
+    found = restored(disk, 3)
+    assert found["w"].tobytes() == values.tobytes()
+    assert found["zero"].tobytes() == bytes(64)
+    assert found["n"] == -1
+
+
+def test_every_storable_dtype_is_read_bit_by_bit_by_us_and_by_tensorstore(disk, host):
+    values = {name: random_bits(name, 48) for name in sorted(capture.STORABLE)}
+    save(host, values)
+    found = restored(disk, 3)
+    directory = disk.step_directory(0, 3, "0")
+    for name, each in values.items():
+        assert found[name].tobytes() == each.tobytes()
+        assert np.asarray(open_array(directory, name)).tobytes() == each.tobytes()
+
+
+def test_large_shards_are_cut_into_chunks_that_tensorstore_joins(
+    disk, host, monkeypatch
+):
+    monkeypatch.setattr(layout.chunk_shape, "__kwdefaults__", {"chunk_bytes": 100})
+    values = random_bits("bfloat16", 1024).reshape(32, 32)
+    found = save(host, {"w": sharded(values, "a", "b")})
+    assert len(found.fragments) > 8
+    assert max(found.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
+    assert restored(disk, 3)["w"].tobytes() == values.tobytes()
+    joined = open_array(disk.step_directory(0, 3, "0"), "w")
+    assert joined.tobytes() == values.tobytes()
+
+
+def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_path):
+    values = random_bits("float32", 512).reshape(16, 32)
+    array = {"params/w": sharded(values, "a", "b")}
+    save(host, array, slot_of=lambda n: n % 2 == 0)
+    with local.LocalHost(disk, slot=1, domains={}, number=1) as other:
+        save(other, array, slot_of=lambda n: n % 2 == 1)
+    for slot in (0, 1):
+        directory = disk.step_directory(slot, 3, "0")
+        shutil.copytree(directory, tmp_path / "union", dirs_exist_ok=True)
+    joined = open_array(tmp_path / "union", "params/w")
+    assert joined.tobytes() == values.tobytes()
+    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
+
+
+def test_files_have_the_bytes_that_the_manifest_says(disk, host):
+    found = save(host, {"w": sharded(np.arange(64.0).reshape(8, 8), "a", "b")})
+    directory = disk.step_directory(0, 3, "0")
+    for fragment in fragments(found):
+        assert (directory / fragment.file).stat().length == fragment.stored_bytes
+
+
+def test_a_step_that_is_not_committed_is_not_offered(disk, host):
+    captured = capture.capture({"w": np.ones(8)}, host_memory.Pool())
+    contents = manifest.Contents(leaves=captured.leaves, components={})
+    writer = host.begin(3, "0", contents, num_bytes=64)
+    writer.write(captured)
+    assert host.in_flight == {(3, "0")}
+    assert not offered(disk, 3)
+    assert host.held() == []
+    writer.abandon()
+    assert host.in_flight == set()
+    assert disk.steps() == []
+
+
+def test_saves_of_a_step_are_offered_apart_and_held_with_their_time(disk, host):
+    first = killed_host.save(host, 3, save="0")
+    second = killed_host.save(host, 3, save="1")
+    found = [offer.manifest.save for offer in offered(disk, 3)]
+    assert sorted(found) == [first.save, second.save]
+    assert [held[:2] for held in host.held()] == [(3, "0"), (3, "1")]
+    assert host.held()[0].time <= host.held()[1].time
+    assert disk.steps() == [3]
+    host.remove(3, "0")
+    assert [held[:2] for held in host.held()] == [(3, "1")]
+
+
+def test_a_committed_step_is_not_saved_over(host):
+    killed_host.save(host, 3)
+    with pytest.raises(errors.CheckpointError, match=r"step 3, save '0', is in .*/3-0"):
+        killed_host.save(host, 3)
+    assert host.in_flight == set()
+
+
+def test_a_leftover_of_the_same_step_is_removed_before_it_is_written(disk, host):
+    junk = disk.step_directory(0, 3, "0") / "junk" / "c"
+    storage.write_atomic(junk / "0", b"of a dead process")
+    killed_host.save(host, 3)
+    assert not junk.exists()
+
+
+def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
+    values = random_bits("float32", 6).reshape(3, 2)
+    save(host, {"w": values})
+    ((offer, files),) = offered(disk, 3).items()
+    (fragment,) = fragments(offer.manifest)
+    path = pathlib.Path(disk.step_directory(0, 3, "0") / fragment.file)
+    sound = path.read_bytes()
+    for bit in range(8 * values.nbytes):
+        spoilt = bytearray(sound)
+        spoilt[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(spoilt)
+        assert not read(files, offer.manifest, fragment)[1]
+    # Metadata that is spoilt as well keeps nobody from that.
+    (path.parents[2] / "zarr.json").write_bytes(b"{")
+    host.put_right(offer.manifest, fragment, values)
+    assert path.read_bytes() == sound
+    assert read(files, offer.manifest, fragment)[1]
+
+
+def test_a_file_of_a_component_is_put_right(disk, host):
+    found = killed_host.save(host, 3)
+    (file,) = found.component_files
+    path = pathlib.Path(disk.step_directory(0, 3, "0") / file.path)
+    path.unlink()
+    host.put_right_file(found, file, killed_host.cursors(3))
+    assert path.read_bytes() == killed_host.cursors(3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: os.truncate(path, 90), "ends after 90 bytes, and 96"),
+        (lambda path: os.truncate(path, 0), "ends after 0 bytes"),
+        (lambda path: (path.unlink(), path.mkdir()), "cannot be read"),
+        (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "behind a link"),
+    ],
+)
+def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, spoil, said):
+    save(host, {"w": np.arange(12.0)})
+    ((offer, files),) = offered(disk, 3).items()
+    (fragment,) = fragments(offer.manifest)
+    spoil(pathlib.Path(disk.step_directory(0, 3, "0") / fragment.file))
+    with pytest.raises(source.ReadError, match=said):
+        read(files, offer.manifest, fragment)
+
+
+def test_a_directory_that_is_a_link_is_not_followed(disk, host, tmp_path):
+    save(host, {"w": np.arange(12.0)})
+    ((offer, files),) = offered(disk, 3).items()
+    (fragment,) = fragments(offer.manifest)
+    inside = pathlib.Path(disk.step_directory(0, 3, "0") / "w")
+    inside.rename(tmp_path / "outside")
+    inside.symlink_to(tmp_path / "outside")
+    with pytest.raises(source.ReadError, match="behind a link"):
+        read(files, offer.manifest, fragment)
+
+
+def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, host):
+    killed_host.save(host, 3, save="0")
+    killed_host.save(host, 3, save="1")
+    path = pathlib.Path(disk.manifest_path(0, 3, "0"))
+    path.write_bytes(path.read_bytes()[:-9])
+    found = disk.offers(3)
+    assert [offer.manifest.save for offer in found.sources] == ["1"]
+    (problem,) = found.problems
+    assert "is cut short" in problem
+    assert str(path) in problem
+
+
+def test_a_manifest_of_another_step_or_save_is_not_taken(disk, host):
+    killed_host.save(host, 3, save="0")
+    killed_host.save(host, 3, save="1")
+    killed_host.save(host, 4)
+    name = disk.manifest_path(0, 3, "0").name
+    for other, said in (("4-0", "step 4"), ("3-1", "save '1'")):
+        shutil.copy(
+            disk.host_directory(0) / other / name, disk.manifest_path(0, 3, "0")
+        )
+        (problem,) = disk.offers(3).problems
+        assert said in problem
+
+
+def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host):
+    save(host, {"w": np.ones(2**17)})
+    limited = ram_disk.RamDisk(disk.root, run=RUN, limit_bytes=3 * 2**20)
+    contents = manifest.Contents(leaves=(), components={})
+    with (
+        local.LocalHost(limited, slot=1, domains={}, number=1) as one,
+        local.LocalHost(limited, slot=2, domains={}, number=2) as two,
+    ):
+        writer = one.begin(4, "0", contents, num_bytes=2**20)
+        with pytest.raises(errors.CheckpointError) as refused:
+            two.begin(4, "0", contents, num_bytes=2**20)
+        said = str(refused.value)
+        assert "step 4 needs 1048576 bytes" in said
+        assert "limit 3145728" in said
+        assert "raise the limit" in said
+        assert two.in_flight == set()
+        assert limited.saves(2) == []
+        writer.abandon()
+        two.begin(4, "0", contents, num_bytes=2**20).abandon()
+
+
+def test_what_the_file_system_cannot_take_is_refused_at_once(disk, host):
+    contents = manifest.Contents(leaves=(), components={})
+    with pytest.raises(errors.CheckpointError, match="without a limit"):
+        host.begin(3, "0", contents, num_bytes=2**60)
+    assert disk.steps() == []
+
+
+def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, host):
+    killed_host.save(host, 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The kernel refuses what is longer, as a full file system does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(
+            errors.CheckpointError, match=r"step 3 could not be written"
+        ):
+            save(host, {"small": np.ones(9), "w": np.ones((4, 2**14))})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert disk.steps() == [2]
+    assert host.in_flight == set()
+
+
+def test_copies_are_listed_beside_what_the_host_saved(disk, host):
+    own = killed_host.save(host, 3, only={"params/b"})
+    values = killed_host.state(3)["params/w"]
+    found = killed_host.copies(host, 3, values)
+    assert len(found.fragments) == len(own.fragments) + 4
+    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
+    assert len(offered(disk, 3)) == 1
+    assert found.host == host.host
+
+
+def test_a_host_that_saved_nothing_holds_copies(disk, host):
+    values = killed_host.state(3)["params/w"]
+    found = killed_host.copies(host, 3, values)
+    assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
+    assert found.component_files == (killed_host.file_of_peer(3),)
+
+
+def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
+    own = killed_host.save(host, 3, only={"params/b"})
+    directory = pathlib.Path(disk.step_directory(0, 3, "0"))
+    values = killed_host.state(3)["params/w"]
+    writer = host.copy_writer(3, "0", own.contents, num_bytes=99)
+    writer.put(killed_host.row_fragment(0, values[:1]), values[:1])
+    writer.abandon()
+    ((offer, _),) = offered(disk, 3).items()
+    assert fragments(offer.manifest) == fragments(own)
+    left = {path.name for path in directory.rglob("*") if path.is_file()}
+    assert left == {"0", "0.json", "zarr.json", disk.manifest_path(0, 3, "0").name}
+
+
+def test_what_a_component_wrote_is_listed_with_its_digest(host):
+    contents = manifest.Contents(leaves=(), components={"data": 2})
+    writer = host.begin(3, "0", contents, num_bytes=9)
+    directory = writer.component_directory("data")
+    storage.write_atomic(directory / "b.json", b"bb")
+    storage.write_atomic(directory / "below" / "a.json", b"")
+    assert writer.component_files() == [
+        step_writer.WrittenFile(
+            path=path,
+            digest=digest.values_digest(np.frombuffer(content, np.uint8)),
+            stored_bytes=len(content),
+        )
+        for path, content in (("data/b.json", b"bb"), ("data/below/a.json", b""))
+    ]
+    writer.abandon()
+
+
+def test_a_slot_has_one_live_process(disk, host):
+    with pytest.raises(errors.RunError, match="another live"):
+        local.LocalHost(disk, slot=host.disk.slots()[0], domains={}, number=1)
+    host.close()
+    local.LocalHost(disk, slot=0, domains={}, number=1).close()
+
+
+def test_a_machine_gets_one_id_however_many_processes_ask(disk):
+    found = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(ram_disk.RamDisk(disk.root, run=RUN).machine)
+        )
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {disk.machine}
+    assert len(disk.machine) == 16
+    assert os.listdir(disk.root) == ["machine"]
+
+
+def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
+    killed_host.save(host, 3)
+    contents = manifest.Contents(leaves=(), components={})
+    writer = host.begin(4, "0", contents, num_bytes=9)
+    with local.LocalHost(disk, slot=1, domains={}, number=1) as alive:
+        alive.begin(4, "0", contents, num_bytes=9)
+        dead = local.LocalHost(disk, slot=2, domains={}, number=2)
+        dead.begin(4, "0", contents, num_bytes=9)
+        killed_host.save(dead, 3)
+        dead.close()
+        extra = disk.step_directory(2, 3, "0") / "params" / "b" / "c" / "0.__lock"
+        storage.write_atomic(extra, b"x")
+        removed = host.clean()
+        assert removed == [str(extra), str(disk.step_directory(2, 4, "0"))]
+        assert disk.saves(1) == [(4, "0")]
+    assert disk.saves(0) == [(3, "0"), (4, "0")]
+    assert len(offered(disk, 3)) == 2
+    writer.abandon()
+
+
+def test_a_spoilt_manifest_is_cleaned_but_not_that_of_another_version(disk, host):
+    for step in (3, 4):
+        killed_host.save(host, step)
+        path = pathlib.Path(disk.manifest_path(0, step, "0"))
+        content = json.loads(path.read_bytes())
+        content["version" if step == 4 else "step"] = 77
+        path.write_text(json.dumps(content))
+    assert host.clean() == [str(disk.step_directory(0, 3, "0"))]
+    assert disk.saves(0) == [(4, "0")]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The directories of processes that were killed, by point."""
+    directory = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, "-m", "tests.tiers.killed_host", directory]
+    subprocess.run(command, check=True, cwd=ROOT)
+    return directory
+
+
+@pytest.mark.parametrize("point", killed_host.POINTS)
+def test_a_kill_at_any_point_loses_no_committed_step_and_leaves_no_half_one(
+    killed, point
+):
+    *_, steps = killed_host.POINTS[point]
+    disk = ram_disk.RamDisk(killed / point, run=RUN)
+
+    def check():
+        for step in (1, 2):
+            assert len(offered(disk, step)) == (step in steps)
+            for path, values in restored(disk, step).items():
+                whole = np.asarray(killed_host.state(step)[path])
+                assert values.tobytes() == whole.tobytes()
+            for offer, files in offered(disk, step).items():
+                for file in offer.manifest.component_files:
+                    into = bytearray(file.stored_bytes)
+                    files.read_into(file.path, 0, memoryview(into))
+                    assert into == killed_host.cursors(step)
+
+    check()
+    with local.LocalHost(disk, slot=0, domains={}, number=0) as host:
+        host.clean()
+        check()
+        assert disk.steps() == steps
+        named = {"zarr.json", disk.manifest_path(0, 1, "0").name, "lock", "machine"}
+        for offer in (offer for step in steps for offer in offered(disk, step)):
+            found = offer.manifest
+            named |= {os.path.basename(file) for file in found.fragments.files}
+            named |= {os.path.basename(file.path) for file in found.component_files}
+        left = {path.name for path in (killed / point).rglob("*") if path.is_file()}
+        assert left <= named
+        # The step is saved again, and the next one too.
+        for step in {2, 3} - set(steps):
+            killed_host.save(host, step)
+            assert len(offered(disk, step)) == 1
