@@ -18,7 +18,7 @@ from elastic_ckpt.tiers import manifest_file, ocdbt
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.persistent_root import COMMIT_FILE, PersistentRoot
-from elastic_ckpt.tiers.retries import Retries
+from elastic_ckpt.tiers.retries import PATIENT, Retries
 from elastic_ckpt.tiers.search import Step
 from elastic_ckpt.tiers.upload import SavedStep
 
@@ -32,7 +32,7 @@ def commit(
     *,
     hosts: Collection[str],
     orbax_files: Mapping[str, bytes],
-    retries: Retries = Retries(),
+    retries: Retries = PATIENT,
 ) -> None:
     """Commits a step; does nothing if this save of it is committed already.
 
@@ -50,10 +50,11 @@ def commit(
         step, the step exists by another save, or storage fails for good.
     """
     unfinished = root.unfinished(saved.step, saved.save)
+    doing = f"committing {unfinished}"
     if not root.check_free(saved.step, run=saved.run, save=saved.save):
         if not root.in_place:
             # A host may have begun once more before it heard of the commit.
-            storage.remove(unfinished)
+            retries.call(doing, lambda: storage.remove(unfinished))
         return
     manifests = _manifests(unfinished, saved, sorted(hosts))
     step = Step.of([Offer(tier="persistent", manifest=each) for each in manifests])
@@ -62,7 +63,6 @@ def commit(
             f"{unfinished} cannot be committed: {step.problem()}; upload the step again"
         )
     stores = _stores(manifests)
-    doing = f"committing {unfinished}"
     retries.call(doing, lambda: _drop_unnamed(unfinished, manifests))
     for checkpointable, names in stores.items():
         where = unfinished / checkpointable
@@ -93,6 +93,11 @@ def read_manifests(
             return manifest_file.read(directory / name, run=run, step=step)
         except errors.CheckpointError as error:
             return error
+        except OSError as error:
+            return errors.CheckpointError(
+                f"manifest {directory / name} cannot be read ({error}); try again when"
+                " the storage is back"
+            )
 
     with futures.ThreadPoolExecutor(_READERS) as readers:
         return list(readers.map(read, names))

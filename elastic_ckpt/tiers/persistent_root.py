@@ -103,7 +103,11 @@ class PersistentRoot:
         )
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """The committed steps, ascending.
+
+        Raises:
+          CheckpointError: if they cannot be listed; `leftovers` likewise.
+        """
         numbers = [int(name) for name in self._names() if _STEP.fullmatch(name)]
         return sorted(step for step in numbers if self.is_committed(step))
 
@@ -137,9 +141,15 @@ class PersistentRoot:
         return taken_back
 
     def _names(self) -> list[str]:
-        if not self.path.exists():
-            return []
-        return [child.name for child in self.path.iterdir()]
+        try:
+            if not self.path.exists():
+                return []
+            return [child.name for child in self.path.iterdir()]
+        except OSError as error:
+            raise errors.CheckpointError(
+                f"the steps in {self.path} cannot be listed ({error}); check the path"
+                " and who may read there, or try again when the storage is back"
+            ) from error
 
 
 def manifest_names(directory: epath.Path) -> list[str]:

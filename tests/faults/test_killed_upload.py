@@ -1,4 +1,4 @@
-"""An upload that is killed at any point: never half a step, and repeated it is whole."""
+"""An upload that is killed anywhere: never half a step, and whole when repeated."""
 
 import multiprocessing
 import os
