@@ -9,7 +9,6 @@ end the step does not exist, for us or for Orbax, and from then on it is whole.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent import futures
 
 from etils import epath
 
@@ -17,12 +16,15 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import manifest_file, ocdbt
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
-from elastic_ckpt.tiers.persistent_root import COMMIT_FILE, PersistentRoot
+from elastic_ckpt.tiers.persistent_root import (
+    COMMIT_FILE,
+    PersistentRoot,
+    read_manifests,
+)
 from elastic_ckpt.tiers.retries import PATIENT, Retries
 from elastic_ckpt.tiers.search import Step
 from elastic_ckpt.tiers.upload import SavedStep
 
-_READERS = 32
 _NAMED = 5
 
 
@@ -51,7 +53,7 @@ def commit(
     """
     unfinished = root.unfinished(saved.step, saved.save)
     doing = f"committing {unfinished}"
-    if not root.check_free(saved.step, run=saved.run, save=saved.save):
+    if not root.is_pending(saved.step, run=saved.run, save=saved.save):
         if not root.in_place:
             # A host may have begun once more before it heard of the commit.
             retries.call(doing, lambda: storage.remove(unfinished))
@@ -81,26 +83,6 @@ def commit(
     if not root.in_place:
         final = root.final(saved.step)
         retries.call(doing, lambda: storage.rename(unfinished, final))
-
-
-def read_manifests(
-    directory: epath.Path, names: Sequence[str], *, run: str, step: int
-) -> list[Manifest | errors.CheckpointError]:
-    """The manifests in a step's directory, or why one cannot be had, in order."""
-
-    def read(name: str) -> Manifest | errors.CheckpointError:
-        try:
-            return manifest_file.read(directory / name, run=run, step=step)
-        except errors.CheckpointError as error:
-            return error
-        except OSError as error:
-            return errors.CheckpointError(
-                f"manifest {directory / name} cannot be read ({error}); try again when"
-                " the storage is back"
-            )
-
-    with futures.ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(read, names))
 
 
 def _manifests(

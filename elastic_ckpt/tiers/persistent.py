@@ -16,13 +16,14 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import commit, ocdbt, retention, search
+from elastic_ckpt.tiers import ocdbt, retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.persistent_root import (
     Leftover,
     PersistentRoot,
     manifest_names,
+    read_manifests,
 )
 from elastic_ckpt.tiers.source import Offered, ReadError
 
@@ -57,9 +58,7 @@ class PersistentTier:
         if not self._root.is_committed(step):
             return Offered(sources={}, problems=())
         directory = self._root.final(step)
-        found = commit.read_manifests(
-            directory, self._names(step), run=self._run, step=step
-        )
+        found = read_manifests(directory, self._names(step), run=self._run, step=step)
         source = _StepSource(directory, self._context)
         return Offered(
             sources={

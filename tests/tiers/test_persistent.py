@@ -4,6 +4,7 @@ import datetime
 import errno
 import os
 import pathlib
+import random
 import threading
 
 import numpy as np
@@ -269,6 +270,64 @@ def test_what_cannot_be_read_is_said(root, tier, world, file, offset, told):
     reader = next(iter(tier.offers(5).sources.values()))
     with pytest.raises(source.ReadError, match=told):
         reader.read_into(file, offset, memoryview(bytearray(8)))
+
+
+def flip(content, generator):
+    place = generator.randrange(len(content))
+    changed = bytes([content[place] ^ 1 << generator.randrange(8)])
+    return content[:place] + changed + content[place + 1 :]
+
+
+def swap(content, generator):
+    return generator.randbytes(len(content))
+
+
+DAMAGES = {
+    "a bit is flipped": flip,
+    "it is cut short": lambda content, generator: content[
+        : generator.randrange(len(content))
+    ],
+    "it is empty": lambda *_: b"",
+    "it is another": swap,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_of_a_damaged_file_comes_no_wrong_value_that_passes_its_digest(
+    root, tier, world, damage
+):
+    put(root, world)
+    noticed = 0
+    generator = random.Random(7)
+    for name, content in tree(root.final(5)).items():
+        path = pathlib.Path(root.final(5), name)
+        path.write_bytes(DAMAGES[damage](content, generator))
+        found = tier.offers(5)
+        noticed += len(found.problems) + sum(
+            not healthy(offer.manifest, reader)
+            for offer, reader in found.sources.items()
+        )
+        path.write_bytes(content)
+    # Each host has a manifest and a file of values at least.
+    assert noticed >= 2 * len(world)
+    uploaded.read(tier, 5)
+
+
+def healthy(held, reader):
+    """Whether all that a host lists could be read with its digest; then it is right."""
+    for number in range(len(held.fragments)):
+        fragment = held.fragments.row(number, contents=held.contents)
+        memory = np.zeros(fragment.stored_bytes, np.uint8)
+        try:
+            reader.read_into(fragment.file, fragment.offset, memory.data)
+        except source.ReadError:
+            return False
+        if digest.values_digest(memory) != fragment.digest:
+            return False
+        whole = uploaded.values(held.contents.leaves[fragment.leaf].path)
+        box = tuple(map(slice, fragment.box.start, fragment.box.stop))
+        assert memory.tobytes() == whole[box].tobytes()
+    return True
 
 
 def test_a_part_of_a_chunk_can_be_read(root, tier, world):
