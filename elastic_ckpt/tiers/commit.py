@@ -53,7 +53,9 @@ def commit(
     """
     unfinished = root.unfinished(saved.step, saved.save)
     doing = f"committing {unfinished}"
-    if not root.is_pending(saved.step, run=saved.run, save=saved.save):
+    if not retries.call(
+        doing, lambda: root.is_pending(saved.step, run=saved.run, save=saved.save)
+    ):
         if not root.in_place:
             # A host may have begun once more before it heard of the commit.
             retries.call(doing, lambda: storage.remove(unfinished))
@@ -82,7 +84,7 @@ def commit(
     retries.call(doing, lambda: _write(unfinished / COMMIT_FILE, success))
     if not root.in_place:
         final = root.final(saved.step)
-        retries.call(doing, lambda: storage.rename(unfinished, final))
+        retries.call(doing, lambda: _rename(unfinished, final))
 
 
 def _manifests(
@@ -103,6 +105,12 @@ def _manifests(
             " step again on the hosts that are there"
         )
     return manifests
+
+
+def _rename(unfinished: epath.Path, final: epath.Path) -> None:
+    # Over NFS an attempt that seemed to fail may have been carried out.
+    if unfinished.exists() or not final.exists():
+        storage.rename(unfinished, final)
 
 
 def _files(manifests: Sequence[Manifest]) -> set[str]:

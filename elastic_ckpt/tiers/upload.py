@@ -90,7 +90,10 @@ class Upload:
           CheckpointError: if the step is committed already, or storage fails for good.
         """
         saved = self._saved
-        if not self._root.is_pending(saved.step, run=saved.run, save=saved.save):
+        if not self._retries.call(
+            f"looking for step {saved.step} in {self._root.path}",
+            lambda: self._root.is_pending(saved.step, run=saved.run, save=saved.save),
+        ):
             raise errors.CheckpointError(
                 f"step {saved.step} in {self._root.path} is committed already, by this"
                 f" save {saved.save!r}; nothing is left to upload"

@@ -126,3 +126,23 @@ def test_canonical_json_does_not_depend_on_the_order_of_keys():
     one, other = {"a": 1, "b": [None, "x"]}, {"b": [None, "x"], "a": 1}
     assert storage.canonical_json(one) == storage.canonical_json(other)
     assert json.loads(storage.canonical_json(one)) == one
+
+
+def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").write_bytes(b"new")
+    storage.rename(tmp_path / "new", tmp_path / "step")
+    assert (tmp_path / "step" / "file").read_bytes() == b"new"
+    (tmp_path / "other").mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        storage.rename(tmp_path / "other", tmp_path / "step")
+    assert (tmp_path / "step" / "file").read_bytes() == b"new"
+
+
+def test_files_and_directories_are_removed_and_may_be_gone_already(tmp_path):
+    (tmp_path / "directory" / "below").mkdir(parents=True)
+    (tmp_path / "directory" / "below" / "file").write_bytes(b"content")
+    (tmp_path / "file").write_bytes(b"content")
+    for name in ("directory", "file", "never there"):
+        storage.remove(tmp_path / name)
+    assert not os.listdir(tmp_path)

@@ -143,6 +143,26 @@ def test_a_commit_may_be_repeated(root, world):
     assert tree(root.final(5)) == before
 
 
+def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
+    tmp_path, world, monkeypatch
+):
+    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    saved = uploaded.saved_step()
+    uploaded.write_all(root, saved, world)
+    rename = storage.rename
+
+    def seems_to_fail(source_path, target):
+        rename(source_path, target)
+        raise OSError(errno.EIO, "the answer was lost")
+
+    monkeypatch.setattr(storage, "rename", seems_to_fail)
+    told = []
+    policy = retries.Retries(report=told.append, sleep=lambda _: None)
+    uploaded.commit_all(root, saved, world, retries=policy)
+    assert len(told) == 1
+    uploaded.read(persistent.PersistentTier(root, run=uploaded.RUN), 5)
+
+
 def test_a_committed_step_is_replaced_by_no_other_save(root, tier, world):
     put(root, world)
     before = tree(root.final(5))
