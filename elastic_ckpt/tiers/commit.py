@@ -9,7 +9,6 @@ end the step does not exist, for us or for Orbax, and from then on it is whole.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent import futures
 
 from etils import epath
 
@@ -17,12 +16,15 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import manifest_file, ocdbt
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
-from elastic_ckpt.tiers.persistent_root import COMMIT_FILE, PersistentRoot
-from elastic_ckpt.tiers.retries import Retries
+from elastic_ckpt.tiers.persistent_root import (
+    COMMIT_FILE,
+    PersistentRoot,
+    read_manifests,
+)
+from elastic_ckpt.tiers.retries import PATIENT, Retries
 from elastic_ckpt.tiers.search import Step
 from elastic_ckpt.tiers.upload import SavedStep
 
-_READERS = 32
 _NAMED = 5
 
 
@@ -32,7 +34,7 @@ def commit(
     *,
     hosts: Collection[str],
     orbax_files: Mapping[str, bytes],
-    retries: Retries = Retries(),
+    retries: Retries = PATIENT,
 ) -> None:
     """Commits a step; does nothing if this save of it is committed already.
 
@@ -50,10 +52,13 @@ def commit(
         step, the step exists by another save, or storage fails for good.
     """
     unfinished = root.unfinished(saved.step, saved.save)
-    if not root.check_free(saved.step, run=saved.run, save=saved.save):
+    doing = f"committing {unfinished}"
+    if not retries.call(
+        doing, lambda: root.is_pending(saved.step, run=saved.run, save=saved.save)
+    ):
         if not root.in_place:
             # A host may have begun once more before it heard of the commit.
-            storage.remove(unfinished)
+            retries.call(doing, lambda: storage.remove(unfinished))
         return
     manifests = _manifests(unfinished, saved, sorted(hosts))
     step = Step.of([Offer(tier="persistent", manifest=each) for each in manifests])
@@ -62,7 +67,6 @@ def commit(
             f"{unfinished} cannot be committed: {step.problem()}; upload the step again"
         )
     stores = _stores(manifests)
-    doing = f"committing {unfinished}"
     retries.call(doing, lambda: _drop_unnamed(unfinished, manifests))
     for checkpointable, names in stores.items():
         where = unfinished / checkpointable
@@ -80,22 +84,7 @@ def commit(
     retries.call(doing, lambda: _write(unfinished / COMMIT_FILE, success))
     if not root.in_place:
         final = root.final(saved.step)
-        retries.call(doing, lambda: storage.rename(unfinished, final))
-
-
-def read_manifests(
-    directory: epath.Path, names: Sequence[str], *, run: str, step: int
-) -> list[Manifest | errors.CheckpointError]:
-    """The manifests in a step's directory, or why one cannot be had, in order."""
-
-    def read(name: str) -> Manifest | errors.CheckpointError:
-        try:
-            return manifest_file.read(directory / name, run=run, step=step)
-        except errors.CheckpointError as error:
-            return error
-
-    with futures.ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(read, names))
+        retries.call(doing, lambda: _rename(unfinished, final))
 
 
 def _manifests(
@@ -116,6 +105,12 @@ def _manifests(
             " step again on the hosts that are there"
         )
     return manifests
+
+
+def _rename(unfinished: epath.Path, final: epath.Path) -> None:
+    # Over NFS an attempt that seemed to fail may have been carried out.
+    if unfinished.exists() or not final.exists():
+        storage.rename(unfinished, final)
 
 
 def _files(manifests: Sequence[Manifest]) -> set[str]:

@@ -16,13 +16,14 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import commit, ocdbt, retention, search
+from elastic_ckpt.tiers import ocdbt, retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.persistent_root import (
     Leftover,
     PersistentRoot,
     manifest_names,
+    read_manifests,
 )
 from elastic_ckpt.tiers.source import Offered, ReadError
 
@@ -57,9 +58,7 @@ class PersistentTier:
         if not self._root.is_committed(step):
             return Offered(sources={}, problems=())
         directory = self._root.final(step)
-        found = commit.read_manifests(
-            directory, self._names(step), run=self._run, step=step
-        )
+        found = read_manifests(directory, self._names(step), run=self._run, step=step)
         source = _StepSource(directory, self._context)
         return Offered(
             sources={
@@ -71,12 +70,15 @@ class PersistentTier:
         )
 
     def held(self) -> list[retention.HeldStep]:
-        """The steps of `steps`, as retention wants them.
+        """The steps of this run, as retention wants them.
+
+        A step of which no manifest can be read may be another run's, and is left out.
 
         The time is that of the commit by Orbax's metadata (1970 if that is damaged),
         the metrics are those that Orbax finds too.
         """
-        return [self._held(step) for step in self.steps()]
+        held = [self._held(step) for step in self.steps()]
+        return [step for step in held if step is not None]
 
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, those being uploaded among them."""
@@ -96,23 +98,22 @@ class PersistentTier:
     def _names(self, step: int) -> list[str]:
         return manifest_names(self._root.final(step))
 
-    def _held(self, step: int) -> retention.HeldStep:
+    def _held(self, step: int) -> retention.HeldStep | None:
         directory = self._root.final(step)
         described = _json(directory / "_CHECKPOINT_METADATA")
         nsecs = described.get("commit_timestamp_nsecs") or 0
         time = _BEGINNING + datetime.timedelta(microseconds=nsecs // 1000)
         if (step, time) not in self._whole:
-            self._whole[step, time] = self._is_whole(step)
+            offers = list(self.offers(step).sources)
+            if not offers:
+                return None
+            self._whole[step, time] = search.search(offers).newest is not None
         return retention.HeldStep(
             step=step,
             time=time,
             metrics=_json(directory / "metrics" / "metrics") or None,
             complete=self._whole[step, time],
         )
-
-    def _is_whole(self, step: int) -> bool:
-        newest = search.search(list(self.offers(step).sources)).newest
-        return newest is not None
 
 
 class _StepSource:

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
+from concurrent import futures
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import manifest_file
+from elastic_ckpt.tiers.manifest import Manifest
 
 COMMIT_FILE = "commit_success.txt"
+_READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"0|[1-9]\d*")
 _UNFINISHED = re.compile(rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*))?")
@@ -76,7 +80,7 @@ class PersistentRoot:
             return (self.final(step) / COMMIT_FILE).exists()
         return self.final(step).exists()
 
-    def check_free(self, step: int, *, run: str, save: str) -> bool:
+    def is_pending(self, step: int, *, run: str, save: str) -> bool:
         """Whether a save of a step is still to be committed; False if it was already.
 
         A committed step is never replaced: on no storage could that be done so that at
@@ -103,7 +107,11 @@ class PersistentRoot:
         )
 
     def steps(self) -> list[int]:
-        """The committed steps, ascending."""
+        """The committed steps, ascending.
+
+        Raises:
+          CheckpointError: if they cannot be listed; `leftovers` likewise.
+        """
         numbers = [int(name) for name in self._names() if _STEP.fullmatch(name)]
         return sorted(step for step in numbers if self.is_committed(step))
 
@@ -137,12 +145,38 @@ class PersistentRoot:
         return taken_back
 
     def _names(self) -> list[str]:
-        if not self.path.exists():
-            return []
-        return [child.name for child in self.path.iterdir()]
+        try:
+            if not self.path.exists():
+                return []
+            return [child.name for child in self.path.iterdir()]
+        except OSError as error:
+            raise errors.CheckpointError(
+                f"the steps in {self.path} cannot be listed ({error}); check the path"
+                " and who may read there, or try again when the storage is back"
+            ) from error
 
 
 def manifest_names(directory: epath.Path) -> list[str]:
     """The names of the manifests in the directory of a step, ordered."""
     names = (child.name for child in directory.iterdir())
     return sorted(name for name in names if manifest_file.is_file_name(name))
+
+
+def read_manifests(
+    directory: epath.Path, names: Sequence[str], *, run: str, step: int
+) -> list[Manifest | errors.CheckpointError]:
+    """The manifests in a step's directory, or why one cannot be had, in order."""
+
+    def read(name: str) -> Manifest | errors.CheckpointError:
+        try:
+            return manifest_file.read(directory / name, run=run, step=step)
+        except errors.CheckpointError as error:
+            return error
+        except OSError as error:
+            return errors.CheckpointError(
+                f"manifest {directory / name} cannot be read ({error}); try again when"
+                " the storage is back"
+            )
+
+    with futures.ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(read, names))

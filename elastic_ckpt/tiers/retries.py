@@ -105,6 +105,9 @@ class Retries:
         raise AssertionError("attempts is at least 1")
 
 
+PATIENT = Retries()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Problem:
     permanent: bool

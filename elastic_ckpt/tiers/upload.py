@@ -1,8 +1,8 @@
 """Upload: what one host writes of a step to persistent storage, from its memory.
 
 It writes chunks and files in any order, from any number of threads, and its manifest
-last. When all hosts have done that, one of them commits the step (`commit`). A host that
-was killed begins anew, with or without the others, as often as need be.
+last. When all hosts have done that, one of them commits the step (`commit`). A host
+that was killed begins anew, with or without the others, as often as need be.
 
     <unfinished>/state/ocdbt.process_<host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json  a file of the component `data`
@@ -29,7 +29,7 @@ from elastic_ckpt.tiers.manifest import (
     Manifest,
 )
 from elastic_ckpt.tiers.persistent_root import PersistentRoot
-from elastic_ckpt.tiers.retries import Retries
+from elastic_ckpt.tiers.retries import PATIENT, Retries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Upload:
         saved: SavedStep,
         host: Host,
         *,
-        retries: Retries = Retries(),
+        retries: Retries = PATIENT,
     ) -> None:
         self._root = root
         self._saved = saved
@@ -90,7 +90,10 @@ class Upload:
           CheckpointError: if the step is committed already, or storage fails for good.
         """
         saved = self._saved
-        if not self._root.check_free(saved.step, run=saved.run, save=saved.save):
+        if not self._retries.call(
+            f"looking for step {saved.step} in {self._root.path}",
+            lambda: self._root.is_pending(saved.step, run=saved.run, save=saved.save),
+        ):
             raise errors.CheckpointError(
                 f"step {saved.step} in {self._root.path} is committed already, by this"
                 f" save {saved.save!r}; nothing is left to upload"

@@ -12,6 +12,7 @@ import sys
 ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-stock-orbax"
 CONSTRAINTS = ROOT / "constraints.txt"
+WANTED = ("-c", CONSTRAINTS, "jax", "orbax-checkpoint")
 PROGRAM = pathlib.Path(__file__).parent / "stock_program.py"
 
 
@@ -28,8 +29,7 @@ def set_up():
     python = ENVIRONMENT / "bin" / "python"
     for command in (
         [uv, "venv", "--quiet", "--python", sys.executable, ENVIRONMENT],
-        [uv, "pip", "install", "--quiet", "--python", python, "-c", CONSTRAINTS]
-        + ["jax", "orbax-checkpoint"],
+        [uv, "pip", "install", "--quiet", "--python", python, *WANTED],
     ):
         subprocess.run(command, cwd=ROOT, check=True)
     stamp.write_text(wanted)

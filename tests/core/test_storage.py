@@ -169,3 +169,14 @@ def test_a_tree_is_flushed_with_every_file_and_directory(tmp_path, monkeypatch):
     storage.sync_tree(tmp_path)
     places = [tmp_path, tmp_path / "a", tmp_path / "below", tmp_path / "below" / "b"]
     assert sorted(flushed) == list(map(str, places))
+
+
+def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "file").write_bytes(b"new")
+    storage.rename(tmp_path / "new", tmp_path / "step")
+    assert (tmp_path / "step" / "file").read_bytes() == b"new"
+    (tmp_path / "other").mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        storage.rename(tmp_path / "other", tmp_path / "step")
+    assert (tmp_path / "step" / "file").read_bytes() == b"new"

@@ -1,4 +1,4 @@
-"""An upload that is killed at any point: never half a step, and repeated it is whole."""
+"""An upload that is killed anywhere: never half a step, and whole when repeated."""
 
 import multiprocessing
 import os
@@ -165,6 +165,7 @@ def test_killed_at_any_write_a_step_is_whole_or_is_not_there(
     assert point > 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_while_it_is_removed_a_step_is_whole_or_is_not_there(

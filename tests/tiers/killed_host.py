@@ -149,7 +149,7 @@ POINTS = {
     "remove_before_the_manifest": (remove, storage, "remove", True, 1, [1, 2]),
     "remove_after_the_manifest": (remove, storage, "remove", False, 1, [1]),
     "remove_with_files_half_gone": (remove, os, "unlink", False, 3, [1]),
-    "remove_after_all": (remove, storage, "remove_tree", False, 1, [1]),
+    "remove_after_all": (remove, storage, "remove", False, 2, [1]),
     "clean_with_files_half_gone": (clean, os, "unlink", False, 2, [1]),
 }
 

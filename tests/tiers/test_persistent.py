@@ -4,6 +4,7 @@ import datetime
 import errno
 import os
 import pathlib
+import random
 import threading
 
 import numpy as np
@@ -128,18 +129,38 @@ def test_one_host_alone_may_repeat_its_part(root, tier, world):
     uploaded.write_all(root, saved, world)
     share = uploaded.items(saved)[1::3]
     uploaded.write(root, saved, world[1], share, finish=False)
-    with pytest.raises(errors.CheckpointError, match="not finished.*m1.0"):
+    with pytest.raises(errors.CheckpointError, match=r"not finished.*m1\.0"):
         uploaded.commit_all(root, saved, world)
     uploaded.write(root, saved, world[1], share)
     uploaded.commit_all(root, saved, world)
     uploaded.read(tier, 5)
 
 
-def test_a_commit_may_be_repeated(root, tier, world):
+def test_a_commit_may_be_repeated(root, world):
     saved = put(root, world)
     before = tree(root.final(5))
     uploaded.commit_all(root, saved, world)
     assert tree(root.final(5)) == before
+
+
+def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
+    tmp_path, world, monkeypatch
+):
+    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    saved = uploaded.saved_step()
+    uploaded.write_all(root, saved, world)
+    rename = storage.rename
+
+    def seems_to_fail(source_path, target):
+        rename(source_path, target)
+        raise OSError(errno.EIO, "the answer was lost")
+
+    monkeypatch.setattr(storage, "rename", seems_to_fail)
+    told = []
+    policy = retries.Retries(report=told.append, sleep=lambda _: None)
+    uploaded.commit_all(root, saved, world, retries=policy)
+    assert len(told) == 1
+    uploaded.read(persistent.PersistentTier(root, run=uploaded.RUN), 5)
 
 
 def test_a_committed_step_is_replaced_by_no_other_save(root, tier, world):
@@ -148,7 +169,7 @@ def test_a_committed_step_is_replaced_by_no_other_save(root, tier, world):
     later = uploaded.saved_step(save="1")
     ours = upload.Upload(root, later, world[0])
     for act in (ours.begin, lambda: uploaded.commit_all(root, later, world)):
-        with pytest.raises(errors.CheckpointError, match="its save '0'.*remove it"):
+        with pytest.raises(errors.CheckpointError, match=r"its save '0'.*remove it"):
             act()
     assert tree(root.final(5)) == before
     tier.remove(5)
@@ -251,6 +272,8 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     found = other.offers(5)
     assert not found.sources
     assert len(found.problems) == 3
+    # Nor will that run's retention ever touch it.
+    assert not other.held()
 
 
 @pytest.mark.parametrize(
@@ -269,6 +292,64 @@ def test_what_cannot_be_read_is_said(root, tier, world, file, offset, told):
         reader.read_into(file, offset, memoryview(bytearray(8)))
 
 
+def flip(content, generator):
+    place = generator.randrange(len(content))
+    changed = bytes([content[place] ^ 1 << generator.randrange(8)])
+    return content[:place] + changed + content[place + 1 :]
+
+
+def swap(content, generator):
+    return generator.randbytes(len(content))
+
+
+DAMAGES = {
+    "a bit is flipped": flip,
+    "it is cut short": lambda content, generator: content[
+        : generator.randrange(len(content))
+    ],
+    "it is empty": lambda *_: b"",
+    "it is another": swap,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_of_a_damaged_file_comes_no_wrong_value_that_passes_its_digest(
+    root, tier, world, damage
+):
+    put(root, world)
+    noticed = 0
+    generator = random.Random(7)
+    for name, content in tree(root.final(5)).items():
+        path = pathlib.Path(root.final(5), name)
+        path.write_bytes(DAMAGES[damage](content, generator))
+        found = tier.offers(5)
+        noticed += len(found.problems) + sum(
+            not healthy(offer.manifest, reader)
+            for offer, reader in found.sources.items()
+        )
+        path.write_bytes(content)
+    # Each host has a manifest and a file of values at least.
+    assert noticed >= 2 * len(world)
+    uploaded.read(tier, 5)
+
+
+def healthy(held, reader):
+    """Whether all that a host lists could be read with its digest; then it is right."""
+    for number in range(len(held.fragments)):
+        fragment = held.fragments.row(number, contents=held.contents)
+        memory = np.zeros(fragment.stored_bytes, np.uint8)
+        try:
+            reader.read_into(fragment.file, fragment.offset, memory.data)
+        except source.ReadError:
+            return False
+        if digest.values_digest(memory) != fragment.digest:
+            return False
+        whole = uploaded.values(held.contents.leaves[fragment.leaf].path)
+        box = tuple(map(slice, fragment.box.start, fragment.box.stop))
+        assert memory.tobytes() == whole[box].tobytes()
+    return True
+
+
 def test_a_part_of_a_chunk_can_be_read(root, tier, world):
     put(root, world)
     offer, reader = next(iter(tier.offers(5).sources.items()))
@@ -279,6 +360,21 @@ def test_a_part_of_a_chunk_can_be_read(root, tier, world):
         reader.read_into(fragment.file, 0, memoryview(whole))
         reader.read_into(fragment.file, len(whole) - 4, memoryview(last))
         assert last == whole[-4:]
+
+
+def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
+    storage.write_atomic(tmp_path / "steps", b"a file")
+    tier = persistent.PersistentTier(
+        persistent_root.PersistentRoot.of(tmp_path / "steps"), run=uploaded.RUN
+    )
+    with pytest.raises(errors.CheckpointError, match="cannot be listed"):
+        tier.steps()
+
+
+@pytest.mark.parametrize("place", ["gs://bucket/run", "s3://bucket/run"])
+def test_object_stores_commit_by_a_file_and_paths_by_a_rename(place, tmp_path):
+    assert persistent_root.PersistentRoot.of(place).in_place
+    assert not persistent_root.PersistentRoot.of(tmp_path).in_place
 
 
 def waits():
@@ -328,7 +424,7 @@ def test_in_the_end_waiting_is_given_up():
     policy, slept, _ = waits()
     problem = OSError(errno.EIO, "input/output error")
     with pytest.raises(
-        errors.CheckpointError, match="writing /a failed 4 times.*again"
+        errors.CheckpointError, match=r"writing /a failed 4 times.*again"
     ):
         policy.call("writing /a", failing(*[problem] * 4))
     assert len(slept) == 3
@@ -356,10 +452,9 @@ def test_what_storage_did_not_say_is_not_retried():
     assert not slept
 
 
-def test_an_upload_waits_for_storage_that_is_away(root, tier, world):
+def test_an_upload_waits_for_storage_that_is_away(root, world):
     saved = uploaded.saved_step()
-    # A file where the directory of the steps should be: put right in the meantime.
-    storage.write_atomic(root.path.parent / "away", b"")
+    # The steps lie behind a link, and what it points to is not there at first.
     blocked = persistent_root.PersistentRoot(
         path=root.path.parent / "link" / "steps", in_place=root.in_place
     )
