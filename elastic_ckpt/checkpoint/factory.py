@@ -10,8 +10,8 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import exchange, hosts, joining, tiered
 from elastic_ckpt.core import errors, events, storage, topology
-from elastic_ckpt.tiers import host_tiers, host_world
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice
+from elastic_ckpt.tiers.host import host_tiers, host_world
 
 
 def Checkpointer(
@@ -48,7 +48,7 @@ def Checkpointer(
         slice_name=slice_name or topology.hardware_slice(),
         local_tier=local,
         peers=cast(Peers, chosen.get(Peers, Peers(copies=0))),
-        persistent_tier=cast(Persistent | None, persistent),
+        storage=cast(Persistent | None, persistent),
     )
     world = hosts.InEveryProcess(host_tiers.HostTiers(own), exchange.of_this_world())
     joining.join(world)

@@ -16,7 +16,7 @@ from absl import logging
 
 from elastic_ckpt.checkpoint import exchange
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.host_tiers import HostTiers
+from elastic_ckpt.tiers.host.host_tiers import HostTiers
 
 
 class HostsFailed(errors.CheckpointError):

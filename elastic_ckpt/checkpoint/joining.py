@@ -10,7 +10,7 @@ import collections
 from collections.abc import Sequence
 
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.tiers import known_agents
+from elastic_ckpt.tiers.peers import known_agents
 
 
 def join(hosts: Hosts) -> None:

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import ocdbt
+from elastic_ckpt.tiers.persistent import ocdbt
 
 KeyPath = tuple[Any, ...]
 

@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.hosts import Hosts, HostsFailed
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.tiers import recovery
+from elastic_ckpt.tiers.host import recovery
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

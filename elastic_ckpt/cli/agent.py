@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from elastic_ckpt.tiers import agent_command
+from elastic_ckpt.tiers.peers import agent_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import persistent, persistent_root
+from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.checkpoint import orbax_steps, stock_environment, stock_program
 
 # What Orbax says when it is not told where arrays shall lie.
@@ -118,7 +118,7 @@ def test_orbax_finds_only_committed_steps_and_cleans_the_others_away(kind, tmp_p
     context.atomicity.mode = (
         mode.COMMIT_FILE if kind == "in place" else mode.ATOMIC_RENAME
     )
-    tier = persistent.PersistentTier(root, run=orbax_steps.RUN)
+    tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
     assert len(tier.leftovers()) == 1
     with (
         context,
@@ -136,7 +136,7 @@ def test_orbax_goes_on_in_our_directory_and_its_steps_are_foreign(tmp_path):
     with ocp.training.Checkpointer(tmp_path) as stock:
         stock.save_checkpointables(6, trees())
         assert [each.step for each in stock.checkpoints] == [5, 6]
-    tier = persistent.PersistentTier(root, run=orbax_steps.RUN)
+    tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
     assert tier.steps() == [5]
     assert tier.foreign_steps() == [6]
     assert [each.step for each in tier.held()] == [5]

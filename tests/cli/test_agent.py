@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from elastic_ckpt.tiers import agent, secret
+from elastic_ckpt.tiers.peers import agent, secret
 from tests import runs
 from tests.tiers import served
 
@@ -15,7 +15,7 @@ VERB = ("elastic_ckpt.cli.main", "agent")
 # A program that starts an agent, and says where it is.
 PARENT = (
     "import subprocess, sys\n"
-    "command = [sys.executable, '-m', 'elastic_ckpt.tiers.agent_command', sys.argv[1],"
+    "command = [sys.executable, '-m', 'elastic_ckpt.tiers.peers.agent_command', sys.argv[1],"
     " '--until-stdin-closes']\n"
     "started = subprocess.Popen(command, stdin=subprocess.PIPE)\n"
     "started.wait()\n"
@@ -88,7 +88,7 @@ def test_a_second_agent_ends_with_an_error_that_names_the_first(root):
     with served.agent_process(root) as (_, url):
         for arguments in (
             runs.command("agent", root),
-            [sys.executable, "-m", "elastic_ckpt.tiers.agent_command", str(root)],
+            [sys.executable, "-m", "elastic_ckpt.tiers.peers.agent_command", str(root)],
         ):
             ended = subprocess.run(
                 arguments, capture_output=True, text=True, check=False
@@ -133,7 +133,7 @@ def test_a_port_beyond_the_last_is_refused(root):
 
 def test_an_agent_imports_no_jax():
     program = (
-        "import sys, elastic_ckpt.tiers.agent\n"
+        "import sys, elastic_ckpt.tiers.peers.agent\n"
         "print({'jax', 'numpy', 'tensorstore', 'orbax'} & set(sys.modules))"
     )
     ended = subprocess.run(

@@ -9,7 +9,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import ocdbt, persistent, persistent_root
+from elastic_ckpt.tiers.persistent import ocdbt, persistent_root, persistent_tier
 from tests.tiers import uploaded
 
 # All that an upload and a commit do to storage.
@@ -82,7 +82,7 @@ def remove_and_die(root, point, moment):
 
     for name in ("rename", "remove"):
         setattr(storage, name, dying(getattr(storage, name)))
-    persistent.PersistentTier(root, run=uploaded.RUN).remove(5)
+    persistent_tier.PersistentTier(root, run=uploaded.RUN).remove(5)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def orbax_steps(root):
 
 
 def check_all_or_nothing(root):
-    tier = persistent.PersistentTier(root, run=uploaded.RUN)
+    tier = persistent_tier.PersistentTier(root, run=uploaded.RUN)
     assert tier.steps() == orbax_steps(root)
     if tier.steps():
         uploaded.read(tier, 5)

@@ -37,7 +37,11 @@ class Machines:
             if number not in self._agents:
                 process = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "elastic_ckpt.tiers.agent_command"),
+                        *(
+                            sys.executable,
+                            "-m",
+                            "elastic_ckpt.tiers.peers.agent_command",
+                        ),
                         self.directory(number),
                     ],
                     stdout=subprocess.PIPE,

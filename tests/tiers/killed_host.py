@@ -14,8 +14,9 @@ import sys
 import numpy as np
 
 from elastic_ckpt.core import boxes, digest, host_memory, storage
-from elastic_ckpt.tiers import capture, local, manifest, manifest_file, ram_disk
-from elastic_ckpt.tiers.chunk_writer import ChunkWriter
+from elastic_ckpt.tiers import capture, manifest, manifest_file
+from elastic_ckpt.tiers.ram import local, ram_disk
+from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 
 RUN = "run-7"
 OTHER = "ffff.0"

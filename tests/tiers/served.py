@@ -51,7 +51,7 @@ def manifest_of(step, files, *, slot="0", run=RUN):
 
 
 @contextlib.contextmanager
-def agent_process(root, *arguments, verb=("elastic_ckpt.tiers.agent_command",)):
+def agent_process(root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_command",)):
     """An agent in a process of its own, which ends with the block; yields both."""
     with subprocess.Popen(
         [

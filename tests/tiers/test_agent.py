@@ -8,13 +8,8 @@ import stat
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import (
-    agent,
-    agent_connections,
-    bandwidth,
-    machine,
-    secret,
-)
+from elastic_ckpt.tiers.peers import agent, agent_connections, bandwidth, secret
+from elastic_ckpt.tiers.ram import machine
 from tests.tiers import served
 
 CONTENT = bytes(range(256)) * 8

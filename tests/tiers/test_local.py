@@ -15,15 +15,8 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import boxes, digest, errors, host_memory, storage
-from elastic_ckpt.tiers import (
-    capture,
-    layout,
-    local,
-    manifest,
-    ram_disk,
-    source,
-    step_writer,
-)
+from elastic_ckpt.tiers import capture, layout, manifest, source
+from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from tests.tiers import killed_host
 from tests.tiers.test_capture import random_bits
 

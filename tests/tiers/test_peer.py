@@ -11,17 +11,16 @@ import trustme
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import (
+from elastic_ckpt.tiers import manifest_file, source
+from elastic_ckpt.tiers.peers import (
     agent,
     agent_connections,
     bandwidth,
-    manifest_file,
     peer,
     peer_client,
     peer_connection,
     peer_endpoint,
     secret,
-    source,
 )
 from tests.tiers import read_contract, served
 from tests.tiers.scripted_peer import ScriptedPeer, answer, wanted_range

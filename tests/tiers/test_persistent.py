@@ -11,15 +11,13 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.tiers import (
+from elastic_ckpt.tiers import manifest_file, search, source
+from elastic_ckpt.tiers.persistent import (
     commit,
-    manifest_file,
     ocdbt,
-    persistent,
     persistent_root,
+    persistent_tier,
     retries,
-    search,
-    source,
     upload,
 )
 from tests.tiers import uploaded
@@ -36,7 +34,7 @@ def root(request, tmp_path):
 
 @pytest.fixture
 def tier(root):
-    return persistent.PersistentTier(root, run=uploaded.RUN)
+    return persistent_tier.PersistentTier(root, run=uploaded.RUN)
 
 
 @pytest.fixture
@@ -160,7 +158,7 @@ def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
     policy = retries.Retries(report=told.append, sleep=lambda _: None)
     uploaded.commit_all(root, saved, world, retries=policy)
     assert len(told) == 1
-    uploaded.read(persistent.PersistentTier(root, run=uploaded.RUN), 5)
+    uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 5)
 
 
 def test_a_committed_step_is_replaced_by_no_other_save(root, tier, world):
@@ -268,7 +266,7 @@ def test_a_manifest_that_was_altered_is_a_problem_and_no_offer(root, tier, world
 
 def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     put(root, world)
-    other = persistent.PersistentTier(root, run="another")
+    other = persistent_tier.PersistentTier(root, run="another")
     found = other.offers(5)
     assert not found.sources
     assert len(found.problems) == 3
@@ -364,7 +362,7 @@ def test_a_part_of_a_chunk_can_be_read(root, tier, world):
 
 def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
     storage.write_atomic(tmp_path / "steps", b"a file")
-    tier = persistent.PersistentTier(
+    tier = persistent_tier.PersistentTier(
         persistent_root.PersistentRoot.of(tmp_path / "steps"), run=uploaded.RUN
     )
     with pytest.raises(errors.CheckpointError, match="cannot be listed"):
@@ -469,7 +467,7 @@ def test_an_upload_waits_for_storage_that_is_away(root, world):
     uploaded.write_all(blocked, saved, world, retries=policy)
     assert told
     uploaded.commit_all(blocked, saved, world)
-    uploaded.read(persistent.PersistentTier(blocked, run=uploaded.RUN), 5)
+    uploaded.read(persistent_tier.PersistentTier(blocked, run=uploaded.RUN), 5)
 
 
 def test_names_of_manifests_are_told_from_others():

@@ -3,7 +3,8 @@
 import numpy as np
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.tiers import commit, layout, manifest, ocdbt, upload
+from elastic_ckpt.tiers import layout, manifest
+from elastic_ckpt.tiers.persistent import commit, ocdbt, upload
 
 RUN = "run-7"
 SHAPES = {"state/params/w": (8, 6), "state/params/b": (6,), "state/step": ()}

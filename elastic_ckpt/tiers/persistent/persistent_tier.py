@@ -16,10 +16,11 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import ocdbt, retention, search
+from elastic_ckpt.tiers import retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
-from elastic_ckpt.tiers.persistent_root import (
+from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent.persistent_root import (
     Leftover,
     PersistentRoot,
     manifest_names,

@@ -13,8 +13,9 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import find, read_plan, recovery, trees, verified_read
-from elastic_ckpt.tiers.host_world import Answer, HostWorld
+from elastic_ckpt.tiers import find, read_plan, trees, verified_read
+from elastic_ckpt.tiers.host import recovery
+from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
 
 
 class HostReader:

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from elastic_ckpt.core import checked_json
-from elastic_ckpt.tiers import layout, manifest, manifest_file, peer_client, source
+from elastic_ckpt.tiers import layout, manifest, manifest_file, source
 from elastic_ckpt.tiers.holdings import Offer
-from elastic_ckpt.tiers.peer_endpoint import Endpoint
+from elastic_ckpt.tiers.peers import peer_client
+from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20

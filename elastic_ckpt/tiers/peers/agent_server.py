@@ -22,7 +22,7 @@ from aiohttp import http, web
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import agent_connections, agent_tree, bandwidth, secret
+from elastic_ckpt.tiers.peers import agent_connections, agent_tree, bandwidth, secret
 
 VERSION = 1
 _FILES = "/v1/hosts/"

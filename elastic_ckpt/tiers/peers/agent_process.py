@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import agent
+from elastic_ckpt.tiers.peers import agent
 
 
 class AgentProcess:
@@ -58,7 +58,12 @@ def _start(service: agent.Service) -> subprocess.Popen[str]:
     ]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "elastic_ckpt.tiers.agent_command", service.root),
+            *(
+                sys.executable,
+                "-m",
+                "elastic_ckpt.tiers.peers.agent_command",
+                service.root,
+            ),
             *given,
             "--until-stdin-closes",
         ],

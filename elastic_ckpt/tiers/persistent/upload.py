@@ -19,7 +19,7 @@ import numpy as np
 import tensorstore as ts
 
 from elastic_ckpt.core import boxes, errors, storage
-from elastic_ckpt.tiers import layout, manifest_file, ocdbt
+from elastic_ckpt.tiers import layout, manifest_file
 from elastic_ckpt.tiers.manifest import (
     ComponentFile,
     Contents,
@@ -28,8 +28,9 @@ from elastic_ckpt.tiers.manifest import (
     Host,
     Manifest,
 )
-from elastic_ckpt.tiers.persistent_root import PersistentRoot
-from elastic_ckpt.tiers.retries import PATIENT, Retries
+from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,11 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, digest, errors, storage
-from elastic_ckpt.tiers import manifest_file, ram_disk
+from elastic_ckpt.tiers import manifest_file
 from elastic_ckpt.tiers.capture import Captured
-from elastic_ckpt.tiers.chunk_writer import WRITE_ERRORS, ChunkWriter
 from elastic_ckpt.tiers.manifest import ComponentFile, Fragment, Fragments, Manifest
+from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS, ChunkWriter
 
 
 class WrittenFile(NamedTuple):

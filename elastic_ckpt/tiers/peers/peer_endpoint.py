@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from elastic_ckpt.tiers import bandwidth, peer_connection, source
+from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers.peers import bandwidth, peer_connection
 
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.

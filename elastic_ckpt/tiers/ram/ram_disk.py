@@ -21,8 +21,8 @@ from etils import epath
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import layout, manifest_file
 from elastic_ckpt.tiers.holdings import Offer
-from elastic_ckpt.tiers.machine import machine_id
 from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.tiers.ram.machine import machine_id
 from elastic_ckpt.tiers.source import Offered, ReadError, Source
 
 # In the directory of a step that is being written: how large it will be.

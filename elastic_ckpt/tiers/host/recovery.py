@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import local, read_plan, trees, verified_read
+from elastic_ckpt.tiers import read_plan, trees, verified_read
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.manifest import Host
+from elastic_ckpt.tiers.ram import local
 
 NEARNESS = ("local", "close", "distant", "persistent")
 

@@ -13,17 +13,18 @@ from collections.abc import Collection, Mapping, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import manifest_file, ocdbt
+from elastic_ckpt.tiers import manifest_file
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
-from elastic_ckpt.tiers.persistent_root import (
+from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
     read_manifests,
 )
-from elastic_ckpt.tiers.retries import PATIENT, Retries
+from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
+from elastic_ckpt.tiers.persistent.upload import SavedStep
 from elastic_ckpt.tiers.search import Step
-from elastic_ckpt.tiers.upload import SavedStep
 
 _NAMED = 5
 

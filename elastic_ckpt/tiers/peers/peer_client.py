@@ -9,7 +9,7 @@ from types import TracebackType
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import bandwidth, peer_endpoint
+from elastic_ckpt.tiers.peers import bandwidth, peer_endpoint
 
 
 class PeerClient:

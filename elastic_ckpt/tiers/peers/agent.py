@@ -1,7 +1,7 @@
 """The agent of a machine: serves its RAM disk, and outlives the training processes.
 
-It is a process of its own (`elastic-ckpt agent DIRECTORY`; in an image without the
-command line `python -m elastic_ckpt.tiers.agent_command DIRECTORY`), so that what a
+It is a process of its own (`elastic-ckpt agent DIRECTORY`; where the command line is not
+installed, `python -m elastic_ckpt.tiers.peers.agent_command DIRECTORY`), so that what a
 machine holds can be read by a new world before, while and after a training process of
 that machine is there. It only hands out bytes: it knows no policy, and writes nothing
 but `<root>/agent.json`, which says where it listens. For a single controller, and for
@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterator
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import agent_server, bandwidth, machine, secret
+from elastic_ckpt.tiers.peers import agent_server, bandwidth, secret
+from elastic_ckpt.tiers.ram import machine
 
 ADDRESS_FILE = "agent.json"
 _LOCK_FILE = "agent.lock"

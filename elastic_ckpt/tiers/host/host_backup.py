@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 
-from elastic_ckpt.tiers import commit, ocdbt, upload, uploads, verified_read
+from elastic_ckpt.tiers import uploads, verified_read
 from elastic_ckpt.tiers.holdings import Holdings
-from elastic_ckpt.tiers.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
 from elastic_ckpt.tiers.manifest import Host
-from elastic_ckpt.tiers.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent import commit, ocdbt, upload
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
 # Small chunks want many at a time; of large ones each is in memory.
 _THREADS = 16

@@ -10,18 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors, host_memory
-from elastic_ckpt.tiers import (
-    capture,
-    placement,
-    replication,
-    retention,
-    step_writer,
-    trees,
-    verified_read,
-)
+from elastic_ckpt.tiers import capture, placement, retention, trees, verified_read
 from elastic_ckpt.tiers.holdings import Holdings, Offer
-from elastic_ckpt.tiers.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.host import replication
+from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
 from elastic_ckpt.tiers.manifest import ComponentFile, Contents, Host
+from elastic_ckpt.tiers.ram import step_writer
 from elastic_ckpt.tiers.source import Source
 
 

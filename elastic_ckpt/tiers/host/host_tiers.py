@@ -10,10 +10,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from elastic_ckpt.tiers.host_backup import HostBackup
-from elastic_ckpt.tiers.host_reader import HostReader
-from elastic_ckpt.tiers.host_saver import HostSaver
-from elastic_ckpt.tiers.host_world import HostWorld
+from elastic_ckpt.tiers.host.host_backup import HostBackup
+from elastic_ckpt.tiers.host.host_reader import HostReader
+from elastic_ckpt.tiers.host.host_saver import HostSaver
+from elastic_ckpt.tiers.host.host_world import HostWorld
 
 
 class HostTiers:

@@ -12,21 +12,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.tiers import (
-    agent,
-    agent_process,
-    known_agents,
-    local,
-    peer,
-    peer_client,
-    persistent,
-    persistent_root,
-    ram_disk,
-    secret,
-)
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Host
+from elastic_ckpt.tiers.peers import (
+    agent,
+    agent_process,
+    known_agents,
+    peer,
+    peer_client,
+    secret,
+)
+from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
+from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import Source, Tier
 
 Answer = dict[str, Any]
@@ -41,7 +39,7 @@ class HostWorld:
       slice_name: the slice that it is in.
       local_tier: the local tier.
       peers: the peer tier.
-      persistent_tier: None if there is none.
+      storage: the persistent tier; None if there is none.
 
     Attributes:
       run: the identity of the run.
@@ -65,7 +63,7 @@ class HostWorld:
         slice_name: str,
         local_tier: Local,
         peers: Peers,
-        persistent_tier: Persistent | None,
+        storage: Persistent | None,
     ) -> None:
         self.run = run
         self.peers = peers
@@ -74,10 +72,10 @@ class HostWorld:
             local_tier.directory, run=run, limit_bytes=local_tier.limit_bytes
         )
         self.root: persistent_root.PersistentRoot | None = None
-        self.persistent: persistent.PersistentTier | None = None
-        if persistent_tier is not None:
-            self.root = persistent_root.PersistentRoot.of(persistent_tier.directory)
-            self.persistent = persistent.PersistentTier(self.root, run=run)
+        self.persistent: persistent_tier.PersistentTier | None = None
+        if storage is not None:
+            self.root = persistent_root.PersistentRoot.of(storage.directory)
+            self.persistent = persistent_tier.PersistentTier(self.root, run=run)
         self._number = number
         self._slice_name = slice_name
         self._ram_tiers: list[Tier] = [self.disk]

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import ram_disk, step_writer
-from elastic_ckpt.tiers.chunk_writer import ChunkWriter
 from elastic_ckpt.tiers.manifest import (
     ComponentFile,
     Contents,
@@ -29,6 +27,8 @@ from elastic_ckpt.tiers.manifest import (
     Host,
     Manifest,
 )
+from elastic_ckpt.tiers.ram import ram_disk, step_writer
+from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 
 
 class Held(NamedTuple):

@@ -1,6 +1,6 @@
 """The command line of the agent, as `elastic-ckpt agent` and as a module of its own.
 
-    python -m elastic_ckpt.tiers.agent_command /dev/shm/run --interface 10.0.0.7
+    python -m elastic_ckpt.tiers.peers.agent_command /dev/shm/run --interface 10.0.0.7
 
 The secret is in a file, never on a command line: others on the machine could read it.
 """
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until it is told to end; prints where it listens."""
-    from elastic_ckpt.tiers import agent
+    from elastic_ckpt.tiers.peers import agent
 
     agent.run(
         agent.Service(

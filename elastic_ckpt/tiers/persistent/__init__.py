@@ -1,0 +1,1 @@
+"""The persistent tier: ordinary Orbax checkpoints, written and read without Orbax."""
