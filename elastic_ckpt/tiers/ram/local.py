@@ -180,7 +180,7 @@ class LocalHost:
         storage.write_atomic(directory / file.path, content)
 
     def remove(self, step: int, save: str) -> None:
-        """Removes a save of a step, which must not be in flight; the manifest goes first."""
+        """Removes a save of a step that is not in flight, its manifest first."""
         assert (step, save) not in self.in_flight
         # After a crash what is left has no manifest, so that it is known as a leftover.
         storage.remove(self.disk.manifest_path(self.slot, step, save))
