@@ -15,8 +15,8 @@ VERB = ("elastic_ckpt.cli.main", "agent")
 # A program that starts an agent, and says where it is.
 PARENT = (
     "import subprocess, sys\n"
-    "command = [sys.executable, '-m', 'elastic_ckpt.tiers.peers.agent_command', sys.argv[1],"
-    " '--until-stdin-closes']\n"
+    "program = 'elastic_ckpt.tiers.peers.agent_command'\n"
+    "command = [sys.executable, '-m', program, sys.argv[1], '--until-stdin-closes']\n"
     "started = subprocess.Popen(command, stdin=subprocess.PIPE)\n"
     "started.wait()\n"
 )

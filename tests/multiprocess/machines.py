@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 
+from elastic_ckpt.tiers.peers import agent_command
+
 
 class Machines:
     """Some machines; at the end of the block nothing of them is left."""
@@ -40,7 +42,7 @@ class Machines:
                         *(
                             sys.executable,
                             "-m",
-                            "elastic_ckpt.tiers.peers.agent_command",
+                            agent_command.__name__,
                         ),
                         self.directory(number),
                     ],

@@ -108,6 +108,6 @@ def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
         (copied,) = (each for each in events if each["event"] == "replicated")
         assert (copied["copies"], copied["bytes"]) == (0, 0)
         told = " ".join(reasons(events, "degraded"))
-        assert ("state/w[" in told) == sharded
+        assert ("state/b[" in told) == sharded
         for number in range(4):
             ram.lose(number)

@@ -1,6 +1,6 @@
 """The agent of a machine: serves its RAM disk, and outlives the training processes.
 
-It is a process of its own (`elastic-ckpt agent DIRECTORY`; where the command line is not
+It is a process of its own (`elastic-ckpt agent DIRECTORY`; where that is not
 installed, `python -m elastic_ckpt.tiers.peers.agent_command DIRECTORY`), so that what a
 machine holds can be read by a new world before, while and after a training process of
 that machine is there. It only hands out bytes: it knows no policy, and writes nothing

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.peers import agent, agent_command
 
 
 class AgentProcess:
@@ -61,7 +61,7 @@ def _start(service: agent.Service) -> subprocess.Popen[str]:
             *(
                 sys.executable,
                 "-m",
-                "elastic_ckpt.tiers.peers.agent_command",
+                agent_command.__name__,
                 service.root,
             ),
             *given,
