@@ -79,7 +79,7 @@ def _orbax(chosen: dict[type, TierChoice]) -> ocp.training.Checkpointer:
     policies = ocp.training.save_decision_policies
     save: Any = policies.AnySavePolicy(
         [
-            policies.FixedIntervalPolicy(persistent.every),
+            policies.FixedIntervalPolicy(persistent.every or 1),
             policies.PreemptionCheckpointingPolicy(),
         ]
     )

@@ -63,8 +63,15 @@ class Hosts(Protocol):
         """
         ...
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
+    ) -> None:
         """Checks that the step which was opened has what is wanted of it.
+
+        Args:
+          trees: that are wanted.
+          components: that are wanted.
+          partial: whether trees may lack leaves that were saved.
 
         Raises:
           HostsFailed: with what it has instead.
@@ -112,9 +119,11 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._own.saver.capture(step, save, trees)
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
+    ) -> None:
         """See `Hosts`."""
-        self.all("reader.check", trees, components)
+        self.all("reader.check", trees, components, partial)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

@@ -56,16 +56,25 @@ class SaveStages:
 
     Args:
       hosts: of the world.
+      back_up_every_secs: between two backups; None if only steps count.
       tell: hears what happens, in the threads of the stages.
 
     Attributes:
       committed: the newest step that was committed here, with its save; None before.
     """
 
-    def __init__(self, hosts: Hosts, *, tell: events.Emit) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        back_up_every_secs: float | None = None,
+        tell: events.Emit,
+    ) -> None:
         self.committed: tuple[int, str] | None = None
         self._hosts = hosts
         self._tell = tell
+        self._back_up_every_secs = back_up_every_secs
+        self._backed_up_secs = time.monotonic()
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
         self._backup_stage = Stage("back-up")
@@ -123,13 +132,14 @@ class SaveStages:
         return True
 
     def _begin_others(self, saving: Saving) -> None:
-        said = self._hosts.all(
-            "world.say", [self._copy_stage.idle, self._backup_stage.idle]
-        )
-        can_copy, can_back_up = (all(of) for of in zip(*said, strict=True))
-        if saving.back_up or self._late is not None:
+        own = [self._copy_stage.idle, self._backup_stage.idle, self._is_time()]
+        said = self._hosts.all("world.say", own)
+        can_copy, can_back_up, _ = (all(of) for of in zip(*said, strict=True))
+        # Clocks differ: that of host 0 counts.
+        if saving.back_up or self._late is not None or said[0][2]:
             if can_back_up:
                 self._late, self._in_backup = None, saving.step
+                self._backed_up_secs = time.monotonic()
                 self._backup_stage.start(functools.partial(self._back_up, saving))
             else:
                 self._late = saving
@@ -142,6 +152,10 @@ class SaveStages:
         else:
             why = "copies of an earlier step are not done; it gets none"
             self._degraded("peer", saving.step, why)
+
+    def _is_time(self) -> bool:
+        secs = self._back_up_every_secs
+        return secs is not None and time.monotonic() - self._backed_up_secs >= secs
 
     def _replicate(self, step: int, save: str) -> None:
         began_secs = time.monotonic()

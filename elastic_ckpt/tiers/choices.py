@@ -81,13 +81,15 @@ class Persistent:
 
     Attributes:
       directory: a local path, an NFS mount or an object store.
-      every: steps between two backups.
+      every: steps between two backups; None if only minutes count.
+      every_minutes: between two backups, each of the next step that is saved.
       keep: Orbax's preservation policy; by default all steps.
     """
 
     directory: epath.PathLike
     _: dataclasses.KW_ONLY
-    every: int = 1
+    every: int | None = None
+    every_minutes: float | None = None
     keep: PreservationPolicy | None = None
 
 

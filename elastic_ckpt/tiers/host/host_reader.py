@@ -74,8 +74,16 @@ class HostReader:
         self.forget()
         self._restoring = _Restoring(found=found, reader=reader)
 
-    def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
-        """Raises a CheckpointError unless the step has what is wanted of it."""
+    def check(
+        self, of_trees: Mapping[str, Any], components: Sequence[str], partial: bool
+    ) -> None:
+        """Raises a CheckpointError unless the step has what is wanted of it.
+
+        Args:
+          of_trees: that are wanted.
+          components: that are wanted.
+          partial: whether trees may lack leaves that were saved.
+        """
         restoring = self._opened()
         held = restoring.found.step
         contents = held.holdings.contents
@@ -86,7 +94,8 @@ class HostReader:
                 f" {sorted(contents.components)}: restore what it has"
             )
         restoring.wanted = trees.wanted(of_trees)
-        trees.check(restoring.wanted, contents, step=held.step)
+        of = () if partial else tuple(of_trees)
+        trees.check(restoring.wanted, contents, step=held.step, whole=of)
 
     def read(self) -> Answer:
         """Reads and verifies what this host's devices need of the step.

@@ -129,7 +129,6 @@ class HostWorld:
         self.own = self._closing.enter_context(
             local.LocalHost(self.disk, slot=slot, domains=domains, number=self._number)
         )
-        self.own.clean()
         listens = None
         if slot == 0:
             own_agent = agent_process.AgentProcess(self._service())
@@ -143,6 +142,8 @@ class HostWorld:
     def meet(self, hosts: Sequence[Answer], agents: Mapping[str, Answer]) -> None:
         """Learns who is there, and where agents listen, those of idle machines too."""
         self.hosts = [Host(**host) for host in hosts]
+        # Only now: who lives has its slot by now, so no slot of theirs is cleaned.
+        self.own.clean()
         known_agents.write(self.disk.root, agents)
         tls = self.peers.tls
         client = peer_client.PeerClient(
