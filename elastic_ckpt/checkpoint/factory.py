@@ -47,7 +47,7 @@ def Checkpointer(
         number=topology.this_host(),
         slice_name=slice_name or topology.hardware_slice(),
         local_tier=local,
-        peers=cast(Peers, chosen.get(Peers, Peers(copies=0))),
+        peers=cast(Peers | None, chosen.get(Peers)),
         storage=cast(Persistent | None, persistent),
     )
     world = hosts.InEveryProcess(host_tiers.HostTiers(own), exchange.of_this_world())

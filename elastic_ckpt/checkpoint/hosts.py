@@ -19,6 +19,13 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.host.host_tiers import HostTiers
 
 
+# How long hosts wait for each other. What storage or a network takes its time for may
+# take hours; of a host that dies the coordination service tells at once.
+_PATIENCE_SECS = 600.0
+_LONG_SECS = 24 * 3600.0
+_LONG_PHASES = frozenset({"saver.replicate", "backup.back_up", "first/backup.commit"})
+
+
 class HostsFailed(errors.CheckpointError):
     """What some hosts were asked for failed there.
 
@@ -145,7 +152,8 @@ class InEveryProcess:
             return {"failed": f"{phase} failed with {last}; see this host's log"}
 
     def _gather(self, kind: str, answer: dict[str, Any]) -> list[Any]:
-        answers = self._exchange.gather(kind, answer)
+        patience = _LONG_SECS if kind in _LONG_PHASES else _PATIENCE_SECS
+        answers = self._exchange.gather(kind, answer, timeout_secs=patience)
         failed = {
             number: each["failed"]
             for number, each in enumerate(answers)

@@ -74,7 +74,7 @@ class TieredCheckpointer:
             tell=self._tell,
         )
         self._found = restore.find(hosts, None, without=[], emit=emit)
-        self._save = hosts.first("world.new_save")
+        self._save = self._new_save()
 
     @property
     def latest(self) -> restore.Found | None:
@@ -220,7 +220,7 @@ class TieredCheckpointer:
         )
         self._stages.committed = None
         # What is saved from here on is not to be mixed with what was saved before.
-        self._save = self._hosts.first("world.new_save")
+        self._save = self._new_save()
         return restored
 
     def load(
@@ -274,6 +274,10 @@ class TieredCheckpointer:
         preempted = multihost.reached_preemption(step)
         every = self._persistent.every
         return preempted or (every is not None and step % every == 0)
+
+    def _new_save(self) -> str:
+        after = "" if self._found is None else self._found.save
+        return self._hosts.first("world.new_save", after)
 
     def _tell(self, name: str, **fields: Json) -> None:
         self._told.put((name, fields))
