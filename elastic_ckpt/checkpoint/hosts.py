@@ -18,7 +18,6 @@ from elastic_ckpt.checkpoint import exchange
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.host.host_tiers import HostTiers
 
-
 # How long hosts wait for each other. What storage or a network takes its time for may
 # take hours; of a host that dies the coordination service tells at once.
 _PATIENCE_SECS = 600.0
