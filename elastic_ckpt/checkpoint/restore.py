@@ -109,6 +109,12 @@ def restore(
     restored = {**hosts.arrays(trees), **stateful}
     hosts.all("reader.forget")
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
+    if hosts.own == 0:
+        # Those of all hosts, so once.
+        for near, metric in metrics.CHECKPOINT_READ.items():
+            metric.record(read_bytes[f"{near}_bytes"])
+        metrics.CHECKPOINT_BAD_COPIES.record(num_bad)
+        metrics.CHECKPOINT_REPAIRED.record(num_repaired)
     emit(
         "restored_from",
         step=found.step,

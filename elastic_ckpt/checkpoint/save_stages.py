@@ -170,13 +170,12 @@ class SaveStages:
             if why not in self._lacking:
                 self._degraded("peer", step, why)
         self._lacking = problems
-        self._tell(
-            "replicated",
-            step=step,
-            copies=sum(each["copies"] for each in said),
-            bytes=sum(each["bytes"] for each in said),
-            secs=time.monotonic() - began_secs,
-        )
+        num_bytes = sum(each["bytes"] for each in said)
+        secs = time.monotonic() - began_secs
+        self._record(metrics.CHECKPOINT_COPY, num_bytes)
+        self._record(metrics.CHECKPOINT_COPY_SECS, secs)
+        copies = sum(each["copies"] for each in said)
+        self._tell("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
         # Older steps go when this one survives a loss, and not before.
         if not any(each["diverged"] for each in said):
             late = None if self._late is None else self._late.step
@@ -201,9 +200,16 @@ class SaveStages:
         else:
             num_bytes = sum(each["bytes"] for each in said)
             secs = time.monotonic() - began_secs
+            self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
+            self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
             self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
         finally:
             self._in_backup = None
+
+    def _record(self, metric: metrics.Metric, value: float) -> None:
+        # Values of all hosts are recorded once.
+        if self._hosts.own == 0:
+            metric.record(value)
 
     def _degraded(self, tier: str, step: int, why: str) -> None:
         logging.warning("step %d, %s tier: %s", step, tier, why)

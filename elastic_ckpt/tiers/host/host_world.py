@@ -108,6 +108,7 @@ class HostWorld:
             "secret": secret.find(root),
             "fresh_secret": secret.new(),
             "agents": known_agents.read(root),
+            "now_secs": time.time(),
         }
 
     def join(self, slots: Sequence[int], shared_secret: str) -> Answer:
