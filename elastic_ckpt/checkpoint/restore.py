@@ -103,36 +103,34 @@ def restore(
             emit("step_passed_over", step=found.step, why=str(error))
             continue
         break
-    num_bad, num_repaired = _repair(hosts)
+    bad = _repair(hosts)
     for name, component in stateful.items():
         components.load(component, directories[name])
     restored = {**hosts.arrays(trees), **stateful}
     hosts.all("reader.forget")
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
-        # Those of all hosts, so once.
-        for near, metric in metrics.CHECKPOINT_READ.items():
-            metric.record(read_bytes[f"{near}_bytes"])
-        metrics.CHECKPOINT_BAD_COPIES.record(num_bad)
-        metrics.CHECKPOINT_REPAIRED.record(num_repaired)
-    emit(
-        "restored_from",
-        step=found.step,
-        **read_bytes,
-        bad_copies=num_bad,
-        repaired=num_repaired,
-    )
+        _record(read_bytes, bad)
+    emit("restored_from", step=found.step, **read_bytes, **bad)
     return found, restored
 
 
-def _repair(hosts: Hosts) -> tuple[int, int]:
+def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
+    # What all hosts did is recorded once.
+    for near, metric in metrics.CHECKPOINT_READ.items():
+        metric.record(read_bytes[f"{near}_bytes"])
+    metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
+    metrics.CHECKPOINT_REPAIRED.record(bad["repaired"])
+
+
+def _repair(hosts: Hosts) -> dict[str, int]:
     # How many bad copies were met, and how many of them are good again.
     bad = [each for of in hosts.all("reader.bad_copies") for each in of]
     for each in bad:
         where = f"host {each['host']}, {each['tier']} tier"
         logging.warning("%s: %s %s", where, each["name"], each["why"])
     repaired = hosts.all("reader.repair", bad)
-    return len(bad), sum(map(len, repaired))
+    return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
 def _read(
