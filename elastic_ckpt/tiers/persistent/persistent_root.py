@@ -25,6 +25,8 @@ from elastic_ckpt.tiers import manifest_file
 from elastic_ckpt.tiers.manifest import Manifest
 
 COMMIT_FILE = "commit_success.txt"
+# In place of the save, in the name of a step that is being removed.
+REMOVED = "removed"
 _READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"0|[1-9]\d*")
@@ -138,7 +140,7 @@ class PersistentRoot:
         if self.in_place:
             storage.remove(final / COMMIT_FILE)
             return final
-        taken_back = self.path / f"{step}{_TEMPORARY}-removed"
+        taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
         # What is left of an earlier removal is no more than that.
         storage.remove(taken_back)
         storage.rename(final, taken_back)
