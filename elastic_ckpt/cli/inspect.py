@@ -50,6 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.peer or places.steps or not is_run:
             domains = ["host", "slice", *arguments.domain]
             found = survey.survey(places, domains, step=arguments.step)
+            if not (found.steps or found.leftovers or found.problems or is_run):
+                raise errors.RunError(
+                    f"{', '.join([*arguments.paths, *arguments.peer])}: neither a run"
+                    f" (no {run_directory.CONFIG} in it) nor steps in any tier; name"
+                    " base_output_directory/run_name, or where the steps are"
+                )
             content["tiers"] = {"run": name, **dataclasses.asdict(found)}
             lines.append(tier_report.describe(name, found))
     print(json.dumps(content, indent=2) if arguments.json else "\n".join(lines))

@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         known = sorted({*places.steps, *places.foreign_steps})
         steps = known if arguments.step is None else [arguments.step]
         if not set(steps) <= set(known) or not known:
+            asked = "" if arguments.step is None else f" {arguments.step}"
             raise errors.CheckpointError(
-                f"there is no step{'' if not steps else f' {steps[0]}'} there; there"
-                f" are the steps {known}"
+                f"there is no step{asked} in these places; they have the steps {known}"
             )
         progress = _Progress() if sys.stderr.isatty() else _silent
         found = verification.verify(places, steps, progress=progress)

@@ -58,22 +58,30 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
     from elastic_ckpt.checkpoint import checkpointer
     from elastic_ckpt.tiers import places
 
-    paths = [
-        os.path.join(path, checkpointer.DIRECTORY) if is_run(path) else path
-        for path in arguments.paths
-    ]
+    paths = arguments.paths
     if not (paths or arguments.peer):
         raise errors.ConfigError("name a PATH, or a peer with --peer URL")
+    of_runs = [os.path.join(path, checkpointer.DIRECTORY) for path in paths]
+    in_tiers = [
+        steps if is_run(path) else path
+        for path, steps in zip(paths, of_runs, strict=True)
+    ]
     run = arguments.run
     if run is None:
-        run = next(filter(None, map(places.find_run, paths)), None)
+        run = next(filter(None, map(places.find_run, in_tiers)), None)
     if run is None and arguments.peer:
         raise errors.ConfigError(
             "no manifest at a PATH tells which run the peers are asked for; add --run"
         )
     # Without a manifest anywhere there is no step of ours.
     run = run or ""
-    found: list[places.Place] = [places.at_path(path, run=run) for path in paths]
+    found: list[places.Place] = [
+        # A run may have saved nothing yet.
+        places.at_steps(steps, run=run)
+        if is_run(path)
+        else places.at_path(path, run=run)
+        for path, steps in zip(paths, of_runs, strict=True)
+    ]
     with contextlib.ExitStack() as closing:
         if arguments.peer:
             from elastic_ckpt.tiers.peers import peer_client, secret

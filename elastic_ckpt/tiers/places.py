@@ -279,13 +279,17 @@ def at_path(path: epath.PathLike, *, run: str) -> Place:
     ):
         root = persistent_root.PersistentRoot.of(directory.parent)
         return PersistentPlace(root, run=run, only=int(directory.name))
-    root = persistent_root.PersistentRoot.of(directory)
     if not directory.is_dir():
         raise errors.CheckpointError(
-            f"{path}: there is no such directory; name a RAM disk, the directory of"
-            " steps in persistent storage, or one of these steps"
+            f"{path}: there is no such directory; name that of a run, a RAM disk, the"
+            " directory of steps in persistent storage, or one of these steps"
         )
-    return PersistentPlace(root, run=run)
+    return at_steps(directory, run=run)
+
+
+def at_steps(path: epath.PathLike, *, run: str) -> PersistentPlace:
+    """The directory of steps at `path`, which need not be there yet."""
+    return PersistentPlace(persistent_root.PersistentRoot.of(path), run=run)
 
 
 def at_peer(url: str, client: peer_client.PeerClient, *, run: str) -> PeerPlace:

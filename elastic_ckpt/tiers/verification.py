@@ -210,7 +210,7 @@ class _Reading:
     def _read_share(self, rows: range) -> None:
         memory = np.empty(0, np.uint8)
         for row in rows:
-            size = self._part(row).stored_bytes + layout.CHECKSUM_BYTES
+            size = self._size(self._part(row))
             if memory.nbytes < size:
                 memory = host_memory.allocate(size)
             damage, hidden = self._examine(row, memory)
@@ -219,7 +219,7 @@ class _Reading:
                     self._damaged[row] = damage
                 elif hidden is not None:
                     self._hidden[row] = hidden
-                self._done += size - layout.CHECKSUM_BYTES
+                self._done += size
                 self._progress(self._done, self._total)
 
     def _examine(self, row: int, memory: np.ndarray) -> tuple[str | None, str | None]:
@@ -235,7 +235,7 @@ class _Reading:
             if digest.values_digest(content) != part.digest:
                 damage = _DIFFERS
             return damage, None
-        stored = memory[: part.stored_bytes + layout.CHECKSUM_BYTES]
+        stored = memory[: self._size(part)]
         try:
             source.read_into(part.file, part.offset, stored.data)
         except ReadError as error:
@@ -245,6 +245,13 @@ class _Reading:
         if offer in self._views:
             hidden = self._views[offer].chunk_problem(part)
         return damage, hidden
+
+    def _size(self, part: Fragment | ComponentFile) -> int:
+        # Not as manifests tell it: some count the checksum, others do not.
+        if isinstance(part, ComponentFile):
+            return part.stored_bytes
+        leaf = self._holdings.contents.leaves[part.leaf]
+        return layout.num_bytes(part.box, leaf.dtype) + layout.CHECKSUM_BYTES
 
     def _problem(self, row: int, kind: Kind, why: str) -> Problem:
         offer, part = self._offer(row), self._part(row)
@@ -309,7 +316,7 @@ _ORBAX_REMEDY = (
 
 
 def _chunk_damage(stored: np.ndarray, part: Fragment) -> str | None:
-    values, checksum = np.split(stored, [part.stored_bytes])
+    values, checksum = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
     if digest.values_digest(values) != part.digest:
         return _DIFFERS
     if google_crc32c.value(values) != int.from_bytes(checksum.tobytes(), "little"):
