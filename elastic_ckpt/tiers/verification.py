@@ -82,7 +82,7 @@ class VerifiedStep:
       save: which save of it; empty if Orbax alone saved it.
       state: `complete`, in all places together; `incomplete`; `unverifiable`.
       num_copies: items at holders that were read.
-      num_bytes: of these.
+      num_bytes: of these, with the checksums behind values.
     """
 
     step: int
@@ -140,7 +140,7 @@ def verify(
             reading = _Reading(step.holdings, copies, progress)
             reading.run()
             problems += reading.problems()
-            verified.append(_summary(step))
+            verified.append(_summary(step, num_bytes=reading.num_bytes))
         # Of several saves one that is complete will do, and of others the last counts.
         if groups and not whole:
             problems += _incomplete(groups[0])
@@ -170,9 +170,10 @@ class _Reading:
         # All hosts wrote into one step: it is looked at as a whole.
         for offer in self._views:
             self._views[offer] = next(iter(self._views.values()))
-        self._total = int(holdings.stored_bytes[self._item].sum())
+        self._sizes = _stored_bytes(holdings)
+        self._total = int(self._sizes[self._item].sum())
         self._lock = threading.Lock()
-        self._done = 0
+        self.num_bytes = 0
         self._damaged: dict[int, str] = {}
         self._hidden: dict[int, str] = {}
 
@@ -210,48 +211,32 @@ class _Reading:
     def _read_share(self, rows: range) -> None:
         memory = np.empty(0, np.uint8)
         for row in rows:
-            size = self._size(self._part(row))
+            size = int(self._sizes[self._item[row]])
             if memory.nbytes < size:
                 memory = host_memory.allocate(size)
-            damage, hidden = self._examine(row, memory)
+            damage, hidden = self._examine(row, memory[:size])
             with self._lock:
                 if damage is not None:
                     self._damaged[row] = damage
                 elif hidden is not None:
                     self._hidden[row] = hidden
-                self._done += size
-                self._progress(self._done, self._total)
+                self.num_bytes += size
+                self._progress(self.num_bytes, self._total)
 
     def _examine(self, row: int, memory: np.ndarray) -> tuple[str | None, str | None]:
         offer, part = self._offer(row), self._part(row)
-        source = self._copies[offer].source
+        is_chunk = isinstance(part, Fragment)
+        place = (part.file, part.offset) if is_chunk else (part.path, 0)
         damage = hidden = None
-        if isinstance(part, ComponentFile):
-            content = memory[: part.stored_bytes]
-            try:
-                source.read_into(part.path, 0, content.data)
-            except ReadError as error:
-                return str(error), None
-            if digest.values_digest(content) != part.digest:
-                damage = _DIFFERS
-            return damage, None
-        stored = memory[: self._size(part)]
         try:
-            source.read_into(part.file, part.offset, stored.data)
+            self._copies[offer].source.read_into(*place, memory.data)
         except ReadError as error:
             damage = str(error)
         else:
-            damage = _chunk_damage(stored, part)
-        if offer in self._views:
+            damage = _damage(memory, part)
+        if is_chunk and offer in self._views:
             hidden = self._views[offer].chunk_problem(part)
         return damage, hidden
-
-    def _size(self, part: Fragment | ComponentFile) -> int:
-        # Not as manifests tell it: some count the checksum, others do not.
-        if isinstance(part, ComponentFile):
-            return part.stored_bytes
-        leaf = self._holdings.contents.leaves[part.leaf]
-        return layout.num_bytes(part.box, leaf.dtype) + layout.CHECKSUM_BYTES
 
     def _problem(self, row: int, kind: Kind, why: str) -> Problem:
         offer, part = self._offer(row), self._part(row)
@@ -282,7 +267,8 @@ class _Reading:
         if self._offer(row).tier == "persistent":
             return f"{holder} has a good copy: save a newer step before that is lost"
         return (
-            f"{holder} has a good copy, from which a restore of this step puts it right"
+            f"{holder} has a good copy, and a restore that meets the bad one puts it"
+            " right"
         )
 
     def _diverged(self, item: int) -> Problem:
@@ -315,7 +301,20 @@ _ORBAX_REMEDY = (
 )
 
 
-def _chunk_damage(stored: np.ndarray, part: Fragment) -> str | None:
+def _stored_bytes(holdings: Holdings) -> np.ndarray:
+    # Of each item, with the checksum behind values, which not all manifests count.
+    leaves = holdings.contents.leaves
+    item_bytes = np.array([np.dtype(leaf.dtype).itemsize for leaf in leaves], np.int64)
+    of_boxes = holdings.boxes.volumes * item_bytes[holdings.leaf]
+    of_files = [file.stored_bytes for file in holdings.files]
+    return np.concatenate(
+        [of_boxes + layout.CHECKSUM_BYTES, np.array(of_files, np.int64)]
+    )
+
+
+def _damage(stored: np.ndarray, part: Fragment | ComponentFile) -> str | None:
+    if isinstance(part, ComponentFile):
+        return None if digest.values_digest(stored) == part.digest else _DIFFERS
     values, checksum = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
     if digest.values_digest(values) != part.digest:
         return _DIFFERS
@@ -326,14 +325,13 @@ def _chunk_damage(stored: np.ndarray, part: Fragment) -> str | None:
     return None
 
 
-def _summary(step: search.Step) -> VerifiedStep:
-    holdings = step.holdings
+def _summary(step: search.Step, *, num_bytes: int) -> VerifiedStep:
     return VerifiedStep(
         step=step.step,
         save=step.save,
         state="complete" if step.complete else "incomplete",
-        num_copies=len(holdings.holder),
-        num_bytes=int(holdings.stored_bytes[holdings.item].sum()),
+        num_copies=len(step.holdings.holder),
+        num_bytes=num_bytes,
     )
 
 

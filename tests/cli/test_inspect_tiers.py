@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 
+from elastic_ckpt.cli import run_directory
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, digest, host_memory, storage
 from elastic_ckpt.tiers import capture, manifest, preserved
 from elastic_ckpt.tiers.ram import local, ram_disk
@@ -130,6 +132,21 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
     assert "step 2: complete, preserved\n" in text
     assert "step 5: saved by Orbax alone, without manifests\n" in text
     assert f"step 4 is being written, or was cut short: {half}\n" in text
+
+
+def test_of_a_run_whose_steps_are_in_tiers_it_shows_arrays_and_tiers(tmp_path):
+    run_directory.write_config(str(tmp_path), schema.Config())
+    assert "0 complete steps" in runs.verb("inspect", tmp_path)
+    steps = tmp_path / "checkpoints"
+    with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+    content = json.loads(runs.verb("inspect", tmp_path, "--json"))
+    (step,) = content["steps"]
+    assert "params/w" in {leaf["path"] for leaf in step["state"]}
+    assert [each["step"] for each in content["tiers"]["steps"]] == [1]
+    text = runs.verb("inspect", tmp_path)
+    assert f"{tmp_path}: 1 complete steps\n" in text
+    assert "run run-7: 1 steps in tiers\n" in text
 
 
 def test_a_step_can_be_asked_for(machines):

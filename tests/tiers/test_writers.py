@@ -1,12 +1,11 @@
 """What is left of dead uploads goes, and what a live one writes stays."""
 
-import multiprocessing
-import os
-import signal
+import subprocess
+import sys
 
 import pytest
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, writers
 from tests.tiers import uploaded
 
@@ -62,25 +61,23 @@ def test_nothing_is_removed_while_another_world_writes(root, world):
     assert left(root) == []
 
 
-def write_forever(path, ready):
-    presence = storage.Presence(path)
-    ready.set()
-    signal.pause()
-    presence.close()
+# A program that is there, says so, and waits.
+WRITER = (
+    "import signal, sys\n"
+    "from elastic_ckpt.core import storage\n"
+    "presence = storage.Presence(sys.argv[1])\n"
+    "print('there', flush=True)\n"
+    "signal.pause()\n"
+)
 
 
 def test_a_world_that_was_killed_writes_no_more(root, world):
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    writer = context.Process(
-        target=write_forever, args=(root.path / writers.LOCK, ready)
-    )
-    writer.start()
-    ready.wait()
-    upload(root, 4, OLD)
-    assert world.discard_dead(before=NOW) == []
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.join()
+    command = [sys.executable, "-c", WRITER, root.path / writers.LOCK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "there\n"
+        upload(root, 4, OLD)
+        assert world.discard_dead(before=NOW) == []
+        writer.kill()
     assert len(world.discard_dead(before=NOW)) == 1
 
 
@@ -114,6 +111,15 @@ def test_a_world_removes_what_its_own_failed_uploads_left(root, world):
     upload(root, 3, OLD)
     assert len(world.discard_own(6, NOW)) == 2
     assert left(root) == [3, 6]
+
+
+def test_nothing_is_committed_once_a_world_has_said_that_it_writes_no_more(world):
+    world.be_present()
+    with world.committing():
+        pass
+    world.close()
+    with pytest.raises(errors.CheckpointError, match="was closed before"):
+        world.committing().__enter__()
 
 
 def test_where_there_are_no_locks_nothing_is_removed():

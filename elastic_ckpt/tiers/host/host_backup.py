@@ -94,12 +94,13 @@ class HostBackup:
         """
         sources, _ = self._world.in_ram(step, save)
         holdings = Holdings.of(list(sources))
-        commit.commit(
-            self._root(),
-            self._saved_step(holdings, step, save, names),
-            hosts=[host.id for host in self._world.hosts],
-            orbax_files={path: text.encode() for path, text in orbax_files.items()},
-        )
+        with self._writing.committing():
+            commit.commit(
+                self._root(),
+                self._saved_step(holdings, step, save, names),
+                hosts=[host.id for host in self._world.hosts],
+                orbax_files={path: text.encode() for path, text in orbax_files.items()},
+            )
 
     def collect(self, step: int, save: str) -> list[int]:
         """Removes what is not to be kept now that a step is committed; host 0 does it.

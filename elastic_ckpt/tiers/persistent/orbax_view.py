@@ -18,11 +18,9 @@ from etils import epath
 
 from elastic_ckpt.core import digest
 from elastic_ckpt.tiers.manifest import Contents, Fragment
-from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests
 
-_STEP_FILE = "_CHECKPOINT_METADATA"
 _TREE_FILE = "_METADATA"
-_MORE_FILES = ("_sharding", "_strings.json", "metrics")
 
 
 class OrbaxView:
@@ -63,41 +61,22 @@ class OrbaxView:
         Yields:
           The path of a file in the step's directory, and what is wrong with it.
         """
-        described, why = self._json(_STEP_FILE)
-        if why is not None:
-            yield _STEP_FILE, why
-        parts = set(self._names)
-        handlers = described.get("item_handlers")
-        if isinstance(handlers, dict):
-            parts |= set(handlers)
-        elif why is None:
-            yield _STEP_FILE, "lists no parts of the step"
-        for part in sorted(parts):
-            if not (self._directory / part).is_dir():
-                yield part, f"is missing, and {_STEP_FILE} lists it"
-                continue
-            yield from self._tree_problems(part)
-            for name in self._optional_files(part):
-                _, why = self._json(name)
-                if why is not None:
-                    yield name, why
+        told = dict(orbax_digests.problems(self._directory))
+        yield from told.items()
+        for part, saved in sorted(self._names.items()):
+            file = f"{part}/{_TREE_FILE}"
+            if file not in told:
+                yield from ((file, why) for why in self._tree_problems(part, saved))
 
-    def _tree_problems(self, part: str) -> Iterator[tuple[str, str]]:
-        file = f"{part}/{_TREE_FILE}"
-        saved = self._names.get(part, set())
-        if not saved and not (self._directory / file).exists():
-            return
-        tree, why = self._json(file)
-        if why is not None:
-            yield file, why
-            return
+    def _tree_problems(self, part: str, saved: set[str]) -> Iterator[str]:
         try:
+            tree = json.loads((self._directory / part / _TREE_FILE).read_bytes())
             listed = set(_array_names(tree))
-        except (AttributeError, KeyError, TypeError) as error:
-            yield file, f"does not list arrays as Orbax does ({error!r})"
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            yield f"does not list arrays as Orbax does ({error!r})"
             return
         for name in sorted(saved - listed):
-            yield file, f"does not list the array {name!r}, so Orbax does not load it"
+            yield f"does not list the array {name!r}, so Orbax does not load it"
         for name in sorted(listed - saved):
             # Of arrays without elements there are no chunks.
             try:
@@ -105,19 +84,10 @@ class OrbaxView:
                     self._directory / part, name, self._context
                 )
             except (OSError, ValueError):
-                yield file, f"lists the array {name!r}, which is not in the store"
+                yield f"lists the array {name!r}, which is not in the store"
                 continue
             if 0 not in found.shape:
-                yield file, f"lists the array {name!r}, which was not saved"
-
-    def _optional_files(self, part: str) -> Iterator[str]:
-        for name in _MORE_FILES:
-            if (self._directory / part / name).exists():
-                yield f"{part}/{name}"
-        shapes = self._directory / part / "array_metadatas"
-        if shapes.is_dir():
-            for each in sorted(child.name for child in shapes.iterdir()):
-                yield f"{part}/array_metadatas/{each}"
+                yield f"lists the array {name!r}, which was not saved"
 
     def _array(self, fragment: Fragment) -> ts.TensorStore:
         leaf = self._contents.leaves[fragment.leaf]
@@ -140,17 +110,6 @@ class OrbaxView:
                     )
                 self._open[fragment.leaf] = opened
             return self._open[fragment.leaf]
-
-    def _json(self, name: str) -> tuple[dict[str, Any], str | None]:
-        try:
-            found = json.loads((self._directory / name).read_bytes())
-        except FileNotFoundError:
-            return {}, "is missing"
-        except (OSError, ValueError) as error:
-            return {}, f"cannot be read ({_first_line(error)})"
-        if not isinstance(found, dict):
-            return {}, "is not a JSON object"
-        return found, None
 
 
 def _array_names(tree: dict[str, Any]) -> Iterator[str]:

@@ -11,10 +11,13 @@ to the same step again clears what it finds, and `elastic-ckpt inspect` shows th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+import threading
+from collections.abc import Iterator
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.persistent.persistent_root import (
     REMOVED,
@@ -42,6 +45,8 @@ class WritingWorld:
         self._root = root
         self._run = run
         self._presence: storage.Presence | None = None
+        self._lock = threading.Lock()
+        self._closed = False
 
     def be_present(self) -> None:
         """Says that this world writes; to be called before each upload.
@@ -89,10 +94,27 @@ class WritingWorld:
             if each.step < step and self._saves(each) == {save}
         ]
 
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """To be held while an upload is committed, so that none is after `close`.
+
+        Raises:
+          CheckpointError: if this world writes no more.
+        """
+        with self._lock:
+            if self._closed:
+                raise errors.CheckpointError(
+                    "the checkpointer was closed before its upload was committed, and"
+                    " another world may take what is there for dead; save once more"
+                )
+            yield
+
     def close(self) -> None:
-        """Says that this world writes no more."""
-        if self._presence is not None:
-            self._presence.close()
+        """Says that this world writes no more, once a commit under way is done."""
+        with self._lock:
+            self._closed = True
+            if self._presence is not None:
+                self._presence.close()
 
     def _discard(self, leftover: Leftover) -> str:
         storage.remove(leftover.path)
