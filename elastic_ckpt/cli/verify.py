@@ -45,8 +45,15 @@ def run(arguments: argparse.Namespace) -> int:
         steps = known if arguments.step is None else [arguments.step]
         if not set(steps) <= set(known) or not known:
             asked = "" if arguments.step is None else f" {arguments.step}"
+            _, problems = places.look(arguments.step or 0)
             raise errors.CheckpointError(
-                f"there is no step{asked} in these places; they have the steps {known}"
+                "; ".join(
+                    [
+                        f"there is no step{asked} in these places",
+                        f"they have the steps {known}",
+                        *problems,
+                    ]
+                )
             )
         progress = _Progress() if sys.stderr.isatty() else _silent
         found = verification.verify(places, steps, progress=progress)

@@ -246,11 +246,14 @@ class Places:
             offered = place.tier.offers(step)
             problems += offered.problems
             for offer, source in offered.sources.items():
-                # A machine may be reached by its path and through its agent.
-                holder = (offer.tier, offer.host.id, offer.manifest.save)
+                where = place.where(offer)
+                # A machine may be reached by its path and through its agent, and its
+                # memory is one all the same. Storage is what its path says.
+                memory = "" if offer.tier == "local" else where
+                holder = (memory, offer.host.id, offer.manifest.save)
                 if holder not in seen:
                     seen.add(holder)
-                    copies[offer] = Copy(source=source, where=place.where(offer))
+                    copies[offer] = Copy(source=source, where=where)
         return copies, problems
 
     def leftovers(self) -> list[Leftover]:

@@ -26,7 +26,7 @@ from elastic_ckpt.tiers.persistent import orbax_view
 from elastic_ckpt.tiers.places import Copy, Places
 from elastic_ckpt.tiers.source import ReadError
 
-# Of each a chunk is in memory, of those that read what Orbax reads two.
+# Of each a chunk is in memory, where it reads what Orbax reads some copies of it.
 _THREADS = 8
 _NAMED = 5
 
@@ -160,16 +160,15 @@ class _Reading:
         self._copies = copies
         self._progress = progress
         self._item = holdings.item
+        # All hosts wrote into one directory.
         self._views = {
-            offer: orbax_view.OrbaxView(
-                epath.Path(copies[offer].where), holdings.contents
+            where: orbax_view.OrbaxView(epath.Path(where), holdings.contents)
+            for where in dict.fromkeys(
+                copies[each].where
+                for each in holdings.offers
+                if each.tier == "persistent"
             )
-            for offer in holdings.offers
-            if offer.tier == "persistent"
         }
-        # All hosts wrote into one step: it is looked at as a whole.
-        for offer in self._views:
-            self._views[offer] = next(iter(self._views.values()))
         self._sizes = _stored_bytes(holdings)
         self._total = int(self._sizes[self._item].sum())
         self._lock = threading.Lock()
@@ -194,8 +193,8 @@ class _Reading:
             yield self._problem(row, "orbax", self._hidden[row])
         for item in self._holdings.diverged.tolist():
             yield self._diverged(item)
-        for offer, view in list(self._views.items())[:1]:
-            held = offer.manifest
+        held = self._holdings.offers[0].manifest
+        for where, view in self._views.items():
             for file, why in view.metadata_problems():
                 yield Problem(
                     kind="orbax",
@@ -203,7 +202,7 @@ class _Reading:
                     save=held.save,
                     part=file,
                     tier="persistent",
-                    path=f"{self._copies[offer].where}/{file}",
+                    path=f"{where}/{file}",
                     why=why,
                     remedy=_ORBAX_REMEDY,
                 )
@@ -234,8 +233,9 @@ class _Reading:
             damage = str(error)
         else:
             damage = _damage(memory, part)
-        if is_chunk and offer in self._views:
-            hidden = self._views[offer].chunk_problem(part)
+        view = self._views.get(self._copies[offer].where)
+        if is_chunk and view is not None:
+            hidden = view.chunk_problem(part)
         return damage, hidden
 
     def _problem(self, row: int, kind: Kind, why: str) -> Problem:

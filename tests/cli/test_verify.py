@@ -286,6 +286,33 @@ def test_a_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
         assert "add --run" in output
 
 
+def test_a_second_directory_with_the_same_step_is_read_too(saved):
+    shutil.copytree(saved / "steps", saved / "copy")
+    flip(saved / "copy" / "2" / "data" / "a.json")
+    flip(saved / "copy" / "2" / "state" / "_sharding")
+    found = problems(saved / "steps", saved / "copy")
+    assert {each["path"] for each in found} == {
+        str(saved / "copy" / "2" / "data" / "a.json"),
+        str(saved / "copy" / "2" / "state" / "_sharding"),
+    }
+
+
+def test_a_peer_that_does_not_answer_is_told(saved):
+    with served.agent_process(saved / "ram") as (_, url):
+        pass
+    gone = ["--peer", url, "--run", tiered_steps.RUN]
+    (found,) = problems(saved / "steps", "--step", 2, *gone, *secret_of(saved))
+    assert found["kind"] == "manifest"
+    assert url in found["why"]
+    output = runs.verb("verify", *gone, *secret_of(saved), code=1)
+    assert "they have the steps []; the list of steps " in output
+    assert f"{url} has failed" in output
+
+
+def secret_of(saved):
+    return ["--secret-file", saved / "ram" / "secret"]
+
+
 def test_what_is_not_there_is_said(saved):
     assert "name a PATH" in runs.verb("verify", code=1)
     output = runs.verb("verify", saved / "none", code=1)

@@ -1,7 +1,9 @@
 """The directory of all steps in persistent storage, and what makes a step exist there.
 
     <root>/<step>/                              a committed step
+    <root>/<step>/preserve                      keeps it, whatever policies say
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
+    <root>/writers.lock                         held by the worlds that upload
 
 Where directories can be renamed at once, a step is written under the second name, and
 the rename commits it. Object stores have no such rename: there a step is written where

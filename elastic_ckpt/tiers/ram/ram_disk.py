@@ -2,7 +2,8 @@
 
     machine                        the id of this machine's memory, made once
     hosts/<slot>/lock              held by the process whose steps these are
-    hosts/<slot>/<step>-<save>/    a step of that process, as `layout` says
+    hosts/<slot>/<step>-<save>/    a step of that process, as `layout` says; a file
+                                   `preserve` in it keeps it, whatever policies say
 
 Any process may read all of it, whether the writers live or not: a directory outlives
 its process, and its machine's memory alone ends it.
