@@ -1,7 +1,8 @@
 """`elastic-ckpt verify PATH...`: read every copy of every part, and compare digests.
 
-The JSON has a stable shape: `run`, `passed`, `steps` and `problems`, with the fields of
-`tiers.verification.VerifiedStep` and `Problem`.
+A run may go on meanwhile; what it removes while it is read counts as missing, so it is
+asked for its newest step with --step. The JSON has a stable shape: `run`, `passed`, `steps` and `problems`, with the fields of
+`tiers.verification.VerifiedStep` and `tiers.problem.Problem`.
 """
 
 from __future__ import annotations
