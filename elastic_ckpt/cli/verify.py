@@ -1,8 +1,9 @@
 """`elastic-ckpt verify PATH...`: read every copy of every part, and compare digests.
 
 A run may go on meanwhile; what it removes while it is read counts as missing, so it is
-asked for its newest step with --step. The JSON has a stable shape: `run`, `passed`, `steps` and `problems`, with the fields of
-`tiers.verification.VerifiedStep` and `tiers.problem.Problem`.
+asked for its newest step with --step. The JSON has a stable shape: `run`, `passed`,
+`steps` and `problems`, with the fields of `tiers.verification.VerifiedStep` and
+`tiers.problem.Problem`.
 """
 
 from __future__ import annotations
