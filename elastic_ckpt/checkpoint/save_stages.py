@@ -96,6 +96,15 @@ class SaveStages:
         """
         return self._commit_stage.start(functools.partial(self._commit, saving))
 
+    def clean(self, step: int, save: str) -> None:
+        """Begins to remove what dead worlds left in persistent storage.
+
+        Args:
+          step: the newest complete one, for messages; 0 if there is none.
+          save: of this world, which has not backed up anything yet.
+        """
+        self._backup_stage.start(functools.partial(self._clean, step, save))
+
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
         self._commit_stage.wait()
@@ -180,7 +189,10 @@ class SaveStages:
         if not any(each["diverged"] for each in said):
             late = None if self._late is None else self._late.step
             in_flight = [each for each in (self._in_backup, late) if each is not None]
-            self._hosts.all("saver.collect", step, save, in_flight)
+            preserved = sorted(
+                {number for each in said for number in each["preserved"]}
+            )
+            self._hosts.all("saver.collect", step, save, in_flight, preserved)
 
     def _back_up(self, saving: Saving) -> None:
         step, place = saving.step, (saving.step, saving.save)
@@ -203,6 +215,7 @@ class SaveStages:
             self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
             self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
             self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
+            self._collect_backups(*place)
         finally:
             self._in_backup = None
 
@@ -210,6 +223,21 @@ class SaveStages:
         # Values of all hosts are recorded once.
         if self._hosts.own == 0:
             metric.record(value)
+
+    def _clean(self, step: int, save: str) -> None:
+        try:
+            removed = self._hosts.first("backup.clean", save)
+        except HostsFailed as error:
+            self._degraded("persistent", step, f"leftovers were not removed: {error}")
+            return
+        for path in removed:
+            logging.info("removed %s: its upload was cut short", path)
+
+    def _collect_backups(self, step: int, save: str) -> None:
+        try:
+            self._hosts.first("backup.collect", step, save)
+        except HostsFailed as error:
+            self._degraded("persistent", step, f"older steps were not removed: {error}")
 
     def _degraded(self, tier: str, step: int, why: str) -> None:
         logging.warning("step %d, %s tier: %s", step, tier, why)

@@ -61,17 +61,20 @@ def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
 
 def summarize(tree: Any) -> list[LeafSummary]:
     """A line for each leaf of a tree of array metadata."""
-    return [
-        LeafSummary(
-            path=path,
-            shape=tuple(leaf.shape),
-            dtype=str(leaf.dtype),
-            sharding=_sharding(leaf),
-            num_bytes=int(np.prod(leaf.shape, dtype=np.int64))
-            * np.dtype(leaf.dtype).itemsize,
-        )
-        for path, leaf in validation.leaves(tree).items()
-    ]
+    return [_summary(path, leaf) for path, leaf in validation.leaves(tree).items()]
+
+
+def _summary(path: str, leaf: Any) -> LeafSummary:
+    # Of numbers and texts Orbax tells the values themselves.
+    described = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
+    return LeafSummary(
+        path=path,
+        shape=tuple(described.shape),
+        dtype=str(described.dtype),
+        sharding=_sharding(leaf),
+        num_bytes=int(np.prod(described.shape, dtype=np.int64))
+        * np.dtype(described.dtype).itemsize,
+    )
 
 
 def _sharding(leaf: Any) -> str:

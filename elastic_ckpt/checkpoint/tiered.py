@@ -75,6 +75,9 @@ class TieredCheckpointer:
         )
         self._found = restore.find(hosts, None, without=[], emit=emit)
         self._save = self._new_save()
+        if persistent is not None:
+            step = 0 if self._found is None else self._found.step
+            self._stages.clean(step, self._save)
 
     @property
     def latest(self) -> restore.Found | None:

@@ -1,4 +1,9 @@
-"""`elastic-ckpt inspect RUN`: the steps of a run, their arrays and their data state."""
+"""`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
+
+Of the directory of a run of `elastic-ckpt train` it shows arrays and data state. Of RAM
+disks, persistent steps and peers it shows the steps, their holders, and what would be
+lost with a host or slice. Of a run whose steps are in tiers it shows both.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,52 @@ import json
 import os
 from typing import Any
 
-from elastic_ckpt.cli import run_directory
+from elastic_ckpt.cli import run_directory, tier_report, where
 from elastic_ckpt.core import errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument("run", help="the directory of a run")
+    where.add_arguments(parser)
+    parser.add_argument(
+        "--domain",
+        action="append",
+        default=[],
+        metavar="KIND",
+        help="another kind of failure domain than host and slice: rack, zone",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="the step whose losses are shown; without it, the newest complete one",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the run."""
-    content = collect(arguments.run)
-    print(json.dumps(content, indent=2) if arguments.json else describe(content))
+    from elastic_ckpt.tiers import survey
+
+    content: dict[str, Any] = {}
+    lines: list[str] = []
+    is_run = len(arguments.paths) == 1 and where.is_run(arguments.paths[0])
+    if is_run:
+        content = collect(arguments.paths[0])
+        lines.append(describe(content))
+    with where.opened(arguments) as (name, places):
+        # Without manifests there are no tiers.
+        if arguments.peer or places.steps or not is_run:
+            domains = ["host", "slice", *arguments.domain]
+            found = survey.survey(places, domains, step=arguments.step)
+            if not (found.steps or found.leftovers or found.problems or is_run):
+                raise errors.RunError(
+                    f"{', '.join([*arguments.paths, *arguments.peer])}: neither a run"
+                    f" (no {run_directory.CONFIG} in it) nor steps in any tier; name"
+                    " base_output_directory/run_name, or where the steps are"
+                )
+            content["tiers"] = {"run": name, **dataclasses.asdict(found)}
+            lines.append(tier_report.describe(name, found))
+    print(json.dumps(content, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
 

@@ -241,6 +241,49 @@ def exclusive_lock(path: epath.PathLike) -> Iterator[None]:
         yield
 
 
+class Presence:
+    """This process among those that work in one place, until it is closed.
+
+    The kernel keeps account, and strikes out who dies.
+
+    Args:
+      path: a local file in that place, created if need be.
+
+    Raises:
+      OSError: if it cannot be had there, or the file system has no locks.
+    """
+
+    def __init__(self, path: epath.PathLike) -> None:
+        make_directory(epath.Path(path).parent)
+        self._file = open(path, "a")  # noqa: SIM115
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+        except OSError:
+            self._file.close()
+            raise
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Whether no other live process is there; none comes while the block runs."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            alone = False
+        else:
+            alone = True
+        try:
+            # Who tried and failed is struck out, too.
+            if not alone:
+                fcntl.flock(self._file, fcntl.LOCK_SH)
+            yield alone
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Strikes this process out."""
+        self._file.close()
+
+
 def _drop_torn_line(file: BinaryIO) -> None:
     # What follows the last newline was never promised; joined to the next line it
     # would spoil that one too.

@@ -65,8 +65,12 @@ class Step:
 
     def problem(self) -> str:
         """What is wrong with a step that is not complete, for people."""
-        contents = self.holdings.contents
         where = " and ".join(sorted({offer.tier for offer in self.holdings.offers}))
+        return f"step {self.step} in {where} {self.lacking()}"
+
+    def lacking(self) -> str:
+        """The end of `problem`: what the step lacks, or that its holders disagree."""
+        contents = self.holdings.contents
         lacks = []
         if self.gaps:
             named = (
@@ -90,7 +94,7 @@ class Step:
                 f"has different values at different holders of {len(diverged)} parts:"
                 f" {_some(map(self.holdings.name, diverged))}"
             )
-        return f"step {self.step} in {where} {', and '.join(said)}"
+        return ", and ".join(said)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,7 +130,7 @@ def search(offers: Sequence[Offer]) -> Found:
     Steps that are older than it are not looked at.
     """
     incomplete = []
-    for of_step in _saves(offers):
+    for of_step in saves(offers):
         step = Step.of(of_step)
         if step.complete:
             return Found(newest=step, incomplete=tuple(incomplete))
@@ -141,9 +145,9 @@ def require(offers: Sequence[Offer], step: int) -> Step:
       CheckpointError: if there is none; the message says what is missing, and which
         step to restore instead.
     """
-    saves = [of_step for of_step in _saves(offers) if of_step[0].manifest.step == step]
+    alike = [of_step for of_step in saves(offers) if of_step[0].manifest.step == step]
     examined = []
-    for of_step in saves:
+    for of_step in alike:
         examined.append(Step.of(of_step))
         if examined[-1].complete:
             return examined[-1]
@@ -157,8 +161,11 @@ def require(offers: Sequence[Offer], step: int) -> Step:
     raise errors.CheckpointError(f"{problem}; {way_out}")
 
 
-def _saves(offers: Sequence[Offer]) -> list[list[Offer]]:
-    # Newest first. What lists other contents is no part of the same save.
+def saves(offers: Sequence[Offer]) -> list[list[Offer]]:
+    """`offers` by step and save, newest first.
+
+    What lists other contents is no part of the same save.
+    """
     groups: dict[tuple[int, str], list[list[Offer]]] = {}
     for offer in offers:
         manifest = offer.manifest

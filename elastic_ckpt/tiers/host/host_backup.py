@@ -1,18 +1,20 @@
 """A host's share of a checkpoint in persistent storage, from what is in RAM.
 
-A backup goes through `chunk_shapes`, `back_up` and `commit`.
+A backup goes through `chunk_shapes`, `back_up`, `commit` and `collect`. Before the
+first one of a world comes `clean`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 
-from elastic_ckpt.tiers import uploads, verified_read
+from elastic_ckpt.tiers import retention, uploads, verified_read
 from elastic_ckpt.tiers.holdings import Holdings
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
 from elastic_ckpt.tiers.manifest import Host
-from elastic_ckpt.tiers.persistent import commit, ocdbt, upload
+from elastic_ckpt.tiers.persistent import commit, ocdbt, upload, writers
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
 # Small chunks want many at a time; of large ones each is in memory.
@@ -29,8 +31,23 @@ class HostBackup:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
 
+    def clean(self, save: str) -> list[str]:
+        """Removes what uploads of dead worlds left; host 0 does it (see `writers`).
+
+        Args:
+          save: of this world.
+
+        Returns:
+          The paths that were removed.
+        """
+        return self._writing.discard_dead(before=save)
+
     def chunk_shapes(self, step: int, save: str) -> dict[str, list[int]]:
-        """The shapes of the chunks of each leaf of a step, by its path."""
+        """The shapes of the chunks of each leaf of a step, by its path.
+
+        Host 0 is asked first of all, and says to other worlds that this one writes.
+        """
+        self._writing.be_present()
         sources, _ = self._world.in_ram(step, save)
         return _chunk_shapes(Holdings.of(list(sources)))
 
@@ -77,16 +94,60 @@ class HostBackup:
         """
         sources, _ = self._world.in_ram(step, save)
         holdings = Holdings.of(list(sources))
-        commit.commit(
-            self._root(),
-            self._saved_step(holdings, step, save, names),
-            hosts=[host.id for host in self._world.hosts],
-            orbax_files={path: text.encode() for path, text in orbax_files.items()},
+        with self._writing.committing():
+            commit.commit(
+                self._root(),
+                self._saved_step(holdings, step, save, names),
+                hosts=[host.id for host in self._world.hosts],
+                orbax_files={path: text.encode() for path, text in orbax_files.items()},
+            )
+
+    def collect(self, step: int, save: str) -> list[int]:
+        """Removes what is not to be kept now that a step is committed; host 0 does it.
+
+        Never the newest complete step there, nor one that is preserved by hand, nor one
+        that plain Orbax or another run saved.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+
+        Returns:
+          The steps that were removed.
+        """
+        self._writing.discard_own(step, save)
+        storage, tier = self._world.storage, self._world.persistent
+        assert storage is not None
+        assert tier is not None
+        if storage.keep is None:
+            return []
+        held = tier.held()
+        removed = retention.steps_to_delete(
+            held,
+            storage.keep,
+            newest_complete=max(
+                (each.step for each in held if each.complete), default=None
+            ),
+            # Uploads lie elsewhere until they are committed.
+            in_flight=(),
+            preserved=tier.preserved(),
         )
+        for each in removed:
+            tier.remove(each)
+        return removed
+
+    def close(self) -> None:
+        """Says to other worlds that this one writes no more."""
+        if self._world.root is not None:
+            self._writing.close()
 
     def _root(self) -> PersistentRoot:
         assert self._world.root is not None
         return self._world.root
+
+    @functools.cached_property
+    def _writing(self) -> writers.WritingWorld:
+        return writers.WritingWorld(self._root(), run=self._world.run)
 
     def _saved_step(
         self,

@@ -114,7 +114,8 @@ class HostSaver:
         """Takes the copies that placement gives this host, and compares replicas.
 
         Returns:
-          `copies` and their `bytes`, `problems`, and what `diverged`, by name.
+          `copies` and their `bytes`, `problems`, what `diverged`, by name, and the
+          steps that somebody `preserved` by hand on this machine.
         """
         sources, problems = self._world.in_ram(step, save)
         holdings = Holdings.of(list(sources))
@@ -142,12 +143,24 @@ class HostSaver:
             "bytes": taken.num_bytes,
             "problems": [*problems, *taken.problems],
             "diverged": diverged,
+            "preserved": self._world.disk.preserved(),
         }
 
     def collect(
-        self, step: int, save: str, in_flight: Sequence[int]
+        self,
+        step: int,
+        save: str,
+        in_flight: Sequence[int],
+        preserved: Sequence[int],
     ) -> list[tuple[int, str]]:
-        """Removes what is not needed now that a step is complete; what was removed."""
+        """Removes what is not needed now that a step is complete; what was removed.
+
+        Args:
+          step: that is complete.
+          save: which save of it; others go.
+          in_flight: steps that are, or will be, backed up.
+          preserved: steps that are preserved by hand on any machine.
+        """
         held = self._world.own.held()
         removed = retention.steps_to_delete(
             [
@@ -159,12 +172,13 @@ class HostSaver:
             self._world.local_tier.keep or retention.NewestOnly(),
             newest_complete=step,
             in_flight=in_flight,
-            preserved=(),
+            preserved=preserved,
         )
         gone = [
             (each.step, each.save)
             for each in held
-            if each.step in removed or (each.step == step and each.save < save)
+            if each.step in removed
+            or (each.step == step and each.save < save and step not in preserved)
         ]
         for each in gone:
             if each not in self._world.own.in_flight:

@@ -35,4 +35,5 @@ class HostTiers:
 
     def close(self) -> None:
         """Lets go of all that this process has; what was saved stays."""
+        self.backup.close()
         self.world.close()

@@ -46,6 +46,7 @@ class HostWorld:
       peers: the peer tier.
       local_tier: the local tier.
       disk: the RAM disk of this machine.
+      storage: the persistent tier as it was chosen; None if there is none.
       root: of persistent storage; None if there is none.
       persistent: the steps there; None if there is none.
       own: this host's part of the RAM disk, once it has joined.
@@ -72,6 +73,7 @@ class HostWorld:
         self.disk = ram_disk.RamDisk(
             local_tier.directory, run=run, limit_bytes=local_tier.limit_bytes
         )
+        self.storage = storage
         self.root: persistent_root.PersistentRoot | None = None
         self.persistent: persistent_tier.PersistentTier | None = None
         if storage is not None:

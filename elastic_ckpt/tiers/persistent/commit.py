@@ -16,7 +16,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import manifest_file
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
-from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
@@ -72,7 +72,9 @@ def commit(
     for checkpointable, names in stores.items():
         where = unfinished / checkpointable
         retries.call(doing, lambda where=where, names=names: ocdbt.merge(where, names))
-    for name, content in orbax_files.items():
+    listed = orbax_digests.to_bytes(orbax_files)
+    described = {**orbax_files, orbax_digests.FILE: listed}
+    for name, content in described.items():
         path = unfinished / name
         retries.call(doing, lambda path=path, content=content: _write(path, content))
     success = f"Checkpoint commit was successful to {root.final(saved.step)}".encode()

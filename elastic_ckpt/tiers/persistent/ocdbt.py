@@ -99,6 +99,26 @@ def open_array(
     ).result()
 
 
+def open_saved_array(
+    directory: epath.PathLike, name: str, context: ts.Context
+) -> ts.TensorStore:
+    """The array `name` in the store in `directory`, as its own metadata describes it.
+
+    Raises:
+      ValueError: if there is none, or the store cannot be read.
+    """
+    return ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {**_spec(directory), "path": f"{name}/" if name else ""},
+            "fill_missing_data_reads": False,
+        },
+        open=True,
+        read=True,
+        context=context,
+    ).result()
+
+
 def write(array: ts.TensorStore, box: boxes.Box, values: np.ndarray) -> None:
     """Writes a chunk, durably; `values` must not change meanwhile."""
     chunk = array[tuple(map(slice, box.start, box.stop))]

@@ -1,7 +1,9 @@
 """The directory of all steps in persistent storage, and what makes a step exist there.
 
     <root>/<step>/                              a committed step
+    <root>/<step>/preserve                      keeps it, whatever policies say
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
+    <root>/writers.lock                         held by the worlds that upload
 
 Where directories can be renamed at once, a step is written under the second name, and
 the rename commits it. Object stores have no such rename: there a step is written where
@@ -25,6 +27,8 @@ from elastic_ckpt.tiers import manifest_file
 from elastic_ckpt.tiers.manifest import Manifest
 
 COMMIT_FILE = "commit_success.txt"
+# In place of the save, in the name of a step that is being removed.
+REMOVED = "removed"
 _READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"0|[1-9]\d*")
@@ -138,7 +142,7 @@ class PersistentRoot:
         if self.in_place:
             storage.remove(final / COMMIT_FILE)
             return final
-        taken_back = self.path / f"{step}{_TEMPORARY}-removed"
+        taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
         # What is left of an earlier removal is no more than that.
         storage.remove(taken_back)
         storage.rename(final, taken_back)

@@ -16,7 +16,7 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import retention, search
+from elastic_ckpt.tiers import preserved, retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.persistent import ocdbt
@@ -80,6 +80,11 @@ class PersistentTier:
         """
         held = [self._held(step) for step in self.steps()]
         return [step for step in held if step is not None]
+
+    def preserved(self) -> list[int]:
+        """The steps that are preserved by hand, ascending."""
+        steps = self._root.steps()
+        return [n for n in steps if preserved.is_preserved(self._root.final(n))]
 
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, those being uploaded among them."""

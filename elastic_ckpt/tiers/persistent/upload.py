@@ -166,6 +166,7 @@ class Upload:
           CheckpointError: if storage fails for good, or longer than is waited.
         """
         saved = self._saved
+        self._create_empty_arrays()
         manifest = Manifest(
             run=saved.run,
             step=saved.step,
@@ -180,6 +181,19 @@ class Upload:
             lambda: manifest_file.write(self._directory, manifest),
         )
         return manifest
+
+    def _create_empty_arrays(self) -> None:
+        # They have no chunks, and Orbax wants to find them as it does others.
+        leaves = self._saved.contents.leaves
+        arrays = [self._saved.arrays[leaf.path] for leaf in leaves]
+        with self._lock:
+            stores = {arrays[each.leaf].checkpointable for each in self._fragments}
+        for number, leaf in enumerate(leaves):
+            if 0 in leaf.shape and arrays[number].checkpointable in stores:
+                self._retries.call(
+                    f"creating {leaf.path} in {self._directory}",
+                    lambda number=number: self._array(number),
+                )
 
     def _array(self, leaf: int) -> ts.TensorStore:
         with self._lock:

@@ -2,7 +2,8 @@
 
     machine                        the id of this machine's memory, made once
     hosts/<slot>/lock              held by the process whose steps these are
-    hosts/<slot>/<step>-<save>/    a step of that process, as `layout` says
+    hosts/<slot>/<step>-<save>/    a step of that process, as `layout` says; a file
+                                   `preserve` in it keeps it, whatever policies say
 
 Any process may read all of it, whether the writers live or not: a directory outlives
 its process, and its machine's memory alone ends it.
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import layout, manifest_file
+from elastic_ckpt.tiers import layout, manifest_file, preserved
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.ram.machine import machine_id
@@ -113,6 +114,17 @@ class RamDisk:
                 " what it lists counts as lost: remove it"
             )
         return manifest
+
+    def preserved(self) -> list[int]:
+        """The steps that are preserved by hand on this machine, ascending."""
+        return sorted(
+            {
+                step
+                for slot in self.slots()
+                for step, save in self.saves(slot)
+                if preserved.is_preserved(self.step_directory(slot, step, save))
+            }
+        )
 
     def free_bytes(self) -> int:
         """What the limit and the file system leave, less what is reserved in them."""

@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, digest, errors, storage
-from elastic_ckpt.tiers import manifest_file
+from elastic_ckpt.tiers import manifest_file, preserved
 from elastic_ckpt.tiers.capture import Captured
 from elastic_ckpt.tiers.manifest import ComponentFile, Fragment, Fragments, Manifest
 from elastic_ckpt.tiers.ram import ram_disk
@@ -201,7 +201,7 @@ def sweep(path: epath.Path) -> list[str]:
         storage.remove(path)
         storage.remove(directory)
         return [os.fspath(directory)]
-    named = {path.name, *manifest.fragments.files}
+    named = {path.name, preserved.FILE, *manifest.fragments.files}
     named |= {file.path for file in manifest.component_files}
     removed = []
     for parent, _, files in os.walk(directory):

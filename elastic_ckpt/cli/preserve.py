@@ -1,0 +1,41 @@
+"""`elastic-ckpt preserve STEP_PATH...`: keep steps, whatever policies say."""
+
+from __future__ import annotations
+
+import argparse
+
+from elastic_ckpt.core import errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="STEP_PATH",
+        help="the directory of a step in persistent storage, or of a host's part of one"
+        " in a RAM disk, which preserves it on all hosts",
+    )
+    parser.add_argument(
+        "--undo", action="store_true", help="leave them to the policies again"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Marks the steps, all or none."""
+    from elastic_ckpt.tiers import places, preserved
+
+    for path in arguments.paths:
+        if not places.is_step(path):
+            raise errors.CheckpointError(
+                f"{path} is not the directory of a step; name"
+                " PERSISTENT_DIRECTORY/<step> or RAM_DISK/hosts/<slot>/<step>-<save>"
+            )
+    for path in arguments.paths:
+        if arguments.undo:
+            preserved.release(path)
+            print(f"{path}: retention decides")
+        else:
+            preserved.preserve(path)
+            print(f"{path}: preserved")
+    return 0

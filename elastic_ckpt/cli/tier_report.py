@@ -1,0 +1,59 @@
+"""A survey of tiers in words: a table of steps, and what a lost host or slice takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_ckpt.tiers import survey
+
+_NAMED = 5
+
+
+def describe(run: str, found: survey.Survey) -> str:
+    """The survey of a run, as lines."""
+    named = f"run {run}" if run else "no run"
+    lines = [f"{named}: {len(found.steps)} steps in tiers"]
+    for step in found.steps:
+        lines += _step_lines(step)
+    for covered in found.coverage:
+        lines += _coverage_lines(covered)
+    lines += [
+        f"step {each.step} is being written, or was cut short: {each.path}"
+        for each in found.leftovers
+    ]
+    lines += found.problems
+    return "\n".join(lines)
+
+
+def _step_lines(step: survey.SurveyedStep) -> Iterator[str]:
+    state = "complete" if step.problem is None else f"incomplete: {step.problem}"
+    if not step.save:
+        state = "saved by Orbax alone, without manifests"
+    yield f"step {step.step}: {state}" + ", preserved" * step.preserved
+    for each in step.tiers if step.save else ():
+        alone = "all of it" if each.problem is None else each.problem
+        yield (
+            f"  {each.tier:<10}  {each.num_bytes:>15,} bytes  at {len(each.holders)}"
+            f" ({_some(each.holders)})  {alone}"
+        )
+
+
+def _coverage_lines(covered: survey.CoveredStep) -> Iterator[str]:
+    yield (
+        f"step {covered.step}, any one {covered.domain} of {covered.num_domains} lost:"
+        f" {covered.num_survivors:,} of {covered.num_items:,} parts survive"
+    )
+    for loss in covered.losses[:_NAMED]:
+        more = ", ..." if loss.num_items > len(loss.first) else ""
+        yield (
+            f"  with {covered.domain} {loss.name!r} goes {loss.num_items:,}:"
+            f" {', '.join(loss.first)}{more}"
+        )
+    if covered.losses[_NAMED:]:
+        yield f"  and with {len(covered.losses) - _NAMED:,} more; --json lists all"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:_NAMED]) + ", ..." * bool(names[_NAMED:])

@@ -1,0 +1,127 @@
+"""`elastic-ckpt verify PATH...`: read every copy of every part, and compare digests.
+
+A run may go on meanwhile; what it removes while it is read counts as missing, so it is
+asked for its newest step with --step. The JSON has a stable shape: `run`, `passed`,
+`steps` and `problems`, with the fields of `tiers.verification.VerifiedStep` and
+`tiers.problem.Problem`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from elastic_ckpt.cli import where
+from elastic_ckpt.core import errors
+
+if TYPE_CHECKING:
+    from elastic_ckpt.tiers import verification
+
+# More are in the JSON alone.
+_SHOWN = 100
+_PROGRESS_SECS = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    where.add_arguments(parser)
+    parser.add_argument("--step", type=int, help="the one to verify; without it, all")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="fail also for steps without digests, which Orbax alone saved",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verifies; 1 if anything is wrong."""
+    from elastic_ckpt.tiers import verification
+
+    with where.opened(arguments) as (name, places):
+        known = sorted({*places.steps, *places.foreign_steps})
+        steps = known if arguments.step is None else [arguments.step]
+        if not set(steps) <= set(known) or not known:
+            asked = "" if arguments.step is None else f" {arguments.step}"
+            _, problems = places.look(arguments.step or 0)
+            raise errors.CheckpointError(
+                "; ".join(
+                    [
+                        f"there is no step{asked} in these places",
+                        f"they have the steps {known}",
+                        *problems,
+                    ]
+                )
+            )
+        progress = _Progress() if sys.stderr.isatty() else _silent
+        found = verification.verify(places, steps, progress=progress)
+        if isinstance(progress, _Progress):
+            progress.end()
+    passed = found.passed(strict=arguments.strict)
+    if arguments.json:
+        print(json.dumps(_content(name, found, passed), indent=2))
+    else:
+        print(describe(found, passed=passed))
+    return 0 if passed else 1
+
+
+def describe(found: verification.Verification, *, passed: bool) -> str:
+    """What was found, in words."""
+    lines = [
+        f"step {each.step}: {each.state}"
+        + (
+            f", {each.num_copies:,} copies, {each.num_bytes:,} bytes"
+            if each.num_copies
+            else ""
+        )
+        for each in found.steps
+    ]
+    lines += [f"  {each}" for each in found.problems[:_SHOWN]]
+    if found.problems[_SHOWN:]:
+        more = len(found.problems) - _SHOWN
+        lines.append(f"  and {more:,} more; --json lists all")
+    if not passed:
+        lines.append("FAILED")
+    elif found.problems:
+        lines.append("PASSED, but for what cannot be verified")
+    else:
+        lines.append("PASSED: every copy is what was saved")
+    return "\n".join(lines)
+
+
+def _content(
+    run: str, found: verification.Verification, passed: bool
+) -> dict[str, Any]:
+    return {
+        "run": run,
+        "passed": passed,
+        "steps": [dataclasses.asdict(each) for each in found.steps],
+        "problems": [dataclasses.asdict(each) for each in found.problems],
+    }
+
+
+class _Progress:
+    # One line on a terminal that moves.
+
+    def __init__(self) -> None:
+        self._told_secs = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._told_secs >= _PROGRESS_SECS:
+            self._told_secs = now
+            gib = 2**30
+            sys.stderr.write(f"\r\033[Kread {done / gib:.2f} of {total / gib:.2f} GiB")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
+
+
+def _silent(done: int, total: int) -> None:
+    del done, total

@@ -1,0 +1,57 @@
+"""The digests of Orbax's own files in a step: what lists arrays, shardings and times.
+
+    <step>/orbax-digests.json    `files`: by path in the step, XXH3-128 of the content
+
+It is laid out as `core.checked_json` says, in version 1, written before the commit, and
+nothing to Orbax. Only a verification reads it; values have their digests in manifests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import checked_json, digest
+
+FILE = "orbax-digests.json"
+_VERSION = 1
+
+
+def to_bytes(files: Mapping[str, bytes]) -> bytes:
+    """The content of the file for Orbax's `files`, by path."""
+    digests = {path: _digest(content) for path, content in sorted(files.items())}
+    return checked_json.to_bytes({"files": digests}, version=_VERSION)
+
+
+def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
+    """What is wrong with Orbax's files of a step.
+
+    Yields:
+      The path of a file in the step's directory, and what is wrong with it.
+    """
+    try:
+        listed = checked_json.parse(
+            (directory / FILE).read_bytes(), what="list of files", version=_VERSION
+        )["files"]
+    except FileNotFoundError:
+        yield FILE, "is missing, so Orbax's own files cannot be compared"
+        return
+    except (OSError, checked_json.Unreadable) as error:
+        yield FILE, str(error)
+        return
+    for path, expected in listed.items():
+        try:
+            found = (directory / path).read_bytes()
+        except FileNotFoundError:
+            yield path, "is missing"
+        except OSError as error:
+            yield path, f"cannot be read ({error})"
+        else:
+            if _digest(found) != expected:
+                yield path, "is not what was saved: its digest differs"
+
+
+def _digest(content: bytes) -> str:
+    return digest.values_digest(np.frombuffer(content, np.uint8)).hex()

@@ -1,0 +1,137 @@
+"""The worlds that write into a persistent root, and what dead ones left half done.
+
+Only host 0 of a world commits an upload, so an upload can come to something as long as
+that process lives. It says so with a shared lock on `<root>/writers.lock`, from before
+the first upload until it ends, however it ends. A world that begins, and finds that it
+is there alone, removes the leftovers of all before it, and none begins meanwhile.
+
+Object stores have no locks. There nothing is removed in this way: an upload that comes
+to the same step again clears what it finds, and `elastic-ckpt inspect` shows the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+import threading
+from collections.abc import Iterator
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.tiers.persistent.persistent_root import (
+    REMOVED,
+    Leftover,
+    PersistentRoot,
+    manifest_names,
+    read_manifests,
+)
+
+LOCK = "writers.lock"
+# Those of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
+_SAVE = re.compile(r"\d{15}")
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class WritingWorld:
+    """This world among the writers; its host 0 has one.
+
+    Args:
+      root: of the steps.
+      run: whose steps they are.
+    """
+
+    def __init__(self, root: PersistentRoot, *, run: str) -> None:
+        self._root = root
+        self._run = run
+        self._presence: storage.Presence | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def be_present(self) -> None:
+        """Says that this world writes; to be called before each upload.
+
+        Raises:
+          OSError: if storage is away.
+        """
+        if self._presence is not None or not storage.is_local(self._root.path):
+            return
+        try:
+            self._presence = storage.Presence(self._root.path / LOCK)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def discard_dead(self, *, before: str) -> list[str]:
+        """Removes what uploads of dead worlds left.
+
+        Args:
+          before: the save of this world; younger leftovers stay.
+
+        Returns:
+          The paths that were removed.
+        """
+        self.be_present()
+        if self._presence is None:
+            return []
+        with self._presence.alone() as alone:
+            if not alone:
+                return []
+            return [
+                self._discard(each)
+                for each in self._root.leftovers()
+                if each.save == REMOVED or self._is_older(each, before)
+            ]
+
+    def discard_own(self, step: int, save: str) -> list[str]:
+        """Removes what uploads of this world that failed left of steps before `step`.
+
+        To be called when no upload of it is running.
+        """
+        return [
+            self._discard(each)
+            for each in self._root.leftovers()
+            if each.step < step and self._saves(each) == {save}
+        ]
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[None]:
+        """To be held while an upload is committed, so that none is after `close`.
+
+        Raises:
+          CheckpointError: if this world writes no more.
+        """
+        with self._lock:
+            if self._closed:
+                raise errors.CheckpointError(
+                    "the checkpointer was closed before its upload was committed, and"
+                    " another world may take what is there for dead; save once more"
+                )
+            yield
+
+    def close(self) -> None:
+        """Says that this world writes no more, once a commit under way is done."""
+        with self._lock:
+            self._closed = True
+            if self._presence is not None:
+                self._presence.close()
+
+    def _discard(self, leftover: Leftover) -> str:
+        storage.remove(leftover.path)
+        return str(leftover.path)
+
+    def _is_older(self, leftover: Leftover, before: str) -> bool:
+        saves = self._saves(leftover)
+        return bool(saves) and all(
+            _SAVE.fullmatch(save) and save < before for save in saves
+        )
+
+    def _saves(self, leftover: Leftover) -> set[str]:
+        # Where the name does not tell, manifests may; if not, nothing is known.
+        if leftover.save is not None:
+            return {leftover.save}
+        names = manifest_names(leftover.path)
+        found = read_manifests(leftover.path, names, run=self._run, step=leftover.step)
+        if not all(isinstance(each, Manifest) for each in found):
+            return set()
+        return {each.save for each in found if isinstance(each, Manifest)}

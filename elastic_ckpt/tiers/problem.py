@@ -1,0 +1,47 @@
+"""Problems: what a verification finds wrong with a step, for people and programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unverifiable"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something that is wrong with a step.
+
+    Attributes:
+      kind: `damaged`, a copy is not what was saved; `diverged`, holders saved different
+        values; `incomplete`, nobody has a part; `manifest`, one cannot be read;
+        `orbax`, the values are there and Orbax will not find them; `unverifiable`,
+        there are no digests.
+      step: its number.
+      save: which save of it; empty where that is not known.
+      part: a leaf and box, or a file; empty if it is the step as a whole.
+      tier: of the holder, `local` or `persistent`; empty if it is not about one.
+      holder: the id of the host whose manifest it is; empty likewise.
+      path: of the bad file, or of the step.
+      why: what is wrong.
+      remedy: what to do.
+    """
+
+    kind: Kind
+    step: int
+    save: str = ""
+    part: str = ""
+    tier: str = ""
+    holder: str = ""
+    path: str = ""
+    why: str
+    remedy: str
+
+    def __str__(self) -> str:
+        subject = f"step {self.step}"
+        if self.part:
+            subject += f", {self.part}"
+        if self.holder:
+            subject += f", {self.tier} tier, host {self.holder}"
+        where = f" ({self.path})" if self.path else ""
+        return f"{subject}{where}: {self.why}; {self.remedy}"

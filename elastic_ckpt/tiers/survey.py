@@ -1,0 +1,193 @@
+"""A survey: which steps are in which tiers, who holds them, and what could be lost.
+
+By manifests alone; whether the values are still what was saved, `verification` tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from elastic_ckpt.tiers import search
+from elastic_ckpt.tiers.coverage import coverage
+from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.places import Leftover, Places
+
+_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierOfStep:
+    """What one tier has of a save of a step.
+
+    Attributes:
+      tier: `local` (the memory of all hosts) or `persistent`.
+      problem: what is wrong with it there; None if all of it is there.
+      holders: the ids of the hosts whose manifests are there, ordered.
+      num_bytes: of all copies.
+    """
+
+    tier: str
+    problem: str | None
+    holders: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SurveyedStep:
+    """A save of a step.
+
+    Attributes:
+      step: its number.
+      save: which save of it; empty if Orbax alone saved it.
+      problem: what is wrong with it in all tiers together; None if it is complete.
+      preserved: whether it is preserved by hand, as far as it can be seen.
+      tiers: that have something of it.
+    """
+
+    step: int
+    save: str
+    problem: str | None
+    preserved: bool
+    tiers: tuple[TierOfStep, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What goes with one failure domain.
+
+    Attributes:
+      name: of the domain.
+      num_items: boxes and files that are lost.
+      first: names of the first of them.
+    """
+
+    name: str
+    num_items: int
+    first: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoveredStep:
+    """What of a step outlasts the loss of any one failure domain of a kind.
+
+    Attributes:
+      step: its number.
+      save: which save of it.
+      domain: the kind, such as `slice`.
+      num_domains: of this kind that hold something in memory.
+      num_items: boxes and files of the step.
+      num_survivors: of these, that outlast the loss of any one.
+      losses: of the domains that take something with them.
+    """
+
+    step: int
+    save: str
+    domain: str
+    num_domains: int
+    num_items: int
+    num_survivors: int
+    losses: tuple[Loss, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was found.
+
+    Attributes:
+      steps: ascending by step and save.
+      coverage: of one step, by kind of failure domain; empty if none is complete.
+      leftovers: what is not committed: it is being written, or was cut short.
+      problems: manifests that cannot be had.
+    """
+
+    steps: tuple[SurveyedStep, ...]
+    coverage: tuple[CoveredStep, ...]
+    leftovers: tuple[Leftover, ...]
+    problems: tuple[str, ...]
+
+
+def survey(places: Places, domains: Sequence[str], *, step: int | None) -> Survey:
+    """Looks at all steps of some places.
+
+    Args:
+      places: together.
+      domains: kinds of failure domains, whose loss is looked at.
+      step: whose loss; None for the newest that is complete.
+    """
+    found: list[SurveyedStep] = []
+    problems: list[str] = []
+    covered: tuple[CoveredStep, ...] = ()
+    preserved = set(places.preserved())
+    for number in sorted({*places.steps, *places.foreign_steps}):
+        if number in places.foreign_steps:
+            found.append(_foreign(number, preserved=number in preserved))
+        copies, unread = places.look(number)
+        problems += unread
+        for offers in reversed(search.saves(list(copies))):
+            examined = search.Step.of(offers)
+            found.append(_surveyed(examined, preserved=number in preserved))
+            if examined.complete and step in (None, number):
+                covered = tuple(_covered(examined, domain) for domain in domains)
+    return Survey(
+        steps=tuple(found),
+        coverage=covered,
+        leftovers=tuple(places.leftovers()),
+        problems=tuple(problems),
+    )
+
+
+def _surveyed(step: search.Step, *, preserved: bool) -> SurveyedStep:
+    offers = step.holdings.offers
+    return SurveyedStep(
+        step=step.step,
+        save=step.save,
+        problem=None if step.complete else step.lacking(),
+        preserved=preserved,
+        tiers=tuple(
+            _tier_of_step(tier, [each for each in offers if each.tier == tier])
+            for tier in sorted({each.tier for each in offers})
+        ),
+    )
+
+
+def _tier_of_step(tier: str, offers: Sequence[Offer]) -> TierOfStep:
+    step = search.Step.of(offers)
+    return TierOfStep(
+        tier=tier,
+        problem=None if step.complete else step.lacking(),
+        holders=tuple(sorted(each.host.id for each in offers)),
+        num_bytes=sum(
+            int(each.manifest.fragments.stored_bytes.sum())
+            + sum(file.stored_bytes for file in each.manifest.component_files)
+            for each in offers
+        ),
+    )
+
+
+def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
+    tier = TierOfStep(tier="persistent", problem=None, holders=(), num_bytes=0)
+    return SurveyedStep(
+        step=step, save="", problem=None, preserved=preserved, tiers=(tier,)
+    )
+
+
+def _covered(step: search.Step, domain: str) -> CoveredStep:
+    found = coverage(step.holdings, domain)
+    return CoveredStep(
+        step=step.step,
+        save=step.save,
+        domain=domain,
+        num_domains=len(found.lost),
+        num_items=step.holdings.num_items,
+        num_survivors=found.num_survivors,
+        losses=tuple(
+            Loss(
+                name=name,
+                num_items=len(items),
+                first=tuple(map(step.holdings.name, items[:_NAMED].tolist())),
+            )
+            for name, items in found.lost.items()
+            if len(items)
+        ),
+    )

@@ -1,0 +1,164 @@
+"""Which steps a checkpointer keeps in persistent storage and in RAM."""
+
+import jax
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.core import storage
+from elastic_ckpt.tiers import preserved
+from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
+from tests.tiers import tiered_steps, uploaded
+
+# What Orbax says when it is not told where arrays shall lie.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+policies = ocp.training.preservation_policies
+
+
+def stored(tmp_path):
+    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    return root.steps()
+
+
+def in_ram(tmp_path):
+    names = (path.name for path in (tmp_path / "ram" / "hosts" / "0").iterdir())
+    return sorted(int(name.partition("-")[0]) for name in names if name != "lock")
+
+
+def opened(tmp_path, **options):
+    return tiered_steps.checkpointer(tmp_path / "ram", tmp_path / "steps", **options)
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (None, [1, 2, 3, 4]),
+        (policies.LatestN(2), [3, 4]),
+        (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=1), [2, 4]),
+    ],
+)
+def test_policies_of_orbax_decide_what_stays_in_storage(tmp_path, keep, kept):
+    with opened(tmp_path, keep=keep) as checkpointer:
+        for step in range(1, 5):
+            loss = abs(step - 2.2)
+            tiered_steps.save(checkpointer, step, metrics={"loss": loss})
+    assert stored(tmp_path) == kept
+    assert in_ram(tmp_path) == [4]
+    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    assert root.leftovers() == []
+
+
+def test_what_is_preserved_by_hand_stays_in_storage_and_orbax_loads_it(tmp_path):
+    with opened(tmp_path, keep=policies.LatestN(1)) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        preserved.preserve(tmp_path / "steps" / "1")
+        tiered_steps.save(checkpointer, 2, 3)
+        assert stored(tmp_path) == [1, 3]
+        with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+            assert [each.step for each in orbax.checkpoints] == [1, 3]
+            found = orbax.load_checkpointables(1, {"state": None})["state"]
+        expected = tiered_steps.state(1)
+        assert jax.tree.all(
+            jax.tree.map(lambda a, b: bool((a == b).all()), *_arrays(found, expected))
+        )
+        preserved.release(tmp_path / "steps" / "1")
+        tiered_steps.save(checkpointer, 4)
+    assert stored(tmp_path) == [4]
+
+
+def _arrays(*trees):
+    return [
+        {
+            jax.tree_util.keystr(path): leaf
+            for path, leaf in jax.tree.leaves_with_path(tree)
+            if isinstance(leaf, jax.Array)
+        }
+        for tree in trees
+    ]
+
+
+def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):
+    with opened(tmp_path, every=100) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        (step,) = (tmp_path / "ram" / "hosts" / "0").glob("1-*")
+        preserved.preserve(step)
+        tiered_steps.save(checkpointer, 2, 3)
+        assert in_ram(tmp_path) == [1, 3]
+    # A new world cleans what it finds, and knows the mark.
+    with opened(tmp_path, every=100) as checkpointer:
+        tiered_steps.save(checkpointer, 4)
+        assert in_ram(tmp_path) == [1, 4]
+        preserved.release(step)
+        tiered_steps.save(checkpointer, 5)
+    assert in_ram(tmp_path) == [5]
+
+
+def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
+    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    # Orbax alone saved step 0, and step 1 is another run's.
+    storage.make_directory(root.final(0) / "state")
+    saved = uploaded.saved_step(1)
+    other = persistent_tier.PersistentTier(root, run="x")
+    uploaded.write_all(root, saved, uploaded.hosts(2))
+    uploaded.commit_all(root, saved, uploaded.hosts(2))
+    assert other.steps() == [1]
+    tiers = {"keep": policies.LatestN(1)}
+    ram = tmp_path / "ram"
+    with tiered_steps.checkpointer(ram, root.path, run="x", **tiers) as checkpointer:
+        tiered_steps.save(checkpointer, 2, 3)
+    assert stored(tmp_path) == [0, 1, 3]
+
+
+def test_a_world_that_begins_removes_what_a_dead_one_left(tmp_path):
+    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    dead = uploaded.saved_step(7, save=f"{7:015d}")
+    uploaded.write_all(root, dead, uploaded.hosts(2))
+    assert [each.step for each in root.leftovers()] == [7]
+    with opened(tmp_path) as checkpointer:
+        checkpointer.wait()
+        assert root.leftovers() == []
+
+
+def test_storage_that_is_away_when_a_world_begins_is_told_and_training_goes_on(
+    tmp_path, monkeypatch
+):
+    def away(*_):
+        raise OSError(5, "storage is away")
+
+    monkeypatch.setattr(storage, "Presence", away)
+    told = []
+
+    def emit(name, **fields):
+        if name == "degraded":
+            told.append((fields["tier"], fields["why"]))
+
+    with opened(tmp_path, emit=emit) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        assert in_ram(tmp_path) == [1]
+        # A backup that others do not know of could be taken for a dead one.
+        assert stored(tmp_path) == []
+        monkeypatch.undo()
+        tiered_steps.save(checkpointer, 2)
+    assert stored(tmp_path) == [2]
+    assert told[0][0] == "persistent"
+    assert "leftovers were not removed: host 0: [Errno 5] storage is away" in told[0][1]
+
+
+def test_steps_that_cannot_be_removed_are_told_and_the_backup_counts(
+    tmp_path, monkeypatch
+):
+    def refuse(*_):
+        raise PermissionError(13, "may not remove")
+
+    monkeypatch.setattr(persistent_tier.PersistentTier, "remove", refuse)
+    told = []
+
+    def emit(name, **fields):
+        if name in ("degraded", "backed_up"):
+            told.append((name, fields["step"]))
+
+    with opened(tmp_path, keep=policies.LatestN(1), emit=emit) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2)
+        checkpointer.wait()
+    assert told == [("backed_up", 1), ("backed_up", 2), ("degraded", 2)]
+    assert stored(tmp_path) == [1, 2]

@@ -1,0 +1,163 @@
+"""`elastic-ckpt inspect` of tiers: steps, holders, and what a loss would take."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.cli import run_directory
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import boxes, digest, host_memory, storage
+from elastic_ckpt.tiers import capture, manifest, preserved
+from elastic_ckpt.tiers.ram import local, ram_disk
+from tests import runs
+from tests.tiers import served, tiered_steps
+
+STATE = {"w": np.arange(32, dtype=np.float32).reshape(4, 8)}
+
+
+def save(root, rows, *, step=3, copies=(), **domains):
+    """A machine that saved some rows of `w`, and took copies of others."""
+    disk = ram_disk.RamDisk(root, run=tiered_steps.RUN)
+    contents = manifest.Contents(
+        leaves=(manifest.Leaf(path="state/w", shape=(4, 8), dtype="float32"),),
+        components={},
+    )
+    with local.LocalHost(disk, slot=0, domains=domains, number=0) as host:
+        writer = host.begin(step, "0", contents, num_bytes=1000)
+        captured = capture.capture({"state/w": STATE["w"]}, host_memory.Pool())
+        (part,) = captured.parts
+        captured.parts = (
+            capture.CapturedLeaf(leaf=part.leaf, shard_shape=(1, 8), boxes=()),
+        )
+        writer.write(captured)
+        for row in [*rows, *copies]:
+            values = STATE["w"][row : row + 1]
+            writer.put(
+                manifest.Fragment(
+                    leaf=0,
+                    box=boxes.Box(start=(row, 0), stop=(row + 1, 8)),
+                    digest=digest.values_digest(values),
+                    file="wherever",
+                    offset=0,
+                    stored_bytes=values.nbytes,
+                ),
+                values,
+            )
+        writer.commit()
+    return disk.machine
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Three machines on two slices; row 3 has no copy, row 1 none on another slice."""
+    names = ["a", "b", "c"]
+    held = [((0, 1), (2,)), ((2,), (1,)), ((3,), (0, 2))]
+    ids = [
+        save(tmp_path / name, rows, copies=copies, host=name, slice=of, rack=f"r{name}")
+        for name, (rows, copies), of in zip(names, held, "001", strict=True)
+    ]
+    return tmp_path, ids
+
+
+def inspect(*arguments):
+    return json.loads(runs.verb("inspect", *arguments, "--json"))["tiers"]
+
+
+def test_it_shows_who_holds_a_step_and_what_a_loss_would_take(machines):
+    root, ids = machines
+    paths = [root / name for name in "abc"]
+    found = inspect(*paths, "--domain", "rack")
+    (step,) = found["steps"]
+    assert (step["step"], step["save"], step["problem"]) == (3, "0", None)
+    (tier,) = step["tiers"]
+    assert tier["holders"] == sorted(f"{each}.0" for each in ids)
+    covered = {each["domain"]: each for each in found["coverage"]}
+    assert list(covered) == ["host", "slice", "rack"]
+    assert covered["host"]["num_survivors"] == 3
+    assert covered["host"]["num_domains"] == 3
+    assert covered["host"]["losses"] == [
+        {"name": "c", "num_items": 1, "first": ["state/w[3:4, 0:8]"]}
+    ]
+    assert covered["slice"]["num_survivors"] == 2
+    assert [each["name"] for each in covered["slice"]["losses"]] == ["0", "1"]
+    text = runs.verb("inspect", *paths)
+    assert "step 3, any one slice of 2 lost: 2 of 4 parts survive" in text
+    assert "  with slice '1' goes 1: state/w[3:4, 0:8]" in text
+
+
+def test_it_says_what_is_missing_without_a_machine(machines):
+    root, _ = machines
+    found = inspect(root / "a", root / "b")
+    assert found["steps"][0]["problem"] == (
+        "lacks parts of 1 of 1 leaves: [state/w[3:4, 0:8]]"
+    )
+    assert found["coverage"] == []
+
+
+def test_a_machine_is_found_through_its_agent(machines):
+    root, _ = machines
+    by_path = inspect(*(root / name for name in "abc"))
+    with contextlib.ExitStack() as running:
+        _, url = running.enter_context(served.agent_process(root / "c"))
+        secret = root / "c" / "secret"
+        by_peer = inspect(
+            root / "a", root / "b", "--peer", url, "--secret-file", secret
+        )
+    assert by_peer == by_path
+
+
+def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
+    ram, steps = tmp_path / "ram", tmp_path / "steps"
+    with tiered_steps.checkpointer(ram, steps, every=2) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2)
+    preserved.preserve(steps / "2")
+    storage.make_directory(steps / "5")
+    half = storage.make_directory(ram / "hosts" / "0" / "4-000000000000007")
+    unfinished = storage.make_directory(steps / "9.orbax-checkpoint-tmp-x")
+    found = inspect(ram, steps)
+    shown = {each["step"]: each for each in found["steps"]}
+    assert list(shown) == [2, 5]
+    assert shown[2]["preserved"]
+    assert [each["tier"] for each in shown[2]["tiers"]] == ["local", "persistent"]
+    assert shown[5]["save"] == ""
+    assert [each["path"] for each in found["leftovers"]] == [
+        str(half),
+        str(unfinished),
+    ]
+    # Storage outlasts any host.
+    assert all(not each["losses"] for each in found["coverage"])
+    text = runs.verb("inspect", ram, steps)
+    assert "step 2: complete, preserved\n" in text
+    assert "step 5: saved by Orbax alone, without manifests\n" in text
+    assert f"step 4 is being written, or was cut short: {half}\n" in text
+
+
+def test_of_a_run_whose_steps_are_in_tiers_it_shows_arrays_and_tiers(tmp_path):
+    run_directory.write_config(str(tmp_path), schema.Config())
+    assert "0 complete steps" in runs.verb("inspect", tmp_path)
+    steps = tmp_path / "checkpoints"
+    with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+    content = json.loads(runs.verb("inspect", tmp_path, "--json"))
+    (step,) = content["steps"]
+    assert "params/w" in {leaf["path"] for leaf in step["state"]}
+    assert [each["step"] for each in content["tiers"]["steps"]] == [1]
+    text = runs.verb("inspect", tmp_path)
+    assert f"{tmp_path}: 1 complete steps\n" in text
+    assert "run run-7: 1 steps in tiers\n" in text
+
+
+def test_a_step_can_be_asked_for(machines):
+    root, _ = machines
+    save(root / "a", range(4), step=4, host="a", slice="0")
+    paths = [root / name for name in "abc"]
+    assert {each["step"] for each in inspect(*paths)["coverage"]} == {4}
+    asked = inspect(*paths, "--step", 3)
+    assert {each["step"] for each in asked["coverage"]} == {3}
+
+
+def test_where_nothing_is_it_says_so(tmp_path):
+    output = runs.verb("inspect", tmp_path, code=1)
+    assert "neither a run (no config.json in it) nor steps in any tier" in output

@@ -1,0 +1,129 @@
+"""What is left of dead uploads goes, and what a live one writes stays."""
+
+import subprocess
+import sys
+
+import pytest
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, writers
+from tests.tiers import uploaded
+
+OLD, NOW, LATER = (f"{number:015d}" for number in (5, 6, 7))
+KINDS = ("renamed", "in place")
+
+
+@pytest.fixture(params=KINDS)
+def root(request, tmp_path):
+    return persistent_root.PersistentRoot(
+        path=storage.absolute(tmp_path / "steps"), in_place=request.param == "in place"
+    )
+
+
+@pytest.fixture
+def world(root):
+    world = writers.WritingWorld(root, run=uploaded.RUN)
+    yield world
+    world.close()
+
+
+def upload(root, step, save, *, commit=False):
+    """Uploads all of a step, and commits it or not."""
+    saved, hosts = uploaded.saved_step(step, save=save), uploaded.hosts(2)
+    uploaded.write_all(root, saved, hosts)
+    if commit:
+        uploaded.commit_all(root, saved, hosts)
+
+
+def left(root):
+    return [each.step for each in root.leftovers()]
+
+
+def test_a_new_world_removes_the_uploads_of_older_ones_alone(root, world):
+    upload(root, 3, OLD, commit=True)
+    for step, save in ((4, OLD), (5, NOW), (6, LATER), (7, "orbax-own")):
+        upload(root, step, save)
+    removed = world.discard_dead(before=NOW)
+    assert len(removed) == 1
+    assert removed[0].rpartition("/")[2].startswith("4")
+    assert left(root) == [5, 6, 7]
+    uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 3)
+
+
+def test_nothing_is_removed_while_another_world_writes(root, world):
+    other = writers.WritingWorld(root, run=uploaded.RUN)
+    other.be_present()
+    upload(root, 4, OLD)
+    assert world.discard_dead(before=NOW) == []
+    assert left(root) == [4]
+    other.close()
+    assert len(world.discard_dead(before=NOW)) == 1
+    assert left(root) == []
+
+
+# A program that is there, says so, and waits.
+WRITER = (
+    "import signal, sys\n"
+    "from elastic_ckpt.core import storage\n"
+    "presence = storage.Presence(sys.argv[1])\n"
+    "print('there', flush=True)\n"
+    "signal.pause()\n"
+)
+
+
+def test_a_world_that_was_killed_writes_no_more(root, world):
+    command = [sys.executable, "-c", WRITER, root.path / writers.LOCK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout.readline() == "there\n"
+        upload(root, 4, OLD)
+        assert world.discard_dead(before=NOW) == []
+        writer.kill()
+    assert len(world.discard_dead(before=NOW)) == 1
+
+
+def test_a_step_whose_removal_was_cut_short_goes(tmp_path):
+    root = persistent_root.PersistentRoot.of(tmp_path)
+    upload(root, 4, OLD, commit=True)
+    root.uncommit(4)
+    world = writers.WritingWorld(root, run=uploaded.RUN)
+    world.discard_dead(before=OLD)
+    world.close()
+    assert left(root) == []
+
+
+def test_what_another_run_or_orbax_is_writing_stays(root, world):
+    upload(root, 4, OLD)
+    for step in (5, 6):
+        unfinished = root.unfinished(step, "1700000000000000")
+        storage.write_atomic(unfinished / "state" / "d" / "x", b"")
+    other = writers.WritingWorld(root, run="another")
+    if root.in_place:
+        # The name tells no save there, and manifests of others none of this run.
+        assert other.discard_dead(before=NOW) == []
+    other.close()
+    assert len(world.discard_dead(before=NOW)) == 1
+    assert left(root) == [5, 6]
+
+
+def test_a_world_removes_what_its_own_failed_uploads_left(root, world):
+    for step in (4, 5, 6):
+        upload(root, step, NOW)
+    upload(root, 3, OLD)
+    assert len(world.discard_own(6, NOW)) == 2
+    assert left(root) == [3, 6]
+
+
+def test_nothing_is_committed_once_a_world_has_said_that_it_writes_no_more(world):
+    world.be_present()
+    with world.committing():
+        pass
+    world.close()
+    with pytest.raises(errors.CheckpointError, match="was closed before"):
+        world.committing().__enter__()
+
+
+def test_where_there_are_no_locks_nothing_is_removed():
+    root = persistent_root.PersistentRoot.of("gs://bucket/steps")
+    world = writers.WritingWorld(root, run=uploaded.RUN)
+    assert world.discard_dead(before=NOW) == []
+    world.close()
