@@ -15,7 +15,7 @@ from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.monitoring import subscription
-from tests import corpora
+from tests import corpora, shared_memory
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -109,7 +109,7 @@ def _shared_by_nobody_else(names):
             maps = (process / "maps").read_text()
             if process.name != str(os.getpid()):
                 held |= set(re.findall(r"/dev/shm/(\S+)", maps))
-    return names - held
+    return {name for name in names - held if not shared_memory.is_anothers(name)}
 
 
 def _descendants() -> list[str]:

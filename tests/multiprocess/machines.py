@@ -9,25 +9,26 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 
 from elastic_ckpt.tiers.peers import agent_command
+from tests import shared_memory
 
 
 class Machines:
     """Some machines; at the end of the block nothing of them is left."""
 
     def __init__(self):
-        self.root = tempfile.mkdtemp(prefix="elastic_ckpt_machines_", dir="/dev/shm")
+        self._directory = shared_memory.directory("machines")
         self._agents = {}
 
     def __enter__(self):
+        self.root = self._directory.__enter__()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *error):
         for number in list(self._agents):
             self.stop_agent(number)
-        shutil.rmtree(self.root)
+        self._directory.__exit__(*error)
 
     def directory(self, number):
         """The RAM disk of a machine."""

@@ -5,19 +5,17 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 
 import pytest
 
-from tests import runs
+from tests import runs, shared_memory
 
 
 @pytest.fixture
 def ram():
-    directory = tempfile.mkdtemp(prefix="elastic_ckpt_train_", dir="/dev/shm")
-    yield directory
-    shutil.rmtree(directory)
+    with shared_memory.directory("train") as directory:
+        yield directory
 
 
 @pytest.fixture
