@@ -17,19 +17,7 @@ from absl import logging
 from elastic_ckpt.checkpoint import exchange
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.host.host_tiers import HostTiers
-
-
-class HostsFailed(errors.CheckpointError):
-    """What some hosts were asked for failed there.
-
-    Attributes:
-      of_host: by the number of a host, its message.
-    """
-
-    def __init__(self, of_host: Mapping[int, str]) -> None:
-        self.of_host = dict(of_host)
-        told = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
-        super().__init__(told)
+from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 
 class Hosts(Protocol):

@@ -75,7 +75,17 @@ class HostReader:
         self._restoring = _Restoring(found=found, reader=reader)
 
     def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
-        """Raises a CheckpointError unless the step has what is wanted of it."""
+        """Turns to what is wanted of the step, for the devices of this process.
+
+        Raises:
+          CheckpointError: if the step has it not.
+        """
+        self.want(trees.wanted(of_trees), components)
+
+    def want(
+        self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
+    ) -> dict[str, str]:
+        """As `check`; the dtypes of the leaves, as they were saved."""
         restoring = self._opened()
         held = restoring.found.step
         contents = held.holdings.contents
@@ -85,8 +95,10 @@ class HostReader:
                 f"step {held.step} has no parts {missing}; it has"
                 f" {sorted(contents.components)}: restore what it has"
             )
-        restoring.wanted = trees.wanted(of_trees)
-        trees.check(restoring.wanted, contents, step=held.step)
+        trees.check(wanted, contents, step=held.step)
+        restoring.wanted = wanted
+        saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
+        return {leaf.path: saved[leaf.path] for leaf in wanted}
 
     def read(self) -> Answer:
         """Reads and verifies what this host's devices need of the step.
@@ -132,13 +144,17 @@ class HostReader:
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
         """The trees, made of what was read."""
-        restoring = self._opened()
-        made = {
-            leaf.path: leaf.make(restoring.values[leaf.path])
-            for leaf in restoring.wanted
-        }
+        made = self.made()
         return {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
+        }
+
+    def made(self) -> dict[str, Any]:
+        """What each leaf makes of what was read for it, by path."""
+        restoring = self._opened()
+        return {
+            leaf.path: leaf.make(restoring.values[leaf.path])
+            for leaf in restoring.wanted
         }
 
     def bad_copies(self) -> list[Answer]:
