@@ -161,7 +161,7 @@ def test_the_dockerfile_copies_what_there_is_and_ends_in_an_import():
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), source
     last = DOCKERFILE.rstrip().splitlines()[-1]
-    assert last.strip() == 'python -c "import sidecar.worker"'
+    assert last.strip() == 'python -c "import sidecar.host_agent, sidecar.worker"'
 
 
 def test_without_orbax_and_the_command_line_a_worker_reads_the_same_batch(workers):
