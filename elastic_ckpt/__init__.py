@@ -6,6 +6,17 @@ from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt import data
+    from elastic_ckpt.integrations.checkpointer import Checkpointer
+    from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
 
 __version__ = "0.1.0"
-__all__ = ["ElasticCkptError", "__version__", "data"]
+__all__ = [
+    "Checkpointer",
+    "ElasticCkptError",
+    "Local",
+    "Peers",
+    "Persistent",
+    "TlsFiles",
+    "__version__",
+    "data",
+]

@@ -44,8 +44,8 @@ class HostChoice:
       run: the identity of the run.
       slice_name: the slice that it is in.
       local: the local tier.
-      peers: the peer tier; the host listens at that address of its own from which it
-        reaches `interface`, which is an address of the head.
+      peers: the peer tier; None if there is none. The host listens at that address of
+        its own from which it reaches `interface`, which is an address of the head.
       persistent: the persistent tier; None if there is none.
     """
 
@@ -54,7 +54,7 @@ class HostChoice:
     run: str
     slice_name: str
     local: Local
-    peers: Peers
+    peers: Peers | None
     persistent: Persistent | None
 
 
@@ -62,9 +62,9 @@ class _Host(HostTiers):
     """What one host does for the tiers, and for the head that has no host's memory."""
 
     def __init__(self, choice: HostChoice, devices: dict[int, jax.Device]) -> None:
-        peers = dataclasses.replace(
-            choice.peers, interface=_own_address(choice.peers.interface)
-        )
+        peers = choice.peers
+        if peers is not None:
+            peers = dataclasses.replace(peers, interface=_own_address(peers.interface))
         super().__init__(
             HostWorld(
                 run=choice.run,

@@ -128,10 +128,13 @@ class RemoteHosts:
             raise
         return self._directory
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
+    ) -> None:
         """See `Hosts`."""
         groups, _ = self._arrays.to_restore(asked(trees))
-        self.all("arrays.want", self._layout(groups), components)
+        whole = [] if partial else list(trees)
+        self.all("arrays.want", self._layout(groups), components, whole)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

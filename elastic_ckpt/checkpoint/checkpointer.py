@@ -158,14 +158,20 @@ class RunCheckpointer:
             return self.latest_step != step
         return self._orbax.should_save(step)
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, *, last: bool = False) -> None:
         """Saves `state` and the data state as `step`, perhaps in the background.
 
         Waits for the save before, and raises its error if it failed.
 
+        Args:
+          step: the training step.
+          state: of the model.
+          last: whether the run ends with it, which is all the same in one tier.
+
         Raises:
           CheckpointError: if Orbax declines, so that no save is skipped in silence.
         """
+        del last
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             self._settle()
             self._start_save(step, state)

@@ -34,13 +34,16 @@ class Exchange(Protocol):
         """How many hosts take part."""
         ...
 
-    def gather(self, kind: str, value: storage.Json) -> list[Any]:
+    def gather(
+        self, kind: str, value: storage.Json, *, timeout_secs: float
+    ) -> list[Any]:
         """What each host said, in the order of their numbers.
 
         Args:
           kind: what it is about. Calls of one kind come from one thread at a time, in
             the same order on all hosts; those of different kinds in any order.
           value: what this host says: kilobytes at most.
+          timeout_secs: how long hosts wait for each other.
 
         Raises:
           RunError: if a host did not say anything in time.
@@ -54,9 +57,11 @@ class Alone:
     host = 0
     num_hosts = 1
 
-    def gather(self, kind: str, value: storage.Json) -> list[Any]:
+    def gather(
+        self, kind: str, value: storage.Json, *, timeout_secs: float
+    ) -> list[Any]:
         """What this host said, as it would come back from another."""
-        del kind
+        del kind, timeout_secs
         return [json.loads(storage.canonical_json(value))]
 
 
@@ -65,21 +70,19 @@ class CoordinationService:
 
     Host 0 collects what the others say and hands it out in one piece, so that n hosts
     make 3n requests, not n**2.
-
-    Args:
-      timeout_secs: how long hosts wait for each other.
     """
 
-    def __init__(self, *, timeout_secs: float = 600) -> None:
+    def __init__(self) -> None:
         self.host = topology.this_host()
         self.num_hosts = topology.num_hosts()
         self._client = multihost.get_jax_distributed_client()
-        self._timeout_ms = int(timeout_secs * 1000)
         self._prefix = f"elastic_ckpt/{next(_numbers)}"
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
 
-    def gather(self, kind: str, value: storage.Json) -> list[Any]:
+    def gather(
+        self, kind: str, value: storage.Json, *, timeout_secs: float
+    ) -> list[Any]:
         """See `Exchange`."""
         with self._lock:
             turn = self._turns[kind]
@@ -90,7 +93,7 @@ class CoordinationService:
         )
         if self.host == 0:
             said = [
-                self._wait_for(f"{place}/{host}", kind)
+                self._wait_for(f"{place}/{host}", kind, timeout_secs)
                 for host in range(self.num_hosts)
             ]
             self._client.key_value_set_bytes(
@@ -99,17 +102,18 @@ class CoordinationService:
             # Whoever speaks in this turn has heard what was said in the one before.
             if turn:
                 self._client.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
-        return json.loads(self._wait_for(f"{place}/all", kind))
+        return json.loads(self._wait_for(f"{place}/all", kind, timeout_secs))
 
-    def _wait_for(self, key: str, kind: str) -> bytes:
+    def _wait_for(self, key: str, kind: str, timeout_secs: float) -> bytes:
+        timeout_ms = int(1000 * timeout_secs)
         try:
-            return self._client.blocking_key_value_get_bytes(key, self._timeout_ms)
+            return self._client.blocking_key_value_get_bytes(key, timeout_ms)
         except Exception as error:
             # The service raises one class for all that can happen.
             reason = str(error).partition("\n")[0]
             raise errors.RunError(
                 f"host {self.host} waited for {key.rpartition('/')[2]} ({kind}) for"
-                f" {self._timeout_ms / 1000:g} s ({reason}); look at the log of the"
+                f" {timeout_secs:g} s ({reason}); look at the log of the"
                 " host that is missing, and start the world anew"
             ) from None
 

@@ -80,7 +80,7 @@ def _orbax(persistent: Persistent | None) -> ocp.training.Checkpointer:
     policies = ocp.training.save_decision_policies
     save: Any = policies.AnySavePolicy(
         [
-            policies.FixedIntervalPolicy(persistent.every),
+            policies.FixedIntervalPolicy(persistent.every or 1),
             policies.PreemptionCheckpointingPolicy(),
         ]
     )

@@ -19,6 +19,12 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.host.host_tiers import HostTiers
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
+# How long hosts wait for each other. What storage or a network takes its time for may
+# take hours; of a host that dies the coordination service tells at once.
+_PATIENCE_SECS = 600.0
+_LONG_SECS = 24 * 3600.0
+_LONG_PHASES = frozenset({"saver.replicate", "backup.back_up", "first/backup.commit"})
+
 
 class Hosts(Protocol):
     """All hosts of a world."""
@@ -51,8 +57,15 @@ class Hosts(Protocol):
         """
         ...
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
+    ) -> None:
         """Checks that the step which was opened has what is wanted of it.
+
+        Args:
+          trees: that are wanted.
+          components: that are wanted.
+          partial: whether trees may lack leaves that were saved.
 
         Raises:
           HostsFailed: with what it has instead.
@@ -100,9 +113,11 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._own.saver.capture(step, save, trees)
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
+    ) -> None:
         """See `Hosts`."""
-        self.all("reader.check", trees, components)
+        self.all("reader.check", trees, components, partial)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
@@ -124,7 +139,8 @@ class InEveryProcess:
             return {"failed": f"{phase} failed with {last}; see this host's log"}
 
     def _gather(self, kind: str, answer: dict[str, Any]) -> list[Any]:
-        answers = self._exchange.gather(kind, answer)
+        patience = _LONG_SECS if kind in _LONG_PHASES else _PATIENCE_SECS
+        answers = self._exchange.gather(kind, answer, timeout_secs=patience)
         failed = {
             number: each["failed"]
             for number, each in enumerate(answers)

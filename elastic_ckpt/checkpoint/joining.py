@@ -37,6 +37,7 @@ def join(hosts: Hosts) -> None:
             for each in joined
             if each["agent"] is not None
         },
+        now_secs=introduced[0]["now_secs"],
     )
     hosts.all("world.meet", [each["host"] for each in joined], agents)
 

@@ -64,6 +64,7 @@ def restore(
     step: int | None,
     wanted: Mapping[str, Any],
     *,
+    partial: bool,
     directory: str | None,
     emit: events.Emit,
 ) -> tuple[Found, dict[str, Any]]:
@@ -74,6 +75,7 @@ def restore(
       step: None takes the newest complete one; if it proves to be unreadable, the one
         before.
       wanted: by name, abstract trees and components.
+      partial: whether trees may lack leaves that were saved.
       directory: of the persistent tier; None if there is none.
       emit: hears where values came from, and what was wrong.
 
@@ -94,7 +96,7 @@ def restore(
         if not found.save:
             return found, _restore_foreign(found, wanted, directory, emit)
         try:
-            read_bytes, directories = _read(hosts, found, trees, stateful)
+            read_bytes, directories = _read(hosts, found, trees, stateful, partial)
         except HostsFailed as error:
             if step is not None:
                 raise
@@ -102,33 +104,47 @@ def restore(
             emit("step_passed_over", step=found.step, why=str(error))
             continue
         break
-    bad = [each for of in hosts.all("reader.bad_copies") for each in of]
-    repaired = [each for of in hosts.all("reader.repair", bad) for each in of]
-    for each in bad:
-        where = f"host {each['host']}, {each['tier']} tier"
-        logging.warning("%s: %s %s", where, each["name"], each["why"])
+    bad = _repair(hosts)
     for name, component in stateful.items():
         components.load(component, directories[name])
     restored = {**hosts.arrays(trees), **stateful}
     hosts.all("reader.forget")
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
-    emit(
-        "restored_from",
-        step=found.step,
-        **read_bytes,
-        bad_copies=len(bad),
-        repaired=len(repaired),
-    )
+    if hosts.own == 0:
+        _record(read_bytes, bad)
+    emit("restored_from", step=found.step, **read_bytes, **bad)
     return found, restored
 
 
+def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
+    # What all hosts did is recorded once.
+    for near, metric in metrics.CHECKPOINT_READ.items():
+        metric.record(read_bytes[f"{near}_bytes"])
+    metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
+    metrics.CHECKPOINT_REPAIRED.record(bad["repaired"])
+
+
+def _repair(hosts: Hosts) -> dict[str, int]:
+    # How many bad copies were met, and how many of them are good again.
+    bad = [each for of in hosts.all("reader.bad_copies") for each in of]
+    for each in bad:
+        where = f"host {each['host']}, {each['tier']} tier"
+        logging.warning("%s: %s %s", where, each["name"], each["why"])
+    repaired = hosts.all("reader.repair", bad)
+    return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
+
+
 def _read(
-    hosts: Hosts, found: Found, trees: Mapping[str, Any], stateful: Mapping[str, Any]
+    hosts: Hosts,
+    found: Found,
+    trees: Mapping[str, Any],
+    stateful: Mapping[str, Any],
+    partial: bool,
 ) -> tuple[dict[str, int], dict[str, str]]:
     # How much was read from how near, and where the files of each component are.
     hosts.all("reader.open_step", found.step, found.save)
     try:
-        hosts.check(trees, sorted(stateful))
+        hosts.check(trees, sorted(stateful), partial=partial)
     except HostsFailed as error:
         # An older step would not have it either: it is asked for the wrong thing.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None

@@ -57,16 +57,25 @@ class SaveStages:
 
     Args:
       hosts: of the world.
+      back_up_every_secs: between two backups; None if only steps count.
       tell: hears what happens, in the threads of the stages.
 
     Attributes:
       committed: the newest step that was committed here, with its save; None before.
     """
 
-    def __init__(self, hosts: Hosts, *, tell: events.Emit) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        *,
+        back_up_every_secs: float | None = None,
+        tell: events.Emit,
+    ) -> None:
         self.committed: tuple[int, str] | None = None
         self._hosts = hosts
         self._tell = tell
+        self._back_up_every_secs = back_up_every_secs
+        self._backed_up_secs = time.monotonic()
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
         self._backup_stage = Stage("back-up")
@@ -124,13 +133,14 @@ class SaveStages:
         return True
 
     def _begin_others(self, saving: Saving) -> None:
-        said = self._hosts.all(
-            "world.say", [self._copy_stage.idle, self._backup_stage.idle]
-        )
-        can_copy, can_back_up = (all(of) for of in zip(*said, strict=True))
-        if saving.back_up or self._late is not None:
+        own = [self._copy_stage.idle, self._backup_stage.idle, self._is_time()]
+        said = self._hosts.all("world.say", own)
+        can_copy, can_back_up, _ = (all(of) for of in zip(*said, strict=True))
+        # Clocks differ: that of host 0 counts.
+        if saving.back_up or self._late is not None or said[0][2]:
             if can_back_up:
                 self._late, self._in_backup = None, saving.step
+                self._backed_up_secs = time.monotonic()
                 self._backup_stage.start(functools.partial(self._back_up, saving))
             else:
                 self._late = saving
@@ -143,6 +153,10 @@ class SaveStages:
         else:
             why = "copies of an earlier step are not done; it gets none"
             self._degraded("peer", saving.step, why)
+
+    def _is_time(self) -> bool:
+        secs = self._back_up_every_secs
+        return secs is not None and time.monotonic() - self._backed_up_secs >= secs
 
     def _replicate(self, step: int, save: str) -> None:
         began_secs = time.monotonic()
@@ -157,13 +171,12 @@ class SaveStages:
             if why not in self._lacking:
                 self._degraded("peer", step, why)
         self._lacking = problems
-        self._tell(
-            "replicated",
-            step=step,
-            copies=sum(each["copies"] for each in said),
-            bytes=sum(each["bytes"] for each in said),
-            secs=time.monotonic() - began_secs,
-        )
+        num_bytes = sum(each["bytes"] for each in said)
+        secs = time.monotonic() - began_secs
+        self._record(metrics.CHECKPOINT_COPY, num_bytes)
+        self._record(metrics.CHECKPOINT_COPY_SECS, secs)
+        copies = sum(each["copies"] for each in said)
+        self._tell("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
         # Older steps go when this one survives a loss, and not before.
         if not any(each["diverged"] for each in said):
             late = None if self._late is None else self._late.step
@@ -188,9 +201,16 @@ class SaveStages:
         else:
             num_bytes = sum(each["bytes"] for each in said)
             secs = time.monotonic() - began_secs
+            self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
+            self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
             self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
         finally:
             self._in_backup = None
+
+    def _record(self, metric: metrics.Metric, value: float) -> None:
+        # Values of all hosts are recorded once.
+        if self._hosts.own == 0:
+            metric.record(value)
 
     def _degraded(self, tier: str, step: int, why: str) -> None:
         logging.warning("step %d, %s tier: %s", step, tier, why)

@@ -67,9 +67,14 @@ class TieredCheckpointer:
         self._persistent = persistent
         self._emit = emit
         self._told: queue.SimpleQueue[tuple[str, dict[str, Json]]] = queue.SimpleQueue()
-        self._stages = SaveStages(hosts, tell=self._tell)
+        minutes = None if persistent is None else persistent.every_minutes
+        self._stages = SaveStages(
+            hosts,
+            back_up_every_secs=None if minutes is None else 60 * minutes,
+            tell=self._tell,
+        )
         self._found = restore.find(hosts, None, without=[], emit=emit)
-        self._save = hosts.first("world.new_save")
+        self._save = self._new_save()
 
     @property
     def latest(self) -> restore.Found | None:
@@ -181,7 +186,11 @@ class TieredCheckpointer:
         return response is not None and response.result()
 
     def load_checkpointables(
-        self, step: int | None, abstract_checkpointables: Mapping[str, Any]
+        self,
+        step: int | None,
+        abstract_checkpointables: Mapping[str, Any],
+        *,
+        partial: bool = False,
     ) -> dict[str, Any]:
         """Restores pytrees and components, from the nearest good copies.
 
@@ -189,8 +198,9 @@ class TieredCheckpointer:
           step: None takes the newest complete one; if it proves to be unreadable, the
             one before.
           abstract_checkpointables: by name, trees of what is wanted (see
-            `tiers.trees.wanted`) and components, which go there. What was saved besides
-            is left alone.
+            `tiers.trees.wanted`) and components, which go there. What was saved under
+            other names is left alone.
+          partial: whether trees may lack leaves that were saved.
 
         Raises:
           CheckpointError: if there is no such step, it is of another model, or no good
@@ -204,12 +214,13 @@ class TieredCheckpointer:
             self._hosts,
             step,
             abstract_checkpointables,
+            partial=partial,
             directory=directory,
             emit=self._emit,
         )
         self._stages.committed = None
         # What is saved from here on is not to be mixed with what was saved before.
-        self._save = self._hosts.first("world.new_save")
+        self._save = self._new_save()
         return restored
 
     def load(
@@ -218,10 +229,12 @@ class TieredCheckpointer:
         abstract_state: Any,
         *,
         checkpointable_name: str = "state",
+        partial: bool = False,
     ) -> Any:
         """Restores one pytree; otherwise as `load_checkpointables`."""
         wanted = {checkpointable_name: abstract_state}
-        return self.load_checkpointables(step, wanted)[checkpointable_name]
+        restored = self.load_checkpointables(step, wanted, partial=partial)
+        return restored[checkpointable_name]
 
     def is_saving_in_progress(self) -> bool:
         """Whether a step is being committed."""
@@ -259,7 +272,12 @@ class TieredCheckpointer:
             return False
         # What is in RAM goes with the machines.
         preempted = multihost.reached_preemption(step)
-        return step % self._persistent.every == 0 or preempted
+        every = self._persistent.every
+        return preempted or (every is not None and step % every == 0)
+
+    def _new_save(self) -> str:
+        after = "" if self._found is None else self._found.save
+        return self._hosts.first("world.new_save", after)
 
     def _tell(self, name: str, **fields: Json) -> None:
         self._told.put((name, fields))

@@ -51,6 +51,30 @@ class Progress:
         self._saved = f"saved step {event['step']}"
         self._line(f"restored {event['path']} in {event['secs']:.1f} s")
 
+    def _on_restored_from(self, **event: Any) -> None:
+        self._saved = f"saved step {event['step']}"
+        parts = [
+            f"{_bytes(event[f'{near}_bytes'])} {where}"
+            for near, where in _NEARNESS.items()
+            if event[f"{near}_bytes"]
+        ]
+        bad = ""
+        if event["bad_copies"]:
+            bad = f"; {event['repaired']} of {event['bad_copies']} bad copies put right"
+        self._line(f"restored step {event['step']}: {', '.join(parts)}{bad}")
+
+    def _on_step_passed_over(self, **event: Any) -> None:
+        self._line(f"passed over: {event['why']}")
+
+    def _on_degraded(self, **event: Any) -> None:
+        self._line(f"{event['tier']} tier, step {event['step']}: {event['why']}")
+
+    def _on_replicated(self, **event: Any) -> None:
+        pass
+
+    def _on_backed_up(self, **event: Any) -> None:
+        self._saved = f"backed up step {event['step']}"
+
     def _on_step(self, **event: Any) -> None:
         self._recent_secs.append(event["secs"])
         rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
@@ -89,6 +113,22 @@ class Progress:
         self._stream.write(f"\n{text}\n" if self._moving else f"{text}\n")
         self._moving = False
         self._stream.flush()
+
+
+_NEARNESS = {
+    "local": "from this host's RAM",
+    "close": "from close peers",
+    "distant": "from distant peers",
+    "persistent": "from persistent storage",
+}
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.4g} {unit}"
+        number /= 1024
+    return f"{number:.4g} TiB"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -24,7 +24,7 @@ from elastic_ckpt.core import errors, events, storage
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from elastic_ckpt.checkpoint import checkpointer
+    from elastic_ckpt.checkpoint import checkpointer, tiered_run
     from elastic_ckpt.elastic import member
     from elastic_ckpt.training import evaluation, train_step
 
@@ -224,17 +224,26 @@ def _train(config: schema.Config, emit: events.Emit) -> None:
 
 def _saver(
     config: schema.Config, batches: Any, emit: events.Emit
-) -> checkpointer.RunCheckpointer | None:
+) -> checkpointer.RunCheckpointer | tiered_run.TieredRunCheckpointer | None:
     from elastic_ckpt.checkpoint import checkpointer
 
-    if not config.checkpoint.enable_checkpointing:
+    section = config.checkpoint
+    if not section.enable_checkpointing:
         return None
-    return checkpointer.RunCheckpointer(
-        os.path.join(run_directory.of(config), checkpointer.DIRECTORY),
-        config.checkpoint,
-        data=batches,
+    directory = os.path.join(run_directory.of(config), checkpointer.DIRECTORY)
+    if not config.tiers.enable_multi_tier_checkpointing:
+        return checkpointer.RunCheckpointer(directory, section, data=batches, emit=emit)
+    from elastic_ckpt.checkpoint import configured_tiers, factory, tiered, tiered_run
+    from elastic_ckpt.core import topology
+
+    over_tiers = factory.Checkpointer(
+        configured_tiers.tiers(config, persistent=directory),
+        run=config.run.run_name,
+        slice_name=topology.slice_of_this_host(config.world.slices),
         emit=emit,
     )
+    assert isinstance(over_tiers, tiered.TieredCheckpointer)
+    return tiered_run.TieredRunCheckpointer(over_tiers, section, data=batches)
 
 
 def _evaluation(

@@ -327,6 +327,85 @@ class CheckpointSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TiersSection:
+    """Checkpoints in the memory of hosts, with copies in that of their peers."""
+
+    enable_multi_tier_checkpointing: bool = _key(
+        False,
+        "Save to the hosts' RAM every `local_checkpoint_period` steps, and back up from"
+        " there to persistent storage now and then.",
+    )
+    local_checkpoint_directory: str = _key(
+        "/local",
+        "A RAM disk on each host, /dev/shm on a machine of your own. The JobSet mounts"
+        " one here, which lives as long as its pod; empty mounts none.",
+    )
+    local_checkpoint_size_limit: str = _key(
+        "64Gi",
+        "The most that the RAM disk may hold, of the host's memory: 64Gi, 512Mi.",
+    )
+    local_checkpoint_period: int = _key(
+        0, "Steps between two saves to RAM; has to be set.", at_least=0
+    )
+    multi_tier_checkpointing_backup_interval_minutes: float = _key(
+        0.0,
+        "Minutes between two backups to persistent storage; this or the next key.",
+        at_least=0,
+        off=-1,
+    )
+    multi_tier_checkpointing_backup_interval_steps: int = _key(
+        0,
+        "Steps between two backups to persistent storage; this or the last key.",
+        at_least=0,
+    )
+    peer_copies: int = _key(
+        2,
+        "Holders of everything besides the host that saved it, on other machines; hosts"
+        " that hold the same by data parallelism count.",
+        at_least=0,
+    )
+    peer_assume_data_parallelism: bool = _key(
+        False,
+        "Copy nothing to peers, for a model of which no copy fits into memory.",
+    )
+    peer_domain: str = _key(
+        "slice",
+        "The failure domain that goes as a whole: one copy is outside of it, the others"
+        " inside. `slice`, or a kind of `peer_domains`.",
+    )
+    peer_domains: str = _key(
+        "",
+        "This host's failure domains, such as `rack=r7;zone=us-east5-a`; `slice` and"
+        " `host` are known without.",
+    )
+    peer_interface: str = _key(
+        "",
+        "The address at which other machines reach this host's memory; empty takes the"
+        " environment's POD_IP, or else this machine alone, 127.0.0.1.",
+    )
+    peer_port: int = _key(
+        0, "The port there; 0 lets the system choose one.", at_least=0
+    )
+    peer_urls: str = _key(
+        "",
+        "Agents of idle machines to ask as well when a run continues, separated by `;`;"
+        " those of its machines, past and present, are known.",
+    )
+    peer_max_mib_per_sec: float = _key(
+        0.0,
+        "The most that a host takes from peers in MiB/s; 0 sets no bound.",
+        at_least=0,
+    )
+    peer_tls_certificate: str = _key(
+        "", "A PEM file with this host's certificate; empty sends unencrypted."
+    )
+    peer_tls_key: str = _key("", "A PEM file with the certificate's private key.")
+    peer_tls_ca: str = _key(
+        "", "A PEM file with the authority that signs the certificates of all hosts."
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsSection:
     """Where metrics go, besides the JSON lines of each host in the run's `metrics/`."""
 
@@ -373,14 +452,6 @@ class DeploySection:
         " bucket; empty takes the namespace's, or where JAX asks the Kubernetes API who"
         " takes part one that is written too.",
     )
-    local_checkpoint_directory: str = _key(
-        "/local",
-        "Where a RAM disk for the local tier of checkpoints is mounted on each host; it"
-        " lives as long as its pod. Empty mounts none.",
-    )
-    local_checkpoint_size_limit: str = _key(
-        "64Gi", "The most that the RAM disk may hold, of the host's memory."
-    )
     shared_memory_size_limit: str = _key(
         "16Gi",
         "The most that /dev/shm may hold on each host, and through Pathways also the"
@@ -423,5 +494,6 @@ class Config:
     optimizer: OptimizerSection = OptimizerSection()
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    tiers: TiersSection = TiersSection()
     metrics: MetricsSection = MetricsSection()
     deploy: DeploySection = DeploySection()

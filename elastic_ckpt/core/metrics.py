@@ -133,6 +133,57 @@ CHECKPOINT_LOAD = Metric(
     meaning="a step was restored, weights and data state",
 )
 
+CHECKPOINT_READ = {
+    near: Metric(
+        name=f"/elastic_ckpt/checkpoint/read_{near}_bytes",
+        kind="counter",
+        unit="bytes",
+        meaning=f"all hosts read and verified for a restore, {where}",
+    )
+    for near, where in {
+        "local": "each from its own RAM",
+        "close": "from peers in their failure domain",
+        "distant": "from peers in another failure domain",
+        "persistent": "from persistent storage",
+    }.items()
+}
+CHECKPOINT_BAD_COPIES = Metric(
+    name="/elastic_ckpt/checkpoint/bad_copies",
+    kind="counter",
+    unit="copies",
+    meaning="copies that a restore met which were not what was saved",
+)
+CHECKPOINT_REPAIRED = Metric(
+    name="/elastic_ckpt/checkpoint/repaired_copies",
+    kind="counter",
+    unit="copies",
+    meaning="of these those that were put right",
+)
+CHECKPOINT_COPY = Metric(
+    name="/elastic_ckpt/checkpoint/copy_bytes",
+    kind="counter",
+    unit="bytes",
+    meaning="all hosts took as copies of a step from their peers",
+)
+CHECKPOINT_COPY_SECS = Metric(
+    name="/elastic_ckpt/checkpoint/copy_secs",
+    kind="duration",
+    unit="secs",
+    meaning="until all copies of a step were there",
+)
+CHECKPOINT_BACKUP = Metric(
+    name="/elastic_ckpt/checkpoint/backup_bytes",
+    kind="counter",
+    unit="bytes",
+    meaning="all hosts wrote to persistent storage for a step",
+)
+CHECKPOINT_BACKUP_SECS = Metric(
+    name="/elastic_ckpt/checkpoint/backup_secs",
+    kind="duration",
+    unit="secs",
+    meaning="until a step was committed in persistent storage",
+)
+
 # Every metric by its name. Users see the names, so a golden file freezes them.
 METRICS: dict[str, Metric] = {
     metric.name: metric
@@ -147,5 +198,12 @@ METRICS: dict[str, Metric] = {
         CHECKPOINT_SAVE_BLOCK,
         CHECKPOINT_SAVE,
         CHECKPOINT_LOAD,
+        *CHECKPOINT_READ.values(),
+        CHECKPOINT_BAD_COPIES,
+        CHECKPOINT_REPAIRED,
+        CHECKPOINT_COPY,
+        CHECKPOINT_COPY_SECS,
+        CHECKPOINT_BACKUP,
+        CHECKPOINT_BACKUP_SECS,
     )
 }

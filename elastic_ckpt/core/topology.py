@@ -60,6 +60,17 @@ def num_hosts() -> int:
     return jax.process_count()
 
 
+def slice_of_this_host(slices: int) -> str:
+    """The slice that this process is in, of the mesh that `make_mesh` makes.
+
+    A host that simulates several slices counts as one of its own.
+    """
+    hardware = _hardware_slice(jax.local_devices()[0])
+    if hardware or slices == 1:
+        return str(hardware)
+    return str(this_host() * slices // num_hosts())
+
+
 def hardware_slice() -> str:
     """The slice that this process's devices are in, as the hardware says."""
     return str(_hardware_slice(jax.local_devices()[0]))

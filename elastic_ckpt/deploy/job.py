@@ -56,10 +56,11 @@ def check(config: schema.Config) -> machine.Machine:
     names.check_name("namespace", deploy.namespace)
     if deploy.service_account:
         names.check_name("service_account", deploy.service_account, dots=True)
-    if deploy.local_checkpoint_directory:
-        path = deploy.local_checkpoint_directory
+    tiers = config.tiers
+    if tiers.local_checkpoint_directory:
+        path = tiers.local_checkpoint_directory
         names.check_mount("local_checkpoint_directory", path)
-        size = deploy.local_checkpoint_size_limit
+        size = tiers.local_checkpoint_size_limit
         names.check_size("local_checkpoint_size_limit", size)
     names.check_size("shared_memory_size_limit", deploy.shared_memory_size_limit)
     names.check_remote("base_output_directory", config.run.base_output_directory)
@@ -71,17 +72,17 @@ def check(config: schema.Config) -> machine.Machine:
     return of_hosts
 
 
-def host_memory(deploy: schema.DeploySection) -> list[Memory]:
+def host_memory(config: schema.Config) -> list[Memory]:
     """The RAM disk, if there is one, and the memory that a host's processes share."""
-    shared = Memory(
-        name="dshm", path="/dev/shm", size_limit=deploy.shared_memory_size_limit
-    )
-    if not deploy.local_checkpoint_directory:
+    size = config.deploy.shared_memory_size_limit
+    shared = Memory(name="dshm", path="/dev/shm", size_limit=size)
+    tiers = config.tiers
+    if not tiers.local_checkpoint_directory:
         return [shared]
     ram_disk = Memory(
         name="local-checkpoints",
-        path=deploy.local_checkpoint_directory,
-        size_limit=deploy.local_checkpoint_size_limit,
+        path=tiers.local_checkpoint_directory,
+        size_limit=tiers.local_checkpoint_size_limit,
     )
     return [ram_disk, shared]
 

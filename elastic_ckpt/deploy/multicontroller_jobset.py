@@ -93,7 +93,7 @@ def _job_template(
     config: schema.Config, of_hosts: machine.Machine, pods: int
 ) -> job.Object:
     deploy = config.deploy
-    memory = job.host_memory(deploy)
+    memory = job.host_memory(config)
     pod: job.Object = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": deploy.termination_grace_period_seconds,

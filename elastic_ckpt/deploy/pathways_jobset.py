@@ -91,7 +91,7 @@ def _jobset(config: schema.Config) -> job.Object:
         shm_size_limit=deploy.shared_memory_size_limit,
         volume_mounts=[
             client.V1VolumeMount(name=part.name, mount_path=part.path)
-            for part in job.host_memory(deploy)
+            for part in job.host_memory(config)
         ],
     )
     return built.to_dict()
@@ -118,7 +118,7 @@ def _worker_pod(config: schema.Config) -> job.Object:
                 medium="Memory", size_limit=part.size_limit
             ),
         )
-        for part in job.host_memory(config.deploy)
+        for part in job.host_memory(config)
     ]
     return {**_pod(config.deploy), "volumes": volumes}
 

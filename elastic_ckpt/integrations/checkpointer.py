@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
@@ -22,8 +24,9 @@ from sidecar import host_agent, remote_hosts
 def Checkpointer(
     tiers: Sequence[TierChoice],
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     run: str | None = None,
+    slice_name: str | None = None,
     emit: events.Emit = events.nobody,
 ) -> tiered.TieredCheckpointer | ocp.training.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
@@ -32,8 +35,10 @@ def Checkpointer(
       tiers: at most one of each kind; see `factory.Checkpointer`. Under a single
         controller the directories are those of the hosts, and `Peers.interface` is the
         head's address in the network that hosts share.
-      mesh: the training mesh, over all devices of the run.
+      mesh: the training mesh, if it is not over all devices.
       run: the identity of the run; by default the name of the local directory.
+      slice_name: the slice that this process's devices are in, by default the
+        hardware's; those of a single controller follow from its mesh.
       emit: hears what happens.
 
     Raises:
@@ -42,8 +47,9 @@ def Checkpointer(
       RunError: if hosts cannot be reached, or a RAM disk is in use.
     """
     chosen = Chosen.of(tiers)
+    mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
     if chosen.local is None or not topology.is_single_controller(mesh):
-        return factory.Checkpointer(tiers, run=run, emit=emit)
+        return factory.Checkpointer(tiers, run=run, slice_name=slice_name, emit=emit)
     hosts = remote_hosts.hosts_of(mesh)
     slices = topology.slices_of(mesh)
     choices = [

@@ -85,13 +85,15 @@ class Persistent:
 
     Attributes:
       directory: a local path, an NFS mount or an object store.
-      every: steps between two backups.
+      every: steps between two backups; None if only minutes count.
+      every_minutes: between two backups, each of the next step that is saved.
       keep: Orbax's preservation policy; by default all steps.
     """
 
     directory: epath.PathLike
     _: dataclasses.KW_ONLY
-    every: int = 1
+    every: int | None = None
+    every_minutes: float | None = None
     keep: PreservationPolicy | None = None
 
 
@@ -104,12 +106,12 @@ class Chosen:
 
     Attributes:
       local: the local tier; without it there is nothing but a persistent one.
-      peers: the peer tier; by default without copies.
+      peers: the peer tier.
       persistent: the persistent tier.
     """
 
     local: Local | None
-    peers: Peers
+    peers: Peers | None
     persistent: Persistent | None
 
     @classmethod
@@ -127,7 +129,7 @@ class Chosen:
                 "without a local tier a checkpointer has a persistent one, and no"
                 " peers; add Local(directory)"
             )
-        return cls(local=local, peers=peers or Peers(copies=0), persistent=persistent)
+        return cls(local=local, peers=peers, persistent=persistent)
 
     @property
     def run(self) -> str:

@@ -9,7 +9,7 @@ A typed PRNG key is saved as the numbers that it consists of, under one more dim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.tiers.manifest import Contents, Leaf
+from elastic_ckpt.tiers.manifest import Contents
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,16 +89,28 @@ def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
     return [_of_this_host(leaf) for leaf in asked(abstract)]
 
 
-def check(wanted: Sequence[WantedLeaf], contents: Contents, *, step: int) -> None:
+def check(
+    wanted: Sequence[WantedLeaf],
+    contents: Contents,
+    *,
+    step: int,
+    whole: Collection[str] = (),
+) -> None:
     """Raises a CheckpointError unless a step has all that is wanted, in those shapes.
 
-    What was saved besides is not looked at: a part of a step may be restored alone.
+    Args:
+      wanted: the leaves.
+      contents: of the step.
+      step: its number.
+      whole: the names of trees of which all leaves that were saved have to be wanted.
     """
-    saved = {leaf.path: leaf for leaf in contents.leaves}
+    saved = {leaf.path: leaf.shape for leaf in contents.leaves}
+    now = {leaf.path: leaf.shape for leaf in wanted}
+    asked = [path for path in saved if path.partition("/")[0] in whole]
     differing = [
-        f"{leaf.path}: saved {_shape(saved.get(leaf.path))}, now {list(leaf.shape)}"
-        for leaf in wanted
-        if leaf.path not in saved or saved[leaf.path].shape != leaf.shape
+        f"{path}: saved {_shape(saved.get(path))}, now {_shape(now.get(path))}"
+        for path in sorted({*now, *asked})
+        if saved.get(path) != now.get(path)
     ]
     if differing:
         shown = "; ".join(differing[:3])
@@ -203,5 +215,5 @@ def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
     return WantedLeaf(path=leaf.path, shape=shape, boxes=needed, make=make)
 
 
-def _shape(leaf: Leaf | None) -> str:
-    return "nothing" if leaf is None else str(list(leaf.shape))
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else str(list(shape))

@@ -17,8 +17,8 @@ class Saver(Protocol):
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save now that `step` steps are done; `last` ends the run."""
 
-    def save(self, step: int, state: train_step.TrainState) -> None:
-        """Starts to save `state` and the position of the data."""
+    def save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
+        """Starts to save `state` and the position of the data; `last` ends the run."""
 
 
 class Batches(Protocol):
@@ -83,11 +83,11 @@ class Loop:
                 self.evaluation.run(done, state)
             if self.saver and self.saver.is_due(done, last=done == steps):
                 recorder.catch_up()
-                self.saver.save(done, state)
+                self.saver.save(done, state, last=done == steps)
                 saved = done
         recorder.catch_up()
         if self.saver and done > saved and self.saver.is_due(done, last=True):
-            self.saver.save(done, state)
+            self.saver.save(done, state, last=True)
         return state, done
 
 

@@ -74,18 +74,35 @@ class HostReader:
         self.forget()
         self._restoring = _Restoring(found=found, reader=reader)
 
-    def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self, of_trees: Mapping[str, Any], components: Sequence[str], partial: bool
+    ) -> None:
         """Turns to what is wanted of the step, for the devices of this process.
+
+        Args:
+          of_trees: that are wanted.
+          components: that are wanted.
+          partial: whether trees may lack leaves that were saved.
 
         Raises:
           CheckpointError: if the step has it not.
         """
-        self.want(trees.wanted(of_trees), components)
+        whole = () if partial else tuple(of_trees)
+        self.want(trees.wanted(of_trees), components, whole)
 
     def want(
-        self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
+        self,
+        wanted: Sequence[trees.WantedLeaf],
+        components: Sequence[str],
+        whole: Sequence[str],
     ) -> dict[str, str]:
-        """As `check`; the dtypes of the leaves, as they were saved."""
+        """As `check`; the dtypes of the leaves, as they were saved.
+
+        Args:
+          wanted: the leaves.
+          components: that are wanted.
+          whole: the names of trees of which no leaf may be lacking.
+        """
         restoring = self._opened()
         held = restoring.found.step
         contents = held.holdings.contents
@@ -95,7 +112,7 @@ class HostReader:
                 f"step {held.step} has no parts {missing}; it has"
                 f" {sorted(contents.components)}: restore what it has"
             )
-        trees.check(wanted, contents, step=held.step)
+        trees.check(wanted, contents, step=held.step, whole=whole)
         restoring.wanted = wanted
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
         return {leaf.path: saved[leaf.path] for leaf in wanted}

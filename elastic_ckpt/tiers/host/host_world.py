@@ -38,7 +38,7 @@ class HostWorld:
       number: of this host in its world, from 0.
       slice_name: the slice that it is in.
       local_tier: the local tier.
-      peers: the peer tier.
+      peers: the peer tier; without it hosts serve each other, and copy nothing.
       storage: the persistent tier; None if there is none.
 
     Attributes:
@@ -62,11 +62,12 @@ class HostWorld:
         number: int,
         slice_name: str,
         local_tier: Local,
-        peers: Peers,
+        peers: Peers | None,
         storage: Persistent | None,
     ) -> None:
         self.run = run
-        self.peers = peers
+        self.peers = peers or Peers(copies=0)
+        self._is_alone = peers is None
         self.local_tier = local_tier
         self.disk = ram_disk.RamDisk(
             local_tier.directory, run=run, limit_bytes=local_tier.limit_bytes
@@ -107,6 +108,7 @@ class HostWorld:
             "secret": secret.find(root),
             "fresh_secret": secret.new(),
             "agents": known_agents.read(root),
+            "now_secs": time.time(),
         }
 
     def join(self, slots: Sequence[int], shared_secret: str) -> Answer:
@@ -129,9 +131,8 @@ class HostWorld:
         self.own = self._closing.enter_context(
             local.LocalHost(self.disk, slot=slot, domains=domains, number=self._number)
         )
-        self.own.clean()
         listens = None
-        if slot == 0:
+        if slot == 0 and not (self._is_alone and len(slots) == 1):
             own_agent = agent_process.AgentProcess(self._service())
             self._closing.callback(own_agent.close)
             listens = own_agent.address
@@ -143,6 +144,8 @@ class HostWorld:
     def meet(self, hosts: Sequence[Answer], agents: Mapping[str, Answer]) -> None:
         """Learns who is there, and where agents listen, those of idle machines too."""
         self.hosts = [Host(**host) for host in hosts]
+        # Only now: who lives has its slot by now, so no slot of theirs is cleaned.
+        self.own.clean()
         known_agents.write(self.disk.root, agents)
         tls = self.peers.tls
         client = peer_client.PeerClient(
@@ -167,10 +170,15 @@ class HostWorld:
             ),
         ]
 
-    def new_save(self) -> str:
-        """A name for the saves of this world, greater than those that were found."""
-        # As text it has to grow, so it has always as many digits.
-        return f"{max(time.time_ns() // 1_000_000, self._newest_save() + 1):015d}"
+    def new_save(self, after: str) -> str:
+        """A name for the saves from now on, greater as text than `after` and its own.
+
+        Args:
+          after: the name of the save that was found last; empty if there was none.
+        """
+        # The time, in milliseconds, but never back: clocks of machines differ.
+        known = [self._newest_save(), int(after) if after.isdecimal() else 0]
+        return f"{max(time.time_ns() // 1_000_000, max(known) + 1):015d}"
 
     def say(self, value: Any) -> Any:
         """`value`: for what drivers have to agree on."""

@@ -16,12 +16,12 @@ from etils import epath
 from elastic_ckpt.core import storage
 
 FILE = "agents.json"
-# Machines come and go; more than this many are not remembered.
-_MOST = 100_000
+# Machines come and go: one that was in no world for so long is forgotten.
+_REMEMBERED_SECS = 14 * 24 * 3600
 
 
 def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
-    """By machine, the `url` and `certificate_sha256` of its agent; empty at first."""
+    """By machine, where its agent listens and when it was `seen`; empty at first."""
     try:
         found = json.loads(pathlib.Path(root, FILE).read_bytes())
     except (FileNotFoundError, ValueError):
@@ -31,19 +31,27 @@ def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
 
 def write(root: epath.PathLike, agents: Mapping[str, Mapping[str, Any]]) -> None:
     """Notes `agents`, for the next world."""
-    kept = dict(list(agents.items())[-_MOST:])
-    storage.write_atomic(
-        pathlib.Path(root, FILE),
-        storage.canonical_json({k: dict(v) for k, v in kept.items()}),
-    )
+    noted = {machine: dict(agent) for machine, agent in agents.items()}
+    storage.write_atomic(pathlib.Path(root, FILE), storage.canonical_json(noted))
 
 
 def joined(
-    heard: Iterable[Mapping[str, Any]], present: Mapping[str, Any]
+    heard: Iterable[Mapping[str, Any]], present: Mapping[str, Any], *, now_secs: float
 ) -> dict[str, Any]:
-    """All agents that hosts have heard of; those that are `present` know best."""
+    """All agents that hosts have heard of, as they were seen last.
+
+    Args:
+      heard: of each host, what it has noted.
+      present: those of the machines that are there now.
+      now_secs: the time, in seconds since 1970.
+    """
     found: dict[str, Any] = {}
     for agents in heard:
-        found.update(agents)
-    found.update(present)
-    return found
+        for machine, agent in agents.items():
+            if agent["seen"] > max(
+                now_secs - _REMEMBERED_SECS, found.get(machine, {}).get("seen", 0)
+            ):
+                found[machine] = agent
+    return found | {
+        machine: {**agent, "seen": now_secs} for machine, agent in present.items()
+    }

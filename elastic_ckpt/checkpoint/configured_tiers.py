@@ -1,0 +1,130 @@
+"""The tiers that a configuration asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice, TlsFiles
+
+_QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
+_UNITS = {"": 1} | {
+    unit + i: (1024 if i else 1000) ** power
+    for power, unit in enumerate("KMGT", start=1)
+    for i in ("", "i")
+}
+
+
+def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoice]:
+    """The local, peer and persistent tier of a run.
+
+    Args:
+      config: with `enable_multi_tier_checkpointing`.
+      persistent: the directory of the run's checkpoints in persistent storage.
+
+    Raises:
+      ConfigError: if keys are missing or exclude each other.
+    """
+    section = config.tiers
+    directory, period = (
+        section.local_checkpoint_directory,
+        section.local_checkpoint_period,
+    )
+    if not directory or not period:
+        raise errors.ConfigError(
+            "enable_multi_tier_checkpointing needs local_checkpoint_directory and"
+            f" local_checkpoint_period, which are {directory!r} and {period}; set them,"
+            " for example to /dev/shm and 10"
+        )
+    newest = config.checkpoint.max_num_checkpoints_to_keep
+    minutes, steps = _backup_interval(section)
+    policies = ocp.training.preservation_policies
+    return [
+        Local(
+            os.path.join(directory, config.run.run_name),
+            every=period,
+            limit_bytes=num_bytes(section.local_checkpoint_size_limit),
+        ),
+        _peers(section),
+        Persistent(
+            persistent,
+            every=steps,
+            every_minutes=minutes,
+            keep=policies.LatestN(newest) if newest else None,
+        ),
+    ]
+
+
+def num_bytes(quantity: str) -> int:
+    """The bytes of an amount of memory as Kubernetes writes it: `64Gi`, `512Mi`.
+
+    Raises:
+      ConfigError: if it is none.
+    """
+    found = _QUANTITY.fullmatch(quantity)
+    if not found:
+        raise errors.ConfigError(
+            f"local_checkpoint_size_limit={quantity!r} is not an amount of memory;"
+            " write 64Gi or 512Mi"
+        )
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+def _backup_interval(section: schema.TiersSection) -> tuple[float | None, int | None]:
+    minutes = section.multi_tier_checkpointing_backup_interval_minutes
+    steps = section.multi_tier_checkpointing_backup_interval_steps
+    if bool(minutes) == bool(steps):
+        raise errors.ConfigError(
+            "set either multi_tier_checkpointing_backup_interval_minutes or"
+            " multi_tier_checkpointing_backup_interval_steps, not"
+            f" {'both' if minutes else 'neither'}: backups to persistent storage are"
+            " made so often"
+        )
+    return minutes or None, steps or None
+
+
+def _peers(section: schema.TiersSection) -> Peers:
+    tls = None
+    given = [
+        section.peer_tls_certificate,
+        section.peer_tls_key,
+        section.peer_tls_ca,
+    ]
+    if any(given):
+        if not all(given):
+            raise errors.ConfigError(
+                "peer_tls_certificate, peer_tls_key and peer_tls_ca are set together,"
+                f" and are {given}; give all three, or none to send unencrypted"
+            )
+        certificate, key, authority = given
+        tls = TlsFiles(certificate=certificate, key=key, authority=authority)
+    bandwidth = section.peer_max_mib_per_sec * 2**20
+    return Peers(
+        copies=section.peer_copies,
+        assume_data_parallelism=section.peer_assume_data_parallelism,
+        domain=section.peer_domain,
+        domains=_domains(section.peer_domains),
+        interface=section.peer_interface or os.environ.get("POD_IP", "127.0.0.1"),
+        port=section.peer_port,
+        known=tuple(url for url in section.peer_urls.split(";") if url),
+        max_bytes_per_sec=bandwidth or None,
+        tls=tls,
+    )
+
+
+def _domains(text: str) -> dict[str, str]:
+    domains = {}
+    for pair in filter(None, text.split(";")):
+        kind, equals, name = pair.partition("=")
+        if not (kind and equals and name):
+            raise errors.ConfigError(
+                f"peer_domains={text!r}: {pair!r} is not `kind=name`; write for example"
+                " rack=r7;zone=us-east5-a"
+            )
+        domains[kind] = name
+    return domains

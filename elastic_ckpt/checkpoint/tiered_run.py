@@ -1,0 +1,67 @@
+"""The run's checkpoints in tiers; `checkpointer.RunCheckpointer` has storage alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint.checkpointer import DATA, STATE
+from elastic_ckpt.checkpoint.tiered import TieredCheckpointer
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import metrics
+
+
+class TieredRunCheckpointer:
+    """Saves and restores a run in tiers; every host makes one, and all call it alike.
+
+    Args:
+      checkpointer: over the tiers.
+      section: whether to save in the background, and at the end.
+      data: the data iterator.
+    """
+
+    def __init__(
+        self,
+        checkpointer: TieredCheckpointer,
+        section: schema.CheckpointSection,
+        *,
+        data: ocp.StatefulCheckpointable,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._section = section
+        self._data = data
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest complete step; None before the first."""
+        latest = self._checkpointer.latest
+        return None if latest is None else latest.step
+
+    def restore(self, abstract_state: Any) -> Any:
+        """The state of the newest complete step; the data iterator goes there too.
+
+        Raises:
+          CheckpointError: if the step is of another model, or none can be read.
+        """
+        wanted = {STATE: abstract_state, DATA: self._data}
+        return self._checkpointer.load_checkpointables(None, wanted)[STATE]
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Whether a tier wants step `step`, which is done now."""
+        if last and self._section.save_checkpoint_on_completion:
+            return self.latest_step != step
+        return self._checkpointer.should_save(step)
+
+    def save(self, step: int, state: Any, *, last: bool) -> None:
+        """Saves `state` and the data state as `step`; the last one to every tier."""
+        with metrics.CHECKPOINT_SAVE_BLOCK.timed():
+            saving = self._checkpointer.save_checkpointables_async(
+                step, {STATE: state, DATA: self._data}, force=last
+            )
+            if saving is not None and not self._section.async_checkpointing:
+                saving.result()
+
+    def close(self) -> None:
+        """Waits for all tiers, a late backup too."""
+        self._checkpointer.close()

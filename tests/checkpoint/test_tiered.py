@@ -1,0 +1,306 @@
+"""A checkpointer over tiers, on one host: its verbs, its stages, what it restores."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.tiers.choices import Local, Peers, Persistent
+
+MESH = jax.make_mesh((4, 2), ("a", "b"))
+SPEC = PartitionSpec("a", "b")
+
+
+class Heard:
+    """An Emit that remembers."""
+
+    def __init__(self):
+        self.events = []
+
+    def __call__(self, name, **fields):
+        events.check(name, fields)
+        self.events.append({"event": name, **fields})
+
+    def of(self, name):
+        return [each for each in self.events if each["event"] == name]
+
+
+class Counter:
+    """A component."""
+
+    def __init__(self, count=0):
+        self.count = count
+
+    async def save(self, directory):
+        taken = self.count
+
+        async def write():
+            path = await directory.await_creation()
+            (path / "count").write_text(str(taken))
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            self.count = int((directory / "count").read_text())
+
+        return read()
+
+
+def state(step, spec=SPEC):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8) + step
+    return {
+        "params": {
+            "w": jax.device_put(values, NamedSharding(MESH, spec)),
+            "b": jnp.full(5, step, jnp.bfloat16),
+        },
+        "key": jax.random.key(step),
+        "n": step,
+    }
+
+
+def abstract(tree):
+    return jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
+        tree,
+    )
+
+
+def bits(tree):
+    return jax.tree.map(
+        lambda leaf: (
+            np.asarray(
+                jax.random.key_data(leaf)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else leaf
+            ).tobytes()
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
+        tree,
+    )
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(*tiers, emit=events.nobody, local="ram", **options):
+        chosen = [Local(tmp_path / local, **options), *tiers]
+        made.append(factory.Checkpointer(chosen, run="run", emit=emit))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def storage(tmp_path, **options):
+    return Persistent(tmp_path / "steps", **{"every": 1, **options})
+
+
+def test_a_step_comes_back_bit_equal_under_another_sharding(make):
+    saved = make()
+    assert saved.latest is None
+    parts = {"state": state(3), "data": Counter(7)}
+    assert saved.save_checkpointables(3, parts)
+    assert saved.latest.step == 3
+    saved.close()
+    other = state(0, PartitionSpec(None, ("b", "a")))
+    counter, heard = Counter(), Heard()
+    restored = make(emit=heard).load_checkpointables(
+        None, {"state": abstract(other), "data": counter}
+    )
+    assert bits(restored["state"]) == bits(state(3))
+    assert restored["state"]["params"]["w"].sharding.is_equivalent_to(
+        other["params"]["w"].sharding, 2
+    )
+    assert restored["data"] is counter
+    assert counter.count == 7
+    (told,) = heard.of("restored_from")
+    assert told["local_bytes"] > 0
+    assert told["persistent_bytes"] == told["bad_copies"] == 0
+
+
+def test_saved_values_are_those_of_the_call(make):
+    checkpointer = make()
+    tree = {"w": jnp.arange(1024.0)}
+    step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    response = checkpointer.save_async(1, tree)
+    for _ in range(3):
+        tree = step(tree)
+    assert response.result()
+    found = checkpointer.load(1, {"w": jnp.zeros(1024)})
+    assert bits(found) == bits({"w": jnp.arange(1024.0)})
+
+
+def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
+    checkpointer = make(storage(tmp_path, every=4), every=3)
+    due = [step for step in range(1, 13) if checkpointer.should_save(step)]
+    assert due == [3, 4, 6, 8, 9, 12]
+    assert checkpointer.save_async(5, {"n": 1}) is None
+    assert checkpointer.save_async(5, {"n": 1}, force=True).result()
+    assert not checkpointer.should_save(4)
+    assert checkpointer.save_async(4, {"n": 1}, force=True) is None
+
+
+def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
+    heard = Heard()
+    checkpointer = make(storage(tmp_path, every=2), emit=heard)
+    for step in range(1, 6):
+        assert checkpointer.save(step, state(step))
+        checkpointer.wait()
+    assert [each.step for each in checkpointer.checkpoints] == [2, 4, 5]
+    assert [each["step"] for each in heard.of("backed_up")] == [2, 4]
+    names = os.listdir(tmp_path / "ram" / "hosts" / "0")
+    assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
+
+
+def test_a_forced_save_is_backed_up_before_close_returns(make, tmp_path):
+    checkpointer = make(storage(tmp_path, every=100))
+    checkpointer.save_async(7, state(7), force=True)
+    checkpointer.close()
+    assert ocp.training.Checkpointer(tmp_path / "steps").latest.step == 7
+
+
+def test_orbax_alone_loads_what_was_backed_up(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    checkpointer.save_checkpointables(
+        2,
+        {"state": state(2), "data": Counter(4)},
+        metrics={"loss": 0.5},
+        custom_metadata={"note": "x"},
+    )
+    checkpointer.close()
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        assert stock.latest.step == 2
+        assert stock.latest.metrics == {"loss": 0.5}
+        other = abstract(state(0, PartitionSpec("b")))
+        found = stock.load_checkpointables(2, {"state": other})["state"]
+        assert bits(found) == bits(state(2))
+        metadata = stock.checkpointables_metadata(2)
+        assert metadata.custom_metadata == {"note": "x"}
+
+
+def test_without_ram_a_step_is_restored_from_storage(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    parts = {"state": state(2), "data": Counter(4)}
+    checkpointer.save_checkpointables(2, parts)
+    checkpointer.close()
+    counter, heard = Counter(), Heard()
+    found = make(storage(tmp_path), local="other", emit=heard).load_checkpointables(
+        None, {"state": abstract(state(0)), "data": counter}
+    )
+    assert bits(found["state"]) == bits(state(2))
+    assert counter.count == 4
+    (told,) = heard.of("restored_from")
+    assert told["local_bytes"] == 0
+    assert told["persistent_bytes"] > 0
+
+
+def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
+    make, tmp_path
+):
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save_checkpointables(9, {"state": {"w": jnp.arange(4.0)}})
+    heard = Heard()
+    checkpointer = make(storage(tmp_path), emit=heard)
+    assert checkpointer.latest.step == 9
+    found = checkpointer.load(None, {"w": jnp.zeros(4)})
+    assert bits(found) == bits({"w": jnp.arange(4.0)})
+    (told,) = heard.of("degraded")
+    assert told["why"] == "plain Orbax saved it, and its values cannot be verified"
+
+
+def test_a_part_is_restored_alone_only_if_that_is_said(make):
+    checkpointer = make()
+    checkpointer.save(1, state(1))
+    part = {"params": {"w": abstract(state(0))["params"]["w"]}}
+    with pytest.raises(errors.CheckpointError, match="state/n: saved"):
+        checkpointer.load(1, part)
+    found = checkpointer.load(1, part, partial=True)
+    assert bits(found) == bits({"params": {"w": state(1)["params"]["w"]}})
+
+
+def test_an_older_step_can_be_asked_for_and_one_that_is_not_there_is_named(
+    make, tmp_path
+):
+    checkpointer = make(storage(tmp_path, every=1))
+    for step in (1, 2):
+        checkpointer.save(step, state(step))
+        checkpointer.wait()
+    assert bits(checkpointer.load(1, abstract(state(0)))) == bits(state(1))
+    with pytest.raises(errors.CheckpointError, match="restore it with step=2"):
+        checkpointer.load(3, abstract(state(0)))
+
+
+def test_a_step_of_another_model_is_an_error_and_no_older_one_is_taken(make):
+    checkpointer = make()
+    checkpointer.save(1, {"w": jnp.zeros(4)})
+    with pytest.raises(
+        errors.CheckpointError, match="is a checkpoint of another model"
+    ):
+        checkpointer.load(None, {"w": jnp.zeros(5)})
+    with pytest.raises(errors.CheckpointError, match="has no parts"):
+        checkpointer.load_checkpointables(None, {"data": Counter()})
+
+
+def test_what_was_saved_after_a_restore_is_not_mixed_with_what_was_before(make):
+    checkpointer = make(keep=ocp.training.preservation_policies.PreserveAll())
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"w": jnp.full(4, step)})
+    checkpointer.load(1, {"w": jnp.zeros(4, jnp.int32)})
+    assert checkpointer.latest.step == 1
+    assert checkpointer.save(2, {"w": jnp.full(4, 20)})
+    found = checkpointer.load(2, {"w": jnp.zeros(4, jnp.int32)})
+    assert found["w"].tolist() == [20] * 4
+
+
+def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
+    heard = Heard()
+    checkpointer = make(limit_bytes=300_000, emit=heard)
+    assert checkpointer.save(1, {"w": jnp.zeros(10_000)})
+    assert not checkpointer.save(2, {"w": jnp.zeros(100_000)})
+    assert checkpointer.save(3, {"w": jnp.zeros(10_000)})
+    checkpointer.wait()
+    (told,) = heard.of("degraded")
+    assert (told["tier"], told["step"]) == ("local", 2)
+    assert "limit 300000 bytes" in told["why"]
+    assert checkpointer.latest.step == 3
+
+
+def test_a_leaf_that_cannot_be_saved_is_an_error_of_the_call(make):
+    checkpointer = make()
+    with pytest.raises(errors.CheckpointError, match="state/name"):
+        checkpointer.save(1, {"name": "text"})
+    assert checkpointer.save(1, {"w": 1})
+
+
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ([Local("/a"), Local("/b")], "there are two tiers Local"),
+        ([Peers()], r"add Local\(directory\)"),
+        ([Peers(), Persistent("/a")], r"add Local\(directory\)"),
+    ],
+)
+def test_tiers_that_do_not_fit_together_are_refused(tiers, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        factory.Checkpointer(tiers)
+
+
+def test_a_persistent_tier_alone_is_orbax_itself(tmp_path):
+    with factory.Checkpointer([storage(tmp_path, every=2)]) as checkpointer:
+        assert isinstance(checkpointer, ocp.training.Checkpointer)
+        assert not checkpointer.should_save(1)
+        assert checkpointer.save(2, {"w": jnp.arange(3.0)})
