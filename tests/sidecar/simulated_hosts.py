@@ -123,5 +123,5 @@ def tiers_of(directory, *, copies=2, persistent=None, limit_bytes=None):
         choices.Peers(copies=copies),
     ]
     if persistent:
-        chosen.append(choices.Persistent(persistent))
+        chosen.append(choices.Persistent(persistent, every=1))
     return chosen
