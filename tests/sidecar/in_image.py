@@ -21,6 +21,7 @@ ABSENT = (
     "elastic_ckpt.cli",
     "elastic_ckpt.deploy",
     "elastic_ckpt.elastic",
+    "elastic_ckpt.integrations",
     "elastic_ckpt.monitoring",
     "elastic_ckpt.training",
 )

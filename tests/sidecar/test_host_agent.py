@@ -155,7 +155,7 @@ def test_a_part_comes_back_in_another_dtype_and_layout(machines):
         state = {"w": jax.device_put(whole, rows), "b": jax.device_put(whole, rows)}
         assert checkpointer.save_checkpointables(1, {"state": state})
         wanted = jax.ShapeDtypeStruct(whole.shape, jnp.bfloat16, sharding=columns)
-        with pytest.raises(errors.CheckpointError, match=r"saved .16, 24., now nothing"):
+        with pytest.raises(errors.CheckpointError, match="state/b: saved"):
             checkpointer.load(1, {"w": wanted})
         array = checkpointer.load(1, {"w": wanted}, partial=True)["w"]
         assert array.sharding == columns
