@@ -50,6 +50,7 @@ class TieredRunCheckpointer:
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether a tier wants step `step`, which is done now."""
         if last and self._section.save_checkpoint_on_completion:
+            self._checkpointer.wait()
             return self.latest_step != step
         return self._checkpointer.should_save(step)
 

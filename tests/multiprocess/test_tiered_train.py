@@ -1,0 +1,91 @@
+"""A training run whose hosts come and go, and die, with checkpoints in their RAM."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+
+import pytest
+
+from tests import runs
+
+
+@pytest.fixture
+def ram():
+    directory = tempfile.mkdtemp(prefix="elastic_ckpt_train_", dir="/dev/shm")
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def config(tmp_path, corpus, ram):
+    return runs.write_config(
+        tmp_path,
+        corpus,
+        slices=2,
+        grain_use_elastic_iterator=True,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_directory=ram,
+        local_checkpoint_period=2,
+        multi_tier_checkpointing_backup_interval_steps=10,
+    )
+
+
+def events(run, name):
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [each for each in map(json.loads, lines) if each["event"] == name]
+
+
+def train(config, *settings):
+    ended = runs.cli("train", config, *settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
+    train(config, "hosts=4", "steps=12")
+    output = train(config, "hosts=2", "steps=20")
+    assert "from step 12 to step 20 on 2 hosts" in output
+    run = tmp_path / "tiny"
+    (told,) = events(run, "restored_from")
+    assert (told["step"], told["persistent_bytes"], told["bad_copies"]) == (12, 0, 0)
+    assert [each["step"] for each in events(run, "backed_up")][-1] == 20
+    assert "PASSED" in runs.verb("audit", run)
+    # Without the RAM there is the backup.
+    shutil.rmtree(os.path.join(ram, "tiny"))
+    assert "from persistent storage" in train(config, "hosts=2", "steps=22")
+    assert "PASSED" in runs.verb("audit", run)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_from_what_its_processes_left_in_ram(
+    config, tmp_path
+):
+    run = tmp_path / "tiny"
+    for hosts in (4, 2, 4):
+        started = subprocess.Popen(
+            runs.command("train", config, f"hosts={hosts}", "steps=1000"),
+            cwd=runs.ROOT,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        before = 0
+        if (run / "events.jsonl").exists():
+            before = len(events(run, "saved"))
+        deadline = time.monotonic() + 60
+        while not run.exists() or not (run / "events.jsonl").exists():
+            time.sleep(0.05)
+        while len(events(run, "saved")) < before + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        newest = max(each["step"] for each in events(run, "saved"))
+        os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+        saved = max(each["step"] for each in events(run, "saved"))
+        assert saved >= newest
+    train(config, "hosts=2", f"steps={saved + 4}")
+    assert events(run, "restored_from")[-1]["step"] >= saved
+    assert "PASSED" in runs.verb("audit", run)
