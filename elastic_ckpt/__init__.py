@@ -6,7 +6,7 @@ from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt import data
-    from elastic_ckpt.checkpoint.factory import Checkpointer
+    from elastic_ckpt.integrations.checkpointer import Checkpointer
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
 
 __version__ = "0.1.0"

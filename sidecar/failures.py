@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from elastic_ckpt.core import errors
@@ -44,17 +44,31 @@ def told(method: Method) -> Method:
         try:
             return method(*arguments)
         except Exception as error:
-            # Reads an error even if its own `__str__` fails.
-            shown = traceback.TracebackException.from_exception(error)
-            text = {
-                "host": first_contact.host_name(),
-                "kind": type(error).__name__,
-                "message": str(shown),
-                "traceback": "".join(shown.format()),
-            }
-            raise WorkerFailure(_MARK + json.dumps(text)) from error
+            raise WorkerFailure(_MARK + json.dumps(account(error))) from error
 
     return call  # pyrefly: ignore[bad-return]
+
+
+def account(error: Exception) -> dict[str, str]:
+    """What there is to tell of an error of this host, as JSON."""
+    # Reads an error even if its own `__str__` fails.
+    shown = traceback.TracebackException.from_exception(error)
+    return {
+        "host": first_contact.host_name(),
+        "kind": type(error).__name__,
+        "message": str(shown),
+        "traceback": "".join(shown.format()),
+    }
+
+
+def in_words(told: Mapping[str, str]) -> str:
+    """An account in words: of our own errors the message, of others all there is."""
+    if told["kind"] in _OWN:
+        return told["message"]
+    return (
+        f"{told['host']} failed with {told['kind']}: {told['message']}\n\n"
+        f"Its traceback:\n{told['traceback']}"
+    )
 
 
 @contextlib.contextmanager
@@ -80,14 +94,10 @@ def _read(text: str) -> errors.ElasticCkptError | None:
     if not mark:
         return None
     try:
-        failure, _ = json.JSONDecoder().raw_decode(rest)
+        told, _ = json.JSONDecoder().raw_decode(rest)
     except json.JSONDecodeError:
         return None
-    where = failure["host"]
-    own = _OWN.get(failure["kind"])
+    own = _OWN.get(told["kind"])
     if own:
-        return own(f"{where}: {failure['message']}")
-    return errors.DataError(
-        f"{where} failed with {failure['kind']}: {failure['message']}\n\n"
-        f"Its traceback:\n{failure['traceback']}"
-    )
+        return own(f"{told['host']}: {in_words(told)}")
+    return errors.DataError(in_words(told))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from elastic_ckpt.core import ahead, errors, metrics, topology
 from elastic_ckpt.data import delivery, elastic_data, first_contact, iterator, prefetch
-from sidecar import failures, worker
+from sidecar import failures, letters, worker
 
 # How long a worker may take to go to the beginning, or to another batch size.
 _ANSWER_SECS = 60.0
@@ -72,7 +72,7 @@ class RemoteIterator:
         self._worker = worker.Worker(data, global_batch_size, read_ahead)
         self._check_first_contact()
         self._workers = _Workers(
-            self._worker, worker.letter({}, self._cpu_sharding), self._sharding
+            self._worker, letters.letter({}, self._cpu_sharding), self._sharding
         )
         # Also when nobody calls `close`.
         release = functools.partial(_release, self._worker, self._workers.calls)
@@ -158,12 +158,12 @@ class RemoteIterator:
 
     def _check_first_contact(self) -> None:
         head = [first_contact.of_host(self._data, role="the head")]
-        letter = worker.letter({}, self._cpu_sharding)
+        letter = letters.letter({}, self._cpu_sharding)
         # First what needs no code of the user's, which may not arrive.
         for ask in (worker.Facts, self._worker.facts):
             try:
                 with failures.reaching_the_head():
-                    told = _own_rows(ask(letter))
+                    told = letters.rows(ask(letter))
             except errors.ElasticCkptError:
                 raise
             except Exception as error:
@@ -194,7 +194,7 @@ class RemoteIterator:
 
     def _call(self, method: Any, **content: Any) -> np.ndarray:
         with failures.reaching_the_head():
-            return _own_rows(method(worker.letter(content, self._cpu_sharding)))
+            return letters.rows(method(letters.letter(content, self._cpu_sharding)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,10 +252,6 @@ def _fetch(workers: Any, letter: jax.Array, sharding: NamedSharding) -> _Fetched
     with failures.reaching_the_head():
         batch, waited_secs = jax.block_until_ready(workers.next(letter))
     return _Fetched(batch=topology.place(batch, sharding), waited_secs=waited_secs)
-
-
-def _own_rows(array: jax.Array) -> np.ndarray:
-    return np.concatenate([np.asarray(s.data) for s in array.addressable_shards])
 
 
 def _release(workers: Any, calls: ahead.Ahead[_Fetched], *, wait: bool) -> None:

@@ -1,9 +1,5 @@
 """The worker: one object on each accelerator host that iterates over the data.
 
-Colocated Python passes JAX arrays alone. Whatever else the head says travels as a
-letter: JSON in a uint8 array of shape `[devices, bytes]`, one copy a device, whose
-sharding also tells the worker which devices take part.
-
 Calls of a host may be carried out one after the other, so none of them waits for
 storage, but for `load_state`.
 """
@@ -11,18 +7,15 @@ storage, but for `load_state`.
 from __future__ import annotations
 
 import collections
-import json
 from concurrent import futures
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import NamedSharding
 
-from elastic_ckpt.core import storage
 from elastic_ckpt.data import elastic_data, first_contact, iterator, prefetch
-from sidecar import failures
+from sidecar import failures, letters
 
 # Batches that the head takes from its workers before the loop asks for them.
 HEAD_AHEAD = 1
@@ -32,26 +25,6 @@ _SHORT_SECS = 0.001
 
 # States that are kept until they are written.
 _SAVES_AT_ONCE = 8
-
-# A letter's length is a multiple of this.
-_LETTER_BYTES = 512
-
-
-def letter(content: storage.Json, sharding: NamedSharding) -> jax.Array:
-    """`content` for every device of `sharding`, which shards rows over all its axes."""
-    text = json.dumps(content).encode()
-    # Few lengths, since colocated Python specializes a method for each.
-    padded = text + b" " * (-len(text) % _LETTER_BYTES)
-    line = np.frombuffer(padded, np.uint8)
-    copies = np.broadcast_to(line, (sharding.mesh.devices.size, len(line)))
-    # Not `device_put`: across controllers it compares values over all hosts, and a
-    # letter may be sent from a thread beside the training step's own collectives.
-    return jax.make_array_from_callback(copies.shape, sharding, lambda i: copies[i])
-
-
-def open_letter(array: jax.Array) -> storage.Json:
-    """What `letter` put into `array`."""
-    return json.loads(np.asarray(array.addressable_data(0))[0].tobytes())
 
 
 @failures.told
@@ -105,15 +78,15 @@ class _HostWorker:
         # The head may not have given the newest to the loop yet.
         self._marks.append((self._count, host.mark()))
         if host.waited_secs > _SHORT_SECS:
-            return batch, _on_each(call, host.waited_secs)
+            return batch, letters.on_each(call, host.waited_secs)
         if self._no_wait is None:
-            self._no_wait = _on_each(call, 0)
+            self._no_wait = letters.on_each(call, 0)
         return batch, self._no_wait
 
     @failures.told
     def take_state(self, call: jax.Array) -> jax.Array:
         """Keeps the state after so many batches, under the ticket that `call` names."""
-        content = _content(call)
+        content = letters.open_letter(call)
         host = self._on(call)
         mark = self._mark_after(content["batches"])
         ticket = content["ticket"]
@@ -125,7 +98,7 @@ class _HostWorker:
     @failures.told
     def write_state(self, call: jax.Array) -> jax.Array:
         """Begins to write the state kept under a ticket into a directory."""
-        content = _content(call)
+        content = letters.open_letter(call)
         taken = self._taken.pop(content["ticket"])
         host = self._on(call)
         self._writes[content["ticket"]] = self._writer.submit(
@@ -140,20 +113,20 @@ class _HostWorker:
         Raises what the writing raised. May be asked again when it is written, for
         other hosts may not be done.
         """
-        ticket = _content(call)["ticket"]
+        ticket = letters.open_letter(call)["ticket"]
         writing = self._writes.get(ticket)
         if writing is None:
-            return _on_each(call, 1)
+            return letters.on_each(call, 1)
         if not writing.done():
-            return _on_each(call, 0)
+            return letters.on_each(call, 0)
         del self._writes[ticket]
         writing.result()
-        return _on_each(call, 1)
+        return letters.on_each(call, 1)
 
     @failures.told
     def load_state(self, call: jax.Array) -> jax.Array:
         """Goes to the state in a directory."""
-        self._on(call).load(_content(call)["directory"])
+        self._on(call).load(letters.open_letter(call)["directory"])
         self._begin_to_count()
         return call
 
@@ -167,7 +140,7 @@ class _HostWorker:
     @failures.told
     def resize(self, call: jax.Array) -> jax.Array:
         """Goes on with batches of another size, after so many of the former."""
-        content = _content(call)
+        content = letters.open_letter(call)
         host = self._on(call)
         if content["batches"] < self._count:
             host.return_to(self._mark_after(content["batches"]))
@@ -205,21 +178,9 @@ class _HostWorker:
         return self._iterator
 
 
-def _content(call: jax.Array) -> Any:
-    content = open_letter(call)
-    assert isinstance(content, dict)
-    return content
-
-
 def _rows_of(call: jax.Array) -> NamedSharding:
     assert isinstance(call.sharding, NamedSharding)
     return call.sharding
-
-
-def _on_each(call: jax.Array, value: float) -> jax.Array:
-    shape = (call.sharding.num_devices,)
-    own = np.full(1, value, np.float32)
-    return jax.make_array_from_callback(shape, call.sharding, lambda _: own)
 
 
 Worker: Any = colocated_python.colocated_python_class(_HostWorker)

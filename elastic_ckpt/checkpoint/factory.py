@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, cast
 
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import exchange, hosts, joining, tiered
-from elastic_ckpt.core import errors, events, storage, topology
-from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice
+from elastic_ckpt.core import events, storage, topology
+from elastic_ckpt.tiers.choices import Chosen, Persistent, TierChoice
 from elastic_ckpt.tiers.host import host_tiers, host_world
 
 
@@ -37,45 +36,47 @@ def Checkpointer(
       ConfigError: if the tiers do not fit together.
       RunError: if hosts cannot be reached, or a RAM disk is in use.
     """
-    chosen = _one_of_each(tiers)
-    local, persistent = chosen.get(Local), chosen.get(Persistent)
-    if local is None:
-        return _orbax(chosen)
-    assert isinstance(local, Local)
+    chosen = Chosen.of(tiers)
+    if chosen.local is None:
+        return _orbax(chosen.persistent)
     own = host_world.HostWorld(
-        run=run or os.path.basename(os.path.abspath(local.directory)),
+        run=run or chosen.run,
         number=topology.this_host(),
         slice_name=slice_name or topology.hardware_slice(),
-        local_tier=local,
-        peers=cast(Peers | None, chosen.get(Peers)),
-        storage=cast(Persistent | None, persistent),
+        local_tier=chosen.local,
+        peers=chosen.peers,
+        storage=chosen.persistent,
     )
     world = hosts.InEveryProcess(host_tiers.HostTiers(own), exchange.of_this_world())
-    joining.join(world)
-    return tiered.TieredCheckpointer(
-        world, local=local, persistent=cast(Persistent | None, persistent), emit=emit
-    )
+    return over(world, chosen, emit=emit)
 
 
-def _one_of_each(tiers: Sequence[TierChoice]) -> dict[type, TierChoice]:
-    chosen: dict[type, TierChoice] = {}
-    for tier in tiers:
-        if type(tier) in chosen:
-            raise errors.ConfigError(
-                f"there are two tiers {type(tier).__name__}; give one of each kind"
-            )
-        chosen[type(tier)] = tier
-    if Local not in chosen and (Peers in chosen or Persistent not in chosen):
-        raise errors.ConfigError(
-            "without a local tier a checkpointer has a persistent one, and no peers;"
-            " add Local(directory)"
+def over(
+    world: hosts.Hosts, chosen: Chosen, *, emit: events.Emit = events.nobody
+) -> tiered.TieredCheckpointer:
+    """A checkpointer over hosts of any kind, which meet each other for it.
+
+    Args:
+      world: the hosts; the checkpointer closes them.
+      chosen: the tiers, a local one among them.
+      emit: hears what happens.
+
+    Raises:
+      HostsFailed: if a host cannot take part, with the reason.
+    """
+    assert chosen.local is not None
+    try:
+        joining.join(world)
+        return tiered.TieredCheckpointer(
+            world, local=chosen.local, persistent=chosen.persistent, emit=emit
         )
-    return chosen
+    except BaseException:
+        world.close()
+        raise
 
 
-def _orbax(chosen: dict[type, TierChoice]) -> ocp.training.Checkpointer:
-    persistent = chosen[Persistent]
-    assert isinstance(persistent, Persistent)
+def _orbax(persistent: Persistent | None) -> ocp.training.Checkpointer:
+    assert persistent is not None
     policies = ocp.training.save_decision_policies
     save: Any = policies.AnySavePolicy(
         [

@@ -17,25 +17,13 @@ from absl import logging
 from elastic_ckpt.checkpoint import exchange
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.host.host_tiers import HostTiers
+from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 # How long hosts wait for each other. What storage or a network takes its time for may
 # take hours; of a host that dies the coordination service tells at once.
 _PATIENCE_SECS = 600.0
 _LONG_SECS = 24 * 3600.0
 _LONG_PHASES = frozenset({"saver.replicate", "backup.back_up", "first/backup.commit"})
-
-
-class HostsFailed(errors.CheckpointError):
-    """What some hosts were asked for failed there.
-
-    Attributes:
-      of_host: by the number of a host, its message.
-    """
-
-    def __init__(self, of_host: Mapping[int, str]) -> None:
-        self.of_host = dict(of_host)
-        told = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
-        super().__init__(told)
 
 
 class Hosts(Protocol):

@@ -15,9 +15,10 @@ from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import components
-from elastic_ckpt.checkpoint.hosts import Hosts, HostsFailed
+from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.tiers.host import recovery
+from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -233,11 +233,13 @@ def _saver(
     directory = os.path.join(run_directory.of(config), checkpointer.DIRECTORY)
     if not config.tiers.enable_multi_tier_checkpointing:
         return checkpointer.RunCheckpointer(directory, section, data=batches, emit=emit)
-    from elastic_ckpt.checkpoint import configured_tiers, factory, tiered, tiered_run
+    from elastic_ckpt.checkpoint import configured_tiers, tiered, tiered_run
     from elastic_ckpt.core import topology
+    from elastic_ckpt.integrations import checkpointer as wherever_hosts_are
 
-    over_tiers = factory.Checkpointer(
+    over_tiers = wherever_hosts_are.Checkpointer(
         configured_tiers.tiers(config, persistent=directory),
+        mesh=topology.make_mesh(config.world.slices)[0],
         run=config.run.run_name,
         slice_name=topology.slice_of_this_host(config.world.slices),
         emit=emit,

@@ -76,6 +76,16 @@ def hardware_slice() -> str:
     return str(_hardware_slice(jax.local_devices()[0]))
 
 
+def slices_of(mesh: Mesh) -> dict[jax.Device, str]:
+    """The slice of each device: by the mesh if it has that axis, or the hardware's."""
+    if SLICE_AXIS not in mesh.axis_names:
+        return {device: str(_hardware_slice(device)) for device in mesh.devices.flat}
+    rows = np.moveaxis(mesh.devices, mesh.axis_names.index(SLICE_AXIS), 0)
+    return {
+        device: str(number) for number, row in enumerate(rows) for device in row.flat
+    }
+
+
 def is_single_controller(mesh: Mesh) -> bool:
     """Whether this process is the only one, and the devices are those of other hosts.
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from elastic_ckpt.core import boxes, errors, host_memory
 from elastic_ckpt.tiers.manifest import Leaf
 
-Value = jax.Array | np.ndarray | np.generic | int | float | bool
+Whole = np.ndarray | np.generic | int | float | bool
 
 # Those of JAX that zarr v3 arrays of TensorStore can have, bit by bit.
 STORABLE = frozenset(
@@ -54,6 +54,26 @@ STORABLE = frozenset(
     }
 )
 _ALIGNMENT_BYTES = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Shards:
+    """What a host holds of an array that others have put together.
+
+    Attributes:
+      leaf: the whole array.
+      shard_shape: that all shards of it have, here and elsewhere.
+      boxes: each box that the host holds, once, with its values.
+      kept: whether the values are nobody else's, so that they need no copy.
+    """
+
+    leaf: Leaf
+    shard_shape: tuple[int, ...]
+    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
+    kept: bool
+
+
+Value = jax.Array | Whole | Shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +136,8 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
 
     Args:
       leaves: by path: arrays of JAX under any sharding, typed random keys (their data
-        is captured), and what is whole in every process: arrays of NumPy and numbers.
+        is captured), what is whole in every process: arrays of NumPy and numbers, and
+        what a host holds of an array.
       pool: where the memory is from, and goes to.
 
     Raises:
@@ -127,14 +148,14 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
         held = [_held(path, leaves[path]) for path in sorted(leaves)]
         parts = []
         num_bytes = 0
-        for leaf, shard_shape, shards in held:
+        for leaf, shard_shape, shards, kept in held:
             found = []
             for box, shard in shards:
                 values = np.asarray(shard)
                 # What was fetched owns its memory, and is nobody else's.
-                fetched = values is not shard and values.flags.owndata
-                found.append((box, values, None if fetched else num_bytes))
-                num_bytes += 0 if fetched else _aligned(values.nbytes)
+                own = kept or (values is not shard and values.flags.owndata)
+                found.append((box, values, None if own else num_bytes))
+                num_bytes += 0 if own else _aligned(values.nbytes)
             parts.append((leaf, shard_shape, found))
         memory = pool.take(num_bytes)
         captured = [
@@ -148,6 +169,33 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
             for leaf, shard_shape, found in parts
         ]
     return Captured(captured, memory=memory, pool=pool)
+
+
+def numbers(value: Any) -> Any:
+    """`value`, or of a typed random key the numbers that it consists of."""
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    ):
+        return jax.random.key_data(value)
+    return value
+
+
+def described(path: str, value: jax.Array | Whole) -> Leaf:
+    """The leaf that `value` is, whatever it holds.
+
+    Raises:
+      CheckpointError: as `capture`.
+    """
+    if isinstance(value, jax.Array):
+        return Leaf(path=path, shape=value.shape, dtype=_dtype(path, value.dtype))
+    if not isinstance(value, np.ndarray | np.generic | int | float):
+        raise errors.CheckpointError(
+            f"leaf {path!r} is a {type(value).__name__}, and a state has arrays and"
+            " numbers; take it out of the state, or save it as a checkpointable of its"
+            " own"
+        )
+    array = np.asarray(value)
+    return Leaf(path=path, shape=array.shape, dtype=_dtype(path, array.dtype))
 
 
 def _aligned(num_bytes: int) -> int:
@@ -180,42 +228,29 @@ def _no_collection() -> Iterator[None]:
 _Shards = Sequence[tuple[boxes.Box, jax.Array | np.ndarray]]
 
 
-def _held(path: str, value: Value) -> tuple[Leaf, tuple[int, ...], _Shards]:
-    # The leaf, the shape of its shards, and those that are here, without replicas.
+def _held(path: str, value: Value) -> tuple[Leaf, tuple[int, ...], _Shards, bool]:
+    # The leaf, the shape of its shards, those that are here, without replicas, and
+    # whether they are nobody else's.
+    if isinstance(value, Shards):
+        return value.leaf, value.shard_shape, value.boxes, value.kept
+    value = numbers(value)
+    leaf = described(path, value)
     if not isinstance(value, jax.Array):
-        return _held_whole(path, value)
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    leaf = Leaf(path=path, shape=value.shape, dtype=_dtype(path, value.dtype))
+        # In this machine's byte order, which is that of the files.
+        array = np.asarray(value, np.dtype(leaf.dtype))
+        whole = [(boxes.whole(array.shape), array)] if array.size else []
+        return leaf, array.shape, whole, False
     places = _places(value.sharding, value.shape)
     shards = value.addressable_shards
     if not places.far:
         # Views; keeping JAX's objects instead would cost rounds of garbage collection.
         held = [(box, np.asarray(shards[n].data)) for n, box in places.boxes]
-        return leaf, places.shard_shape, held
+        return leaf, places.shard_shape, held, False
     for number, _ in places.boxes:
         # Devices send while the first arrays are being copied.
         shards[number].data.copy_to_host_async()
     held = [(box, shards[number].data) for number, box in places.boxes]
-    return leaf, places.shard_shape, held
-
-
-def _held_whole(
-    path: str, value: np.ndarray | np.generic | int | float | bool
-) -> tuple[Leaf, tuple[int, ...], _Shards]:
-    if not isinstance(value, np.ndarray | np.generic | int | float):
-        raise errors.CheckpointError(
-            f"leaf {path!r} is a {type(value).__name__}, and a state has arrays and"
-            " numbers; take it out of the state, or save it as a checkpointable of its"
-            " own"
-        )
-    given = np.asarray(value)
-    dtype = _dtype(path, given.dtype)
-    # In this machine's byte order, which is that of the files.
-    array = np.asarray(given, np.dtype(dtype))
-    leaf = Leaf(path=path, shape=array.shape, dtype=dtype)
-    shards = [(boxes.whole(array.shape), array)] if array.size else []
-    return leaf, array.shape, shards
+    return leaf, places.shard_shape, held, False
 
 
 class _Places(NamedTuple):

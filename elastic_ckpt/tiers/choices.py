@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from etils import epath
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.retention import PreservationPolicy
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,3 +98,49 @@ class Persistent:
 
 
 TierChoice = Local | Peers | Persistent
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The tiers of a checkpointer, at most one of each kind.
+
+    Attributes:
+      local: the local tier; without it there is nothing but a persistent one.
+      peers: the peer tier.
+      persistent: the persistent tier.
+    """
+
+    local: Local | None
+    peers: Peers | None
+    persistent: Persistent | None
+
+    @classmethod
+    def of(cls, tiers: Sequence[TierChoice]) -> Chosen:
+        """The tiers by their kinds.
+
+        Raises:
+          ConfigError: if they do not fit together.
+        """
+        local = _only([tier for tier in tiers if isinstance(tier, Local)])
+        peers = _only([tier for tier in tiers if isinstance(tier, Peers)])
+        persistent = _only([tier for tier in tiers if isinstance(tier, Persistent)])
+        if local is None and (peers is not None or persistent is None):
+            raise errors.ConfigError(
+                "without a local tier a checkpointer has a persistent one, and no"
+                " peers; add Local(directory)"
+            )
+        return cls(local=local, peers=peers, persistent=persistent)
+
+    @property
+    def run(self) -> str:
+        """The identity of the run, if nobody says it: the local directory's name."""
+        assert self.local is not None
+        return os.path.basename(os.path.abspath(self.local.directory))
+
+
+def _only(tiers: Sequence[T]) -> T | None:
+    if len(tiers) > 1:
+        raise errors.ConfigError(
+            f"there are two tiers {type(tiers[0]).__name__}; give one of each kind"
+        )
+    return tiers[0] if tiers else None

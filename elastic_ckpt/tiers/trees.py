@@ -32,6 +32,26 @@ def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AskedLeaf:
+    """A leaf that a caller wants back, in terms of what was saved.
+
+    Attributes:
+      path: of the leaf.
+      shape: of the whole array, as saved.
+      dtype: that is wanted; None takes that in which it was saved.
+      sharding: where it goes; None keeps it whole, in this process.
+      finish: makes the leaf of an array in that dtype, of JAX if it has a sharding,
+        else of NumPy.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+    finish: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WantedLeaf:
     """A leaf that a caller wants back, in terms of what was saved.
 
@@ -48,7 +68,7 @@ class WantedLeaf:
     make: Callable[[list[np.ndarray]], Any]
 
 
-def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
+def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
     """What a caller wants, for each leaf of some abstract trees.
 
     A leaf is an array or a `jax.ShapeDtypeStruct`, whose sharding says where it goes (a
@@ -57,7 +77,16 @@ def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
     Raises:
       CheckpointError: if a leaf is of another kind.
     """
-    return [_wanted(path, leaf) for path, leaf in leaves(abstract).items()]
+    return [_asked(path, leaf) for path, leaf in leaves(abstract).items()]
+
+
+def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
+    """What a caller wants of this host, for each leaf of some abstract trees.
+
+    Raises:
+      CheckpointError: as `asked`.
+    """
+    return [_of_this_host(leaf) for leaf in asked(abstract)]
 
 
 def check(
@@ -99,13 +128,20 @@ def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
     return jax.tree_util.tree_unflatten(structure, [made[path] for path in paths])
 
 
-def _wanted(path: str, leaf: Any) -> WantedLeaf:
+def _asked(path: str, leaf: Any) -> AskedLeaf:
     if isinstance(leaf, bool | int | float | complex | np.generic):
         kind = type(leaf)
-        return _whole(path, (), lambda values: kind(values.item()))
+        return AskedLeaf(
+            path=path,
+            shape=(),
+            dtype=None,
+            sharding=None,
+            finish=lambda number: kind(number.item()),
+        )
     if isinstance(leaf, np.ndarray):
-        dtype = leaf.dtype
-        return _whole(path, leaf.shape, lambda values: values.astype(dtype, copy=False))
+        return AskedLeaf(
+            path=path, shape=leaf.shape, dtype=leaf.dtype, sharding=None, finish=_itself
+        )
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         raise errors.CheckpointError(
             f"{path} is to be restored as a {type(leaf).__name__}; give an array, a"
@@ -113,67 +149,70 @@ def _wanted(path: str, leaf: Any) -> WantedLeaf:
         )
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return _wanted_key(path, leaf, sharding)
-    return _wanted_array(path, tuple(leaf.shape), leaf.dtype, sharding)
-
-
-def _whole(
-    path: str, shape: tuple[int, ...], make: Callable[[np.ndarray], Any]
-) -> WantedLeaf:
-    return WantedLeaf(
+        return _asked_key(path, leaf, sharding)
+    return AskedLeaf(
         path=path,
-        shape=shape,
-        boxes=(boxes.whole(shape),),
-        make=lambda values: make(values[0]),
+        shape=tuple(leaf.shape),
+        dtype=leaf.dtype,
+        sharding=sharding,
+        finish=_itself,
     )
 
 
-def _wanted_array(
-    path: str, shape: tuple[int, ...], dtype: Any, sharding: Sharding
-) -> WantedLeaf:
-    needed = tuple(dict.fromkeys(_of_this_host(shape, sharding)))
-
-    def make(values: list[np.ndarray]) -> jax.Array:
-        of_box = {
-            box: found.astype(dtype, copy=False)
-            for box, found in zip(needed, values, strict=True)
-        }
-        return jax.make_array_from_callback(
-            shape,
-            sharding,
-            lambda index: of_box[boxes.of_index(index or (), shape)],
-            dtype=dtype,
-        )
-
-    return WantedLeaf(path=path, shape=shape, boxes=needed, make=make)
-
-
-def _wanted_key(path: str, leaf: Any, sharding: Sharding) -> WantedLeaf:
+def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:
     numbers = jax.eval_shape(jax.random.key_data, leaf)
     if isinstance(sharding, NamedSharding):
         more = len(numbers.shape) - len(sharding.spec)
         spec = PartitionSpec(*sharding.spec, *[None] * more)
         sharding = NamedSharding(sharding.mesh, spec)
-    found = _wanted_array(path, tuple(numbers.shape), numbers.dtype, sharding)
     impl = (
         jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else leaf.dtype._impl
     )
-    return dataclasses.replace(
-        found,
-        make=lambda values: jax.random.wrap_key_data(found.make(values), impl=impl),
+    return AskedLeaf(
+        path=path,
+        shape=tuple(numbers.shape),
+        dtype=numbers.dtype,
+        sharding=sharding,
+        finish=lambda found: jax.random.wrap_key_data(found, impl=impl),
     )
 
 
-def _key_impl(key: Any) -> Any:
-    # JAX tells it of keys alone, and tracers are keys.
-    found: list[Any] = []
-    jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
-    return found[0]
+def _itself(array: Any) -> Any:
+    return array
 
 
-def _of_this_host(shape: tuple[int, ...], sharding: Sharding) -> list[boxes.Box]:
-    indices = sharding.addressable_devices_indices_map(shape)
-    return [boxes.of_index(index or (), shape) for index in indices.values()]
+def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
+    shape, dtype, sharding = leaf.shape, leaf.dtype, leaf.sharding
+    if sharding is None:
+
+        def keep(values: list[np.ndarray]) -> Any:
+            (whole,) = values
+            as_saved = dtype is None
+            return leaf.finish(whole if as_saved else whole.astype(dtype, copy=False))
+
+        return WantedLeaf(
+            path=leaf.path, shape=shape, boxes=(boxes.whole(shape),), make=keep
+        )
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    needed = tuple(
+        dict.fromkeys(boxes.of_index(index or (), shape) for index in indices)
+    )
+
+    def make(values: list[np.ndarray]) -> Any:
+        of_box = {
+            box: found.astype(dtype, copy=False)
+            for box, found in zip(needed, values, strict=True)
+        }
+        return leaf.finish(
+            jax.make_array_from_callback(
+                shape,
+                sharding,
+                lambda index: of_box[boxes.of_index(index or (), shape)],
+                dtype=dtype,
+            )
+        )
+
+    return WantedLeaf(path=leaf.path, shape=shape, boxes=needed, make=make)
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -48,3 +48,13 @@ def test_placing_on_another_order_of_devices_keeps_the_values():
     placed = topology.place({"a": array}, target)["a"]
     np.testing.assert_array_equal(placed, np.arange(8))
     assert placed.sharding == target
+
+
+def test_slices_are_those_of_the_mesh_if_it_has_them():
+    mesh, _ = topology.make_mesh(2)
+    slices = topology.slices_of(mesh)
+    assert [slices[device] for device in jax.devices()] == ["0"] * 4 + ["1"] * 4
+    turned = jax.sharding.Mesh(mesh.devices.T, ("fsdp", "slice"))
+    assert topology.slices_of(turned) == slices
+    flat = jax.sharding.Mesh(mesh.devices.reshape(-1), ("device",))
+    assert set(topology.slices_of(flat).values()) == {"0"}

@@ -1,6 +1,7 @@
 """The sidecar's image has what the sidecar needs, and needs no more than it has."""
 
 import ast
+import hashlib
 import importlib.metadata
 import os
 import pathlib
@@ -11,11 +12,13 @@ import sys
 import tomllib
 
 import cloudpickle
+import numpy as np
 import pytest
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.data import pipeline
-from sidecar import worker
+from elastic_ckpt.tiers import choices
+from sidecar import host_agent, worker
 from tests.sidecar import in_image
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -72,7 +75,10 @@ def imported():
 
 @pytest.fixture
 def workers(corpus, tmp_path):
-    """Files of pickled workers, one for each engine, and what they read here."""
+    """Files of pickled workers, one for each engine, and what they read here.
+
+    And of an agent, and what it has.
+    """
     files = []
     for num_logical_shards in (0, 4):
         data = pipeline.from_config(
@@ -85,9 +91,21 @@ def workers(corpus, tmp_path):
         )
         files.append(tmp_path / f"worker_{num_logical_shards}")
         files[-1].write_bytes(cloudpickle.dumps((worker._HostWorker, data)))
-    read_here = [in_image.read(file.read_bytes()) for file in files]
-    assert len(set(read_here)) == 2
-    return ",".join(map(str, files)), read_here
+    found = [in_image.work(file.read_bytes()) for file in files]
+    assert len(set(found)) == 2
+    choice = host_agent.HostChoice(
+        number=0,
+        device_ids=(0,),
+        run="run",
+        slice_name="0",
+        local=choices.Local(tmp_path / "memory"),
+        peers=None,
+        persistent=None,
+    )
+    files.append(tmp_path / "agent")
+    files[-1].write_bytes(cloudpickle.dumps((host_agent._HostAgent, choice)))
+    found.append(hashlib.sha256(np.arange(8, dtype=np.float32).tobytes()).hexdigest())
+    return ",".join(map(str, files)), found
 
 
 def read_in(python, files, **options):
@@ -161,10 +179,10 @@ def test_the_dockerfile_copies_what_there_is_and_ends_in_an_import():
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), source
     last = DOCKERFILE.rstrip().splitlines()[-1]
-    assert last.strip() == 'python -c "import sidecar.worker"'
+    assert last.strip() == 'python -c "import sidecar.host_agent, sidecar.worker"'
 
 
-def test_without_orbax_and_the_command_line_a_worker_reads_the_same_batch(workers):
+def test_without_orbax_and_the_command_line_workers_have_the_same_values(workers):
     files, read_here = workers
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     assert read_in(sys.executable, files, env=environment) == read_here
@@ -177,7 +195,9 @@ def test_what_is_not_in_the_image_cannot_be_imported_there(absent):
 
 
 @pytest.mark.slow
-def test_an_environment_built_as_in_the_image_reads_the_same_batch(workers, tmp_path):
+def test_in_an_environment_built_as_the_image_workers_have_the_same_values(
+    workers, tmp_path
+):
     files, read_here = workers
     uv = shutil.which("uv")
     environment = tmp_path / "environment"

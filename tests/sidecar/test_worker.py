@@ -4,7 +4,7 @@ import pytest
 
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import cursors, prefetch
-from sidecar import failures, worker
+from sidecar import failures, letters, worker
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def host(data):
     made = worker._HostWorker(data, 16, prefetch.TWO_BATCHES)
 
     def call(method, **content):
-        return getattr(made, method)(worker.letter(content, sharding))
+        return getattr(made, method)(letters.letter(content, sharding))
 
     yield call
     call("close")
@@ -25,23 +25,6 @@ def written(host, *, ticket):
     """Asks until the host has written."""
     while not host("is_written", ticket=ticket).any():
         pass
-
-
-def test_a_letter_arrives_as_it_was_sent():
-    mesh, _ = topology.make_mesh(2)
-    content = {"ticket": 3, "directory": "/a/b ü"}
-    sent = worker.letter(content, topology.batch_sharding(mesh))
-    assert worker.open_letter(sent) == content
-    assert len(sent.sharding.device_set) == 8
-
-
-def test_a_letter_of_any_length_arrives():
-    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
-    for length in (0, 1, 490, 511, 512, 513, 5000):
-        content = {"directory": "ü" * length}
-        sent = worker.letter(content, sharding)
-        assert sent.shape[1] % 512 == 0
-        assert worker.open_letter(sent) == content
 
 
 def test_a_host_says_that_it_has_written_as_often_as_it_is_asked(

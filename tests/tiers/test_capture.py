@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import boxes, errors, host_memory
-from elastic_ckpt.tiers import capture
+from elastic_ckpt.tiers import capture, manifest
 
 DTYPES = sorted(capture.STORABLE)
 
@@ -186,3 +186,30 @@ def test_garbage_is_collected_again_after_a_capture_that_failed():
     with pytest.raises(errors.CheckpointError):
         capture.capture({"w": "text"}, host_memory.Pool())
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_host_holds_of_an_array_is_copied_unless_it_is_nobody_elses(kept):
+    values = random_bits("float32", 8).reshape(2, 4)
+    box = boxes.Box(start=(2, 0), stop=(4, 4))
+    shards = capture.Shards(
+        leaf=manifest.Leaf(path="w", shape=(4, 4), dtype="float32"),
+        shard_shape=(2, 4),
+        boxes=((box, values),),
+        kept=kept,
+    )
+    captured = capture.capture({"w": shards}, host_memory.Pool())
+    ((found, copy),) = only(captured).boxes
+    assert found == box
+    assert np.shares_memory(copy, values) == kept
+    assert copy.tobytes() == values.tobytes()
+    assert captured.leaves == (shards.leaf,)
+    assert captured.num_bytes == values.nbytes
+
+
+def test_a_host_that_holds_nothing_of_an_array_knows_of_it():
+    leaf = manifest.Leaf(path="w", shape=(4,), dtype="int8")
+    shards = capture.Shards(leaf=leaf, shard_shape=(2,), boxes=(), kept=False)
+    captured = capture.capture({"w": shards}, host_memory.Pool())
+    assert captured.leaves == (leaf,)
+    assert captured.num_bytes == 0

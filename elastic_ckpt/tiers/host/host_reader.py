@@ -77,12 +77,31 @@ class HostReader:
     def check(
         self, of_trees: Mapping[str, Any], components: Sequence[str], partial: bool
     ) -> None:
-        """Raises a CheckpointError unless the step has what is wanted of it.
+        """Turns to what is wanted of the step, for the devices of this process.
 
         Args:
           of_trees: that are wanted.
           components: that are wanted.
           partial: whether trees may lack leaves that were saved.
+
+        Raises:
+          CheckpointError: if the step has it not.
+        """
+        whole = () if partial else tuple(of_trees)
+        self.want(trees.wanted(of_trees), components, whole)
+
+    def want(
+        self,
+        wanted: Sequence[trees.WantedLeaf],
+        components: Sequence[str],
+        whole: Sequence[str],
+    ) -> dict[str, str]:
+        """As `check`; the dtypes of the leaves, as they were saved.
+
+        Args:
+          wanted: the leaves.
+          components: that are wanted.
+          whole: the names of trees of which no leaf may be lacking.
         """
         restoring = self._opened()
         held = restoring.found.step
@@ -93,9 +112,10 @@ class HostReader:
                 f"step {held.step} has no parts {missing}; it has"
                 f" {sorted(contents.components)}: restore what it has"
             )
-        restoring.wanted = trees.wanted(of_trees)
-        of = () if partial else tuple(of_trees)
-        trees.check(restoring.wanted, contents, step=held.step, whole=of)
+        trees.check(wanted, contents, step=held.step, whole=whole)
+        restoring.wanted = wanted
+        saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
+        return {leaf.path: saved[leaf.path] for leaf in wanted}
 
     def read(self) -> Answer:
         """Reads and verifies what this host's devices need of the step.
@@ -141,13 +161,17 @@ class HostReader:
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
         """The trees, made of what was read."""
-        restoring = self._opened()
-        made = {
-            leaf.path: leaf.make(restoring.values[leaf.path])
-            for leaf in restoring.wanted
-        }
+        made = self.made()
         return {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
+        }
+
+    def made(self) -> dict[str, Any]:
+        """What each leaf makes of what was read for it, by path."""
+        restoring = self._opened()
+        return {
+            leaf.path: leaf.make(restoring.values[leaf.path])
+            for leaf in restoring.wanted
         }
 
     def bad_copies(self) -> list[Answer]:

@@ -20,3 +20,11 @@ def machine_id(root: epath.PathLike) -> str:
     path = os.path.join(root, FILE)
     storage.create(path, secrets.token_hex(8).encode())
     return pathlib.Path(path).read_text()
+
+
+def find(root: epath.PathLike) -> str | None:
+    """The id of the RAM disk at `root`; None if there is none on this machine."""
+    try:
+        return pathlib.Path(root, FILE).read_text()
+    except FileNotFoundError:
+        return None

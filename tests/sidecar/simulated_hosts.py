@@ -1,0 +1,127 @@
+"""Hosts under a single controller, in one process: groups of its CPU devices.
+
+Each host has the memory of a machine of its own, a directory in /dev/shm, whose agent
+runs in a thread. What a host saved stays there when its world ends.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import topology
+from elastic_ckpt.tiers import choices
+from elastic_ckpt.tiers.peers import agent
+from sidecar import head_arrays, host_agent, remote_hosts
+
+
+class Machines:
+    """The memory of some machines; at the end of the block nothing of it is left."""
+
+    def __init__(self):
+        self.root = tempfile.mkdtemp(prefix="elastic_ckpt_hosts_", dir="/dev/shm")
+        self._agents = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for number in list(self._agents):
+            self._agents.pop(number).close()
+        shutil.rmtree(self.root)
+
+    def directory(self, number):
+        """The memory of a machine, which its agent serves from now on."""
+        directory = os.path.join(self.root, f"machine-{number}")
+        if number not in self._agents:
+            os.makedirs(directory, exist_ok=True)
+            self._agents[number] = contextlib.ExitStack()
+            self._agents[number].enter_context(
+                agent.serving(agent.Service(root=directory))
+            )
+        return directory
+
+    def lose(self, number):
+        """Takes a machine away, with all that its memory holds."""
+        self._agents.pop(number).close()
+        shutil.rmtree(os.path.join(self.root, f"machine-{number}"))
+
+
+def mesh_of(num_hosts, *, slices=1, apart=False):
+    """A mesh over the accelerators of all hosts: all devices, or half of them."""
+    devices = jax.devices()[: 4 if apart else 8]
+    assert len(devices) % num_hosts == 0
+    return Mesh(np.array(devices).reshape(slices, -1), topology.BATCH_AXES)
+
+
+def hosts_of(mesh, num_hosts, *, apart=False):
+    """The devices of the mesh dealt to hosts; apart, others are beside them."""
+    devices = list(mesh.devices.flat)
+    beside = jax.devices()[4:] if apart else devices
+    each = len(devices) // num_hosts
+    return [
+        head_arrays.HostDevices(
+            accelerators=tuple(devices[start : start + each]),
+            cpus=tuple(beside[start : start + each]),
+        )
+        for start in range(0, len(devices), each)
+    ]
+
+
+def choices_of(machines, hosts, mesh, tiers, *, numbers):
+    """What each host is to be, on the machines with these numbers."""
+    slices = topology.slices_of(mesh)
+    chosen = factory.Chosen.of(tiers("/nowhere"))
+    return [
+        host_agent.HostChoice(
+            number=number,
+            device_ids=tuple(cpu.id for cpu in host.cpus),
+            run="run",
+            slice_name=slices[host.accelerators[0]],
+            local=tiers(machines.directory(numbers[number]))[0],
+            peers=chosen.peers,
+            persistent=chosen.persistent,
+        )
+        for number, host in enumerate(hosts)
+    ]
+
+
+@contextlib.contextmanager
+def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options):
+    """A checkpointer over hosts, its mesh, and the events of it."""
+    emitted = []
+
+    def emit(name, **fields):
+        emitted.append({"event": name, **fields})
+
+    def tiers(directory):
+        return tiers_of(directory, **options)
+
+    mesh = mesh_of(num_hosts, slices=slices, apart=apart)
+    hosts = hosts_of(mesh, num_hosts, apart=apart)
+    chosen = choices_of(
+        machines, hosts, mesh, tiers, numbers=numbers or list(range(num_hosts))
+    )
+    checkpointer = factory.over(
+        remote_hosts.RemoteHosts(hosts, chosen),
+        factory.Chosen.of(tiers("/nowhere")),
+        emit=emit,
+    )
+    with checkpointer:
+        yield checkpointer, mesh, emitted
+
+
+def tiers_of(directory, *, copies=2, persistent=None, limit_bytes=None):
+    """The tiers of a host."""
+    chosen = [
+        choices.Local(directory, limit_bytes=limit_bytes),
+        choices.Peers(copies=copies),
+    ]
+    if persistent:
+        chosen.append(choices.Persistent(persistent, every=1))
+    return chosen

@@ -1,0 +1,393 @@
+"""Tiers under a single controller: hosts keep and restore what the head only names."""
+
+import functools
+import pathlib
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import tiered
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.integrations import checkpointer as integrations_checkpointer
+from elastic_ckpt.tiers.host import host_saver
+from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+from elastic_ckpt.tiers.peers import peer_endpoint
+from elastic_ckpt.tiers.ram import machine
+from sidecar import component_files, head_arrays, letters, remote_hosts
+from tests.checkpoint import orbax_steps
+from tests.multiprocess import tier_worlds
+from tests.sidecar import held_pipeline, simulated_hosts
+
+LAYOUTS = pytest.mark.parametrize(
+    "sharded", [True, False], ids=["sharded", "replicated"]
+)
+
+
+@pytest.fixture
+def machines():
+    with simulated_hosts.Machines() as found:
+        yield found
+
+
+def save(checkpointer, mesh, step, *, sharded=True):
+    tier_worlds.save(checkpointer, mesh, steps=[step], sharded=sharded)
+
+
+def restore(checkpointer, mesh, step, *, sharded=True):
+    tier_worlds.restore(checkpointer, mesh, step=step, sharded=sharded)
+
+
+def event(heard, name):
+    (found,) = (each for each in heard if each["event"] == name)
+    return found
+
+
+@LAYOUTS
+def test_four_hosts_save_and_any_number_restores(machines, sharded):
+    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
+        save(checkpointer, mesh, 3, sharded=sharded)
+        save(checkpointer, mesh, 4, sharded=sharded)
+    for num_hosts in (4, 2, 8, 1):
+        with simulated_hosts.world(machines, num_hosts) as (checkpointer, mesh, heard):
+            restore(checkpointer, mesh, 4, sharded=sharded)
+            assert event(heard, "restored_from")["persistent_bytes"] == 0
+
+
+def test_the_data_iterator_goes_on_where_the_step_was_saved(machines, remote):
+    held_pipeline.VALVE.reset()
+    batches = remote(held_pipeline.data(), size=8)
+    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
+        for step in (1, 2):
+            assert held_pipeline.number(next(batches)) == step - 1
+            parts = {"state": tier_worlds.state(mesh, step, True), "data": batches}
+            assert checkpointer.save_checkpointables(step, parts)
+    batches = remote(held_pipeline.data(), size=8)
+    with simulated_hosts.world(machines, 2) as (checkpointer, mesh, _):
+        wanted = {"state": tier_worlds.abstract(mesh, True), "data": batches}
+        tier_worlds.check(
+            checkpointer.load_checkpointables(None, wanted)["state"], step=2
+        )
+    assert held_pipeline.number(next(batches)) == 2
+
+
+def test_two_hosts_of_one_machine_have_a_part_of_its_memory_each(machines):
+    with simulated_hosts.world(machines, 4, numbers=[0, 0, 1, 1]) as (saver, mesh, _):
+        save(saver, mesh, 1)
+    with simulated_hosts.world(machines, 2, numbers=[1, 0]) as (checkpointer, mesh, _):
+        restore(checkpointer, mesh, 1)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_machine_is_lost_with_its_memory(machines, monkeypatch, sharded, lost):
+    monkeypatch.setattr(peer_endpoint, "RETRY_SECS", (0.0,))
+    with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, _):
+        save(checkpointer, mesh, 4, sharded=sharded)
+    machines.lose(lost)
+    left = [number for number in (1, 2, 0, 3) if number != lost][:2]
+    with simulated_hosts.world(machines, 2, numbers=left) as (
+        checkpointer,
+        mesh,
+        heard,
+    ):
+        restore(checkpointer, mesh, 4, sharded=sharded)
+    assert not [each for each in heard if each["event"] == "step_passed_over"]
+
+
+def test_a_bit_that_flipped_is_read_elsewhere_and_put_right(machines):
+    with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, _):
+        save(checkpointer, mesh, 1)
+    # Of the first device of that host.
+    (file,) = pathlib.Path(machines.directory(2)).glob("hosts/0/*-*/state/w/c/4/0")
+    good = file.read_bytes()
+    file.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, heard):
+        restore(checkpointer, mesh, 1)
+    told = event(heard, "restored_from")
+    assert (told["bad_copies"], told["repaired"]) == (1, 1)
+    assert file.read_bytes() == good
+
+
+def abstract(leaf):
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return type(leaf)(0) if np.ndim(leaf) == 0 else np.zeros_like(leaf)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_leaves_of_all_kinds_come_back_bit_by_bit(machines, apart):
+    with simulated_hosts.world(machines, 2, slices=2, apart=apart) as (tiers, mesh, _):
+        alone = mesh.devices.flat[1]
+        other = Mesh(mesh.devices[::-1, ::-1].T, ("a", "b"))
+        state = orbax_steps.state(mesh) | {
+            "alone": jax.device_put(jnp.arange(3.0), alone),
+            "empty": jax.device_put(jnp.zeros((0, 3)), alone),
+            "other": jax.device_put(
+                jnp.arange(8.0), NamedSharding(other, PartitionSpec("b"))
+            ),
+            "wide": np.arange(4, dtype=">i8") << 40,
+        }
+        assert tiers.save_checkpointables(1, {"state": state})
+        found = tiers.load(1, jax.tree.map(abstract, state))
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        for leaf, saved in zip(
+            jax.tree.leaves(found), jax.tree.leaves(state), strict=True
+        ):
+            assert type(leaf) is type(saved)
+            np.testing.assert_array_equal(
+                orbax_steps.data(leaf), orbax_steps.data(saved), strict=True
+            )
+            if isinstance(leaf, jax.Array):
+                assert leaf.sharding == saved.sharding
+
+
+def test_a_part_comes_back_in_another_dtype_and_layout(machines):
+    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
+        whole = np.random.default_rng(1).random((16, 24), np.float32)
+        rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+        columns = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+        state = {"w": jax.device_put(whole, rows), "b": jax.device_put(whole, rows)}
+        assert checkpointer.save_checkpointables(1, {"state": state})
+        wanted = jax.ShapeDtypeStruct(whole.shape, jnp.bfloat16, sharding=columns)
+        with pytest.raises(errors.CheckpointError, match="state/b: saved"):
+            checkpointer.load(1, {"w": wanted})
+        array = checkpointer.load(1, {"w": wanted}, partial=True)["w"]
+        assert array.sharding == columns
+        assert np.asarray(array).tobytes() == whole.astype(jnp.bfloat16).tobytes()
+
+
+def test_arrays_may_be_donated_as_soon_as_the_save_has_begun(machines):
+    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
+        state = tier_worlds.state(mesh, 1, True)
+        saving = checkpointer.save_checkpointables_async(1, {"state": state})
+        jax.jit(lambda s: jax.tree.map(jnp.zeros_like, s), donate_argnums=0)(state)
+        for array in jax.tree.leaves(state):
+            array.delete()
+        assert saving.result()
+        tier_worlds.check(
+            checkpointer.load(1, tier_worlds.abstract(mesh, True)), step=1
+        )
+
+
+class Passed:
+    """What passes through the head, as the bytes of letters, both ways.
+
+    But for the questions whether hosts have answered, which are as many as it takes.
+    """
+
+    def __init__(self, monkeypatch):
+        self.num_bytes = 0
+        write, rows = letters.letter, letters.rows
+
+        def letter(content, sharding):
+            written = write(content, sharding)
+            if content.keys() != {"call"}:
+                self.num_bytes += written.nbytes // len(written)
+            return written
+
+        def heard(array):
+            found = rows(array)
+            if found.ndim > 1:
+                self.num_bytes += found.nbytes
+            return found
+
+        monkeypatch.setattr(letters, "letter", letter)
+        monkeypatch.setattr(letters, "rows", heard)
+
+
+class Forbidden:
+    """NumPy, for code of the head that must not look at the values of an array."""
+
+    def __getattr__(self, name):
+        found = getattr(np, name)
+        if not isinstance(found, type(np.asarray)):
+            return found
+
+        @functools.wraps(found)
+        def checked(*arguments, **more):
+            assert not any(isinstance(value, jax.Array) for value in arguments), name
+            return found(*arguments, **more)
+
+        return checked
+
+
+class BesideOnly:
+    """JAX, for code of the head that moves shards between devices of one host alone.
+
+    Args:
+      beside: the device beside each.
+    """
+
+    def __init__(self, beside):
+        self._beside = beside
+        self.num_bytes = 0
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+    def device_put(self, arrays, shardings):
+        for array, sharding in zip(arrays, shardings, strict=True):
+            assert isinstance(array, jax.Array)
+            here = array.sharding.devices_indices_map(array.shape)
+            there = sharding.devices_indices_map(array.shape)
+            for device, index in here.items():
+                assert there[self._beside[device]] == index
+            self.num_bytes += array.nbytes
+        return jax.device_put(arrays, shardings)
+
+
+def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
+    passed = []
+    for width in (1, 64):
+        with (
+            monkeypatch.context() as patch,
+            simulated_hosts.world(machines, 2, apart=True) as (checkpointer, mesh, _),
+        ):
+            values = np.random.default_rng(width).random((8, 128 * width), np.float32)
+            state = {
+                "sharded": jax.device_put(
+                    values, NamedSharding(mesh, PartitionSpec("fsdp"))
+                ),
+                "whole": jax.device_put(values, NamedSharding(mesh, PartitionSpec())),
+            }
+            spied = Passed(patch)
+            devices = jax.devices()
+            beside = dict(zip(devices[:4], devices[4:], strict=False))
+            beside |= {cpu: device for device, cpu in beside.items()}
+            moving = BesideOnly(beside)
+            patch.setattr(head_arrays, "jax", moving)
+            for module in (head_arrays, remote_hosts):
+                patch.setattr(module, "np", Forbidden())
+            assert checkpointer.save_checkpointables(width, {"state": state})
+            checkpointer.wait()
+            found = checkpointer.load(width, jax.tree.map(abstract, state))
+            passed.append(spied.num_bytes)
+            # There and back.
+            assert moving.num_bytes == 4 * values.nbytes
+            patch.undo()
+            for array in found.values():
+                assert np.asarray(array).tobytes() == values.tobytes()
+    assert passed[0] == passed[1]
+
+
+def test_an_error_of_a_host_names_it_and_the_step_is_given_up(machines, monkeypatch):
+    def fail(self, step, *arguments, write=host_saver.HostSaver.write):
+        if step == 2 and self._world.own.host.number == 2:
+            raise ValueError("of host two")
+        return write(self, step, *arguments)
+
+    monkeypatch.setattr(host_saver.HostSaver, "write", fail)
+    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, heard):
+        save(checkpointer, mesh, 1)
+        parts = {"state": tier_worlds.state(mesh, 2, True)}
+        assert not checkpointer.save_checkpointables(2, parts)
+        checkpointer.wait()
+        assert checkpointer.latest.step == 1
+    (why,) = {each["why"] for each in heard if each.get("tier") == "local"}
+    assert why.startswith("it was not saved: host 2: ")
+    assert "failed with ValueError: of host two" in why
+    assert "in fail\n" in why
+
+
+def test_a_host_that_cannot_take_part_says_so_at_the_beginning(machines):
+    directory = pathlib.Path(machines.directory(1))
+    directory.joinpath("hosts").write_text("")
+    with (
+        pytest.raises(HostsFailed, match=r"host 1: .*FileExists|host 1: .*NotADir"),
+        simulated_hosts.world(machines, 2),
+    ):
+        pass
+
+
+def test_a_leaf_that_cannot_be_saved_is_named(machines):
+    with simulated_hosts.world(machines, 2, apart=True) as (checkpointer, mesh, _):
+        elsewhere = jax.device_put(1.0, jax.devices()[7])
+        for leaf, why in (
+            ("text", "leaf 'state/x' is a str"),
+            (elsewhere, "leaf 'state/x' is on .* over other devices"),
+        ):
+            with pytest.raises(errors.CheckpointError, match=why):
+                checkpointer.save_checkpointables(1, {"state": {"x": leaf}})
+        save(checkpointer, mesh, 2)
+        restore(checkpointer, mesh, 2)
+
+
+def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
+    machines, monkeypatch, remote
+):
+    held_pipeline.VALVE.reset()
+    batches = remote(held_pipeline.data(), size=8)
+    begun, may_write = threading.Event(), threading.Event()
+
+    def late(self, *arguments, write=host_saver.HostSaver.write):
+        begun.set()
+        assert may_write.wait(held_pipeline.SOON_SECS)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(host_saver.HostSaver, "write", late)
+    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
+        parts = {"state": tier_worlds.state(mesh, 1, True)}
+        saving = checkpointer.save_checkpointables_async(1, parts)
+        assert begun.wait(held_pipeline.SOON_SECS)
+        assert [held_pipeline.number(next(batches)) for _ in range(3)] == [0, 1, 2]
+        assert checkpointer.is_saving_in_progress()
+        may_write.set()
+        assert saving.result()
+
+
+def test_a_backup_is_what_orbax_loads(machines, tmp_path):
+    steps = tmp_path / "steps"
+    with simulated_hosts.world(machines, 4, persistent=steps) as (tiers, mesh, _):
+        save(tiers, mesh, 1)
+        mesh = simulated_hosts.mesh_of(2, slices=4)
+        with ocp.training.Checkpointer(steps) as stock:
+            found = stock.load_checkpointables(
+                1, {"state": tier_worlds.abstract(mesh, True)}
+            )
+    tier_worlds.check(found["state"], step=1)
+
+
+def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
+    machines, monkeypatch
+):
+    seen = []
+
+    def remove(path):
+        seen.append(pathlib.Path(path))
+        storage.remove(path)
+
+    # Of the head alone.
+    spied = types.SimpleNamespace(remove=remove, write_atomic=storage.write_atomic)
+    for module in (component_files, remote_hosts):
+        monkeypatch.setattr(module, "storage", spied)
+    monkeypatch.setattr(machine, "find", lambda _: None)
+    with simulated_hosts.world(machines, 2) as (checkpointer, _, _):
+        parts = {"data": tier_worlds.Counter(5)}
+        assert checkpointer.save_checkpointables(5, parts)
+        # The head keeps no copy of what it sent.
+        assert seen[0].parent == pathlib.Path(machines.directory(0), "hosts", "0")
+        restored = tier_worlds.Counter()
+        checkpointer.load_checkpointables(None, {"data": restored})
+        assert restored.step == 5
+        assert seen[1] == pathlib.Path(machines.directory(0), "hosts/0/restored/data")
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch, single):
+    choose = integrations_checkpointer.topology
+    monkeypatch.setattr(choose, "is_single_controller", lambda _: single)
+    mesh = simulated_hosts.mesh_of(1)
+    made = integrations_checkpointer.Checkpointer(
+        simulated_hosts.tiers_of(machines.directory(0)), mesh=mesh
+    )
+    with made:
+        assert isinstance(made, tiered.TieredCheckpointer)
+        assert isinstance(made._hosts, remote_hosts.RemoteHosts) is single
+        save(made, mesh, 1)
+        restore(made, mesh, 1)
