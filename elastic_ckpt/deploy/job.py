@@ -87,6 +87,12 @@ def host_memory(config: schema.Config) -> list[Memory]:
     return [ram_disk, shared]
 
 
+def environment() -> list[Object]:
+    """The variables of a container: where other machines reach its pod's memory."""
+    field = {"fieldRef": {"fieldPath": "status.podIP"}}
+    return [{"name": "POD_IP", "valueFrom": field}]
+
+
 def config_map(config: schema.Config) -> Object:
     """The ConfigMap with every key that is not at its default."""
     defaults = keys.values(schema.Config())

@@ -132,6 +132,7 @@ def _container(
         "name": job.CONTAINER,
         "image": config.deploy.docker_image,
         "command": list(job.COMMAND),
+        "env": job.environment(),
         "terminationMessagePolicy": job.TERMINATION_MESSAGE_POLICY,
         "ports": [{"containerPort": port} for port in _PORTS[config.world.hardware]],
         "resources": {"limits": of_hosts.limits},

@@ -94,7 +94,17 @@ def _jobset(config: schema.Config) -> job.Object:
             for part in job.host_memory(config)
         ],
     )
-    return built.to_dict()
+    return _with_environment(built.to_dict())
+
+
+def _with_environment(jobset: job.Object) -> job.Object:
+    # pathwaysutils takes variables with values alone.
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        pod = replicated["template"]["spec"]["template"]["spec"]
+        for container in pod["containers"]:
+            if container["name"] == job.CONTAINER:
+                container["env"] += job.environment()
+    return jobset
 
 
 def _head_pod(config: schema.Config) -> job.Object:

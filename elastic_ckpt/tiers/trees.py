@@ -165,9 +165,7 @@ def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:
         more = len(numbers.shape) - len(sharding.spec)
         spec = PartitionSpec(*sharding.spec, *[None] * more)
         sharding = NamedSharding(sharding.mesh, spec)
-    impl = (
-        jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else leaf.dtype._impl
-    )
+    impl = _key_impl(leaf)
     return AskedLeaf(
         path=path,
         shape=tuple(numbers.shape),
@@ -217,3 +215,10 @@ def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "nothing" if shape is None else str(list(shape))
+
+
+def _key_impl(key: Any) -> Any:
+    # JAX tells it of keys alone, and tracers are keys.
+    found: list[Any] = []
+    jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
+    return found[0]

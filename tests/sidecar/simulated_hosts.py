@@ -7,7 +7,6 @@ runs in a thread. What a host saved stays there when its world ends.
 import contextlib
 import os
 import shutil
-import tempfile
 
 import jax
 import numpy as np
@@ -18,22 +17,24 @@ from elastic_ckpt.core import topology
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
 from sidecar import head_arrays, host_agent, remote_hosts
+from tests import shared_memory
 
 
 class Machines:
     """The memory of some machines; at the end of the block nothing of it is left."""
 
     def __init__(self):
-        self.root = tempfile.mkdtemp(prefix="elastic_ckpt_hosts_", dir="/dev/shm")
+        self._directory = shared_memory.directory("hosts")
         self._agents = {}
 
     def __enter__(self):
+        self.root = self._directory.__enter__()
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *error):
         for number in list(self._agents):
             self._agents.pop(number).close()
-        shutil.rmtree(self.root)
+        self._directory.__exit__(*error)
 
     def directory(self, number):
         """The memory of a machine, which its agent serves from now on."""
