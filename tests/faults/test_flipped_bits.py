@@ -1,0 +1,244 @@
+"""One bit of any file of any tier flips, or the file goes bad in another way.
+
+What is restored is what was saved, or nothing is. A copy that went bad is written anew
+where another holder has it; otherwise an error names what is lost, or an older step is
+taken and the reason told.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import random
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.tiers import choices, layout
+from elastic_ckpt.tiers.peers import agent, known_agents
+from tests.faults import spoilt_files
+from tests.multiprocess import machines, tier_worlds
+
+STEPS = (1, 2)
+MACHINES = range(4)
+EMPTY = 4
+LEAF = r"state/(?:w|b|m|scale)\[[0-9:, ]*\]"
+NAMED = re.compile(rf"{LEAF}|data/shard-[0-9]{{2}}|parts of data")
+KEEP = ocp.training.preservation_policies.LatestN(2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Machines whose RAM is there, the restoring one first, and whether storage is."""
+
+    machines: tuple[int, ...]
+    storage: bool
+
+
+class Saved:
+    """Two steps of a state in all tiers, which are restored again and again."""
+
+    def __init__(self, ram, storage):
+        self.ram = ram
+        self.storage = str(storage)
+        self.roots = {n: ram.directory(n) for n in (*MACHINES, EMPTY)}
+        self.roots["storage"] = self.storage
+        self.kept = {
+            of: spoilt_files.contents(self._below(of)) for of in self.roots
+        }
+
+    def files(self, place):
+        """All that can go bad there, of the newer step."""
+        found = []
+        for of in (*place.machines, *(["storage"] if place.storage else [])):
+            for path, content in self.kept[of].items():
+                if content and step_of(path) == STEPS[-1]:
+                    found.append((of, path))
+        return found
+
+    def path(self, of, file):
+        return os.path.join(self._below(of), file)
+
+    def older(self, of, file, chance):
+        """The content of such a file of the older step."""
+        kept = self.kept[of]
+        path = re.sub(r"^((?:[0-9]+/)?)2(?=[-/])", r"\g<1>1", file)
+        if path in kept:
+            return kept[path]
+        # Files of values have names of their own.
+        kind = os.path.basename(os.path.dirname(file))
+        alike = [each for each in kept if step_of(each) == STEPS[0] and kind in each]
+        return kept[chance.choice(alike)]
+
+    def restore(self, place, step=None):
+        """What a new world of one host restores, and its events; checks every bit."""
+        own = self.roots[place.machines[0] if place.machines else EMPTY]
+        known_agents.write(own, {})
+        events = []
+        tiers = [
+            choices.Local(own, keep=KEEP),
+            choices.Peers(
+                known=tuple(agent.find(self.roots[n]).url for n in place.machines[1:])
+            ),
+        ]
+        if place.storage:
+            tiers.append(choices.Persistent(self.storage))
+        with factory.Checkpointer(
+            tiers,
+            run="run",
+            slice_name="0",
+            emit=lambda name, **fields: events.append({"event": name, **fields}),
+        ) as checkpointer:
+            counter = tier_worlds.Counter()
+            found = checkpointer.load_checkpointables(
+                step, {"state": wanted(), "data": counter}
+            )
+            restored = checkpointer.latest.step
+        tier_worlds.check(found["state"], restored)
+        assert counter.step == restored
+        assert step in (None, restored)
+        return restored, events
+
+    def put_back(self):
+        """Makes all files what they were; those that differed, as (of, path)."""
+        different = []
+        for of, kept in self.kept.items():
+            now = spoilt_files.contents(self._below(of))
+            if now != kept:
+                different += [
+                    (of, path)
+                    for path in {**now, **kept}
+                    if now.get(path) != kept.get(path)
+                ]
+                spoilt_files.put_back(self._below(of), kept)
+        return different
+
+    def _below(self, of):
+        root = self.roots[of]
+        return root if of == "storage" else os.path.join(root, "hosts")
+
+
+def step_of(path):
+    """The step that a file is of: in RAM below its slot, in storage at the top."""
+    found = re.match(r"(?:[0-9]+/(?=[0-9]+-))?([0-9]+)[-/]", path)
+    return int(found[1]) if found else None
+
+
+def wanted():
+    devices = np.array(jax.devices()[:2]).reshape(1, 2)
+    return tier_worlds.abstract(Mesh(devices, topology.BATCH_AXES), True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    storage = tmp_path_factory.mktemp("storage") / "steps"
+    with machines.Machines() as ram:
+        ram.start_agents((*MACHINES, EMPTY))
+        tier_worlds.run(
+            functools.partial(tier_worlds.save, steps=STEPS, sharded=True),
+            num_hosts=len(MACHINES),
+            directories=[ram.directory(number) for number in MACHINES],
+            logs=logs,
+            slices=2,
+            persistent=str(storage),
+            keep=KEEP,
+        )
+        os.makedirs(os.path.join(ram.directory(EMPTY), "hosts"), exist_ok=True)
+        yield Saved(ram, storage)
+
+
+PLACES = {
+    "ram": lambda chance: Place(
+        machines=tuple(chance.sample(MACHINES, 4)), storage=False
+    ),
+    "half of the ram": lambda chance: Place(
+        machines=tuple(chance.sample(MACHINES, 2)), storage=False
+    ),
+    "half of the ram, and storage": lambda chance: Place(
+        machines=tuple(chance.sample(MACHINES, 2)), storage=True
+    ),
+    "storage": lambda chance: Place(machines=(), storage=True),
+}
+
+
+def test_without_a_fault_the_newer_step_is_restored_anywhere(saved):
+    for place in PLACES.values():
+        step, events = saved.restore(place(random.Random(0)))
+        assert step == STEPS[-1]
+        (told,) = events
+        assert (told["event"], told["bad_copies"]) == ("restored_from", 0)
+        assert not saved.put_back()
+
+
+def check_spoilt(saved, where, kind, chance):
+    """Spoils a file, restores, and puts it back; what came of it, in a word."""
+    place = PLACES[where](chance)
+    of, file = chance.choice(saved.files(place))
+    told = f"{where}: {file} of {of} {kind}"
+    at = spoilt_files.spoil(
+        saved.path(of, file), kind, chance, other=saved.older(of, file, chance)
+    )
+    step = chance.choice([None, STEPS[-1]])
+    try:
+        restored, events = saved.restore(place, step)
+    except errors.CheckpointError as error:
+        assert step is not None, told
+        assert NAMED.search(str(error)), f"{told}: {error}"
+        assert where in ("half of the ram", "storage"), told
+        saved.put_back()
+        return "error"
+    different = saved.put_back()
+    # Nothing else is touched, but what a bad manifest named.
+    if "manifest-" not in file:
+        assert set(different) <= {(of, file)}, told
+    if restored != STEPS[-1]:
+        reasons = [each["why"] for each in events if each["event"] != "restored_from"]
+        assert any(NAMED.search(why) for why in reasons), f"{told}: {reasons}"
+        assert where in ("half of the ram", "storage"), told
+        return "older step"
+    if place.machines and of == place.machines[0] and is_read(file, at, saved.kept[of]):
+        assert not different, f"{told}: it was not put right"
+        return "repaired"
+    return "not needed"
+
+
+def is_read(file, at, kept):
+    """Whether a file of RAM has a part of the step at a place."""
+    if "/state/" not in file:
+        return "/data/" in file
+    return "/c" in file and at < len(kept[file]) - layout.CHECKSUM_BYTES
+
+
+def run(saved, num, kinds, seed):
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    outcomes = {}
+    for number in range(num):
+        where = list(PLACES)[number % len(PLACES)]
+        came = check_spoilt(saved, where, kinds[number % len(kinds)], chance)
+        outcomes.setdefault(where, {}).setdefault(came, 0)
+        outcomes[where][came] += 1
+    print(outcomes)
+    return outcomes
+
+
+def test_a_flipped_bit_is_never_handed_out(saved):
+    run(saved, 60, ["flipped"], seed=1)
+
+
+@pytest.mark.slow
+def test_of_500_flipped_bits_none_is_handed_out(saved):
+    run(saved, 500, ["flipped"], seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", spoilt_files.KINDS[1:])
+def test_a_file_that_went_bad_is_never_handed_out(saved, kind):
+    run(saved, 60, [kind], seed=3)
