@@ -19,6 +19,8 @@ from elastic_ckpt.checkpoint.hosts import Hosts, HostsFailed
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.tiers.host import recovery
 
+_NAMED = 5
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
@@ -83,12 +85,20 @@ def restore(
     began_secs = time.monotonic()
     trees, stateful = components.split(wanted)
     without: list[list[Any]] = []
+    reasons: dict[int, str] = {}
+
+    def pass_over(name: str, **fields: Any) -> None:
+        if name == "step_passed_over":
+            reasons.setdefault(fields["step"], fields["why"])
+        emit(name, **fields)
+
     while True:
-        found = find(hosts, step, without=without, emit=emit)
+        found = find(hosts, step, without=without, emit=pass_over)
         if found is None:
+            told = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
             raise errors.CheckpointError(
-                "no step is complete in any tier; the events step_passed_over say what"
-                " is missing of each: bring back a host that has it, or start anew"
+                f"no step is complete in any tier: {told}; bring back a host that has"
+                " what is missing, or start anew"
             )
         if not found.save:
             return found, _restore_foreign(found, wanted, directory, emit)
@@ -98,7 +108,7 @@ def restore(
             if step is not None:
                 raise
             without.append([found.step, found.save])
-            emit("step_passed_over", step=found.step, why=str(error))
+            pass_over("step_passed_over", step=found.step, why=str(error))
             continue
         break
     bad = [each for of in hosts.all("reader.bad_copies") for each in of]

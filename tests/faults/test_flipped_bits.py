@@ -49,9 +49,7 @@ class Saved:
         self.storage = str(storage)
         self.roots = {n: ram.directory(n) for n in (*MACHINES, EMPTY)}
         self.roots["storage"] = self.storage
-        self.kept = {
-            of: spoilt_files.contents(self._below(of)) for of in self.roots
-        }
+        self.kept = {of: spoilt_files.contents(self._below(of)) for of in self.roots}
 
     def files(self, place):
         """All that can go bad there, of the newer step."""
@@ -130,6 +128,21 @@ def step_of(path):
     return int(found[1]) if found else None
 
 
+def kind_of(path):
+    """What a file is for."""
+    if "ocdbt" in path:
+        return "manifest of a store" if path.endswith(".ocdbt") else "values in a store"
+    for sign, kind in {
+        "manifest-": "manifest",
+        "/data/": "component",
+        "zarr.json": "metadata of an array",
+        "/state/c": "chunk",
+    }.items():
+        if sign in path:
+            return kind
+    return "chunk" if re.search("/state/.*/c", path) else "metadata of Orbax"
+
+
 def wanted():
     devices = np.array(jax.devices()[:2]).reshape(1, 2)
     return tier_worlds.abstract(Mesh(devices, topology.BATCH_AXES), True)
@@ -180,7 +193,11 @@ def test_without_a_fault_the_newer_step_is_restored_anywhere(saved):
 def check_spoilt(saved, where, kind, chance):
     """Spoils a file, restores, and puts it back; what came of it, in a word."""
     place = PLACES[where](chance)
-    of, file = chance.choice(saved.files(place))
+    # Of each kind alike, for of some there are many more.
+    by_kind = {}
+    for of, file in saved.files(place):
+        by_kind.setdefault(kind_of(file), []).append((of, file))
+    of, file = chance.choice(by_kind[chance.choice(sorted(by_kind))])
     told = f"{where}: {file} of {of} {kind}"
     at = spoilt_files.spoil(
         saved.path(of, file), kind, chance, other=saved.older(of, file, chance)
@@ -231,6 +248,44 @@ def run(saved, num, kinds, seed):
 
 def test_a_flipped_bit_is_never_handed_out(saved):
     run(saved, 60, ["flipped"], seed=1)
+
+
+def test_if_no_step_is_left_the_error_says_what_each_lacks(saved):
+    for step in STEPS:
+        os.unlink(saved.path("storage", f"{step}/data/shard-05"))
+    with pytest.raises(errors.CheckpointError) as raised:
+        saved.restore(Place(machines=(), storage=True))
+    for step in STEPS:
+        assert f"step {step}: no good copy of data/shard-05 is left" in str(
+            raised.value
+        )
+    assert len(saved.put_back()) == len(STEPS)
+
+
+@pytest.mark.slow
+def test_a_world_puts_right_what_each_of_its_hosts_finds_spoilt(saved, tmp_path):
+    chance = random.Random(4)
+    chunks = [f"state/{name}/c/{n}" for name in ("b",) for n in MACHINES]
+    spoilt = []
+    for number, chunk in zip(MACHINES, chunks, strict=True):
+        (file,) = (
+            each
+            for each in saved.kept[number]
+            if each.endswith(chunk) and step_of(each) == STEPS[-1]
+        )
+        spoilt_files.spoil(saved.path(number, file), "scrambled", chance, other=b"")
+        spoilt.append(file)
+    events = tier_worlds.run(
+        functools.partial(tier_worlds.restore, step=STEPS[-1], sharded=True),
+        num_hosts=len(MACHINES),
+        directories=[saved.roots[number] for number in MACHINES],
+        logs=tmp_path,
+        slices=2,
+        keep=KEEP,
+    )
+    assert not saved.put_back()
+    (told,) = (each for each in events if each["event"] == "restored_from")
+    assert (told["bad_copies"], told["repaired"]) == (4, 4)
 
 
 @pytest.mark.slow
