@@ -93,10 +93,19 @@ def check(found, step):
             assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes()
 
 
-def tiers(directory, *, copies=2, persistent=None, every=1, keep=None, **peers):
+def tiers(
+    directory,
+    *,
+    copies=2,
+    persistent=None,
+    every=1,
+    keep=None,
+    limit_bytes=None,
+    **peers,
+):
     """The tiers of a host."""
     chosen = [
-        choices.Local(directory, keep=keep),
+        choices.Local(directory, keep=keep, limit_bytes=limit_bytes),
         choices.Peers(copies=copies, **peers),
     ]
     if persistent:

@@ -16,6 +16,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import find, read_plan, trees, verified_read
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.ram import ram_disk
 
 
 class HostReader:
@@ -167,13 +168,14 @@ class HostReader:
         )
 
     def forget(self) -> None:
-        """Lets go of what was read; also of what a process that was killed left."""
+        """Lets go of what was read."""
         self._restoring = None
         storage.remove(self._files())
 
     def _files(self) -> epath.Path:
         # Under one controller all machines have to name it alike.
-        return self._world.disk.host_directory(self._world.own.slot) / "restored"
+        slot = self._world.disk.host_directory(self._world.own.slot)
+        return slot / ram_disk.RESTORED
 
     def _opened(self) -> _Restoring:
         assert self._restoring is not None

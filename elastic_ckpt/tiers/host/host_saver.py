@@ -45,7 +45,7 @@ class HostSaver:
             saving.writer = self._world.own.begin(
                 step, save, contents, num_bytes=captured.num_bytes
             )
-        except errors.CheckpointError as error:
+        except (errors.CheckpointError, OSError) as error:
             # Others may have room: `write` says it to all.
             saving.problem = str(error)
         return str(self._world.disk.step_directory(self._world.own.slot, step, save))
@@ -109,14 +109,22 @@ class HostSaver:
         saving.captured.release()
         if saving.writer is not None:
             saving.writer.abandon()
+        else:
+            # Components began to write, whether or not there is room.
+            self._world.own.remove(step, save)
 
     def replicate(self, step: int, save: str) -> Answer:
         """Takes the copies that placement gives this host, and compares replicas.
 
         Returns:
-          `copies` and their `bytes`, `problems`, and what `diverged`, by name.
+          `copies` and their `bytes`, `problems`, what `diverged`, by name, and whether
+          copies `failed` to be made that could have been.
+
+        Raises:
+          CheckpointError: if nothing of the step can be read, or copies do not fit.
         """
         sources, problems = self._world.in_ram(step, save)
+        failed = bool(problems)
         holdings = Holdings.of(list(sources))
         diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
         place = (
@@ -142,6 +150,7 @@ class HostSaver:
             "bytes": taken.num_bytes,
             "problems": [*problems, *taken.problems],
             "diverged": diverged,
+            "failed": failed or bool(taken.problems),
         }
 
     def collect(
