@@ -51,12 +51,19 @@ def find(
       emit: hears why newer steps are passed over.
 
     Raises:
-      HostsFailed: if a certain step is not complete.
+      CheckpointError: if a certain step is not complete, or there may be one in storage
+        that is out of reach.
     """
     outcome = hosts.first("reader.find", step, without)
     for passed_over, why in outcome["passed_over"]:
         emit("step_passed_over", step=passed_over, why=why)
-    found = outcome["found"]
+    found, out_of_reach = outcome["found"], outcome["out_of_reach"]
+    if out_of_reach is not None:
+        if found is None:
+            raise errors.CheckpointError(
+                f"no step is complete in RAM, and {out_of_reach}"
+            )
+        emit("degraded", tier="persistent", step=found["step"], why=out_of_reach)
     return None if found is None else Found(**found)
 
 

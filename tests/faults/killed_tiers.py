@@ -11,12 +11,11 @@ import os
 import pathlib
 import signal
 import threading
-import time
 from typing import Literal
 
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import storage, topology
+from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
 from elastic_ckpt.tiers import manifest_file
 from tests.multiprocess import tier_worlds
@@ -105,9 +104,7 @@ REPLICATE = {
 COLLECT = {
     "before_the_older_step_goes": Point(at=f"{SAVER}.collect", before=True),
     "with_its_manifest_gone": Point(at=f"{STORAGE}:remove", within=f"{LOCAL}.remove"),
-    "with_its_files_half_gone": Point(
-        at="os:unlink", within=f"{LOCAL}.remove", call=5
-    ),
+    "with_its_files_half_gone": Point(at="os:unlink", within=f"{LOCAL}.remove", call=5),
     "with_the_older_step_gone": Point(at=f"{SAVER}.collect"),
 }
 BACK_UP = {
@@ -121,9 +118,7 @@ BACK_UP = {
         at=f"{STORE}.commit:commit", before=True, host=0
     ),
     "with_stores_merged": Point(at=f"{STORE}.ocdbt:merge", host=0),
-    "before_the_upload_is_renamed": Point(
-        at=f"{STORAGE}:rename", before=True, host=0
-    ),
+    "before_the_upload_is_renamed": Point(at=f"{STORAGE}:rename", before=True, host=0),
     "with_the_upload_renamed": Point(at=f"{STORAGE}:rename", host=0),
 }
 RESTORE = {

@@ -175,9 +175,7 @@ def test_a_peer_hangs_for_a_while(world, restored, ram):
             7: functools.partial(
                 degraded_loop.in_turn,
                 # What was copied last survives a loss, and what came later does not.
-                functools.partial(
-                    degraded_loop.expect_steps, ram.directory(0), [2, 6]
-                ),
+                functools.partial(degraded_loop.expect_steps, ram.directory(0), [2, 6]),
                 functools.partial(degraded_loop.continue_agent, root),
             ),
         },
@@ -187,7 +185,9 @@ def test_a_peer_hangs_for_a_while(world, restored, ram):
     assert 3 in told
     assert any("cannot be read: http://127.0.0.1" in why for why in told[3])
     # While copies of the third step wait for the peer, others are saved.
-    hung = next(n for n, each in enumerate(events) if is_told(each, 3, "cannot be read"))
+    hung = next(
+        n for n, each in enumerate(events) if is_told(each, 3, "cannot be read")
+    )
     assert steps(events[:hung], "saved")[-1] > 3
     assert steps(events, "replicated")[-1] == 9
     restored(9)

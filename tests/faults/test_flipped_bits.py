@@ -262,6 +262,24 @@ def test_if_no_step_is_left_the_error_says_what_each_lacks(saved):
     assert len(saved.put_back()) == len(STEPS)
 
 
+def test_storage_out_of_reach_is_told_and_what_is_in_ram_is_restored(saved):
+    away = f"{saved.storage}-away"
+    os.rename(saved.storage, away)
+    pathlib.Path(saved.storage).write_text("not a directory")
+    try:
+        step, events = saved.restore(Place(machines=(0, 1), storage=True))
+        assert step == STEPS[-1]
+        told = [each["why"] for each in events if each["event"] == "degraded"]
+        assert told
+        for why in told:
+            assert why.startswith(f"the steps in {saved.storage} cannot be listed")
+        with pytest.raises(errors.CheckpointError, match="no step is complete in RAM"):
+            saved.restore(Place(machines=(), storage=True))
+    finally:
+        os.unlink(saved.storage)
+        os.rename(away, saved.storage)
+
+
 @pytest.mark.slow
 def test_a_world_puts_right_what_each_of_its_hosts_finds_spoilt(saved, tmp_path):
     chance = random.Random(4)

@@ -43,7 +43,7 @@ class Lives:
         point = PHASES[of][name]
         told = f"{of}, {name}, on the machines {self._numbers}"
         with pytest.raises(errors.RunError) as raised:
-            self._live(of, point, everybody, told)
+            self._live(of, point, everybody)
         assert "killed by SIGKILL" in str(raised.value), f"{told}: {raised.value}"
         if not everybody:
             killed = f"host {point.host} failed: killed by SIGKILL"
@@ -78,13 +78,13 @@ class Lives:
 
     def end_well(self):
         """The last world finds what was left, saves, and lives."""
-        self._live("save", None, False, "the last world")
+        self._live("save", None, False)
         assert len(self._heard("saved")) == 2
 
     def _heard(self, name):
         return [fields["step"] for found, fields in self._events if found == name]
 
-    def _live(self, of, point, everybody, told):
+    def _live(self, of, point, everybody):
         self._ram.start_agents(self._numbers)
         pids = self._path / "pids"
         pids.mkdir(exist_ok=True)

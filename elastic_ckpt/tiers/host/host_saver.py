@@ -213,7 +213,8 @@ class _Saving:
 
 
 def _diverged(holdings: Holdings, item: int) -> str:
-    hosts = ", ".join(offer.host.id for offer in holdings.holders(item))
+    # In one order, for each host tells it.
+    hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
     return (
         f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"
         " memory of one of them is faulty, and the step does not count as complete"
