@@ -1,4 +1,4 @@
-"""A training-like loop of saves in a real world, to which something happens meanwhile."""
+"""A loop of saves in a real world, as of a training, to which something happens."""
 
 import functools
 import os

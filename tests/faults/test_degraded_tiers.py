@@ -135,10 +135,16 @@ def test_the_ram_disk_of_a_machine_is_full_for_a_while(world, restored, ram):
 
 
 def test_a_replica_that_differs_is_told_and_its_step_is_not_restored(
-    world, restored, ram
+    world, restored, ram, tmp_path
 ):
-    events = world(3, wrong=(3, 2), sharded=False)
+    storage = str(tmp_path / "steps")
+    events = world(3, wrong=(3, 2), sharded=False, persistent=storage)
     assert steps(events, "saved") == [1, 2, 3]
+    # Where it would be alone, and taken for good, it is not.
+    assert steps(events, "backed_up") == [1, 2]
+    told = degraded(events, "persistent")
+    assert told.keys() == {3}
+    assert all("different values at different hosts" in why for why in told[3])
     (why,) = (each for each in degraded(events, "peer")[3] if "different" in each)
     assert why.startswith("state/w[0:48, 0:40] has different values at the hosts ")
     for number in range(4):
@@ -151,6 +157,9 @@ def test_a_replica_that_differs_is_told_and_its_step_is_not_restored(
     }
     assert step == 3
     assert "state/w[0:48, 0:40]" in why
+    for number in range(4):
+        ram.lose(number)
+    restored(2, [0], sharded=False, persistent=storage)
 
 
 def test_a_host_that_fails_ends_its_world_with_its_error(ram, tmp_path):
@@ -223,7 +232,7 @@ def test_a_peer_that_lies_is_believed_nothing(world, restored, ram):
             for why in told
         )
         # What only it had was copied nowhere.
-        with pytest.raises(errors.RunError, match="no good copy of .* is left"):
+        with pytest.raises(errors.RunError, match=r"no good copy of .* is left"):
             restored(2, [0, 2, 3])
     # It has told the truth to itself.
     restored(2)
