@@ -252,7 +252,10 @@ def _arm(life, host):
             if not left[0]:
                 _kill(life)
 
-    _wrap(point.at, before=die if point.before else None, after=die)
+    if point.before:
+        _wrap(point.at, before=die)
+    else:
+        _wrap(point.at, after=die)
     if point.within:
 
         def enter():
@@ -264,7 +267,11 @@ def _arm(life, host):
         _wrap(point.within, before=enter, after=leave)
 
 
-def _wrap(name, *, before, after):
+def _nothing():
+    pass
+
+
+def _wrap(name, *, before=_nothing, after=_nothing):
     module, _, path = name.partition(":")
     owner = importlib.import_module(module)
     *parents, name = path.split(".")
@@ -274,8 +281,7 @@ def _wrap(name, *, before, after):
 
     @functools.wraps(original)
     def wrapped(*arguments, **keywords):
-        if before is not None:
-            before()
+        before()
         result = original(*arguments, **keywords)
         after()
         return result
