@@ -91,33 +91,10 @@ def restore(
     """
     began_secs = time.monotonic()
     trees, stateful = components.split(wanted)
-    without: list[list[Any]] = []
-    reasons: dict[int, str] = {}
-
-    def pass_over(name: str, **fields: Any) -> None:
-        if name == "step_passed_over":
-            reasons.setdefault(fields["step"], fields["why"])
-        emit(name, **fields)
-
-    while True:
-        found = find(hosts, step, without=without, emit=pass_over)
-        if found is None:
-            told = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
-            raise errors.CheckpointError(
-                f"no step is complete in any tier: {told}; bring back a host that has"
-                " what is missing, or start anew"
-            )
-        if not found.save:
-            return found, _restore_foreign(found, wanted, directory, emit)
-        try:
-            read_bytes, directories = _read(hosts, found, trees, stateful)
-        except HostsFailed as error:
-            if step is not None:
-                raise
-            without.append([found.step, found.save])
-            pass_over("step_passed_over", step=found.step, why=str(error))
-            continue
-        break
+    found, read = _read_newest(hosts, step, trees, stateful, emit)
+    if read is None:
+        return found, _restore_foreign(found, wanted, directory, emit)
+    read_bytes, directories = read
     bad = [each for of in hosts.all("reader.bad_copies") for each in of]
     repaired = [each for of in hosts.all("reader.repair", bad) for each in of]
     for each in bad:
@@ -138,9 +115,47 @@ def restore(
     return found, restored
 
 
+_Read = tuple[dict[str, int], dict[str, str]]
+
+
+def _read_newest(
+    hosts: Hosts,
+    step: int | None,
+    trees: Mapping[str, Any],
+    stateful: Mapping[str, Any],
+    emit: events.Emit,
+) -> tuple[Found, _Read | None]:
+    # What `_read` says of the step that is read; None of one that Orbax alone saved.
+    without: list[list[Any]] = []
+    reasons: dict[int, str] = {}
+
+    def hear(name: str, **fields: Any) -> None:
+        if name == "step_passed_over":
+            reasons.setdefault(fields["step"], fields["why"])
+        emit(name, **fields)
+
+    while True:
+        found = find(hosts, step, without=without, emit=hear)
+        if found is None:
+            told = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
+            raise errors.CheckpointError(
+                f"no step is complete in any tier: {told}; bring back a host that has"
+                " what is missing, or start anew"
+            )
+        if not found.save:
+            return found, None
+        try:
+            return found, _read(hosts, found, trees, stateful)
+        except HostsFailed as error:
+            if step is not None:
+                raise
+            without.append([found.step, found.save])
+            hear("step_passed_over", step=found.step, why=str(error))
+
+
 def _read(
     hosts: Hosts, found: Found, trees: Mapping[str, Any], stateful: Mapping[str, Any]
-) -> tuple[dict[str, int], dict[str, str]]:
+) -> _Read:
     # How much was read from how near, and where the files of each component are.
     hosts.all("reader.open_step", found.step, found.save)
     try:
