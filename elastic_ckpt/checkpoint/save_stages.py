@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 
 from absl import logging
@@ -104,10 +104,10 @@ class SaveStages:
         """Returns when all stages are done, with late copies and a late backup too."""
         self._commit_stage.wait()
         self._backup_stage.wait()
+        self._copy_stage.wait()
         late, self._late = self._late, None
         if late is not None:
             self._back_up(late)
-        self._copy_stage.wait()
         if self.committed is not None and self.committed != self._copied:
             self._copied = self.committed
             self._replicate(*self.committed)
@@ -144,22 +144,24 @@ class SaveStages:
             "world.say", [self._copy_stage.idle, self._backup_stage.idle]
         )
         can_copy, can_back_up = (all(of) for of in zip(*said, strict=True))
+        copying: list[futures.Future[None]] = []
+        if can_copy:
+            self._copied = self.committed
+            replicate = functools.partial(self._replicate, saving.step, saving.save)
+            copying.append(self._copy_stage.start(replicate))
+        else:
+            why = "copies of an earlier step are not done; it gets none yet"
+            self._degraded("peer", saving.step, why)
         # What is late is known to all hosts alike when their stages are idle.
         if can_back_up and (saving.back_up or self._late is not None):
             self._late, self._in_backup = None, saving.step
-            self._backup_stage.start(functools.partial(self._back_up, saving))
+            self._backup_stage.start(
+                functools.partial(self._back_up, saving, after=copying)
+            )
         elif saving.back_up:
             self._back_up_later(saving)
             why = "the backup of an earlier step is not done; it comes next"
             self._degraded("persistent", saving.step, why)
-        if can_copy:
-            self._copied = self.committed
-            self._copy_stage.start(
-                functools.partial(self._replicate, saving.step, saving.save)
-            )
-        else:
-            why = "copies of an earlier step are not done; it gets none yet"
-            self._degraded("peer", saving.step, why)
 
     def _make_room(self) -> None:
         # An older step was kept because newer ones lack copies: room is needed more.
@@ -213,7 +215,11 @@ class SaveStages:
             if self._late is None or self._late.step < saving.step:
                 self._late = saving
 
-    def _back_up(self, saving: Saving) -> None:
+    def _back_up(
+        self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
+    ) -> None:
+        # Hosts share the work by who holds what, and have to see the same of that.
+        futures.wait(after)
         step, place = saving.step, (saving.step, saving.save)
         described = saving.described
         assert described is not None

@@ -165,6 +165,24 @@ def test_what_a_component_raises_is_told_and_fails_the_save_alone(stages, told, 
     assert save(made, 2)
 
 
+def test_a_backup_begins_when_no_holder_changes_any_more(stages):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def replicate(step, _):
+        del step
+        begun.set()
+        assert go_on.wait(60)
+        return COPIES
+
+    made, host = stages(replicate=replicate)
+    made.begin(saving(1, back_up=True)).result()
+    assert begun.wait(60)
+    assert not host.of("backup.chunk_shapes")
+    go_on.set()
+    made.wait()
+    assert host.of("backup.commit")
+
+
 def test_of_backups_that_are_late_the_newest_is_made(stages, told):
     backing_up, go_on = threading.Event(), threading.Event()
 
