@@ -178,6 +178,7 @@ def live(place, emit, *, directories, slices, life):
             ),
             run="run",
             slice_name=str(place.host * slices // world.hosts),
+            emit=functools.partial(_tell_degraded, emit, place.host),
         )
         with checkpointer:
             _check_clean(directories[place.host])
@@ -190,6 +191,11 @@ def live(place, emit, *, directories, slices, life):
                 _arm(life, place.host)
             _save(checkpointer, mesh, step + 2, emit)
             checkpointer.wait()
+
+
+def _tell_degraded(emit, host, name, **fields):
+    if host == 0 and name == "degraded":
+        emit(name, **fields)
 
 
 def _restore(checkpointer, mesh, expected):

@@ -44,6 +44,7 @@ class Lives:
         told = f"{of}, {name}, on the machines {self._numbers}"
         with pytest.raises(errors.RunError) as raised:
             self._live(of, point, everybody)
+            pytest.fail(f"{told}: the point was not reached: {self._events}")
         assert "killed by SIGKILL" in str(raised.value), f"{told}: {raised.value}"
         if not everybody:
             killed = f"host {point.host} failed: killed by SIGKILL"
