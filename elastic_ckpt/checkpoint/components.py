@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -75,7 +76,11 @@ def begin_save(
     async def finish() -> None:
         await asyncio.gather(*begun)
 
-    begun = _run(begin())
+    try:
+        begun = _run(begin())
+    except OSError as error:
+        # Full storage is no reason to stop: whoever writes hears of it.
+        return functools.partial(_fail, error)
     return lambda: _run(finish())
 
 
@@ -118,6 +123,10 @@ def materialise(
     for file in files:
         _, _, name = file.path.partition("/")
         storage.write_atomic(epath.Path(directory) / name, read(file))
+
+
+def _fail(error: OSError) -> None:
+    raise error
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

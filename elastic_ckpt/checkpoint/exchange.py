@@ -109,8 +109,11 @@ class CoordinationService:
         try:
             return self._client.blocking_key_value_get_bytes(key, timeout_ms)
         except Exception as error:
-            # The service raises one class for all that can happen.
+            # The service raises one class for all that can happen. If it is gone, so is
+            # host 0, whose own error says more.
             reason = str(error).partition("\n")[0]
+            if "DEADLINE_EXCEEDED" not in reason:
+                raise
             raise errors.RunError(
                 f"host {self.host} waited for {key.rpartition('/')[2]} ({kind}) for"
                 f" {timeout_secs:g} s ({reason}); look at the log of the"

@@ -20,6 +20,8 @@ from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
+_NAMED = 5
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
@@ -50,12 +52,19 @@ def find(
       emit: hears why newer steps are passed over.
 
     Raises:
-      HostsFailed: if a certain step is not complete.
+      CheckpointError: if a certain step is not complete, or there may be one in storage
+        that is out of reach.
     """
     outcome = hosts.first("reader.find", step, without)
     for passed_over, why in outcome["passed_over"]:
         emit("step_passed_over", step=passed_over, why=why)
-    found = outcome["found"]
+    found, out_of_reach = outcome["found"], outcome["out_of_reach"]
+    if out_of_reach is not None:
+        if found is None:
+            raise errors.CheckpointError(
+                f"no step is complete in RAM, and {out_of_reach}"
+            )
+        emit("degraded", tier="persistent", step=found["step"], why=out_of_reach)
     return None if found is None else Found(**found)
 
 
@@ -85,25 +94,10 @@ def restore(
     """
     began_secs = time.monotonic()
     trees, stateful = components.split(wanted)
-    without: list[list[Any]] = []
-    while True:
-        found = find(hosts, step, without=without, emit=emit)
-        if found is None:
-            raise errors.CheckpointError(
-                "no step is complete in any tier; the events step_passed_over say what"
-                " is missing of each: bring back a host that has it, or start anew"
-            )
-        if not found.save:
-            return found, _restore_foreign(found, wanted, directory, emit)
-        try:
-            read_bytes, directories = _read(hosts, found, trees, stateful, partial)
-        except HostsFailed as error:
-            if step is not None:
-                raise
-            without.append([found.step, found.save])
-            emit("step_passed_over", step=found.step, why=str(error))
-            continue
-        break
+    found, read = _read_newest(hosts, step, trees, stateful, partial, emit)
+    if read is None:
+        return found, _restore_foreign(found, wanted, directory, emit)
+    read_bytes, directories = read
     bad = _repair(hosts)
     for name, component in stateful.items():
         components.load(component, directories[name])
@@ -134,13 +128,52 @@ def _repair(hosts: Hosts) -> dict[str, int]:
     return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
+_Read = tuple[dict[str, int], dict[str, str]]
+
+
+def _read_newest(
+    hosts: Hosts,
+    step: int | None,
+    trees: Mapping[str, Any],
+    stateful: Mapping[str, Any],
+    partial: bool,
+    emit: events.Emit,
+) -> tuple[Found, _Read | None]:
+    # What `_read` says of the step that is read; None of one that Orbax alone saved.
+    without: list[list[Any]] = []
+    reasons: dict[int, str] = {}
+
+    def hear(name: str, **fields: Any) -> None:
+        if name == "step_passed_over":
+            reasons.setdefault(fields["step"], fields["why"])
+        emit(name, **fields)
+
+    while True:
+        found = find(hosts, step, without=without, emit=hear)
+        if found is None:
+            told = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
+            raise errors.CheckpointError(
+                f"no step is complete in any tier: {told}; bring back a host that has"
+                " what is missing, or start anew"
+            )
+        if not found.save:
+            return found, None
+        try:
+            return found, _read(hosts, found, trees, stateful, partial)
+        except HostsFailed as error:
+            if step is not None:
+                raise
+            without.append([found.step, found.save])
+            hear("step_passed_over", step=found.step, why=str(error))
+
+
 def _read(
     hosts: Hosts,
     found: Found,
     trees: Mapping[str, Any],
     stateful: Mapping[str, Any],
     partial: bool,
-) -> tuple[dict[str, int], dict[str, str]]:
+) -> _Read:
     # How much was read from how near, and where the files of each component are.
     hosts.all("reader.open_step", found.step, found.save)
     try:

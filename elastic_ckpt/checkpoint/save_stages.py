@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 
 from absl import logging
@@ -82,7 +83,16 @@ class SaveStages:
         # Backed up next, and now.
         self._late: Saving | None = None
         self._in_backup: int | None = None
+        self._lock = threading.Lock()
+        # The step that was to get copies last, and the newest that has got them.
+        self._copied: tuple[int, str] | None = None
+        self._covered: int | None = None
         self._lacking: list[str] = []
+        self._preserved: list[int] = []
+
+    def go_on_from(self, step: int) -> None:
+        """A step was restored: it is kept until another one has its copies."""
+        self.committed, self._covered = None, step
 
     @property
     def is_committing(self) -> bool:
@@ -111,13 +121,16 @@ class SaveStages:
         self._commit_stage.wait()
 
     def wait(self) -> None:
-        """Returns when all stages are done, with a late backup too."""
+        """Returns when all stages are done, with late copies and a late backup too."""
         self._commit_stage.wait()
         self._backup_stage.wait()
+        self._copy_stage.wait()
         late, self._late = self._late, None
         if late is not None:
             self._back_up(late)
-        self._copy_stage.wait()
+        if self.committed is not None and self.committed != self._copied:
+            self._copied = self.committed
+            self._replicate(*self.committed)
 
     def _commit(self, saving: Saving) -> bool:
         place = (saving.step, saving.save)
@@ -126,6 +139,10 @@ class SaveStages:
             saving.write_components()
         except (errors.ElasticCkptError, OSError) as error:
             problem = str(error)
+        except Exception as error:
+            # A bug, too, is told to all: they would wait for this host.
+            logging.exception("components were not written")
+            problem = f"components were not written: {error!r}"
         try:
             said = self._hosts.all("saver.write", *place, saving.components, problem)
             parts = components.numbered([each["files"] for each in said])
@@ -133,6 +150,7 @@ class SaveStages:
         except HostsFailed as error:
             self._hosts.all("saver.abandon", *place)
             self._degraded("local", saving.step, f"it was not saved: {error}")
+            self._make_room()
             return False
         self.committed = place
         secs = time.monotonic() - saving.began_secs
@@ -146,22 +164,33 @@ class SaveStages:
         said = self._hosts.all("world.say", own)
         can_copy, can_back_up, _ = (all(of) for of in zip(*said, strict=True))
         # Clocks differ: that of host 0 counts.
-        if saving.back_up or self._late is not None or said[0][2]:
-            if can_back_up:
-                self._late, self._in_backup = None, saving.step
-                self._backed_up_secs = time.monotonic()
-                self._backup_stage.start(functools.partial(self._back_up, saving))
-            else:
-                self._late = saving
-                why = f"the backup of step {self._in_backup} is not done; it comes next"
-                self._degraded("persistent", saving.step, why)
+        is_due = saving.back_up or said[0][2]
+        copying: list[futures.Future[None]] = []
         if can_copy:
-            self._copy_stage.start(
-                functools.partial(self._replicate, saving.step, saving.save)
-            )
+            self._copied = self.committed
+            replicate = functools.partial(self._replicate, saving.step, saving.save)
+            copying.append(self._copy_stage.start(replicate))
         else:
-            why = "copies of an earlier step are not done; it gets none"
+            why = "copies of an earlier step are not done; it gets none yet"
             self._degraded("peer", saving.step, why)
+        # What is late is known to all hosts alike when their stages are idle.
+        if can_back_up and (is_due or self._late is not None):
+            self._late, self._in_backup = None, saving.step
+            self._backed_up_secs = time.monotonic()
+            self._backup_stage.start(
+                functools.partial(self._back_up, saving, after=copying)
+            )
+        elif is_due:
+            self._back_up_later(saving)
+            why = "the backup of an earlier step is not done; it comes next"
+            self._degraded("persistent", saving.step, why)
+
+    def _make_room(self) -> None:
+        # An older step was kept because newer ones lack copies: room is needed more.
+        idle = self._hosts.all("world.say", self._copy_stage.idle)
+        if self.committed is not None and all(idle):
+            self._covered = None
+            self._copy_stage.start(functools.partial(self._collect, *self.committed))
 
     def _is_time(self) -> bool:
         secs = self._back_up_every_secs
@@ -173,6 +202,7 @@ class SaveStages:
             said = self._hosts.all("saver.replicate", step, save)
         except HostsFailed as error:
             self._degraded("peer", step, str(error))
+            self._collect(step, save)
             return
         problems = list(dict.fromkeys(why for each in said for why in each["problems"]))
         for why in problems:
@@ -186,16 +216,36 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_COPY_SECS, secs)
         copies = sum(each["copies"] for each in said)
         self._tell("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
-        # Older steps go when this one survives a loss, and not before.
-        if not any(each["diverged"] for each in said):
-            late = None if self._late is None else self._late.step
-            in_flight = [each for each in (self._in_backup, late) if each is not None]
-            preserved = sorted(
-                {number for each in said for number in each["preserved"]}
-            )
-            self._hosts.all("saver.collect", step, save, in_flight, preserved)
+        self._preserved = sorted({each for of in said for each in of["preserved"]})
+        if any(each["diverged"] for each in said):
+            return
+        if not any(each["failed"] for each in said):
+            self._covered = step
+        self._collect(step, save)
 
-    def _back_up(self, saving: Saving) -> None:
+    def _collect(self, step: int, save: str) -> None:
+        # Older steps go when this one survives a loss. If it does not, the newest of
+        # them that does is kept.
+        with self._lock:
+            late = None if self._late is None else self._late.step
+            needed = (self._in_backup, late, self._covered)
+        in_flight = [each for each in needed if each is not None]
+        try:
+            self._hosts.all("saver.collect", step, save, in_flight, self._preserved)
+        except HostsFailed as error:
+            self._degraded("local", step, f"older steps were not removed: {error}")
+
+    def _back_up_later(self, saving: Saving) -> None:
+        # The newest of those that wait, whichever thread comes first.
+        with self._lock:
+            if self._late is None or self._late.step < saving.step:
+                self._late = saving
+
+    def _back_up(
+        self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
+    ) -> None:
+        # Hosts share the work by who holds what, and have to see the same of that.
+        futures.wait(after)
         step, place = saving.step, (saving.step, saving.save)
         described = saving.described
         assert described is not None
@@ -208,7 +258,7 @@ class SaveStages:
             self._hosts.first("backup.commit", *place, names, files)
         except HostsFailed as error:
             # The next step that is committed is backed up in its place.
-            self._late = saving
+            self._back_up_later(saving)
             self._degraded("persistent", step, f"it was not backed up: {error}")
         else:
             num_bytes = sum(each["bytes"] for each in said)

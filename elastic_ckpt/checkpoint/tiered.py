@@ -221,7 +221,7 @@ class TieredCheckpointer:
             directory=directory,
             emit=self._emit,
         )
-        self._stages.committed = None
+        self._stages.go_on_from(self._found.step)
         # What is saved from here on is not to be mixed with what was saved before.
         self._save = self._new_save()
         return restored

@@ -103,4 +103,6 @@ def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.n
     )
     host = of_offer[holdings.holder]
     row = np.flatnonzero(host >= 0)
+    # Each host has its own offers first; among equals all have to choose the same.
+    row = row[np.lexsort([host[row], holdings.item[row]])]
     return row, host[row]

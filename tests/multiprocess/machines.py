@@ -6,11 +6,13 @@ in its machine's directory when its process is gone, as on a real one.
 
 import contextlib
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
 
 from elastic_ckpt.tiers.peers import agent_command
+from elastic_ckpt.tiers.ram import machine
 from tests import shared_memory
 
 
@@ -20,6 +22,7 @@ class Machines:
     def __init__(self):
         self._directory = shared_memory.directory("machines")
         self._agents = {}
+        self._lost = 0
 
     def __enter__(self):
         self.root = self._directory.__enter__()
@@ -38,6 +41,7 @@ class Machines:
         """Starts the agents of some machines, unless they run."""
         for number in numbers:
             if number not in self._agents:
+                self._begin(number)
                 process = subprocess.Popen(
                     [
                         *(
@@ -64,5 +68,13 @@ class Machines:
     def lose(self, number):
         """Takes a machine away, with all that its memory holds."""
         self.stop_agent(number)
+        self._lost += 1
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.directory(number))
+
+    def _begin(self, number):
+        # An id that is chosen, not drawn: placement is the same in every run of a test.
+        file = pathlib.Path(self.directory(number), machine.FILE)
+        if not file.exists():
+            file.parent.mkdir()
+            file.write_text(f"{number:08x}{self._lost:08x}")

@@ -98,7 +98,7 @@ def test_more_loss_than_is_covered_falls_back_to_storage_and_says_why(ram, tmp_p
         ram.lose(number)
     events = on(ram, [1, 3], restored(2, sharded=True), tmp_path, every=2, **options)
     (why,) = set(reasons(events, "step_passed_over"))
-    assert why.startswith("step 3 in local lacks parts of")
+    assert why.startswith("step 3 in local lacks parts of 2 of 4 leaves: [state/m[")
     assert read_bytes(events)["persistent"] > 0
 
 

@@ -93,9 +93,21 @@ def check(found, step):
             assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes()
 
 
-def tiers(directory, *, copies=2, persistent=None, every=1, **peers):
+def tiers(
+    directory,
+    *,
+    copies=2,
+    persistent=None,
+    every=1,
+    keep=None,
+    limit_bytes=None,
+    **peers,
+):
     """The tiers of a host."""
-    chosen = [choices.Local(directory), choices.Peers(copies=copies, **peers)]
+    chosen = [
+        choices.Local(directory, keep=keep, limit_bytes=limit_bytes),
+        choices.Peers(copies=copies, **peers),
+    ]
     if persistent:
         chosen.append(choices.Persistent(persistent, every=every))
     return chosen

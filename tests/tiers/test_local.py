@@ -342,6 +342,23 @@ def test_a_host_that_saved_nothing_holds_copies(disk, host):
     assert found.component_files == (killed_host.file_of_peer(3),)
 
 
+def test_copies_take_the_place_of_what_a_spoilt_manifest_listed(disk, host):
+    killed_host.save(host, 3)
+    pathlib.Path(disk.manifest_path(0, 3, "0")).write_bytes(b"{}")
+    found = killed_host.copies(host, 3, killed_host.state(3)["params/w"])
+    assert len(found.fragments) == 4
+    ((offer, _),) = offered(disk, 3).items()
+    assert fragments(offer.manifest) == fragments(found)
+    assert not host.clean()
+
+
+def test_what_a_restore_unpacked_is_a_leftover(disk, host):
+    unpacked = pathlib.Path(disk.host_directory(0), ram_disk.RESTORED)
+    storage.write_atomic(unpacked / "data" / "0.json", b"{}")
+    assert host.clean() == [str(unpacked)]
+    assert not unpacked.exists()
+
+
 def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
     own = killed_host.save(host, 3, only={"params/b"})
     directory = pathlib.Path(disk.step_directory(0, 3, "0"))
@@ -358,7 +375,7 @@ def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
 def test_what_a_component_wrote_is_listed_with_its_digest(host):
     contents = manifest.Contents(leaves=(), components={"data": 2})
     writer = host.begin(3, "0", contents, num_bytes=9)
-    directory = storage.make_directory(writer.directory / "data")
+    directory = writer.directory / "data"
     storage.write_atomic(directory / "b.json", b"bb")
     storage.write_atomic(directory / "below" / "a.json", b"")
     assert writer.component_files(["data"]) == [

@@ -52,6 +52,15 @@ def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
 
 
 @given(saved_worlds.saved(), st.randoms(use_true_random=False))
+def test_every_host_computes_the_same_whatever_the_order_of_offers(offers, random):
+    hosts = [offer.host for offer in offers]
+    first = uploads.uploads(holdings.Holdings.of(offers), hosts)
+    random.shuffle(offers)
+    second = uploads.uploads(holdings.Holdings.of(offers), hosts)
+    assert first.host.tolist() == second.host.tolist()
+
+
+@given(saved_worlds.saved(), st.randoms(use_true_random=False))
 def test_every_host_computes_the_same_whatever_the_order_of_hosts(offers, random):
     hosts = [offer.host for offer in offers]
     found = holdings.Holdings.of(offers)

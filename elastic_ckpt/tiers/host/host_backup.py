@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import retention, uploads, verified_read
 from elastic_ckpt.tiers.holdings import Holdings
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
@@ -60,9 +61,18 @@ class HostBackup:
           step: the training step.
           save: which save of it.
           names: by the path of a leaf, the checkpointable and name that Orbax uses.
+
+        Raises:
+          CheckpointError: if holders disagree about values, or storage fails.
         """
         sources, _ = self._world.in_ram(step, save)
         holdings = Holdings.of(list(sources))
+        if len(holdings.diverged):
+            # One of them would be taken for good later.
+            raise errors.CheckpointError(
+                f"step {step} has different values at different hosts, such as"
+                f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
+            )
         uploading = upload.Upload(
             self._root(),
             self._saved_step(holdings, step, save, names),

@@ -16,6 +16,8 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import find, read_plan, trees, verified_read
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.source import Tier
 
 
 class HostReader:
@@ -33,34 +35,27 @@ class HostReader:
         """The newest complete step, or a certain one, but for some saves.
 
         Returns:
-          What is `found`, a step and save, or None; and what was `passed_over`, pairs
-          of a step and why.
+          What is `found`, a step and save, or None; what was `passed_over`, pairs of a
+          step and why; and why storage is `out_of_reach`, or None.
 
         Raises:
           CheckpointError: if a certain step is not complete.
         """
         excluded = {(number, save) for number, save in without}
-        foreign = (
-            []
-            if self._world.persistent is None
-            else self._world.persistent.foreign_steps()
-        )
+        tiers, foreign, out_of_reach = self._within_reach()
         if step is not None:
-            if step in foreign:
-                return {"found": {"step": step, "save": ""}, "passed_over": []}
-            found = find.of_step(self._world.tiers, step, without=excluded)
-            return {"found": _place(found), "passed_over": []}
-        outcome = find.newest(self._world.tiers, without=excluded)
-        place = None if outcome.found is None else _place(outcome.found)
-        if foreign and (place is None or foreign[-1] > place["step"]):
-            place = {"step": foreign[-1], "save": ""}
-        passed_over = [list(each) for each in outcome.passed_over.items()]
-        return {"found": place, "passed_over": passed_over}
+            place: Answer = {"step": step, "save": ""}
+            if step not in foreign:
+                place = _place(find.of_step(tiers, step, without=excluded))
+            return {"found": place, "passed_over": [], "out_of_reach": out_of_reach}
+        found = _newest(tiers, excluded, foreign)
+        return {**found, "out_of_reach": out_of_reach}
 
     def complete_steps(self) -> list[Answer]:
         """The steps that are complete, ascending."""
-        steps = sorted({step for tier in self._world.tiers for step in tier.steps()})
-        found = [find.of_step_or_none(self._world.tiers, step) for step in steps]
+        tiers, _, _ = self._within_reach()
+        steps = sorted({step for tier in tiers for step in tier.steps()})
+        found = [find.of_step_or_none(tiers, step) for step in steps]
         return [_place(each) for each in found if each is not None]
 
     def open_step(self, step: int, save: str) -> None:
@@ -200,13 +195,25 @@ class HostReader:
         )
 
     def forget(self) -> None:
-        """Lets go of what was read; also of what a process that was killed left."""
+        """Lets go of what was read."""
         self._restoring = None
         storage.remove(self._files())
 
+    def _within_reach(self) -> tuple[list[Tier], list[int], str | None]:
+        # What can be searched, the steps of Orbax alone, and why storage cannot be.
+        storage_tier = self._world.persistent
+        if storage_tier is None:
+            return self._world.tiers, [], None
+        try:
+            return self._world.tiers, storage_tier.foreign_steps(), None
+        except errors.CheckpointError as error:
+            in_ram = [tier for tier in self._world.tiers if tier is not storage_tier]
+            return in_ram, [], str(error)
+
     def _files(self) -> epath.Path:
         # Under one controller all machines have to name it alike.
-        return self._world.disk.host_directory(self._world.own.slot) / "restored"
+        slot = self._world.disk.host_directory(self._world.own.slot)
+        return slot / ram_disk.RESTORED
 
     def _opened(self) -> _Restoring:
         assert self._restoring is not None
@@ -219,6 +226,17 @@ class _Restoring:
     reader: verified_read.VerifiedReader
     wanted: Sequence[trees.WantedLeaf] = ()
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+
+
+def _newest(
+    tiers: Sequence[Tier], without: set[tuple[int, str]], foreign: Sequence[int]
+) -> Answer:
+    outcome = find.newest(tiers, without=without)
+    place = None if outcome.found is None else _place(outcome.found)
+    if foreign and (place is None or foreign[-1] > place["step"]):
+        place = {"step": foreign[-1], "save": ""}
+    passed_over = [list(each) for each in outcome.passed_over.items()]
+    return {"found": place, "passed_over": passed_over}
 
 
 def _place(found: find.FoundStep) -> Answer:

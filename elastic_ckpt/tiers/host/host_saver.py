@@ -45,7 +45,7 @@ class HostSaver:
             saving.writer = self._world.own.begin(
                 step, save, contents, num_bytes=captured.num_bytes
             )
-        except errors.CheckpointError as error:
+        except (errors.CheckpointError, OSError) as error:
             # Others may have room: `write` says it to all.
             saving.problem = str(error)
         return str(self._world.disk.step_directory(self._world.own.slot, step, save))
@@ -109,15 +109,23 @@ class HostSaver:
         saving.captured.release()
         if saving.writer is not None:
             saving.writer.abandon()
+        else:
+            # Components began to write, whether or not there is room.
+            self._world.own.remove(step, save)
 
     def replicate(self, step: int, save: str) -> Answer:
         """Takes the copies that placement gives this host, and compares replicas.
 
         Returns:
-          `copies` and their `bytes`, `problems`, what `diverged`, by name, and the
-          steps that somebody `preserved` by hand on this machine.
+          `copies` and their `bytes`, `problems`, what `diverged`, by name, whether
+          copies `failed` to be made that could have been, and the steps that somebody
+          `preserved` by hand on this machine.
+
+        Raises:
+          CheckpointError: if nothing of the step can be read, or copies do not fit.
         """
         sources, problems = self._world.in_ram(step, save)
+        failed = bool(problems)
         holdings = Holdings.of(list(sources))
         diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
         place = (
@@ -144,6 +152,7 @@ class HostSaver:
             "problems": [*problems, *taken.problems],
             "diverged": diverged,
             "preserved": self._world.disk.preserved(),
+            "failed": failed or bool(taken.problems),
         }
 
     def collect(
@@ -218,7 +227,8 @@ class _Saving:
 
 
 def _diverged(holdings: Holdings, item: int) -> str:
-    hosts = ", ".join(offer.host.id for offer in holdings.holders(item))
+    # In one order, for each host tells it.
+    hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
     return (
         f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"
         " memory of one of them is faulty, and the step does not count as complete"

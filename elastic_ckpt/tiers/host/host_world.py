@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Host
@@ -91,7 +92,11 @@ class HostWorld:
         return [*self._ram_tiers, *more]
 
     def in_ram(self, step: int, save: str) -> tuple[dict[Offer, Source], list[str]]:
-        """What hosts hold in RAM of one save of a step, and what could not be read."""
+        """What hosts hold in RAM of one save of a step, and what could not be read.
+
+        Raises:
+          CheckpointError: if that is nothing.
+        """
         sources: dict[Offer, Source] = {}
         problems: list[str] = []
         for tier in self._ram_tiers:
@@ -100,6 +105,11 @@ class HostWorld:
             for offer, source in offered.sources.items():
                 if offer.manifest.save == save:
                     sources[offer] = source
+        if not sources:
+            told = "; ".join(problems) or "no host has a manifest of it"
+            raise errors.CheckpointError(
+                f"step {step} cannot be read in RAM ({told}); save another one"
+            )
         return sources, problems
 
     def introduce(self) -> Answer:

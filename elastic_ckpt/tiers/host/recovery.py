@@ -14,6 +14,7 @@ from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.manifest import Host
 from elastic_ckpt.tiers.ram import local
+from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS
 
 NEARNESS = ("local", "close", "distant", "persistent")
 
@@ -103,7 +104,8 @@ def put_right(
     for row, item in enumerate(holdings.item.tolist()):
         offer = holdings.offers[holdings.holder[row]]
         if offer.tier == "local" and offer.host.id == own.host.id:
-            with contextlib.suppress(errors.CheckpointError):
+            # What cannot be written stays bad, and was read elsewhere.
+            with contextlib.suppress(errors.CheckpointError, *WRITE_ERRORS):
                 if _mend(holdings, row, item, reader, own, files):
                     mended.append(holdings.name(item))
     return mended

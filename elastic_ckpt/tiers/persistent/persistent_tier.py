@@ -15,7 +15,7 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved, retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
@@ -47,19 +47,29 @@ class PersistentTier:
         self._whole: dict[tuple[int, datetime.datetime], bool] = {}
 
     def steps(self) -> list[int]:
-        """The committed steps that have manifests, ascending."""
-        return [step for step in self._root.steps() if self._names(step)]
+        """The committed steps that have manifests, ascending.
+
+        Raises:
+          CheckpointError: if storage is out of reach; `foreign_steps` likewise.
+        """
+        return [step for step, names in self._listed() if names]
 
     def foreign_steps(self) -> list[int]:
         """The committed steps without manifests, which Orbax alone wrote, ascending."""
-        return [step for step in self._root.steps() if not self._names(step)]
+        return [step for step, names in self._listed() if not names]
 
     def offers(self, step: int) -> Offered:
-        """What there is of a step; nothing if it is not committed."""
-        if not self._root.is_committed(step):
-            return Offered(sources={}, problems=())
+        """What there is of a step; nothing if it is not committed, or out of reach."""
         directory = self._root.final(step)
-        found = read_manifests(directory, self._names(step), run=self._run, step=step)
+        try:
+            if not self._root.is_committed(step):
+                return Offered(sources={}, problems=())
+            names = self._names(step)
+        except OSError as error:
+            return Offered(
+                sources={}, problems=[f"{directory} cannot be read ({error})"]
+            )
+        found = read_manifests(directory, names, run=self._run, step=step)
         source = _StepSource(directory, self._context)
         return Offered(
             sources={
@@ -100,6 +110,16 @@ class PersistentTier:
         Killed meanwhile, it leaves a leftover.
         """
         storage.remove(self._root.uncommit(step))
+
+    def _listed(self) -> list[tuple[int, list[str]]]:
+        # The committed steps and the names of their manifests.
+        try:
+            return [(step, self._names(step)) for step in self._root.steps()]
+        except OSError as error:
+            raise errors.CheckpointError(
+                f"the steps in {self._root.path} cannot be listed ({error}); try again"
+                " when the storage is back"
+            ) from error
 
     def _names(self, step: int) -> list[str]:
         return manifest_names(self._root.final(step))

@@ -150,12 +150,13 @@ class LocalHost:
           num_bytes: of what will be added, all in all.
 
         Raises:
-          CheckpointError: if it does not fit, or the manifest here is spoilt.
+          CheckpointError: if it does not fit.
         """
-        if self.disk.manifest_path(self.slot, step, save).exists():
+        try:
             present = self.disk.manifest(self.slot, step, save)
-        else:
-            storage.remove(self.disk.step_directory(self.slot, step, save))
+        except errors.CheckpointError:
+            # There is none, or it is spoilt: nobody could read what it listed.
+            self.remove(step, save)
             present = self._empty(step, save, contents)
         return self._writer(present, num_bytes=num_bytes)
 
@@ -190,8 +191,8 @@ class LocalHost:
         """Removes what dead processes of the machine left half done.
 
         That is, in all slots whose process is dead, and in this one: steps without a
-        readable manifest, and files that no manifest names. What is being written now
-        stays.
+        readable manifest, files that no manifest names, and what a restore unpacked.
+        What is being written now stays.
 
         Returns:
           The paths that were removed.
@@ -207,6 +208,10 @@ class LocalHost:
 
     def _clean(self, slot: int) -> list[str]:
         removed = []
+        unpacked = self.disk.host_directory(slot) / ram_disk.RESTORED
+        if unpacked.exists():
+            storage.remove(unpacked)
+            removed.append(os.fspath(unpacked))
         for step, save in self.disk.saves(slot):
             if slot != self.slot or (step, save) not in self.in_flight:
                 path = self.disk.manifest_path(slot, step, save)

@@ -28,6 +28,8 @@ from elastic_ckpt.tiers.source import Offered, ReadError, Source
 
 # In the directory of a step that is being written: how large it will be.
 RESERVED = "reserved"
+# What a restore unpacks, in the directory of a slot.
+RESTORED = "restored"
 _BLOCK_BYTES = 512
 
 

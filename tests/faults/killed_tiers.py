@@ -1,0 +1,304 @@
+"""Hosts that restore, save, and are killed with SIGKILL at named points of that.
+
+A point is a call of a function: the host that comes to it kills itself, or itself and
+all others of its world. What hosts find and save before is checked, bit by bit.
+"""
+
+import dataclasses
+import functools
+import importlib
+import os
+import pathlib
+import signal
+import threading
+from typing import Literal
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import topology
+from elastic_ckpt.elastic import multicontroller
+from elastic_ckpt.tiers import manifest_file
+from tests.multiprocess import tier_worlds
+
+HOST = "elastic_ckpt.tiers.host"
+RAM = "elastic_ckpt.tiers.ram"
+STORE = "elastic_ckpt.tiers.persistent"
+STORAGE = "elastic_ckpt.core.storage"
+MANIFEST = "elastic_ckpt.tiers.manifest_file"
+
+SAVER = f"{HOST}.host_saver:HostSaver"
+READER = f"{HOST}.host_reader:HostReader"
+BACKUP = f"{HOST}.host_backup:HostBackup"
+LOCAL = f"{RAM}.local:LocalHost"
+WRITER = f"{RAM}.step_writer:StepWriter"
+UPLOAD = f"{STORE}.upload:Upload"
+
+Then = Literal["older", "newer", "either"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """A call at which a host is killed.
+
+    Attributes:
+      at: the function, as `module:name` or `module:Class.name`.
+      before: whether before the call, or after it.
+      call: which of the calls, from 1.
+      within: counts only calls in a thread that is in this function, if given.
+      host: that is watched.
+      then: whether the step that was being saved is there afterwards, or the one
+        before.
+    """
+
+    at: str
+    before: bool = False
+    call: int = 1
+    within: str | None = None
+    host: int = 1
+    then: Then = "newer"
+
+
+SAVE = {
+    "before_the_capture": Point(at=f"{SAVER}.capture", before=True, then="older"),
+    "with_room_reserved": Point(at=f"{LOCAL}.begin", then="older"),
+    "captured": Point(at=f"{SAVER}.capture", then="older"),
+    "components_begun": Point(
+        at="elastic_ckpt.checkpoint.components:begin_save", then="older"
+    ),
+    "before_the_first_chunk": Point(
+        at=f"{RAM}.chunk_writer:ChunkWriter.write", before=True, then="older"
+    ),
+    "with_chunks_in_flight": Point(
+        at="elastic_ckpt.core.digest:values_digest",
+        within=f"{RAM}.chunk_writer:ChunkWriter.write",
+        call=2,
+        then="older",
+    ),
+    "with_all_chunks_written": Point(at=f"{WRITER}.write", then="older"),
+    "with_all_files_written": Point(at=f"{SAVER}.write", then="older"),
+    "before_the_manifest": Point(at=f"{MANIFEST}:write", before=True, then="older"),
+    "with_the_manifest_half_written": Point(
+        at="os:replace", within=f"{MANIFEST}:write", before=True, then="older"
+    ),
+    "after_the_manifest": Point(at=f"{MANIFEST}:write", then="either"),
+    "with_its_part_committed": Point(at=f"{SAVER}.commit", then="either"),
+    "when_all_have_committed": Point(
+        at="elastic_ckpt.checkpoint.save_stages:SaveStages._begin_others", before=True
+    ),
+}
+REPLICATE = {
+    "before_the_copies": Point(at=f"{SAVER}.replicate", before=True),
+    "placed": Point(at="elastic_ckpt.tiers.placement:place"),
+    "with_room_for_copies": Point(at=f"{LOCAL}.copy_writer"),
+    "with_the_first_copy_read": Point(at="elastic_ckpt.tiers.verified_read:read_item"),
+    "with_the_first_copy_written": Point(at=f"{WRITER}.put"),
+    "with_a_copy_of_a_file_written": Point(at=f"{WRITER}.put_file"),
+    "before_the_manifest_with_copies": Point(
+        at=f"{MANIFEST}:write", within=f"{SAVER}.replicate", before=True
+    ),
+    "with_the_manifest_with_copies_half_written": Point(
+        at="os:replace", within=f"{MANIFEST}:write", call=2, before=True
+    ),
+    "with_copies": Point(at=f"{SAVER}.replicate"),
+}
+COLLECT = {
+    "before_the_older_step_goes": Point(at=f"{SAVER}.collect", before=True),
+    "with_its_manifest_gone": Point(at=f"{STORAGE}:remove", within=f"{LOCAL}.remove"),
+    "with_its_files_half_gone": Point(at="os:unlink", within=f"{LOCAL}.remove", call=5),
+    "with_the_older_step_gone": Point(at=f"{SAVER}.collect"),
+}
+BACK_UP = {
+    "before_the_upload": Point(at=f"{UPLOAD}.begin", before=True),
+    "with_an_empty_upload": Point(at=f"{UPLOAD}.begin"),
+    "with_the_first_chunk_uploaded": Point(at=f"{UPLOAD}.write_chunk"),
+    "with_the_first_file_uploaded": Point(at=f"{UPLOAD}.write_file"),
+    "before_the_uploaded_manifest": Point(at=f"{UPLOAD}.finish", before=True),
+    "with_its_share_uploaded": Point(at=f"{BACKUP}.back_up"),
+    "before_the_upload_is_committed": Point(
+        at=f"{STORE}.commit:commit", before=True, host=0
+    ),
+    "with_stores_merged": Point(at=f"{STORE}.ocdbt:merge", host=0),
+    "before_the_upload_is_renamed": Point(at=f"{STORAGE}:rename", before=True, host=0),
+    "with_the_upload_renamed": Point(at=f"{STORAGE}:rename", host=0),
+}
+RESTORE = {
+    "with_the_secret_taken": Point(at="elastic_ckpt.tiers.peers.secret:adopt"),
+    "before_leftovers_are_removed": Point(at=f"{LOCAL}.clean", before=True),
+    "with_peers_known": Point(at="elastic_ckpt.tiers.peers.known_agents:write"),
+    "before_the_search": Point(at=f"{READER}.find", before=True, host=0),
+    "with_the_step_open": Point(at=f"{READER}.open_step"),
+    "with_the_first_value_read": Point(
+        at="elastic_ckpt.tiers.verified_read:VerifiedReader.fragment"
+    ),
+    "with_all_values_read": Point(at=f"{READER}.read"),
+    "with_a_component_half_written": Point(
+        at=f"{STORAGE}:write_atomic", within=f"{READER}.materialise", call=3
+    ),
+    "before_the_repair": Point(at=f"{READER}.repair", before=True),
+    "with_the_state_made": Point(at=f"{READER}.arrays"),
+    "with_all_forgotten": Point(
+        at=f"{READER}.forget", call=2, within=f"{HOST}.host_tiers:HostTiers.answer"
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Life:
+    """What a world does until it is killed.
+
+    Attributes:
+      expected: steps one of which it has to find; empty for none at all.
+      point: where it is killed; None lets it live.
+      of: the phase that the point is in.
+      everybody: whether all hosts are killed, or the one that is watched.
+      pids: a directory in which hosts say who they are.
+      storage: of the persistent tier.
+    """
+
+    expected: tuple[int, ...]
+    point: Point | None
+    of: str
+    everybody: bool
+    pids: str
+    storage: str
+
+
+def live(place, emit, *, directories, slices, life):
+    """A host that restores and saves, and is killed meanwhile."""
+    pathlib.Path(life.pids, str(place.host)).write_text(str(os.getpid()))
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(place):
+        mesh, world = topology.make_mesh(slices)
+        if life.of == "restore":
+            _arm(life, place.host)
+        every = 1 if life.of == "back_up" else 10**9
+        checkpointer = factory.Checkpointer(
+            tier_worlds.tiers(
+                directories[place.host], persistent=life.storage, every=every
+            ),
+            run="run",
+            slice_name=str(place.host * slices // world.hosts),
+            emit=functools.partial(_tell_degraded, emit, place.host),
+        )
+        with checkpointer:
+            _check_clean(directories[place.host])
+            step = _restore(checkpointer, mesh, life.expected)
+            if place.host == 0:
+                emit("restored", step=step, path="", secs=0)
+            _save(checkpointer, mesh, step + 1, emit)
+            checkpointer.wait()
+            if life.of != "restore":
+                _arm(life, place.host)
+            _save(checkpointer, mesh, step + 2, emit)
+            checkpointer.wait()
+
+
+def _tell_degraded(emit, host, name, **fields):
+    if host == 0 and name == "degraded":
+        emit(name, **fields)
+
+
+def _restore(checkpointer, mesh, expected):
+    if not expected:
+        assert checkpointer.latest is None
+        return 0
+    counter = tier_worlds.Counter()
+    found = checkpointer.load_checkpointables(
+        None, {"state": tier_worlds.abstract(mesh, True), "data": counter}
+    )
+    step = checkpointer.latest.step
+    assert step in expected, f"step {step} was restored, and not one of {expected}"
+    tier_worlds.check(found["state"], step)
+    assert counter.step == step
+    return step
+
+
+def _save(checkpointer, mesh, step, emit):
+    parts = {
+        "state": tier_worlds.state(mesh, step, True),
+        "data": tier_worlds.Counter(step),
+    }
+    assert checkpointer.save_checkpointables(step, parts)
+    if topology.is_primary():
+        emit("saved", step=step, secs=0)
+
+
+def _check_clean(root):
+    # Of this host there are whole steps, and nothing besides.
+    slot = pathlib.Path(root, "hosts", "0")
+    for directory in slot.iterdir():
+        if directory.name == "lock":
+            continue
+        (path,) = directory.glob("manifest-*.json")
+        manifest = manifest_file.parse(path.read_bytes())
+        named = {path.name, *manifest.fragments.files}
+        named |= {file.path for file in manifest.component_files}
+        there = {
+            str(file.relative_to(directory))
+            for file in directory.rglob("*")
+            if file.is_file() and file.name != "zarr.json"
+        }
+        assert there == named, there ^ named
+
+
+def _arm(life, host):
+    point = life.point
+    if point is None or host != point.host:
+        return
+    left = [point.call]
+    lock = threading.Lock()
+    inside = threading.local()
+    inside.depth = 0
+
+    def die():
+        if point.within and not getattr(inside, "depth", 0):
+            return
+        with lock:
+            left[0] -= 1
+            if not left[0]:
+                _kill(life)
+
+    if point.before:
+        _wrap(point.at, before=die)
+    else:
+        _wrap(point.at, after=die)
+    if point.within:
+
+        def enter():
+            inside.depth = getattr(inside, "depth", 0) + 1
+
+        def leave():
+            inside.depth -= 1
+
+        _wrap(point.within, before=enter, after=leave)
+
+
+def _nothing():
+    pass
+
+
+def _wrap(name, *, before=_nothing, after=_nothing):
+    module, _, path = name.partition(":")
+    owner = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*arguments, **keywords):
+        before()
+        result = original(*arguments, **keywords)
+        after()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _kill(life):
+    own = os.getpid()
+    if life.everybody:
+        for file in pathlib.Path(life.pids).iterdir():
+            if int(file.read_text()) != own:
+                os.kill(int(file.read_text()), signal.SIGKILL)
+    os.kill(own, signal.SIGKILL)

@@ -1,0 +1,66 @@
+"""A peer that is asked in place of a machine's agent, and passes on what that says.
+
+It answers late, or lies about the values, as its test wants.
+"""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import pathlib
+import time
+import urllib.parse
+
+from elastic_ckpt.tiers.peers import agent
+from tests.tiers import scripted_peer
+
+_PASSED_ON = ("Authorization", "Range")
+
+
+def the_truth(path, body):
+    """What the agent says, whatever it was asked for."""
+    del path
+    return body
+
+
+@contextlib.contextmanager
+def instead_of(root, *, lie=the_truth, late_secs=0.0):
+    """Announces itself as the agent of the RAM disk `root`, while the block lasts."""
+    true = agent.find(root)
+    behind = urllib.parse.urlsplit(true.url)
+
+    def says(connection, request):
+        time.sleep(late_secs)
+        line, *lines = request.decode().split("\r\n")
+        method, path, _ = line.split()
+        said = dict(each.split(": ", 1) for each in lines if each)
+        headers = {name: said[name] for name in _PASSED_ON if name in said}
+        asked = http.client.HTTPConnection(behind.hostname, behind.port)
+        with contextlib.closing(asked):
+            asked.request(method, path, headers=headers)
+            found = asked.getresponse()
+            body = found.read()
+        bounds = found.getheader("Content-Range")
+        connection.sendall(
+            scripted_peer.answer(
+                lie(path, body),
+                status=f"{found.status} {found.reason}",
+                headers=[f"Content-Range: {bounds}"] if bounds else [],
+            )
+        )
+
+    place = pathlib.Path(root, agent.ADDRESS_FILE)
+    with scripted_peer.ScriptedPeer(says) as peer:
+        announced = dataclasses.replace(true, url=peer.url)
+        place.write_text(json.dumps(dataclasses.asdict(announced)))
+        try:
+            yield peer
+        finally:
+            place.write_text(json.dumps(dataclasses.asdict(true)))
+
+
+def flip_values(path, body):
+    """Flips a bit of whatever is no list of steps and no manifest."""
+    if body and ("/c/" in path or "/data/" in path):
+        return bytes([body[0] ^ 1]) + body[1:]
+    return body

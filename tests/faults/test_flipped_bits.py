@@ -1,0 +1,319 @@
+"""One bit of any file of any tier flips, or the file goes bad in another way.
+
+What is restored is what was saved, or nothing is. A copy that went bad is written anew
+where another holder has it; otherwise an error names what is lost, or an older step is
+taken and the reason told.
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import random
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.tiers import choices, layout
+from elastic_ckpt.tiers.peers import agent, known_agents
+from tests.faults import spoilt_files
+from tests.multiprocess import machines, tier_worlds
+
+STEPS = (1, 2)
+MACHINES = range(4)
+EMPTY = 4
+LEAF = r"state/(?:w|b|m|scale)\[[0-9:, ]*\]"
+NAMED = re.compile(rf"{LEAF}|data/shard-[0-9]{{2}}|parts of data")
+KEEP = ocp.training.preservation_policies.LatestN(2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Machines whose RAM is there, the restoring one first, and whether storage is."""
+
+    machines: tuple[int, ...]
+    storage: bool
+
+
+class Saved:
+    """Two steps of a state in all tiers, which are restored again and again."""
+
+    def __init__(self, ram, storage):
+        self.ram = ram
+        self.storage = str(storage)
+        self.roots = {n: ram.directory(n) for n in (*MACHINES, EMPTY)}
+        self.roots["storage"] = self.storage
+        self.kept = {of: spoilt_files.contents(self._below(of)) for of in self.roots}
+
+    def files(self, place):
+        """All that can go bad there, of the newer step."""
+        found = []
+        for of in (*place.machines, *(["storage"] if place.storage else [])):
+            for path, content in self.kept[of].items():
+                if content and step_of(path) == STEPS[-1]:
+                    found.append((of, path))
+        return found
+
+    def path(self, of, file):
+        return os.path.join(self._below(of), file)
+
+    def older(self, of, file, chance):
+        """The content of such a file of the older step."""
+        kept = self.kept[of]
+        path = re.sub(r"^((?:[0-9]+/)?)2(?=[-/])", r"\g<1>1", file)
+        if path in kept:
+            return kept[path]
+        # Files of values have names of their own.
+        kind = os.path.basename(os.path.dirname(file))
+        alike = [each for each in kept if step_of(each) == STEPS[0] and kind in each]
+        return kept[chance.choice(alike)]
+
+    def restore(self, place, step=None):
+        """What a new world of one host restores, and its events; checks every bit."""
+        own = self.roots[place.machines[0] if place.machines else EMPTY]
+        known_agents.write(own, {})
+        events = []
+        tiers = [
+            choices.Local(own, keep=KEEP),
+            choices.Peers(
+                known=tuple(agent.find(self.roots[n]).url for n in place.machines[1:])
+            ),
+        ]
+        if place.storage:
+            tiers.append(choices.Persistent(self.storage))
+        with factory.Checkpointer(
+            tiers,
+            run="run",
+            slice_name="0",
+            emit=lambda name, **fields: events.append({"event": name, **fields}),
+        ) as checkpointer:
+            counter = tier_worlds.Counter()
+            found = checkpointer.load_checkpointables(
+                step, {"state": wanted(), "data": counter}
+            )
+            restored = checkpointer.latest.step
+        tier_worlds.check(found["state"], restored)
+        assert counter.step == restored
+        assert step in (None, restored)
+        return restored, events
+
+    def put_back(self):
+        """Makes all files what they were; those that differed, as (of, path)."""
+        different = []
+        for of, kept in self.kept.items():
+            now = spoilt_files.contents(self._below(of))
+            if now != kept:
+                different += [
+                    (of, path)
+                    for path in {**now, **kept}
+                    if now.get(path) != kept.get(path)
+                ]
+                spoilt_files.put_back(self._below(of), kept)
+        return different
+
+    def _below(self, of):
+        root = self.roots[of]
+        return root if of == "storage" else os.path.join(root, "hosts")
+
+
+def step_of(path):
+    """The step that a file is of: in RAM below its slot, in storage at the top."""
+    found = re.match(r"(?:[0-9]+/(?=[0-9]+-))?([0-9]+)[-/]", path)
+    return int(found[1]) if found else None
+
+
+def kind_of(path):
+    """What a file is for."""
+    for sign, kind in {
+        "manifest.ocdbt": "manifest of a store",
+        "ocdbt": "values in a store",
+        "manifest-": "manifest",
+        "/data/": "component",
+        "zarr.json": "metadata of an array",
+        "/state/.*/c": "chunk",
+    }.items():
+        if re.search(sign, path):
+            return kind
+    return "metadata of Orbax"
+
+
+def wanted():
+    devices = np.array(jax.devices()[:2]).reshape(1, 2)
+    return tier_worlds.abstract(Mesh(devices, topology.BATCH_AXES), True)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    logs = tmp_path_factory.mktemp("logs")
+    storage = tmp_path_factory.mktemp("storage") / "steps"
+    with machines.Machines() as ram:
+        ram.start_agents((*MACHINES, EMPTY))
+        tier_worlds.run(
+            functools.partial(tier_worlds.save, steps=STEPS, sharded=True),
+            num_hosts=len(MACHINES),
+            directories=[ram.directory(number) for number in MACHINES],
+            logs=logs,
+            slices=2,
+            persistent=str(storage),
+            keep=KEEP,
+        )
+        os.makedirs(os.path.join(ram.directory(EMPTY), "hosts"), exist_ok=True)
+        yield Saved(ram, storage)
+
+
+# By name, of how many machines the RAM is there, and whether storage is. Any two
+# machines together have all of a step, of which each machine has three quarters.
+PLACES = {
+    "ram": (4, False),
+    "half of the ram": (2, False),
+    "half of the ram, and storage": (2, True),
+    "storage": (0, True),
+}
+# Where some parts have one holder.
+AT_RISK = ("half of the ram", "storage")
+
+
+def place_of(where, chance):
+    num_machines, storage = PLACES[where]
+    return Place(machines=tuple(chance.sample(MACHINES, num_machines)), storage=storage)
+
+
+def test_without_a_fault_the_newer_step_is_restored_anywhere(saved):
+    for where in PLACES:
+        step, events = saved.restore(place_of(where, random.Random(0)))
+        assert step == STEPS[-1]
+        (told,) = events
+        assert (told["event"], told["bad_copies"]) == ("restored_from", 0)
+        assert not saved.put_back()
+
+
+def check_spoilt(saved, where, kind, chance):
+    """Spoils a file, restores, and puts it back; what came of it, in a word."""
+    place = place_of(where, chance)
+    # Of each kind alike, for of some there are many more.
+    by_kind = {}
+    for of, file in saved.files(place):
+        by_kind.setdefault(kind_of(file), []).append((of, file))
+    of, file = chance.choice(by_kind[chance.choice(sorted(by_kind))])
+    told = f"{where}: {file} of {of} {kind}"
+    other = saved.older(of, file, chance)
+    at = spoilt_files.spoil(saved.path(of, file), kind, chance, other=other)
+    step = chance.choice([None, STEPS[-1]])
+    problem, restored, events = None, None, []
+    try:
+        restored, events = saved.restore(place, step)
+    except errors.CheckpointError as error:
+        problem = str(error)
+    different = saved.put_back()
+    # No other file is touched, but what a bad manifest named.
+    assert "manifest-" in file or set(different) <= {(of, file)}, told
+    if restored == STEPS[-1]:
+        if of in place.machines[:1] and is_read(file, at, saved.kept[of]):
+            assert not different, f"{told}: it was not put right"
+            return "repaired"
+        return "not needed"
+    assert where in AT_RISK, f"{told}: {problem}"
+    if kind_of(file) in ("chunk", "component"):
+        # Nobody else has it.
+        assert not any(file in saved.kept[n] for n in {*place.machines} - {of}), told
+    if problem is not None:
+        assert step == STEPS[-1], f"{told}: {problem}"
+        assert NAMED.search(problem), f"{told}: {problem}"
+        return "error"
+    reasons = [each["why"] for each in events if each["event"] == "step_passed_over"]
+    assert any(NAMED.search(why) for why in reasons), f"{told}: {reasons}"
+    return "older step"
+
+
+def is_read(file, at, kept):
+    """Whether a file of RAM has a part of the step at a place."""
+    if "/state/" not in file:
+        return "/data/" in file
+    return "/c" in file and at < len(kept[file]) - layout.CHECKSUM_BYTES
+
+
+def run(saved, num, kind, seed):
+    """Spoils files one after the other, everywhere in turn."""
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    outcomes = {}
+    for number in range(num):
+        where = list(PLACES)[number % len(PLACES)]
+        outcome = (where, check_spoilt(saved, where, kind, chance))
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    print(outcomes)
+
+
+def test_a_flipped_bit_is_never_handed_out(saved):
+    run(saved, 60, "flipped", seed=1)
+
+
+def test_if_no_step_is_left_the_error_says_what_each_lacks(saved):
+    for step in STEPS:
+        os.unlink(saved.path("storage", f"{step}/data/shard-05"))
+    with pytest.raises(errors.CheckpointError) as raised:
+        saved.restore(Place(machines=(), storage=True))
+    for step in STEPS:
+        assert f"step {step}: no good copy of data/shard-05 is left" in str(
+            raised.value
+        )
+    assert len(saved.put_back()) == len(STEPS)
+
+
+def test_storage_out_of_reach_is_told_and_what_is_in_ram_is_restored(saved):
+    away = f"{saved.storage}-away"
+    os.rename(saved.storage, away)
+    pathlib.Path(saved.storage).write_text("not a directory")
+    try:
+        step, events = saved.restore(Place(machines=(0, 1), storage=True))
+        assert step == STEPS[-1]
+        told = [each["why"] for each in events if each["event"] == "degraded"]
+        assert told
+        for why in told:
+            assert why.startswith(f"the steps in {saved.storage} cannot be listed")
+        with pytest.raises(errors.CheckpointError, match="no step is complete in RAM"):
+            saved.restore(Place(machines=(), storage=True))
+    finally:
+        os.unlink(saved.storage)
+        os.rename(away, saved.storage)
+
+
+@pytest.mark.slow
+def test_a_world_puts_right_what_each_of_its_hosts_finds_spoilt(saved, tmp_path):
+    chance = random.Random(4)
+    for number in MACHINES:
+        (file,) = (
+            each
+            for each in saved.kept[number]
+            # A host's own chunk is the one that it needs.
+            if each.endswith(f"state/b/c/{number}") and step_of(each) == STEPS[-1]
+        )
+        spoilt_files.spoil(saved.path(number, file), "scrambled", chance, other=b"")
+    events = tier_worlds.run(
+        functools.partial(tier_worlds.restore, step=STEPS[-1], sharded=True),
+        num_hosts=len(MACHINES),
+        directories=[saved.roots[number] for number in MACHINES],
+        logs=tmp_path,
+        slices=2,
+        keep=KEEP,
+    )
+    assert not saved.put_back()
+    (told,) = (each for each in events if each["event"] == "restored_from")
+    assert (told["bad_copies"], told["repaired"]) == (4, 4)
+
+
+@pytest.mark.slow
+def test_of_500_flipped_bits_none_is_handed_out(saved):
+    run(saved, 500, "flipped", seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", spoilt_files.KINDS[1:])
+def test_a_file_that_went_bad_is_never_handed_out(saved, kind):
+    run(saved, 60, kind, seed=3)

@@ -1,0 +1,154 @@
+"""`kill -9` of one host and of all, anywhere in a save, its copies, and a restore.
+
+The machines, and with them what is in RAM, outlive the processes. Whatever a world was
+doing when it was killed, the next one, of as many hosts or of those that are left,
+finds a step that is whole, none that is older than what was told as saved, and nothing
+that was half done; and it saves again.
+"""
+
+import functools
+
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.elastic import supervisor
+from tests.faults import killed_tiers
+from tests.multiprocess import machines
+
+PHASES = {
+    "save": killed_tiers.SAVE,
+    "replicate": killed_tiers.REPLICATE,
+    "collect": killed_tiers.COLLECT,
+    "back_up": killed_tiers.BACK_UP,
+    "restore": killed_tiers.RESTORE,
+}
+EVERYBODY = pytest.mark.parametrize("everybody", [False, True], ids=["one", "all"])
+
+
+def test_there_are_points_enough():
+    assert sum(map(len, PHASES.values())) >= 30
+
+
+class Lives:
+    """Worlds on four machines, each one after the other was killed."""
+
+    def __init__(self, ram, path):
+        self._ram = ram
+        self._path = path
+        self._numbers = list(range(4))
+        self._expected = ()
+
+    def end_at(self, of, name, *, everybody):
+        """A world finds what the one before left, and is killed at a point."""
+        point = PHASES[of][name]
+        told = f"{of}, {name}, on the machines {self._numbers}"
+        problem = self._live(of, point, everybody)
+        # What the world was told is why it did not come to the point.
+        assert "killed by SIGKILL" in problem, f"{told}: {problem} {self._events}"
+        if not everybody:
+            killed = f"host {point.host} failed: killed by SIGKILL"
+            assert problem.startswith(killed), f"{told}: {problem}"
+        (restored,) = self._heard("restored") or [max(self._expected, default=0)]
+        saved = self._heard("saved")
+        if of == "restore":
+            assert not saved, told
+            return None
+        older, newer = restored + 1, restored + 2
+        assert older in saved, told
+        self._expected = {
+            "older": (older,),
+            "newer": (newer,),
+            "either": (older, newer),
+        }[point.then]
+        # What was told as saved is never lost.
+        assert max(saved) <= max(self._expected), told
+        self._expected = tuple(s for s in self._expected if s >= max(saved))
+        if everybody:
+            return None
+        victim = self._numbers[point.host]
+        if len(self._numbers) < 4:
+            self._numbers = list(range(4))
+        else:
+            self._numbers.remove(victim)
+        return victim
+
+    def lose(self, number):
+        """A machine goes, too; in its place comes one whose memory is empty."""
+        self._ram.lose(number)
+
+    def end_well(self):
+        """The last world finds what was left, saves, and lives."""
+        problem = self._live("save", None, False)
+        assert not problem, problem
+        assert len(self._heard("saved")) == 2
+
+    def _heard(self, name):
+        return [fields["step"] for found, fields in self._events if found == name]
+
+    def _live(self, of, point, everybody):
+        self._ram.start_agents(self._numbers)
+        pids = self._path / "pids"
+        pids.mkdir(exist_ok=True)
+        for file in pids.iterdir():
+            file.unlink()
+        self._events = []
+        slices = 2 if len(self._numbers) == 4 else 3
+        life = killed_tiers.Life(
+            expected=self._expected,
+            point=point,
+            of=of,
+            everybody=everybody,
+            pids=str(pids),
+            storage=str(self._path / "steps"),
+        )
+        world = supervisor.World(
+            functools.partial(
+                killed_tiers.live,
+                directories=[self._ram.directory(n) for n in self._numbers],
+                slices=slices,
+                life=life,
+            ),
+            num_hosts=len(self._numbers),
+            log_directory=self._path / "logs",
+            emit=lambda name, **fields: self._events.append((name, fields)),
+        )
+        try:
+            world.run()
+        except errors.RunError as error:
+            return str(error)
+        return ""
+
+
+@pytest.fixture
+def lives(tmp_path):
+    with machines.Machines() as ram:
+        yield Lives(ram, tmp_path)
+
+
+def test_worlds_that_are_killed_lose_nothing_and_leave_nothing(lives):
+    lives.end_at("save", "with_the_manifest_half_written", everybody=False)
+    lives.end_at("replicate", "with_the_first_copy_written", everybody=False)
+    lives.end_at("restore", "with_a_component_half_written", everybody=True)
+    lives.end_well()
+
+
+@pytest.mark.slow
+@EVERYBODY
+@pytest.mark.parametrize("of", PHASES)
+def test_killed_at_any_point_a_world_loses_nothing_and_leaves_nothing(
+    lives, of, everybody
+):
+    if of == "restore":
+        # There has to be something to restore.
+        lives.end_at("save", "with_its_part_committed", everybody=everybody)
+    for name in PHASES[of]:
+        lives.end_at(of, name, everybody=everybody)
+    lives.end_well()
+
+
+@pytest.mark.slow
+def test_a_machine_that_goes_with_its_host_takes_no_step_that_was_replicated(lives):
+    for name in killed_tiers.COLLECT:
+        victim = lives.end_at("collect", name, everybody=False)
+        lives.lose(victim)
+    lives.end_well()
