@@ -142,7 +142,7 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
                 leaf=leaf,
                 shard_shape=shard_shape,
                 boxes=tuple(
-                    (box, _copied(values, memory, at)) for box, values, at in found
+                    [(box, _copied(values, memory, at)) for box, values, at in found]
                 ),
             )
             for leaf, shard_shape, found in parts
@@ -158,8 +158,7 @@ def _copied(values: np.ndarray, memory: np.ndarray, offset: int | None) -> np.nd
     # Of what has a place in the memory, the copy there.
     if offset is None:
         return values
-    place = memory[offset : offset + values.nbytes]
-    copy = place.view(values.dtype).reshape(values.shape)
+    copy = np.ndarray(values.shape, values.dtype, memory, offset)
     np.copyto(copy, values)
     return copy
 
@@ -184,7 +183,7 @@ def _held(path: str, value: Value) -> tuple[Leaf, tuple[int, ...], _Shards]:
     # The leaf, the shape of its shards, and those that are here, without replicas.
     if not isinstance(value, jax.Array):
         return _held_whole(path, value)
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if _is_key(value.dtype):
         value = jax.random.key_data(value)
     leaf = Leaf(path=path, shape=value.shape, dtype=_dtype(path, value.dtype))
     places = _places(value.sharding, value.shape)
@@ -239,6 +238,13 @@ def _places(sharding: Sharding, shape: tuple[int, ...]) -> _Places:
     )
 
 
+@functools.lru_cache
+def _is_key(dtype: np.dtype) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+# To ask NumPy for a name takes as long as to copy 64 KiB.
+@functools.lru_cache(maxsize=2**16)
 def _dtype(path: str, dtype: np.dtype) -> str:
     if dtype.name not in STORABLE:
         raise errors.CheckpointError(

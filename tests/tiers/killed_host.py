@@ -44,8 +44,8 @@ def save(host, step, *, only=None, save="0"):
         captured.parts = tuple(p for p in captured.parts if p.leaf.path in only)
     writer = host.begin(step, save, contents, num_bytes=captured.num_bytes)
     writer.write(captured)
-    storage.write_atomic(writer.component_directory("data") / "0.json", cursors(step))
-    (file,) = writer.component_files()
+    storage.write_atomic(writer.directory / "data" / "0.json", cursors(step))
+    (file,) = writer.component_files(["data"])
     files = [manifest.ComponentFile(component="data", parts=(0, 1), **file._asdict())]
     return writer.commit(files)
 

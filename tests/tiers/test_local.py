@@ -358,10 +358,10 @@ def test_copies_that_are_abandoned_leave_the_step_as_it_was(disk, host):
 def test_what_a_component_wrote_is_listed_with_its_digest(host):
     contents = manifest.Contents(leaves=(), components={"data": 2})
     writer = host.begin(3, "0", contents, num_bytes=9)
-    directory = writer.component_directory("data")
+    directory = writer.directory / "data"
     storage.write_atomic(directory / "b.json", b"bb")
     storage.write_atomic(directory / "below" / "a.json", b"")
-    assert writer.component_files() == [
+    assert writer.component_files(["data"]) == [
         step_writer.WrittenFile(
             path=path,
             digest=digest.values_digest(np.frombuffer(content, np.uint8)),
