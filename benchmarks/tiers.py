@@ -33,7 +33,10 @@ Sent:
   listings and manifests, which are `dp_listing_bytes_sent`; `sharded_bytes_sent` is
   what the same count gives for sharded state.
 
-Orbax's own RAM tiers are not among the sides: NOTE
+Beside Orbax's own managers of RAM tiers, on state that they want, of two replicas:
+
+* `save_block_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's save.
+* `ram_restore_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's load.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from benchmarks import report, tiers_hosts, tiers_peer
+from benchmarks import report, tiers_hosts, tiers_managers, tiers_peer
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.tiers.peers import agent, agent_process, secret
@@ -100,7 +103,7 @@ SMALL = Size(
 
 def measure(size: Size = FULL) -> dict[str, report.Figure]:
     """Runs the suite."""
-    supervisor.warm_up([tiers_hosts.__name__])
+    supervisor.warm_up([tiers_managers.__name__])
     with tempfile.TemporaryDirectory(prefix="elastic_ckpt_tiers_", dir="/dev/shm") as d:
         machines = [f"{d}/machine-{number}" for number in range(_HOSTS)]
         place = tiers_hosts.Place(
@@ -128,6 +131,10 @@ def measure(size: Size = FULL) -> dict[str, report.Figure]:
         figures |= _sent(sent)
         for machine in machines:
             shutil.rmtree(machine)
+        # As large on each host, of which two have the same.
+        halved = dataclasses.replace(place, num_leaves=max(1, size.num_leaves // 2))
+        beside = _run(tiers_managers.save_and_restore, halved)
+        figures |= _beside(_slowest(beside))
         return figures | _transferred(_transfers(f"{d}/served", size))
 
 
@@ -192,6 +199,19 @@ def _half(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
             warm["read_files"], warm["load"], "over the speed of the files alone"
         ),
     }
+
+
+def _beside(secs: Samples) -> dict[str, report.Figure]:
+    warm = {side: took[1:] for side, took in secs.items()}
+    figures = {}
+    for name in ("p2p", "emergency", "replicator"):
+        figures[f"save_block_ratio_{name}"] = _ratio(
+            warm["block_ours"], warm[f"block_{name}"], f"over Orbax's {name} manager"
+        )
+        figures[f"ram_restore_ratio_{name}"] = _ratio(
+            warm[f"load_{name}"], warm["load_ours"], f"over the speed of {name}"
+        )
+    return figures
 
 
 def _sent(counts: list[Samples]) -> dict[str, report.Figure]:

@@ -79,8 +79,8 @@ class Place:
 def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Saves, and copies the same bytes in other ways."""
     del emit
-    with _joined(host, place, copies=0) as (mesh, ours):
-        fresh_state = _states(place, _sharded(mesh))
+    with joined(host, place, copies=0) as (mesh, ours):
+        fresh_state = states(place, _sharded(mesh))
         steps = itertools.count(1)
         kept = [np.empty_like(view) for view in _views(fresh_state())]
         orbax = _orbax(place)
@@ -98,9 +98,11 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             return response.result
 
         def save_orbax(state: State) -> Callable[[], Any]:
-            return orbax.save_checkpointables_async(
+            response = orbax.save_checkpointables_async(
                 next(steps), {"state": state}, force=True
-            ).result
+            )
+            assert response is not None
+            return response.result
 
         sides = {
             "copy": copy,
@@ -111,7 +113,7 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
         secs: Secs = {name: [] for name in sides}
         for name in _turns(sides, place.rounds):
             state = fresh_state()
-            took, done = _timed(place, functools.partial(sides[name], state))
+            took, done = timed(place, functools.partial(sides[name], state))
             secs[name].append(took)
             if callable(done):
                 done()
@@ -121,32 +123,32 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
         for name in _pairs(("save", "save_unchecked"), place.check_pairs):
             state = fresh_state()
             with _digests(as_they_are=name == "save", stand_in=bytes(16)):
-                took, committed = _timed(place, lambda s=state: save_ours(s)())
+                took, committed = timed(place, lambda s=state: save_ours(s)())
             assert committed
             secs[name].append(took)
             ours.wait()
         # The last one is restored.
         assert save_ours(fresh_state())()
         ours.wait()
-        _report(place, "save", host, secs)
+        report(place, "save", host, secs)
 
 
 def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Restores what the same number of hosts has saved, and copies the same files."""
     del emit
-    with _joined(host, place, copies=0) as (mesh, ours):
-        abstract = _abstract(place, _sharded(mesh))
+    with joined(host, place, copies=0) as (mesh, ours):
+        wanted = abstract(place, _sharded(mesh))
         orbax = _orbax(place)
         machine = place.machines[host.host]
         copied = os.path.join(machine, "copied")
         (step,) = _step_directories(machine)
 
         def load_ours() -> State:
-            return jax.block_until_ready(ours.load(None, abstract))
+            return jax.block_until_ready(ours.load(None, wanted))
 
         def load_orbax() -> State:
-            wanted = {"state": abstract}
-            return jax.block_until_ready(orbax.load_checkpointables(None, wanted))
+            parts = {"state": wanted}
+            return jax.block_until_ready(orbax.load_checkpointables(None, parts))
 
         def copy() -> None:
             subprocess.run(["cp", "-r", step, copied], check=True)
@@ -154,14 +156,14 @@ def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
         sides = {"load": load_ours, "copy": copy, "load_orbax": load_orbax}
         secs: Secs = {name: [] for name in sides}
         for name in _turns(sides, place.rounds):
-            secs[name].append(_timed(place, sides[name])[0])
+            secs[name].append(timed(place, sides[name])[0])
             shutil.rmtree(copied, ignore_errors=True)
         orbax.close()
         secs |= {"load_checked": [], "load_unchecked": []}
         for name in _pairs(("load_checked", "load_unchecked"), place.check_pairs):
             with _digests(as_they_are=name == "load_checked", stand_in=_Any()):
-                secs[name].append(_timed(place, load_ours)[0])
-        _report(place, "restore", host, secs)
+                secs[name].append(timed(place, load_ours)[0])
+        report(place, "restore", host, secs)
 
 
 def restore_half(
@@ -169,8 +171,8 @@ def restore_half(
 ) -> None:
     """Restores on half of the hosts, and reads the same files without any more ado."""
     del emit
-    with _joined(host, place, copies=0) as (mesh, ours):
-        abstract = _abstract(place, _sharded(mesh))
+    with joined(host, place, copies=0) as (mesh, ours):
+        wanted = abstract(place, _sharded(mesh))
         machine = place.machines[host.host]
         other = host.host + host.num_hosts
         with open(os.path.join(machine, "secret"), encoding="ascii") as file:
@@ -185,7 +187,7 @@ def restore_half(
 
         def read_own(path: str) -> None:
             with open(path, "rb", buffering=0) as file:
-                file.readinto(memory[path])
+                file.readinto(memory[path].data)
 
         def read_peer(path: str) -> None:
             name = os.path.relpath(path, os.path.join(place.machines[other], "hosts"))
@@ -200,7 +202,7 @@ def restore_half(
                     read.result()
 
         def load() -> State:
-            return jax.block_until_ready(ours.load(None, abstract))
+            return jax.block_until_ready(ours.load(None, wanted))
 
         sides: dict[str, Callable[[], Any]] = {
             "load": load,
@@ -209,31 +211,32 @@ def restore_half(
         }
         secs: Secs = {name: [] for name in sides}
         for name in _turns(sides, place.rounds):
-            secs[name].append(_timed(place, sides[name])[0])
+            secs[name].append(timed(place, sides[name])[0])
         client.close()
-        _report(place, "restore_half", host, secs)
+        report(place, "restore_half", host, secs)
 
 
 def replicate(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Counts what is sent for copies of replicated, and of sharded state."""
     del emit
-    with _joined(host, place, copies=2) as (mesh, ours), _counted() as sent:
+    with joined(host, place, copies=2) as (mesh, ours), _counted() as sent:
         counts: dict[str, list[float]] = {}
         layouts = {"replicated": NamedSharding(mesh, PartitionSpec())}
         layouts["sharded"] = _sharded(mesh)
         for step, (name, sharding) in enumerate(layouts.items(), start=1):
             before = dict(sent)
-            assert ours.save(step, _states(place, sharding)())
+            assert ours.save(step, states(place, sharding)())
             ours.wait()
             for kind in sent:
                 counts[f"{name}_{kind}"] = [sent[kind] - before[kind]]
-        _report(place, "replicate", host, counts)
+        report(place, "replicate", host, counts)
 
 
 @contextlib.contextmanager
-def _joined(
+def joined(
     host: member.Member, place: Place, *, copies: int
 ) -> Iterator[tuple[Mesh, tiered.TieredCheckpointer]]:
+    """Joins the world, with a checkpointer over the local tier and `copies` of it."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(host):
         mesh, _ = topology.make_mesh(1)
@@ -257,7 +260,8 @@ def _sharded(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
-def _abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
+def abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
+    """The state as it is wanted under a sharding."""
     large = (place.leaf_mib * 128, 2048)
     shapes = {f"kernel_{number:03d}": large for number in range(place.num_leaves)}
     small = {f"scale_{number:04d}": (2048,) for number in range(place.num_small)}
@@ -267,15 +271,15 @@ def _abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
     }
 
 
-def _states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
-    # Each call gives the state after one more step: new arrays, nothing known of them.
-    abstract = _abstract(place, sharding)
+def states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
+    """Each call gives the state after one more step: new arrays, the old are gone."""
+    wanted = abstract(place, sharding)
 
     @functools.partial(jax.jit, out_shardings=sharding)
     def first() -> State:
         return {
             name: jax.lax.broadcasted_iota(leaf.dtype, leaf.shape, 0)
-            for name, leaf in abstract.items()
+            for name, leaf in wanted.items()
         }
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -297,7 +301,8 @@ def _views(state: State) -> Iterator[np.ndarray]:
             yield np.asarray(shard.data)
 
 
-def _timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
+def timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
+    """The secs that `work` takes here, when all hosts begin it together; its result."""
     # Garbage of one side is not collected in the turn of another.
     gc.collect()
     _meet()
@@ -393,8 +398,9 @@ def _files(directory: str) -> list[str]:
     ]
 
 
-def _report(
+def report(
     place: Place, world: str, host: member.Member, found: Mapping[str, list[float]]
 ) -> None:
+    """Hands what this host has measured to whoever started the world."""
     with open(f"{place.results}/{world}-{host.host}.json", "w") as file:
         json.dump(found, file)
