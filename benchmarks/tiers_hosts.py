@@ -39,6 +39,7 @@ _RUN = "benchmark"
 _TIMEOUT_MS = 600_000
 _THREADS = 4
 _WARM_SECS = 0.4
+_MOST_TOUCHES = 3
 _barriers = itertools.count()
 
 State = dict[str, jax.Array]
@@ -306,8 +307,7 @@ def timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
     # Garbage of one side is not collected in the turn of another.
     gc.collect()
     _meet()
-    while _touch(2 * place.num_bytes // jax.process_count()) > _WARM_SECS:
-        pass
+    _warm_up(2 * place.num_bytes // jax.process_count())
     _meet()
     began = time.perf_counter()
     result = work()
@@ -319,15 +319,17 @@ def _meet() -> None:
     client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
 
 
-def _touch(num_bytes: int) -> float:
+def _warm_up(num_bytes: int) -> None:
     # A virtual machine gives free memory back to its host after two seconds, and gets
-    # it again page by page, which takes longer than all that is measured here.
-    began = time.perf_counter()
-    memory = host_memory.allocate(num_bytes)
-    memory[::4096] = 1
-    took = time.perf_counter() - began
-
-    return took
+    # it again page by page, which takes longer than all that is measured here: free
+    # memory is touched until that is quick.
+    for _ in range(_MOST_TOUCHES):
+        began = time.perf_counter()
+        memory = host_memory.allocate(num_bytes)
+        memory[::4096] = 1
+        del memory
+        if time.perf_counter() - began < _WARM_SECS:
+            return
 
 
 def _turns(sides: Mapping[str, Any], rounds: int) -> Iterator[str]:
