@@ -53,7 +53,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from benchmarks import report, tiers_hosts, tiers_managers, tiers_peer
+from benchmarks import report, tiers_hosts, tiers_managers, tiers_peer, tiers_turns
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.tiers.peers import agent, agent_process, secret
@@ -106,7 +106,7 @@ def measure(size: Size = FULL) -> dict[str, report.Figure]:
     supervisor.warm_up([tiers_managers.__name__])
     with tempfile.TemporaryDirectory(prefix="elastic_ckpt_tiers_", dir="/dev/shm") as d:
         machines = [f"{d}/machine-{number}" for number in range(_HOSTS)]
-        place = tiers_hosts.Place(
+        place = tiers_turns.Place(
             machines=tuple(machines),
             results=f"{d}/results",
             orbax=f"{d}/orbax",
@@ -241,7 +241,7 @@ def _transferred(secs: Samples) -> dict[str, report.Figure]:
 
 
 def _run(
-    program: Callable[..., None], place: tiers_hosts.Place, *, num_hosts: int = _HOSTS
+    program: Callable[..., None], place: tiers_turns.Place, *, num_hosts: int = _HOSTS
 ) -> list[Samples]:
     # What each host has measured.
     os.makedirs(place.results)

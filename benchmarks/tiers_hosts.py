@@ -7,91 +7,46 @@ each turn, and a turn of a round takes as long as on the slowest of them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import gc
 import itertools
-import json
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, cast
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from orbax.checkpoint import multihost
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory, tiered
-from elastic_ckpt.config import schema
-from elastic_ckpt.core import digest, events, host_memory, topology
-from elastic_ckpt.elastic import member, multicontroller
-from elastic_ckpt.tiers import choices
+from benchmarks import tiers_turns
+from benchmarks.tiers_turns import Place, Secs, State
+from elastic_ckpt.core import digest, events
+from elastic_ckpt.elastic import member
 from elastic_ckpt.tiers.peers import peer_client, peer_endpoint
 
-_RUN = "benchmark"
-_TIMEOUT_MS = 600_000
+# Threads that read files without any more ado.
 _THREADS = 4
-_WARM_SECS = 0.4
-_MOST_TOUCHES = 3
-_barriers = itertools.count()
-
-State = dict[str, jax.Array]
-# By side, the secs that each round took here.
-Secs = dict[str, list[float]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a host works, and on what.
-
-    Attributes:
-      machines: directories on the RAM disk, one a machine; host n is on machine n.
-      results: the directory of what is measured.
-      orbax: the directory of Orbax's checkpoints, on the RAM disk.
-      num_leaves: large ones of the state.
-      leaf_mib: of each of these.
-      num_small: leaves of 8 KiB besides.
-      rounds: that are counted; one before them is not.
-      check_pairs: of a save and a load with and without digests.
-    """
-
-    machines: tuple[str, ...]
-    results: str
-    orbax: str
-    num_leaves: int
-    leaf_mib: int
-    num_small: int
-    rounds: int
-    check_pairs: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole state."""
-        return self.num_leaves * self.leaf_mib * 2**20 + self.num_small * 8 * 2**10
 
 
 def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Saves, and copies the same bytes in other ways."""
     del emit
-    with joined(host, place, copies=0) as (mesh, ours):
-        fresh_state = states(place, _sharded(mesh))
+    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
+        fresh_state = tiers_turns.states(place, tiers_turns.sharded(mesh))
         steps = itertools.count(1)
-        kept = [np.empty_like(view) for view in _views(fresh_state())]
+        kept = [np.empty_like(view) for view in tiers_turns.views(fresh_state())]
         orbax = _orbax(place)
 
         def copy(state: State) -> None:
-            for into, view in zip(kept, _views(state), strict=True):
+            for into, view in zip(kept, tiers_turns.views(state), strict=True):
                 np.copyto(into, view)
 
         def copy_to_fresh(state: State) -> list[np.ndarray]:
-            return [np.array(view) for view in _views(state)]
+            return [np.array(view) for view in tiers_turns.views(state)]
 
         def save_ours(state: State) -> Callable[[], Any]:
             response = ours.save_async(next(steps), state)
@@ -112,33 +67,35 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             "block_orbax": save_orbax,
         }
         secs: Secs = {name: [] for name in sides}
-        for name in _turns(sides, place.rounds):
+        for name in tiers_turns.turns(sides, place.rounds):
             state = fresh_state()
-            took, done = timed(place, functools.partial(sides[name], state))
+            took, done = tiers_turns.timed(place, functools.partial(sides[name], state))
             secs[name].append(took)
             if callable(done):
                 done()
             ours.wait()
         orbax.close()
         secs |= {"save": [], "save_unchecked": []}
-        for name in _pairs(("save", "save_unchecked"), place.check_pairs):
+        for name in tiers_turns.pairs(("save", "save_unchecked"), place.check_pairs):
             state = fresh_state()
             with _digests(as_they_are=name == "save", stand_in=bytes(16)):
-                took, committed = timed(place, lambda s=state: save_ours(s)())
+                took, committed = tiers_turns.timed(
+                    place, lambda s=state: save_ours(s)()
+                )
             assert committed
             secs[name].append(took)
             ours.wait()
         # The last one is restored.
         assert save_ours(fresh_state())()
         ours.wait()
-        report(place, "save", host, secs)
+        tiers_turns.report(place, "save", host, secs)
 
 
 def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Restores what the same number of hosts has saved, and copies the same files."""
     del emit
-    with joined(host, place, copies=0) as (mesh, ours):
-        wanted = abstract(place, _sharded(mesh))
+    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
+        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
         orbax = _orbax(place)
         machine = place.machines[host.host]
         copied = os.path.join(machine, "copied")
@@ -156,24 +113,30 @@ def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
 
         sides = {"load": load_ours, "copy": copy, "load_orbax": load_orbax}
         secs: Secs = {name: [] for name in sides}
-        for name in _turns(sides, place.rounds):
-            secs[name].append(timed(place, sides[name])[0])
+        for name in tiers_turns.turns(sides, place.rounds):
+            secs[name].append(tiers_turns.timed(place, sides[name])[0])
             shutil.rmtree(copied, ignore_errors=True)
         orbax.close()
         secs |= {"load_checked": [], "load_unchecked": []}
-        for name in _pairs(("load_checked", "load_unchecked"), place.check_pairs):
+        for name in tiers_turns.pairs(
+            ("load_checked", "load_unchecked"), place.check_pairs
+        ):
             with _digests(as_they_are=name == "load_checked", stand_in=_Any()):
-                secs[name].append(timed(place, load_ours)[0])
-        report(place, "restore", host, secs)
+                secs[name].append(tiers_turns.timed(place, load_ours)[0])
+        tiers_turns.report(place, "restore", host, secs)
 
 
 def restore_half(
-    host: member.Member, emit: events.Emit, *, place: Place, urls: tuple[str, ...]
+    host: member.Member,
+    emit: events.Emit,
+    *,
+    place: Place,
+    urls: tuple[str, ...],
 ) -> None:
     """Restores on half of the hosts, and reads the same files without any more ado."""
     del emit
-    with joined(host, place, copies=0) as (mesh, ours):
-        wanted = abstract(place, _sharded(mesh))
+    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
+        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
         machine = place.machines[host.host]
         other = host.host + host.num_hosts
         with open(os.path.join(machine, "secret"), encoding="ascii") as file:
@@ -211,136 +174,26 @@ def restore_half(
             "read_peers_files": functools.partial(read_files, own=False),
         }
         secs: Secs = {name: [] for name in sides}
-        for name in _turns(sides, place.rounds):
-            secs[name].append(timed(place, sides[name])[0])
+        for name in tiers_turns.turns(sides, place.rounds):
+            secs[name].append(tiers_turns.timed(place, sides[name])[0])
         client.close()
-        report(place, "restore_half", host, secs)
+        tiers_turns.report(place, "restore_half", host, secs)
 
 
 def replicate(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     """Counts what is sent for copies of replicated, and of sharded state."""
     del emit
-    with joined(host, place, copies=2) as (mesh, ours), _counted() as sent:
+    with tiers_turns.joined(host, place, copies=2) as (mesh, ours), _counted() as sent:
         counts: dict[str, list[float]] = {}
         layouts = {"replicated": NamedSharding(mesh, PartitionSpec())}
-        layouts["sharded"] = _sharded(mesh)
+        layouts["sharded"] = tiers_turns.sharded(mesh)
         for step, (name, sharding) in enumerate(layouts.items(), start=1):
             before = dict(sent)
-            assert ours.save(step, states(place, sharding)())
+            assert ours.save(step, tiers_turns.states(place, sharding)())
             ours.wait()
             for kind in sent:
                 counts[f"{name}_{kind}"] = [sent[kind] - before[kind]]
-        report(place, "replicate", host, counts)
-
-
-@contextlib.contextmanager
-def joined(
-    host: member.Member, place: Place, *, copies: int
-) -> Iterator[tuple[Mesh, tiered.TieredCheckpointer]]:
-    """Joins the world, with a checkpointer over the local tier and `copies` of it."""
-    multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(host):
-        mesh, _ = topology.make_mesh(1)
-        local = choices.Local(place.machines[host.host])
-        made = factory.Checkpointer(
-            [local, choices.Peers(copies=copies)], run=_RUN, slice_name=str(host.host)
-        )
-        assert isinstance(made, tiered.TieredCheckpointer)
-        with made:
-            yield mesh, made
-
-
-def _orbax(place: Place) -> ocp.training.Checkpointer:
-    return ocp.training.Checkpointer(
-        place.orbax,
-        preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(1)),
-    )
-
-
-def _sharded(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-
-
-def abstract(place: Place, sharding: NamedSharding) -> dict[str, Any]:
-    """The state as it is wanted under a sharding."""
-    large = (place.leaf_mib * 128, 2048)
-    shapes = {f"kernel_{number:03d}": large for number in range(place.num_leaves)}
-    small = {f"scale_{number:04d}": (2048,) for number in range(place.num_small)}
-    return {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-        for name, shape in (shapes | small).items()
-    }
-
-
-def states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
-    """Each call gives the state after one more step: new arrays, the old are gone."""
-    wanted = abstract(place, sharding)
-
-    @functools.partial(jax.jit, out_shardings=sharding)
-    def first() -> State:
-        return {
-            name: jax.lax.broadcasted_iota(leaf.dtype, leaf.shape, 0)
-            for name, leaf in wanted.items()
-        }
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def after(state: State) -> State:
-        return {name: array + 1 for name, array in state.items()}
-
-    held = [first()]
-
-    def step() -> State:
-        held.append(jax.block_until_ready(after(held.pop())))
-        return held[0]
-
-    return step
-
-
-def _views(state: State) -> Iterator[np.ndarray]:
-    for array in state.values():
-        for shard in array.addressable_shards:
-            yield np.asarray(shard.data)
-
-
-def timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
-    """The secs that `work` takes here, when all hosts begin it together; its result."""
-    # Garbage of one side is not collected in the turn of another.
-    gc.collect()
-    _meet()
-    _warm_up(2 * place.num_bytes // jax.process_count())
-    _meet()
-    began = time.perf_counter()
-    result = work()
-    return time.perf_counter() - began, result
-
-
-def _meet() -> None:
-    client = multihost.get_jax_distributed_client()
-    client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
-
-
-def _warm_up(num_bytes: int) -> None:
-    # A virtual machine gives free memory back to its host after two seconds, and gets
-    # it again page by page, which takes longer than all that is measured here: free
-    # memory is touched until that is quick.
-    for _ in range(_MOST_TOUCHES):
-        began = time.perf_counter()
-        memory = host_memory.allocate(num_bytes)
-        memory[::4096] = 1
-        del memory
-        if time.perf_counter() - began < _WARM_SECS:
-            return
-
-
-def _turns(sides: Mapping[str, Any], rounds: int) -> Iterator[str]:
-    for _ in range(rounds + 1):
-        yield from sides
-
-
-def _pairs(names: tuple[str, str], pairs: int) -> Iterator[str]:
-    # Whichever is first has what the other left behind: they take turns in that too.
-    for number in range(pairs + 1):
-        yield from names if number % 2 else reversed(names)
+        tiers_turns.report(place, "replicate", host, counts)
 
 
 class _Any(bytes):
@@ -351,6 +204,13 @@ class _Any(bytes):
 
     def __hash__(self) -> int:
         return 0
+
+
+def _orbax(place: Place) -> ocp.training.Checkpointer:
+    return ocp.training.Checkpointer(
+        place.orbax,
+        preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(1)),
+    )
 
 
 @contextlib.contextmanager
@@ -398,11 +258,3 @@ def _files(directory: str) -> list[str]:
         for name in names
         if name != "zarr.json"
     ]
-
-
-def report(
-    place: Place, world: str, host: member.Member, found: Mapping[str, list[float]]
-) -> None:
-    """Hands what this host has measured to whoever started the world."""
-    with open(f"{place.results}/{world}-{host.host}.json", "w") as file:
-        json.dump(found, file)

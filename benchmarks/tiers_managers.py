@@ -28,7 +28,7 @@ from orbax.checkpoint.experimental.emergency.p2p import args as p2p_args
 from orbax.checkpoint.experimental.emergency.p2p import checkpoint_manager as p2p
 from orbax.checkpoint.experimental.emergency.p2p import options as p2p_options
 
-from benchmarks import tiers_hosts
+from benchmarks import tiers_turns
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.elastic import member
 
@@ -42,15 +42,15 @@ class _Side(NamedTuple):
 
 
 def save_and_restore(
-    host: member.Member, emit: events.Emit, *, place: tiers_hosts.Place
+    host: member.Member, emit: events.Emit, *, place: tiers_turns.Place
 ) -> None:
     """Saves and loads through each of them, and through ours."""
     del emit
-    with tiers_hosts.joined(host, place, copies=0) as (_, ours):
+    with tiers_turns.joined(host, place, copies=0) as (_, ours):
         _initialize()
         mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
         sharding = NamedSharding(mesh, PartitionSpec("data"))
-        abstract = tiers_hosts.abstract(place, sharding)
+        abstract = tiers_turns.abstract(place, sharding)
         directory = place.machines[host.host]
         managers = {
             "p2p": p2p.CheckpointManager(
@@ -93,23 +93,23 @@ def save_and_restore(
         for name, manager in managers.items():
             made = p2p_args.Composite if name == "p2p" else ocp.args.Composite
             sides[name] = _side(manager, made, abstract)
-        fresh_state = tiers_hosts.states(place, sharding)
+        fresh_state = tiers_turns.states(place, sharding)
         secs: dict[str, list[float]] = {
             f"{kind}_{name}": [] for kind in ("block", "load") for name in sides
         }
         for step in range(1, place.rounds + 2):
             for name, side in sides.items():
                 begin = functools.partial(side.save, step, fresh_state())
-                took, wait = tiers_hosts.timed(place, begin)
+                took, wait = tiers_turns.timed(place, begin)
                 wait()
                 secs[f"block_{name}"].append(took)
             for name, side in sides.items():
                 load = functools.partial(side.load, step)
-                took, _ = tiers_hosts.timed(place, functools.partial(_ready, load))
+                took, _ = tiers_turns.timed(place, functools.partial(_ready, load))
                 secs[f"load_{name}"].append(took)
         for manager in managers.values():
             manager.close()
-        tiers_hosts.report(place, "managers", host, secs)
+        tiers_turns.report(place, "managers", host, secs)
 
 
 def _initialize() -> None:
