@@ -137,15 +137,16 @@ def timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
     """The secs that `work` takes here, when all hosts begin it together; its result."""
     # Garbage of one side is not collected in the turn of another.
     gc.collect()
-    _meet()
+    meet()
     _warm_up(2 * place.num_bytes // jax.process_count())
-    _meet()
+    meet()
     began = time.perf_counter()
     result = work()
     return time.perf_counter() - began, result
 
 
-def _meet() -> None:
+def meet() -> None:
+    """Returns when all hosts are here."""
     client = multihost.get_jax_distributed_client()
     client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
 
