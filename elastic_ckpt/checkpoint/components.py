@@ -66,6 +66,9 @@ def begin_save(
     Returns:
       What writes the states, to be called once, on any thread.
     """
+    if not components:
+        # The caller waits, and would for a thread and an event loop.
+        return lambda: None
 
     async def begin() -> list[Awaitable[None]]:
         return [

@@ -135,6 +135,8 @@ class SaveStages:
     def _commit(self, saving: Saving) -> bool:
         place = (saving.step, saving.save)
         problem = None
+        # Hosts that share a machine leave its cores to those that still capture.
+        self._hosts.all("world.say", "captured")
         try:
             saving.write_components()
         except (errors.ElasticCkptError, OSError) as error:

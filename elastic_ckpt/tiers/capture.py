@@ -163,7 +163,7 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
                 leaf=leaf,
                 shard_shape=shard_shape,
                 boxes=tuple(
-                    (box, _copied(values, memory, at)) for box, values, at in found
+                    [(box, _copied(values, memory, at)) for box, values, at in found]
                 ),
             )
             for leaf, shard_shape, found in parts
@@ -173,9 +173,7 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
 
 def numbers(value: Any) -> Any:
     """`value`, or of a typed random key the numbers that it consists of."""
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(
-        value.dtype, jax.dtypes.prng_key
-    ):
+    if isinstance(value, jax.Array) and _is_key(value.dtype):
         return jax.random.key_data(value)
     return value
 
@@ -206,8 +204,7 @@ def _copied(values: np.ndarray, memory: np.ndarray, offset: int | None) -> np.nd
     # Of what has a place in the memory, the copy there.
     if offset is None:
         return values
-    place = memory[offset : offset + values.nbytes]
-    copy = place.view(values.dtype).reshape(values.shape)
+    copy = np.ndarray(values.shape, values.dtype, memory, offset)
     np.copyto(copy, values)
     return copy
 
@@ -274,6 +271,13 @@ def _places(sharding: Sharding, shape: tuple[int, ...]) -> _Places:
     )
 
 
+@functools.lru_cache
+def _is_key(dtype: np.dtype) -> bool:
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+# To ask NumPy for a name takes as long as to copy 64 KiB.
+@functools.lru_cache(maxsize=2**16)
 def _dtype(path: str, dtype: np.dtype) -> str:
     if dtype.name not in STORABLE:
         raise errors.CheckpointError(

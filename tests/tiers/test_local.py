@@ -309,6 +309,16 @@ def test_what_the_file_system_cannot_take_is_refused_at_once(disk, host):
     assert disk.steps() == []
 
 
+def test_room_that_is_looked_for_later_is_refused_alike(disk, host):
+    contents = manifest.Contents(leaves=(), components={})
+    writer = host.begin(3, "0", contents, num_bytes=None)
+    assert host.in_flight == {(3, "0")}
+    with pytest.raises(errors.CheckpointError, match="without a limit"):
+        host.reserve(writer, 2**60)
+    assert host.in_flight == set()
+    assert disk.steps() == []
+
+
 def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, host):
     killed_host.save(host, 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

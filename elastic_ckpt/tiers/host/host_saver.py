@@ -42,11 +42,9 @@ class HostSaver:
         self._saving[step, save] = saving
         contents = Contents(leaves=captured.leaves, components={})
         try:
-            saving.writer = self._world.own.begin(
-                step, save, contents, num_bytes=captured.num_bytes
-            )
+            saving.writer = self._world.own.begin(step, save, contents, num_bytes=None)
         except (errors.CheckpointError, OSError) as error:
-            # Others may have room: `write` says it to all.
+            # The others have begun: `write` says it to all.
             saving.problem = str(error)
         return str(self._world.disk.step_directory(self._world.own.slot, step, save))
 
@@ -63,6 +61,8 @@ class HostSaver:
         if problem is not None:
             raise errors.CheckpointError(problem)
         assert saving.writer is not None
+        # To look for room takes as long as there are files: the trainer goes on.
+        self._world.own.reserve(saving.writer, saving.captured.num_bytes)
         saving.writer.write(saving.captured)
         saving.captured.release()
         saving.written = saving.writer.component_files(components)

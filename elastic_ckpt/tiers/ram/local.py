@@ -115,7 +115,7 @@ class LocalHost:
         return found
 
     def begin(
-        self, step: int, save: str, contents: Contents, *, num_bytes: int
+        self, step: int, save: str, contents: Contents, *, num_bytes: int | None
     ) -> step_writer.StepWriter:
         """A writer for what this process holds of a step; leftovers of it are removed.
 
@@ -123,7 +123,8 @@ class LocalHost:
           step: the training step.
           save: which save of it.
           contents: of the whole step.
-          num_bytes: of what will be written, all in all.
+          num_bytes: of what will be written, all in all; None leaves it to `reserve`,
+            which takes its time.
 
         Raises:
           CheckpointError: if it does not fit, or is committed already.
@@ -229,7 +230,9 @@ class LocalHost:
             component_files=(),
         )
 
-    def _writer(self, manifest: Manifest, *, num_bytes: int) -> step_writer.StepWriter:
+    def _writer(
+        self, manifest: Manifest, *, num_bytes: int | None
+    ) -> step_writer.StepWriter:
         key = (manifest.step, manifest.save)
 
         def end() -> None:
@@ -239,14 +242,27 @@ class LocalHost:
         with self._lock:
             assert key not in self._in_flight
             self._in_flight.add(key)
-        try:
-            self._reserve(manifest, num_bytes)
-        except BaseException:
-            step_writer.sweep(self.disk.manifest_path(self.slot, *key))
-            end()
-            raise
         directory = self.disk.step_directory(self.slot, *key)
-        return step_writer.StepWriter(directory, manifest, ended=end)
+        writer = step_writer.StepWriter(directory, manifest, ended=end)
+        if num_bytes is not None:
+            self.reserve(writer, num_bytes)
+        return writer
+
+    def reserve(self, writer: step_writer.StepWriter, num_bytes: int) -> None:
+        """Makes sure that there is room for what will be written.
+
+        Args:
+          writer: of this process; abandoned if there is none.
+          num_bytes: of what will be written, all in all.
+
+        Raises:
+          CheckpointError: if it does not fit.
+        """
+        try:
+            self._reserve(writer.manifest, num_bytes)
+        except BaseException:
+            writer.abandon()
+            raise
 
     def _reserve(self, manifest: Manifest, num_bytes: int) -> None:
         # Noted before it is measured: of two processes that begin at once, and do not

@@ -44,6 +44,7 @@ class StepWriter:
 
     Attributes:
       directory: of the step.
+      manifest: of what was there when it began.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class StepWriter:
     ) -> None:
         """Goes on with what `manifest` lists; `ended` is called once, at the end."""
         self.directory = directory
-        self._manifest = manifest
+        self.manifest = manifest
         self._ended = ended
         self._chunks = ChunkWriter(directory, manifest.contents)
         contents, listed = manifest.contents, manifest.fragments
@@ -72,7 +73,7 @@ class StepWriter:
         """
         numbers = {
             leaf.path: number
-            for number, leaf in enumerate(self._manifest.contents.leaves)
+            for number, leaf in enumerate(self.manifest.contents.leaves)
         }
         parts = {numbers[part.leaf.path]: part for part in captured.parts}
         with self._abandoned_on_failure():
@@ -139,14 +140,14 @@ class StepWriter:
           CheckpointError: as `write`.
         """
         self._files |= {file.path: file for file in component_files}
-        contents = self._manifest.contents
+        contents = self.manifest.contents
         if components is not None:
             contents = dataclasses.replace(contents, components=components)
         manifest = dataclasses.replace(
-            self._manifest,
+            self.manifest,
             contents=contents,
             fragments=Fragments.of(
-                self._fragments.values(), contents=self._manifest.contents
+                self._fragments.values(), contents=self.manifest.contents
             ),
             component_files=tuple(self._files[path] for path in sorted(self._files)),
         )
@@ -158,7 +159,7 @@ class StepWriter:
 
     def abandon(self) -> None:
         """Removes what was written and is in no manifest."""
-        sweep(self.directory / manifest_file.file_name(self._manifest.host.id))
+        sweep(self.directory / manifest_file.file_name(self.manifest.host.id))
         self._ended()
 
     def _list(self, *fragments: Fragment) -> None:
@@ -176,7 +177,7 @@ class StepWriter:
             free = system.f_bavail * system.f_frsize
             self.abandon()
             raise errors.CheckpointError(
-                f"step {self._manifest.step} could not be written to {self.directory}"
+                f"step {self.manifest.step} could not be written to {self.directory}"
                 f" ({error}); {free} bytes were free there: give it more, or keep fewer"
                 " steps"
             ) from error

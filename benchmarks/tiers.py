@@ -1,0 +1,322 @@
+"""Suite `tiers`: what saves and restores cost, beside a plain copy and beside Orbax.
+
+1 GiB of float32 and 1/2 MiB of small leaves, sharded over four processes under
+`jax.distributed`, each a machine: a directory on the RAM disk with an agent of its own.
+What Orbax saves is on the RAM disk too. All sides take turns in one world; a turn is as
+long as its slowest host's. The state is computed anew before each turn.
+
+Blocked, in the steady state: the save before is done, and no waiting is counted.
+
+* `save_block_ratio_copy`: the trainer is blocked by a save, over `np.copyto` of the
+  same shards to memory that was written before; `..._ratio_fresh_copy` to memory that
+  was not; `first_save_block_ratio_fresh_copy` of the first save of a process. Hosts
+  have processors of their own, and here they share some: no host begins to write before
+  all have copied. `..._ratio_copy_shared_cores` is without that, as are those below.
+* `save_block_ratio_orbax`: over what Orbax's save of that state blocks.
+* `check_cost_percent_save`, `check_cost_percent_load`: of a save until it is committed
+  and of a load, for digests: the same in turns with digests that cost nothing.
+
+Restored, in a world of its own, until the arrays are ready:
+
+* `ram_restore_ratio_copy`: the speed on the same four hosts over that of four
+  processes `cp -r` which copy the same files on the RAM disk.
+* `ram_restore_ratio_orbax`: the speed over that of Orbax's load from the RAM disk.
+* `ram_restore_half_hosts`: on two hosts, which read half from peers; beside it
+  `ram_restore_half_transfer` of the same files to the same two hosts, in four threads,
+  by the client's and the system's reads alone, and `..._peers_transfer` of the peers'
+  files among them; `ram_restore_half_ratio_transfer` holds the first against the
+  second.
+
+Sent:
+
+* `peer_ratio_curl`: one client process reads 1 GiB from an agent, over curl's speed;
+  `peer_tensorstore_ratio_curl` the same of TensorStore's driver for HTTP.
+* `dp_bytes_sent`: of parts of leaves, for two copies of replicated state, without
+  listings and manifests, which are `dp_listing_bytes_sent`; `sharded_bytes_sent` is
+  what the same count gives for sharded state.
+
+Beside Orbax's own managers of RAM tiers, on state that they want, of two replicas:
+
+* `save_block_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's save.
+* `ram_restore_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+from benchmarks import report, tiers_hosts, tiers_managers, tiers_peer, tiers_turns
+from elastic_ckpt.core import storage
+from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.tiers.peers import agent, agent_process, secret
+
+_HOSTS = 4
+_GIB = 2**30
+# Agents serve what lies in some step of some slot, so that is where a file is put.
+_SERVED = "hosts/0/1-served/file"
+
+Samples = dict[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+      num_leaves: large ones of the state.
+      leaf_mib: of each of these.
+      num_small: leaves of 8 KiB besides.
+      rounds: that are counted.
+      check_pairs: of a save and a load with and without digests.
+      file_bytes: read from an agent at once.
+    """
+
+    num_leaves: int
+    leaf_mib: int
+    num_small: int
+    rounds: int
+    check_pairs: int
+    file_bytes: int
+
+
+FULL = Size(
+    num_leaves=32,
+    leaf_mib=32,
+    num_small=64,
+    rounds=7,
+    check_pairs=15,
+    file_bytes=_GIB,
+)
+# Shows that the suite runs, and measures nothing.
+SMALL = Size(
+    num_leaves=2, leaf_mib=1, num_small=2, rounds=1, check_pairs=1, file_bytes=2**20
+)
+
+
+def measure(size: Size = FULL) -> dict[str, report.Figure]:
+    """Runs the suite."""
+    supervisor.warm_up([tiers_managers.__name__])
+    with tempfile.TemporaryDirectory(prefix="elastic_ckpt_tiers_", dir="/dev/shm") as d:
+        machines = [f"{d}/machine-{number}" for number in range(_HOSTS)]
+        place = tiers_turns.Place(
+            machines=tuple(machines),
+            results=f"{d}/results",
+            orbax=f"{d}/orbax",
+            num_leaves=size.num_leaves,
+            leaf_mib=size.leaf_mib,
+            num_small=size.num_small,
+            rounds=size.rounds,
+            check_pairs=size.check_pairs,
+        )
+        num_gib = place.num_bytes / _GIB
+        with _agents(machines) as urls:
+            saved = _slowest(_run(tiers_hosts.save, place))
+            restored = _slowest(_run(tiers_hosts.restore, place))
+            program = functools.partial(tiers_hosts.restore_half, urls=tuple(urls))
+            half = _slowest(_run(program, place, num_hosts=_HOSTS // 2))
+        figures = _saved(saved) | _restored(restored, num_gib) | _half(half, num_gib)
+        for machine in machines:
+            shutil.rmtree(machine)
+        shutil.rmtree(place.orbax)
+        with _agents(machines):
+            sent = _run(tiers_hosts.replicate, place)
+        figures |= _sent(sent)
+        for machine in machines:
+            shutil.rmtree(machine)
+        # As large on each host, of which two have the same.
+        halved = dataclasses.replace(place, num_leaves=max(1, size.num_leaves // 2))
+        beside = _run(tiers_managers.save_and_restore, halved)
+        figures |= _beside(_slowest(beside))
+        return figures | _transferred(_transfers(f"{d}/served", size))
+
+
+def _saved(secs: Samples) -> dict[str, report.Figure]:
+    warm = {side: took[1:] for side, took in secs.items()}
+    first = secs["block"][0] / secs["copy_to_fresh"][0]
+    return {
+        "save_block_ratio_copy": _ratio(
+            warm["block_apart"], warm["copy"], "at most 1.2; over a copy to warm memory"
+        ),
+        "save_block_ratio_fresh_copy": _ratio(
+            warm["block_apart"], warm["copy_to_fresh"], "over a copy to fresh memory"
+        ),
+        "save_block_ratio_copy_shared_cores": _ratio(
+            warm["block"], warm["copy"], "the first hosts write on the last one's cores"
+        ),
+        "first_save_block_ratio_fresh_copy": _figure(
+            "ratio", "the first save, over a first copy", [first]
+        ),
+        "save_block_ratio_orbax": _ratio(
+            warm["block"], warm["block_orbax"], "below 1; over Orbax's"
+        ),
+        "save_block_ms": _figure(
+            "ms", "the copy is save_block_copy_ms", _millis(warm["block_apart"])
+        ),
+        "save_block_copy_ms": _figure("ms", "warm memory", _millis(warm["copy"])),
+        "save_block_orbax_ms": _figure("ms", "Orbax", _millis(warm["block_orbax"])),
+        "save_secs": _figure("secs", "until it is committed", warm["save"]),
+        "check_cost_percent_save": _percent(warm["save"], warm["save_unchecked"]),
+    }
+
+
+def _restored(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
+    warm = {side: took[1:] for side, took in secs.items()}
+    first = secs["copy"][0] / secs["load"][0]
+    return {
+        "ram_restore_ratio_copy": _ratio(
+            warm["copy"], warm["load"], "at least 0.5; over the speed of cp"
+        ),
+        "first_ram_restore_ratio_copy": _figure(
+            "ratio", "the first load of a process", [first]
+        ),
+        "ram_restore_ratio_orbax": _ratio(
+            warm["load_orbax"], warm["load"], "over the speed of Orbax"
+        ),
+        "ram_restore": _speed(num_gib, warm["load"], "on four hosts"),
+        "ram_restore_copy": _speed(num_gib, warm["copy"], "cp"),
+        "check_cost_percent_load": _percent(
+            warm["load_checked"], warm["load_unchecked"]
+        ),
+    }
+
+
+def _half(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
+    warm = {side: took[1:] for side, took in secs.items()}
+    return {
+        "ram_restore_half_hosts": _speed(num_gib, warm["load"], "on two hosts"),
+        "ram_restore_half_transfer": _speed(
+            num_gib, warm["read_files"], "the same files, read alone"
+        ),
+        "ram_restore_half_peers_transfer": _speed(
+            num_gib / 2, warm["read_peers_files"], "the peers' files, read alone"
+        ),
+        "ram_restore_half_ratio_transfer": _ratio(
+            warm["read_files"], warm["load"], "over the speed of the files alone"
+        ),
+    }
+
+
+def _beside(secs: Samples) -> dict[str, report.Figure]:
+    warm = {side: took[1:] for side, took in secs.items()}
+    figures = {}
+    for name in ("p2p", "emergency", "replicator"):
+        figures[f"save_block_ratio_{name}"] = _ratio(
+            warm["block_ours"], warm[f"block_{name}"], f"over Orbax's {name} manager"
+        )
+        figures[f"ram_restore_ratio_{name}"] = _ratio(
+            warm[f"load_{name}"], warm["load_ours"], f"over the speed of {name}"
+        )
+    return figures
+
+
+def _sent(counts: list[Samples]) -> dict[str, report.Figure]:
+    total = {name: [sum(of[name][0] for of in counts)] for name in counts[0]}
+    return {
+        "dp_bytes_sent": _figure(
+            "bytes", "0; for copies of replicated state", total["replicated_parts"]
+        ),
+        "dp_listing_bytes_sent": _figure(
+            "bytes", "manifests and lists", total["replicated_listings"]
+        ),
+        "sharded_bytes_sent": _figure(
+            "bytes", "for two copies of sharded state", total["sharded_parts"]
+        ),
+    }
+
+
+def _transferred(secs: Samples) -> dict[str, report.Figure]:
+    return {
+        "peer_ratio_curl": _ratio(
+            secs["curl"], secs["client"], "at least 0.5; over the speed of curl"
+        ),
+        "peer_tensorstore_ratio_curl": _ratio(
+            secs["curl"], secs["tensorstore"], "TensorStore's driver for HTTP"
+        ),
+    }
+
+
+def _run(
+    program: Callable[..., None], place: tiers_turns.Place, *, num_hosts: int = _HOSTS
+) -> list[Samples]:
+    # What each host has measured.
+    os.makedirs(place.results)
+    supervisor.World(
+        functools.partial(program, place=place),
+        num_hosts=num_hosts,
+        log_directory=f"{place.results}/logs",
+        emit=_nobody,
+    ).run()
+    files = sorted(pathlib.Path(place.results).glob("*.json"))
+    found = [json.loads(file.read_bytes()) for file in files]
+    shutil.rmtree(place.results)
+    return found
+
+
+def _slowest(of_hosts: list[Samples]) -> Samples:
+    return {
+        name: [max(turn) for turn in zip(*(of[name] for of in of_hosts), strict=True)]
+        for name in of_hosts[0]
+    }
+
+
+def _transfers(root: str, size: Size) -> Samples:
+    storage.write_atomic(f"{root}/{_SERVED}", os.urandom(size.file_bytes))
+    with _agents([root]) as (url,):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", tiers_peer.__name__, url, secret.path(root)),
+                *(f"/v1/{_SERVED}", str(size.file_bytes), str(size.rounds)),
+            ],
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    return json.loads(done.stdout)
+
+
+@contextlib.contextmanager
+def _agents(roots: list[str]) -> Iterator[list[str]]:
+    # Where each of them listens.
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for root in roots:
+            serving = agent_process.AgentProcess(agent.Service(root=root))
+            stack.callback(serving.close)
+            urls.append(serving.address.url)
+        yield urls
+
+
+def _nobody(name: str, **fields: storage.Json) -> None:
+    del name, fields
+
+
+def _millis(secs: list[float]) -> list[float]:
+    return [1000 * each for each in secs]
+
+
+def _ratio(above: list[float], below: list[float], against: str) -> report.Figure:
+    pairs = zip(above, below, strict=True)
+    return _figure("ratio", against, [a / b for a, b in pairs])
+
+
+def _percent(checked: list[float], unchecked: list[float]) -> report.Figure:
+    pairs = zip(checked, unchecked, strict=True)
+    percents = [100 * (a / b - 1) for a, b in pairs]
+    return _figure("%", "at most 5; for digests", percents)
+
+
+def _speed(num_gib: float, secs: list[float], against: str) -> report.Figure:
+    return _figure("GiB/s", against, [num_gib / each for each in secs])
+
+
+def _figure(unit: str, against: str, samples: list[float]) -> report.Figure:
+    return report.Figure(unit=unit, against=against, samples=tuple(samples))

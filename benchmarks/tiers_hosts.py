@@ -1,0 +1,281 @@
+"""What the hosts of suite `tiers` do: each function is a program of one host.
+
+All sides of a comparison take turns in one world. The hosts wait for each other before
+each turn, and a turn of a round takes as long as on the slowest of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any, cast
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from benchmarks import tiers_turns
+from benchmarks.tiers_turns import Place, Secs, State
+from elastic_ckpt.core import digest, events
+from elastic_ckpt.elastic import member
+from elastic_ckpt.tiers.host import host_saver
+from elastic_ckpt.tiers.peers import peer_client, peer_endpoint
+
+# Threads that read files without any more ado.
+_THREADS = 4
+
+
+def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
+    """Saves, and copies the same bytes in other ways."""
+    del emit
+    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
+        fresh_state = tiers_turns.states(place, tiers_turns.sharded(mesh))
+        steps = itertools.count(1)
+        kept = [np.empty_like(view) for view in tiers_turns.views(fresh_state())]
+        orbax = _orbax(place)
+
+        def copy(state: State) -> None:
+            for into, view in zip(kept, tiers_turns.views(state), strict=True):
+                np.copyto(into, view)
+
+        def copy_to_fresh(state: State) -> list[np.ndarray]:
+            return [np.array(view) for view in tiers_turns.views(state)]
+
+        def save_ours(state: State) -> Callable[[], Any]:
+            response = ours.save_async(next(steps), state)
+            assert response is not None
+            return response.result
+
+        def save_orbax(state: State) -> Callable[[], Any]:
+            response = orbax.save_checkpointables_async(
+                next(steps), {"state": state}, force=True
+            )
+            assert response is not None
+            return response.result
+
+        sides = {
+            "copy": copy,
+            "copy_to_fresh": copy_to_fresh,
+            "block": save_ours,
+            "block_apart": save_ours,
+            "block_orbax": save_orbax,
+        }
+        secs: Secs = {name: [] for name in sides}
+        for name in tiers_turns.turns(sides, place.rounds):
+            state = fresh_state()
+            with _writes_held_back(until_all_have_copied=name == "block_apart"):
+                took, done = tiers_turns.timed(
+                    place, functools.partial(sides[name], state)
+                )
+                secs[name].append(took)
+                if callable(done):
+                    done()
+            ours.wait()
+        orbax.close()
+        secs |= {"save": [], "save_unchecked": []}
+        for name in tiers_turns.pairs(("save", "save_unchecked"), place.check_pairs):
+            state = fresh_state()
+            with _digests(as_they_are=name == "save", stand_in=bytes(16)):
+                took, committed = tiers_turns.timed(
+                    place, lambda s=state: save_ours(s)()
+                )
+            assert committed
+            secs[name].append(took)
+            ours.wait()
+        # The last one is restored.
+        assert save_ours(fresh_state())()
+        ours.wait()
+        tiers_turns.report(place, "save", host, secs)
+
+
+def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
+    """Restores what the same number of hosts has saved, and copies the same files."""
+    del emit
+    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
+        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
+        orbax = _orbax(place)
+        machine = place.machines[host.host]
+        copied = os.path.join(machine, "copied")
+        (step,) = _step_directories(machine)
+
+        def load_ours() -> State:
+            return jax.block_until_ready(ours.load(None, wanted))
+
+        def load_orbax() -> State:
+            parts = {"state": wanted}
+            return jax.block_until_ready(orbax.load_checkpointables(None, parts))
+
+        def copy() -> None:
+            subprocess.run(["cp", "-r", step, copied], check=True)
+
+        sides = {"load": load_ours, "copy": copy, "load_orbax": load_orbax}
+        secs: Secs = {name: [] for name in sides}
+        for name in tiers_turns.turns(sides, place.rounds):
+            secs[name].append(tiers_turns.timed(place, sides[name])[0])
+            shutil.rmtree(copied, ignore_errors=True)
+        orbax.close()
+        secs |= {"load_checked": [], "load_unchecked": []}
+        for name in tiers_turns.pairs(
+            ("load_checked", "load_unchecked"), place.check_pairs
+        ):
+            with _digests(as_they_are=name == "load_checked", stand_in=_Any()):
+                secs[name].append(tiers_turns.timed(place, load_ours)[0])
+        tiers_turns.report(place, "restore", host, secs)
+
+
+def restore_half(
+    host: member.Member,
+    emit: events.Emit,
+    *,
+    place: Place,
+    urls: tuple[str, ...],
+) -> None:
+    """Restores on half of the hosts, and reads the same files without any more ado."""
+    del emit
+    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
+        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
+        machine = place.machines[host.host]
+        other = host.host + host.num_hosts
+        with open(os.path.join(machine, "secret"), encoding="ascii") as file:
+            client = peer_client.PeerClient(file.read())
+        endpoint = client.endpoint(urls[other])
+        own_files = _files(_step_directories(machine)[0])
+        peer_files = _files(_step_directories(place.machines[other])[0])
+        memory = {path: np.ones(os.path.getsize(path), np.uint8) for path in own_files}
+        memory |= {
+            path: np.ones(os.path.getsize(path), np.uint8) for path in peer_files
+        }
+
+        def read_own(path: str) -> None:
+            with open(path, "rb", buffering=0) as file:
+                file.readinto(memory[path].data)
+
+        def read_peer(path: str) -> None:
+            name = os.path.relpath(path, os.path.join(place.machines[other], "hosts"))
+            endpoint.read_into(f"/v1/hosts/{name}", 0, memory[path].data)
+
+        def read_files(*, own: bool) -> None:
+            with futures.ThreadPoolExecutor(_THREADS) as pool:
+                reads = [pool.submit(read_peer, path) for path in peer_files]
+                if own:
+                    reads += [pool.submit(read_own, path) for path in own_files]
+                for read in reads:
+                    read.result()
+
+        def load() -> State:
+            return jax.block_until_ready(ours.load(None, wanted))
+
+        sides: dict[str, Callable[[], Any]] = {
+            "load": load,
+            "read_files": functools.partial(read_files, own=True),
+            "read_peers_files": functools.partial(read_files, own=False),
+        }
+        secs: Secs = {name: [] for name in sides}
+        for name in tiers_turns.turns(sides, place.rounds):
+            secs[name].append(tiers_turns.timed(place, sides[name])[0])
+        client.close()
+        tiers_turns.report(place, "restore_half", host, secs)
+
+
+def replicate(host: member.Member, emit: events.Emit, *, place: Place) -> None:
+    """Counts what is sent for copies of replicated, and of sharded state."""
+    del emit
+    with tiers_turns.joined(host, place, copies=2) as (mesh, ours), _counted() as sent:
+        counts: dict[str, list[float]] = {}
+        layouts = {"replicated": NamedSharding(mesh, PartitionSpec())}
+        layouts["sharded"] = tiers_turns.sharded(mesh)
+        for step, (name, sharding) in enumerate(layouts.items(), start=1):
+            before = dict(sent)
+            assert ours.save(step, tiers_turns.states(place, sharding)())
+            ours.wait()
+            for kind in sent:
+                counts[f"{name}_{kind}"] = [sent[kind] - before[kind]]
+        tiers_turns.report(place, "replicate", host, counts)
+
+
+class _Any(bytes):
+    # Equal to every digest.
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def _orbax(place: Place) -> ocp.training.Checkpointer:
+    return ocp.training.Checkpointer(
+        place.orbax,
+        preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(1)),
+    )
+
+
+@contextlib.contextmanager
+def _writes_held_back(*, until_all_have_copied: bool) -> Iterator[None]:
+    # Hosts have processors of their own: none writes while another still copies.
+    if not until_all_have_copied:
+        yield
+        return
+    write = host_saver.HostSaver.write
+
+    def write_later(self: host_saver.HostSaver, *arguments: Any) -> Any:
+        tiers_turns.meet()
+        return write(self, *arguments)
+
+    with mock.patch.object(host_saver.HostSaver, "write", write_later):
+        yield
+
+
+@contextlib.contextmanager
+def _digests(*, as_they_are: bool, stand_in: bytes) -> Iterator[None]:
+    if as_they_are:
+        yield
+        return
+    with mock.patch.object(digest, "values_digest", return_value=stand_in):
+        yield
+
+
+@contextlib.contextmanager
+def _counted() -> Iterator[dict[str, int]]:
+    # Bytes that this host has taken from agents: parts of leaves, and what was listed.
+    sent = {"parts": 0, "listings": 0}
+    read_into = peer_endpoint.Endpoint.read_into
+    read = peer_endpoint.Endpoint.read
+
+    def counted_into(self: Any, path: str, offset: int, into: memoryview) -> None:
+        read_into(self, path, offset, into)
+        sent["parts"] += len(into)
+
+    def counted(self: Any, path: str, *, most_bytes: int) -> bytes:
+        found = read(self, path, most_bytes=most_bytes)
+        sent["listings"] += len(found)
+        return found
+
+    with (
+        mock.patch.object(peer_endpoint.Endpoint, "read_into", counted_into),
+        mock.patch.object(peer_endpoint.Endpoint, "read", counted),
+    ):
+        yield sent
+
+
+def _step_directories(machine: str) -> list[str]:
+    slot = os.path.join(machine, "hosts", "0")
+    steps = [entry.path for entry in os.scandir(slot) if entry.is_dir()]
+    return [step for step in steps if os.path.basename(step) != "restored"]
+
+
+def _files(directory: str) -> list[str]:
+    return [
+        os.path.join(parent, name)
+        for parent, _, names in os.walk(directory)
+        for name in names
+        if name != "zarr.json"
+    ]

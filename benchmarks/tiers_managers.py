@@ -1,0 +1,147 @@
+"""Orbax's own managers of RAM tiers, as sides of suite `tiers`.
+
+They want state that is replicated over one axis of the mesh, and so it is here for all:
+two replicas over two hosts each.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import flags
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint._src.multihost import multihost as orbax_processes
+from orbax.checkpoint.experimental.emergency import (
+    checkpoint_manager as emergency,
+)
+from orbax.checkpoint.experimental.emergency import (
+    replicator_checkpoint_manager as replicator,
+)
+from orbax.checkpoint.experimental.emergency.p2p import args as p2p_args
+from orbax.checkpoint.experimental.emergency.p2p import checkpoint_manager as p2p
+from orbax.checkpoint.experimental.emergency.p2p import options as p2p_options
+
+from benchmarks import tiers_turns
+from elastic_ckpt.core import events, storage
+from elastic_ckpt.elastic import member
+
+_NEVER = 10**9
+
+
+class _Side(NamedTuple):
+    # Begins a save and returns what waits for it; loads a step.
+    save: Callable[[int, Any], Callable[[], Any]]
+    load: Callable[[int], Any]
+
+
+def save_and_restore(
+    host: member.Member, emit: events.Emit, *, place: tiers_turns.Place
+) -> None:
+    """Saves and loads through each of them, and through ours."""
+    del emit
+    with tiers_turns.joined(host, place, copies=0) as (_, ours):
+        _initialize()
+        mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("replica", "data"))
+        sharding = NamedSharding(mesh, PartitionSpec("data"))
+        abstract = tiers_turns.abstract(place, sharding)
+        directory = place.machines[host.host]
+        managers = {
+            "p2p": p2p.CheckpointManager(
+                mesh,
+                abstract,
+                _made(directory, "p2p"),
+                options=p2p_options.CheckpointManagerOptions(
+                    local=p2p_options.LocalCheckpointOptions(save_interval_steps=1)
+                ),
+            ),
+            "emergency": emergency.CheckpointManager(
+                _made(directory, "emergency"),
+                _made(place.orbax, "emergency"),
+                mesh,
+                abstract,
+                options=emergency.CheckpointManagerOptions(
+                    local=emergency.LocalCheckpointOptions(
+                        save_interval_steps=1, max_to_keep=1
+                    ),
+                    persistent=emergency.PersistentCheckpointOptions(
+                        save_interval_steps=_NEVER
+                    ),
+                    replica_axis_index=0,
+                ),
+            ),
+            "replicator": replicator.ReplicatorCheckpointManager(
+                _made(directory, "replicator"),
+                options=replicator.ReplicatorCheckpointManagerOptions(
+                    save_interval_steps=1
+                ),
+                global_mesh=mesh,
+            ),
+        }
+        sides = {
+            "ours": _Side(
+                save=lambda step, state: _begun(ours.save_async(step, state)),
+                load=lambda step: ours.load(step, abstract),
+            )
+        }
+        for name, manager in managers.items():
+            made = p2p_args.Composite if name == "p2p" else ocp.args.Composite
+            sides[name] = _side(manager, made, abstract)
+        fresh_state = tiers_turns.states(place, sharding)
+        secs: dict[str, list[float]] = {
+            f"{kind}_{name}": [] for kind in ("block", "load") for name in sides
+        }
+        for step in range(1, place.rounds + 2):
+            for name, side in sides.items():
+                begin = functools.partial(side.save, step, fresh_state())
+                took, wait = tiers_turns.timed(place, begin)
+                wait()
+                secs[f"block_{name}"].append(took)
+            for name, side in sides.items():
+                load = functools.partial(side.load, step)
+                took, _ = tiers_turns.timed(place, functools.partial(_ready, load))
+                secs[f"load_{name}"].append(took)
+        for manager in managers.values():
+            manager.close()
+        tiers_turns.report(place, "managers", host, secs)
+
+
+def _initialize() -> None:
+    # What they expect of the program that they are a part of.
+    flags.FLAGS.mark_as_parsed()
+    orbax_processes.initialize_runtime_to_distributed_ids()
+    orbax_processes.initialize_distributed_to_device_ids()
+
+
+def _side(manager: Any, composite: Any, abstract: Any) -> _Side:
+    restore = ocp.args.PyTreeRestore(
+        abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
+    )
+
+    def save(step: int, state: Any) -> Callable[[], Any]:
+        assert manager.save(step, args=composite(state=ocp.args.PyTreeSave(state)))
+        return manager.wait_until_finished
+
+    return _Side(
+        save=save,
+        load=lambda step: manager.restore(step, args=composite(state=restore)).state,
+    )
+
+
+def _begun(response: Any) -> Callable[[], Any]:
+    assert response is not None
+    return response.result
+
+
+def _ready(load: Callable[[], Any]) -> None:
+    jax.block_until_ready(load())
+
+
+def _made(directory: str, name: str) -> epath.Path:
+    return storage.make_directory(os.path.join(directory, name))

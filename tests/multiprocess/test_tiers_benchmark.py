@@ -1,0 +1,19 @@
+"""The suite `tiers` of the benchmarks runs; what it finds is for another day."""
+
+from benchmarks import tiers
+
+
+def test_the_suite_of_tiers_runs_and_replicas_send_nothing():
+    figures = tiers.measure(tiers.SMALL)
+    assert figures["dp_bytes_sent"].samples == (0,)
+    assert figures["sharded_bytes_sent"].value > 0
+    assert {
+        "save_block_ratio_copy",
+        "save_block_ratio_orbax",
+        "ram_restore_ratio_copy",
+        "ram_restore_half_hosts",
+        "ram_restore_ratio_orbax",
+        "check_cost_percent_save",
+        "check_cost_percent_load",
+        "peer_ratio_curl",
+    } <= figures.keys()
