@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from elastic_ckpt.checkpoint import hosts, save_stages
+from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.described import Described
+from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 SAVE = "7"
 COPIES = {
@@ -14,6 +15,7 @@ COPIES = {
     "problems": [],
     "diverged": [],
     "failed": False,
+    "preserved": [2],
 }
 
 
@@ -35,7 +37,7 @@ class OneHost:
         if callable(answer):
             answer = answer(*arguments)
         if isinstance(answer, str):
-            raise hosts.HostsFailed({0: answer})
+            raise HostsFailed({0: answer})
         return [answer]
 
     def first(self, phase, *arguments):
@@ -96,7 +98,7 @@ def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(stages):
     made, host = stages(replicate=lambda step, _: {**COPIES, "failed": step in failing})
     for step in (1, 2, 3, 4):
         save(made, step)
-    kept = {step: in_flight for step, _, in_flight in host.of("saver.collect")}
+    kept = {step: in_flight for step, _, in_flight, _ in host.of("saver.collect")}
     assert kept == {1: [1], 2: [1], 3: [1], 4: [4]}
 
 
@@ -104,7 +106,7 @@ def test_a_step_that_was_restored_is_kept_until_another_has_its_copies(stages):
     made, host = stages(replicate="copies do not fit")
     made.go_on_from(5)
     save(made, 6)
-    assert host.of("saver.collect") == [[6, SAVE, [5]]]
+    assert host.of("saver.collect") == [[6, SAVE, [5], []]]
 
 
 def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
@@ -114,7 +116,7 @@ def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
         replicate=lambda step, _: COPIES if step == 1 else "copies do not fit",
     )
     assert [save(made, step) for step in (1, 2, 3, 4)] == [True, True, False, True]
-    kept = [(step, in_flight) for step, _, in_flight in host.of("saver.collect")]
+    kept = [(step, in_flight) for step, _, in_flight, _ in host.of("saver.collect")]
     # The third does not fit: the first goes, and the second is the newest.
     assert kept == [(1, [1]), (2, [1]), (2, []), (4, [])]
     assert reasons(told, "local") == [(3, "it was not saved: host 0: no room")]
