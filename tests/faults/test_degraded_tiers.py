@@ -134,6 +134,7 @@ def test_the_ram_disk_of_a_machine_is_full_for_a_while(world, restored, ram):
     restored(5)
 
 
+@pytest.mark.slow
 def test_a_replica_that_differs_is_told_and_its_step_is_not_restored(
     world, restored, ram, tmp_path
 ):
@@ -162,6 +163,7 @@ def test_a_replica_that_differs_is_told_and_its_step_is_not_restored(
     restored(2, [0], sharded=False, persistent=storage)
 
 
+@pytest.mark.slow
 def test_a_host_that_fails_ends_its_world_with_its_error(ram, tmp_path):
     ram.start_agents(range(4))
     with pytest.raises(errors.RunError, match="the loss is not a number"):

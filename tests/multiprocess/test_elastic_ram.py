@@ -8,8 +8,13 @@ import trustme
 from elastic_ckpt.tiers.choices import TlsFiles
 from tests.multiprocess import machines, tier_worlds
 
+# The other layout takes as long again.
 LAYOUTS = pytest.mark.parametrize(
-    "sharded", [True, False], ids=["sharded", "replicated"]
+    "sharded",
+    [
+        pytest.param(True, id="sharded"),
+        pytest.param(False, id="replicated", marks=pytest.mark.slow),
+    ],
 )
 
 
@@ -67,13 +72,14 @@ def test_four_hosts_save_and_any_number_restores(ram, tmp_path, sharded):
         )
 
 
+@pytest.mark.slow
 def test_hosts_of_another_order_and_newcomers_restore(ram, tmp_path):
     on(ram, range(4), saved([4], sharded=True), tmp_path)
     on(ram, [3, 5, 0], restored(4, sharded=True), tmp_path)
 
 
 @LAYOUTS
-@pytest.mark.parametrize("lost", [0, 3])
+@pytest.mark.parametrize("lost", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_machine_is_lost_with_its_ram(ram, tmp_path, sharded, lost):
     on(ram, range(4), saved([4], sharded=sharded), tmp_path, slices=2)
     ram.lose(lost)
@@ -82,6 +88,7 @@ def test_a_machine_is_lost_with_its_ram(ram, tmp_path, sharded, lost):
     assert not reasons(events, "step_passed_over")
 
 
+@pytest.mark.slow
 @LAYOUTS
 def test_a_slice_is_lost_with_its_ram(ram, tmp_path, sharded):
     on(ram, range(4), saved([4], sharded=sharded), tmp_path, slices=2)
@@ -91,6 +98,7 @@ def test_a_slice_is_lost_with_its_ram(ram, tmp_path, sharded):
     on(ram, [2, 3, 4, 5], restored(4, sharded=sharded), tmp_path)
 
 
+@pytest.mark.slow
 def test_more_loss_than_is_covered_falls_back_to_storage_and_says_why(ram, tmp_path):
     options = {"copies": 1, "slices": 2, "persistent": str(tmp_path / "steps")}
     on(ram, range(4), saved([2, 3], sharded=True), tmp_path, every=2, **options)
@@ -102,6 +110,7 @@ def test_more_loss_than_is_covered_falls_back_to_storage_and_says_why(ram, tmp_p
     assert read_bytes(events)["persistent"] > 0
 
 
+@pytest.mark.slow
 def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
     ram, tmp_path
 ):

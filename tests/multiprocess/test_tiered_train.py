@@ -43,6 +43,7 @@ def train(config, *settings):
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
     train(config, "hosts=4", "steps=12")
     output = train(config, "hosts=2", "steps=20")

@@ -1,8 +1,11 @@
 """The suite `tiers` of the benchmarks runs; what it finds is for another day."""
 
+import pytest
+
 from benchmarks import tiers
 
 
+@pytest.mark.slow
 def test_the_suite_of_tiers_runs_and_replicas_send_nothing():
     figures = tiers.measure(tiers.SMALL)
     assert figures["dp_bytes_sent"].samples == (0,)
