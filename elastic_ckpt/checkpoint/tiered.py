@@ -16,7 +16,7 @@ from elastic_ckpt.checkpoint import components, restore
 from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
-from elastic_ckpt.core import events, storage
+from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.tiers.choices import Local, Persistent
 
 Json = storage.Json
@@ -238,6 +238,36 @@ class TieredCheckpointer:
         wanted = {checkpointable_name: abstract_state}
         restored = self.load_checkpointables(step, wanted, partial=partial)
         return restored[checkpointable_name]
+
+    def reload(self) -> None:
+        """Looks again for the newest complete step: others may have written one."""
+        self.wait()
+        self._found = restore.find(self._hosts, None, without=[], emit=self._emit)
+        self._stages.go_on_from(0 if self._found is None else self._found.step)
+
+    def delete(self, step: int, *, missing_ok: bool = False) -> bool:
+        """Removes a step from the RAM of all hosts and from persistent storage.
+
+        Args:
+          step: the training step, in every save of it.
+          missing_ok: whether there may be no such step.
+
+        Returns:
+          Whether there was one.
+
+        Raises:
+          CheckpointError: if there was none.
+        """
+        self.wait()
+        was_there = any(self._hosts.all("saver.remove", step))
+        if self._persistent is not None:
+            was_there |= self._hosts.first("backup.remove", step)
+        if not (was_there or missing_ok):
+            raise errors.CheckpointError(
+                f"step {step} is in no tier; `checkpoints` lists those that are there"
+            )
+        self.reload()
+        return was_there
 
     def is_saving_in_progress(self) -> bool:
         """Whether a step is being committed."""

@@ -279,6 +279,30 @@ def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
     assert checkpointer.latest.step == 3
 
 
+def test_a_deleted_step_is_gone_from_every_tier(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    for step in (1, 2):
+        checkpointer.save(step, {"n": step})
+        checkpointer.wait()
+    assert checkpointer.delete(2)
+    assert checkpointer.latest.step == 1
+    assert checkpointer.load(None, {"n": 0}) == {"n": 1}
+    assert not checkpointer.delete(2, missing_ok=True)
+    with pytest.raises(errors.CheckpointError, match="step 2 is in no tier"):
+        checkpointer.delete(2)
+    assert checkpointer.save(2, {"n": 20})
+
+
+def test_a_step_that_somebody_else_backed_up_is_found_by_looking_again(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    assert checkpointer.latest is None
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save_checkpointables(4, {"state": {"n": jnp.ones(1)}})
+    assert checkpointer.latest is None
+    checkpointer.reload()
+    assert checkpointer.latest.step == 4
+
+
 def test_a_leaf_that_cannot_be_saved_is_an_error_of_the_call(make):
     checkpointer = make()
     with pytest.raises(errors.CheckpointError, match="state/name"):

@@ -498,3 +498,18 @@ def test_a_kill_at_any_point_loses_no_committed_step_and_leaves_no_half_one(
         for step in {2, 3} - set(steps):
             killed_host.save(host, step)
             assert len(offered(disk, step)) == 1
+
+
+def test_old_steps_in_slots_of_dead_processes_go_and_those_of_live_ones_stay(
+    disk, host
+):
+    state = {"w": np.arange(6.0)}
+    with local.LocalHost(disk, slot=1, domains={}, number=1) as gone:
+        for step in (1, 2, 3, 4):
+            save(gone, state, step=step)
+    with local.LocalHost(disk, slot=2, domains={}, number=2) as alive:
+        save(alive, state, step=1)
+        host.remove_idle(before=4, preserved=[2])
+        assert [step for step, _ in disk.saves(1)] == [2, 4]
+        assert [step for step, _ in disk.saves(2)] == [1]
+        assert not offered(disk, 3)

@@ -146,6 +146,15 @@ class HostBackup:
             tier.remove(each)
         return removed
 
+    def remove(self, step: int) -> bool:
+        """Removes a step from persistent storage; whether it was there."""
+        tier = self._world.persistent
+        assert tier is not None
+        found = step in tier.steps()
+        if found:
+            tier.remove(step)
+        return found
+
     def close(self) -> None:
         """Says to other worlds that this one writes no more."""
         if self._world.root is not None:

@@ -192,7 +192,18 @@ class HostSaver:
         for each in gone:
             if each not in self._world.own.in_flight:
                 self._world.own.remove(*each)
+        if self._world.own.slot == 0:
+            # Nobody else does it where the world became smaller.
+            oldest = min([step, *in_flight])
+            self._world.own.remove_idle(before=oldest, preserved=preserved)
         return gone
+
+    def remove(self, step: int) -> bool:
+        """Removes all saves of a step; whether there were any."""
+        found = [each for each in self._world.own.held() if each.step == step]
+        for each in found:
+            self._world.own.remove(each.step, each.save)
+        return bool(found)
 
     def _take(
         self,

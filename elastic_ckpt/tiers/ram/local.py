@@ -12,7 +12,7 @@ import contextlib
 import datetime
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import TracebackType
 from typing import NamedTuple
 
@@ -187,6 +187,23 @@ class LocalHost:
         # After a crash what is left has no manifest, so that it is known as a leftover.
         storage.remove(self.disk.manifest_path(self.slot, step, save))
         storage.remove(self.disk.step_directory(self.slot, step, save))
+
+    def remove_idle(self, *, before: int, preserved: Collection[int]) -> None:
+        """Removes old steps from the slots of this machine whose process is gone.
+
+        Args:
+          before: the first step that stays.
+          preserved: older ones that stay too.
+        """
+        for slot in self.disk.slots():
+            if slot == self.slot:
+                continue
+            # Taken slots are their processes' business.
+            with contextlib.suppress(errors.RunError), self._locked(slot):
+                for step, save in self.disk.saves(slot):
+                    if step < before and step not in preserved:
+                        storage.remove(self.disk.manifest_path(slot, step, save))
+                        storage.remove(self.disk.step_directory(slot, step, save))
 
     def clean(self) -> list[str]:
         """Removes what dead processes of the machine left half done.
