@@ -136,6 +136,21 @@ class Holdings:
         rows = slice(self.first_row[item], self.first_row[item + 1])
         return [self.offers[holder] for holder in self.holder[rows]]
 
+    def host_of_rows(self, hosts: Sequence[Host]) -> np.ndarray:
+        """Of each row the number of its holder in `hosts`, int64 `[n]`; -1 of others.
+
+        What is held outside of the local tiers is nobody's among them.
+        """
+        numbers = {host.id: number for number, host in enumerate(hosts)}
+        of_offer = np.array(
+            [
+                numbers.get(offer.host.id, -1) if offer.tier == "local" else -1
+                for offer in self.offers
+            ],
+            np.int64,
+        )
+        return of_offer[self.holder]
+
     def fragment(self, row: int) -> Fragment:
         """Where the box of a row lies at its holder; rows of files have none."""
         fragments = self.offers[self.holder[row]].manifest.fragments

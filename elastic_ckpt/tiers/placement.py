@@ -264,15 +264,7 @@ def _receivers(hosts: tuple[Host, ...], policy: Policy) -> Receivers:
 
 def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.ndarray]:
     # Every pair of an item and a host that is there and has it, ascending.
-    numbers = {host.id: number for number, host in enumerate(hosts)}
-    of_offer = np.array(
-        [
-            numbers.get(offer.host.id, -1) if offer.tier == "local" else -1
-            for offer in holdings.offers
-        ],
-        np.int64,
-    )
-    host = of_offer[holdings.holder]
+    host = holdings.host_of_rows(hosts)
     there = host >= 0
     pairs = columns.distinct(holdings.item[there] * len(hosts) + host[there])
     return pairs // max(1, len(hosts)), pairs % max(1, len(hosts))

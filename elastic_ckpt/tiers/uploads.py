@@ -93,15 +93,7 @@ def uploads(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
 
 def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.ndarray]:
     # The rows of the holdings at the hosts that are there, and the number of each.
-    numbers = {host.id: number for number, host in enumerate(hosts)}
-    of_offer = np.array(
-        [
-            numbers.get(offer.host.id, -1) if offer.tier == "local" else -1
-            for offer in holdings.offers
-        ],
-        np.int32,
-    )
-    host = of_offer[holdings.holder]
+    host = holdings.host_of_rows(hosts)
     row = np.flatnonzero(host >= 0)
     # Each host has its own offers first; among equals all have to choose the same.
     row = row[np.lexsort([host[row], holdings.item[row]])]
