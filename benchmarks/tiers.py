@@ -106,7 +106,8 @@ SMALL = Size(
 def measure(size: Size = FULL) -> dict[str, report.Figure]:
     """Runs the suite."""
     supervisor.warm_up([tiers_managers.__name__])
-    with tempfile.TemporaryDirectory(prefix="elastic_ckpt_tiers_", dir="/dev/shm") as d:
+    prefix = f"elastic_ckpt_benchmark_{os.getpid()}_"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir="/dev/shm") as d:
         machines = [f"{d}/machine-{number}" for number in range(_HOSTS)]
         place = tiers_turns.Place(
             machines=tuple(machines),

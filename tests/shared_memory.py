@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 
-_NAME = re.compile(r"elastic_ckpt_tests_(\d+)_.*")
+_NAME = re.compile(r"elastic_ckpt_(?:tests|benchmark)_(\d+)_.*")
 
 
 @contextlib.contextmanager
