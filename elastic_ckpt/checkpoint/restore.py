@@ -124,7 +124,7 @@ def _repair(hosts: Hosts) -> dict[str, int]:
     for each in bad:
         where = f"host {each['host']}, {each['tier']} tier"
         logging.warning("%s: %s %s", where, each["name"], each["why"])
-    repaired = hosts.all("reader.repair", bad)
+    repaired = hosts.all("reader.repair", bad) if bad else []
     return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
