@@ -10,7 +10,6 @@ import collections
 import itertools
 import json
 import threading
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from orbax.checkpoint import multihost
@@ -126,8 +125,3 @@ def of_this_world() -> Exchange:
     if topology.num_hosts() == 1:
         return Alone()
     return CoordinationService()
-
-
-def first(said: Sequence[Any]) -> Any:
-    """What host 0 said: how all hosts come to the same decision."""
-    return said[0]

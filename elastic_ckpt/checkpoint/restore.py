@@ -21,6 +21,8 @@ from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 _NAMED = 5
+# How much was read from how near, and where the files of each component are.
+_Read = tuple[dict[str, int], dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,9 +130,6 @@ def _repair(hosts: Hosts) -> dict[str, int]:
     return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
-_Read = tuple[dict[str, int], dict[str, str]]
-
-
 def _read_newest(
     hosts: Hosts,
     step: int | None,
@@ -174,7 +173,6 @@ def _read(
     stateful: Mapping[str, Any],
     partial: bool,
 ) -> _Read:
-    # How much was read from how near, and where the files of each component are.
     hosts.all("reader.open_step", found.step, found.save)
     try:
         hosts.check(trees, sorted(stateful), partial=partial)

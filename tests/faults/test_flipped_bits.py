@@ -274,14 +274,10 @@ def test_storage_out_of_reach_is_told_and_what_is_in_ram_is_restored(saved):
         step, events = saved.restore(Place(machines=(0, 1), storage=True))
         assert step == STEPS[-1]
         told = [each["why"] for each in events if each["event"] == "degraded"]
-        assert told
+        unlisted = f"the steps in {saved.storage} cannot be listed"
+        assert any(why.startswith(unlisted) for why in told)
         for why in told:
-            assert why.startswith(
-                (
-                    f"the steps in {saved.storage} cannot be listed",
-                    "leftovers were not removed: host 0:",
-                )
-            )
+            assert why.startswith((unlisted, "leftovers were not removed: host 0:"))
         with pytest.raises(errors.CheckpointError, match="no step is complete in RAM"):
             saved.restore(Place(machines=(), storage=True))
     finally:
