@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import trees
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -36,22 +37,8 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
       saved: a pytree whose leaves have a `shape` and a `dtype`, as saved.
       wanted: likewise, as this run computes it.
     """
-    before, now = leaves(saved), leaves(wanted)
-    differing = [
-        f"{path}: saved {_shape(before.get(path))}, now {_shape(now.get(path))}"
-        for path in sorted(before.keys() | now.keys())
-        if _shape(before.get(path)) != _shape(now.get(path))
-    ]
-    if differing:
-        shown = "; ".join(differing[:3])
-        more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise errors.CheckpointError(
-            f"{step_path} is a checkpoint of another model ({shown}{more}); set the"
-            " model's keys back, or start a new run_name"
-        )
-
-
-def _shape(leaf: Any) -> str:
-    if leaf is None:
-        return "nothing"
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    before, now = (
+        {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves(tree).items()}
+        for tree in (saved, wanted)
+    )
+    trees.check_same_model(step_path, before, now)

@@ -104,19 +104,33 @@ def check(
       step: its number.
       whole: the names of trees of which all leaves that were saved have to be wanted.
     """
-    saved = {leaf.path: leaf.shape for leaf in contents.leaves}
-    now = {leaf.path: leaf.shape for leaf in wanted}
-    asked = [path for path in saved if path.partition("/")[0] in whole]
+    saved = {leaf.path: str(list(leaf.shape)) for leaf in contents.leaves}
+    now = {leaf.path: str(list(leaf.shape)) for leaf in wanted}
+    asked = {path for path in saved if path.partition("/")[0] in whole}
+    kept = {path: saved[path] for path in saved.keys() & (asked | now.keys())}
+    check_same_model(f"step {step}", kept, now)
+
+
+def check_same_model(
+    what: str, saved: Mapping[str, str], now: Mapping[str, str]
+) -> None:
+    """Raises a CheckpointError naming the first leaves in which two models differ.
+
+    Args:
+      what: the checkpoint, for the message.
+      saved: by the path of each leaf, what it was.
+      now: by the path of each leaf, what it is.
+    """
     differing = [
-        f"{path}: saved {_shape(saved.get(path))}, now {_shape(now.get(path))}"
-        for path in sorted({*now, *asked})
+        f"{path}: saved {saved.get(path, 'nothing')}, now {now.get(path, 'nothing')}"
+        for path in sorted(saved.keys() | now.keys())
         if saved.get(path) != now.get(path)
     ]
     if differing:
         shown = "; ".join(differing[:3])
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise errors.CheckpointError(
-            f"step {step} is a checkpoint of another model ({shown}{more}); set the"
+            f"{what} is a checkpoint of another model ({shown}{more}); set the"
             " model's keys back, or start a new run_name"
         )
 
@@ -211,10 +225,6 @@ def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
         )
 
     return WantedLeaf(path=leaf.path, shape=shape, boxes=needed, make=make)
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "nothing" if shape is None else str(list(shape))
 
 
 def _key_impl(key: Any) -> Any:
