@@ -1,5 +1,6 @@
 """What the persistent tier writes is a checkpoint to Orbax that knows nothing of us."""
 
+import gc
 import pathlib
 import random
 
@@ -82,6 +83,8 @@ def test_a_stateful_component_is_loaded_by_its_own_method(tmp_path):
     assert data.content == orbax_steps.CURSOR
 
 
+# When one part of a load fails, Orbax drops another that it has not begun.
+@pytest.mark.filterwarnings("ignore:coroutine 'Store._get_array_metadatas'")
 def test_orbax_notices_a_flipped_bit_of_a_value(tmp_path):
     wanted = np.arange(4096, dtype=np.float32).reshape(64, 64)
     whole = {"state": {"w": jax.numpy.asarray(wanted)}}
@@ -105,6 +108,9 @@ def test_orbax_notices_a_flipped_bit_of_a_value(tmp_path):
         assert "Digest mismatch" in str(raised.value.__cause__)
     path.write_bytes(healthy)
     assert np.array_equal(ocp.load(tmp_path / "5")["w"], wanted)
+    # What it dropped is not to complain in another test.
+    del raised
+    gc.collect()
 
 
 @pytest.mark.parametrize("kind", KINDS)

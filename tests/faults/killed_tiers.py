@@ -48,6 +48,7 @@ class Point:
       host: that is watched.
       then: whether the step that was being saved is there afterwards, or the one
         before.
+      spoilt: whether all that the host holds goes bad first.
     """
 
     at: str
@@ -56,6 +57,7 @@ class Point:
     within: str | None = None
     host: int = 1
     then: Then = "newer"
+    spoilt: bool = False
 
 
 SAVE = {
@@ -134,7 +136,10 @@ RESTORE = {
     "with_a_component_half_written": Point(
         at=f"{STORAGE}:write_atomic", within=f"{READER}.materialise", call=3
     ),
-    "before_the_repair": Point(at=f"{READER}.repair", before=True),
+    "before_the_repair": Point(at=f"{READER}.repair", before=True, spoilt=True),
+    "with_the_first_bad_copy_put_right": Point(
+        at=f"{RAM}.chunk_writer:ChunkWriter.put_right", spoilt=True
+    ),
     "with_the_state_made": Point(at=f"{READER}.arrays"),
     "with_all_forgotten": Point(
         at=f"{READER}.forget", call=2, within=f"{HOST}.host_tiers:HostTiers.answer"
@@ -182,6 +187,8 @@ def live(place, emit, *, directories, slices, life):
         )
         with checkpointer:
             _check_clean(directories[place.host])
+            if life.point and life.point.spoilt and place.host == life.point.host:
+                _spoil(directories[place.host])
             step = _restore(checkpointer, mesh, life.expected)
             if place.host == 0:
                 emit("restored", step=step, path="", secs=0)
@@ -239,6 +246,16 @@ def _check_clean(root):
             if file.is_file() and file.name != "zarr.json"
         }
         assert there == named, there ^ named
+
+
+def _spoil(root):
+    # One byte of every chunk of a host, where they lie.
+    for path in pathlib.Path(root, "hosts", "0").glob("*/manifest-*.json"):
+        for file in manifest_file.parse(path.read_bytes()).fragments.files:
+            with open(path.parent / file, "r+b") as chunk:
+                first = chunk.read(1)[0]
+                chunk.seek(0)
+                chunk.write(bytes([(first + 1) % 256]))
 
 
 def _arm(life, host):
