@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import signal
 import time
 
 import hypothesis
@@ -19,6 +20,9 @@ from tests import corpora, shared_memory
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A shell that starts the tests in the background has them ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARK = f"ELASTIC_CKPT_TEST_SESSION={os.getpid()}"
 os.environ.update([MARK.split("=")])
