@@ -208,7 +208,7 @@ def _half(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
             num_gib, warm["read_files"], "the same files, read alone"
         ),
         "ram_restore_half_peers_transfer": _speed(
-            num_gib / 2, warm["read_peers_files"], "the peers' files, read alone"
+            num_gib * 3 / 4, warm["read_peers_files"], "the peers' files, read alone"
         ),
         "ram_restore_half_ratio_transfer": _ratio(
             warm["read_files"], warm["load"], "over the speed of the files alone"

@@ -142,31 +142,33 @@ def restore_half(
     del emit
     with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
         wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
-        machine = place.machines[host.host]
-        other = host.host + host.num_hosts
-        with open(os.path.join(machine, "secret"), encoding="ascii") as file:
+        # Hosts need rows in their order: this one what two of the four have saved.
+        needed = range(2 * host.host, 2 * host.host + 2)
+        with open(f"{place.machines[host.host]}/secret", encoding="ascii") as file:
             client = peer_client.PeerClient(file.read())
-        endpoint = client.endpoint(urls[other])
-        own_files = _files(_step_directories(machine)[0])
-        peer_files = _files(_step_directories(place.machines[other])[0])
-        memory = {path: np.ones(os.path.getsize(path), np.uint8) for path in own_files}
-        memory |= {
-            path: np.ones(os.path.getsize(path), np.uint8) for path in peer_files
+        memory = {
+            path: np.ones(os.path.getsize(path), np.uint8)
+            for number in needed
+            for path in _files(_step_directories(place.machines[number])[0])
         }
 
-        def read_own(path: str) -> None:
+        def read_file(path: str) -> None:
             with open(path, "rb", buffering=0) as file:
                 file.readinto(memory[path].data)
 
-        def read_peer(path: str) -> None:
-            name = os.path.relpath(path, os.path.join(place.machines[other], "hosts"))
-            endpoint.read_into(f"/v1/hosts/{name}", 0, memory[path].data)
+        def read_peers_file(number: int, path: str) -> None:
+            name = os.path.relpath(path, place.machines[number])
+            client.endpoint(urls[number]).read_into(f"/v1/{name}", 0, memory[path].data)
 
         def read_files(*, own: bool) -> None:
             with futures.ThreadPoolExecutor(_THREADS) as pool:
-                reads = [pool.submit(read_peer, path) for path in peer_files]
-                if own:
-                    reads += [pool.submit(read_own, path) for path in own_files]
+                reads = []
+                for path in memory:
+                    number = _machine_of(path, place)
+                    if number != host.host:
+                        reads.append(pool.submit(read_peers_file, number, path))
+                    elif own:
+                        reads.append(pool.submit(read_file, path))
                 for read in reads:
                     read.result()
 
@@ -270,6 +272,15 @@ def _step_directories(machine: str) -> list[str]:
     slot = os.path.join(machine, "hosts", "0")
     steps = [entry.path for entry in os.scandir(slot) if entry.is_dir()]
     return [step for step in steps if os.path.basename(step) != "restored"]
+
+
+def _machine_of(path: str, place: Place) -> int:
+    (found,) = (
+        number
+        for number, machine in enumerate(place.machines)
+        if path.startswith(f"{machine}/")
+    )
+    return found
 
 
 def _files(directory: str) -> list[str]:

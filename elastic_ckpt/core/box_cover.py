@@ -36,6 +36,32 @@ def gaps(shape: Sequence[int], held: boxes.Boxes) -> boxes.Boxes:
     return boxes.Boxes(start=start, stop=stop)
 
 
+def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarray:
+    """Which arrays are cut into a regular grid of boxes, of which none is lacking.
+
+    They have neither gaps nor overlaps; that it can be told of many at once is what
+    makes it worth while to ask. Of others it is not known.
+
+    Args:
+      shapes: of the arrays, int64 `[a, r]`.
+      array: of each box the number of its array, int `[n]`.
+      held: boxes, each of them once.
+
+    Returns:
+      bool `[a]`.
+    """
+    sides = held.stop - held.start
+    tile = np.ones_like(shapes)
+    np.maximum.at(tile, array, sides)
+    step = tile[array]
+    fits = held.start % step == 0
+    fits &= held.stop == np.minimum(held.start + step, shapes[array])
+    fits &= sides > 0
+    misfits = np.bincount(array[~fits.all(axis=1)], minlength=len(shapes))
+    tiles = np.prod(-(-shapes // tile), axis=1)
+    return (misfits == 0) & (np.bincount(array, minlength=len(shapes)) == tiles)
+
+
 def _gaps(region: boxes.Box, held: boxes.Boxes) -> list[boxes.Boxes]:
     # Of each dim, the bounds of the cells in ascending order.
     cuts = [

@@ -107,6 +107,50 @@ def test_replicas_are_found_also_when_all_hashes_collide(array, collide):
     assert [once[place] for place in places] == listed
 
 
+@st.composite
+def nearly_tiled(draw):
+    """The boxes of a grid, of which one may be lacking, moved or cut."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=2, max_size=2))
+    tile = [draw(st.integers(1, dim)) for dim in shape]
+    starts = np.ndindex(
+        *(-(-dim // side) for dim, side in zip(shape, tile, strict=True))
+    )
+    grid = [
+        boxes.Box(
+            start=start, stop=tuple(np.minimum(np.add(start, tile), shape).tolist())
+        )
+        for start in (tuple(np.multiply(each, tile).tolist()) for each in starts)
+    ]
+    if draw(st.booleans()):
+        return shape, grid, True
+    grid[draw(st.integers(0, len(grid) - 1))] = draw(box_in(shape))
+    return shape, list(dict.fromkeys(grid)), False
+
+
+@given(st.lists(nearly_tiled(), min_size=1, max_size=4))
+def test_an_array_that_is_tiled_is_covered_once(arrays):
+    shapes = np.array([shape for shape, _, _ in arrays])
+    listed = [(n, box) for n, (_, held, _) in enumerate(arrays) for box in held]
+    columns = boxes.Boxes.of([box for _, box in listed], rank=2)
+    numbers = np.array([n for n, _ in listed])
+    tiled = box_cover.tiled(shapes, numbers, columns)
+    for (shape, held, is_grid), said in zip(arrays, tiled.tolist(), strict=True):
+        covered_once = bool((painted(shape, held) == 1).all())
+        assert covered_once or not said
+        assert said or not is_grid
+
+
+def test_scalars_and_empty_arrays_are_tiled():
+    shapes = np.array([[1, 1], [3, 0], [0, 2]])
+    whole = boxes.Boxes.of([boxes.whole((1, 1))], rank=2)
+    assert box_cover.tiled(shapes, np.array([0]), whole).tolist() == [True] * 3
+    assert box_cover.tiled(shapes, np.array([1]), whole).tolist() == [
+        False,
+        False,
+        True,
+    ]
+
+
 def test_a_grid_of_a_hundred_thousand_boxes_has_one_gap_where_one_is_taken_out():
     at = np.stack(np.meshgrid(np.arange(1000), np.arange(100), indexing="ij"), -1)
     at = at.reshape(-1, 2)
