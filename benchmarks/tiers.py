@@ -96,7 +96,7 @@ FULL = Size(
     leaf_mib=32,
     num_small=64,
     rounds=7,
-    check_pairs=15,
+    check_pairs=31,
     file_bytes=_GIB,
 )
 # Shows that the suite runs, and measures nothing.

@@ -43,6 +43,11 @@ def values_digest(values: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(flat.view(np.uint8).data)
 
 
+def values_hash() -> xxhash.xxh3_128:
+    """As in `hashlib`: the `values_digest` of what it is given piece by piece."""
+    return xxhash.xxh3_128()
+
+
 def name_hash(name: str) -> int:
     """64 pseudo-random bits that stand for a name, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

@@ -6,26 +6,39 @@ hands out is what it found: who asked compares it with the manifest's digests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from elastic_ckpt.tiers.holdings import Offer
+
+# So much fits into a processor's own cache: what is done with a piece of that size when
+# it has just been read costs a third of what it costs later.
+PIECE_BYTES = 256 * 2**10
+OnPiece = Callable[[memoryview], object]
 
 
 class ReadError(Exception):
     """Why bytes could not be had from a holder: the end of `<file> of <holder> ...`."""
 
 
+def ignored(piece: memoryview) -> None:
+    """Does nothing with a piece."""
+    del piece
+
+
 class Source(Protocol):
     """Reads the files of one step at one holder; any number of threads may call it."""
 
-    def read_into(self, file: str, offset: int, into: memoryview) -> None:
+    def read_into(
+        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+    ) -> None:
         """Fills `into`, of bytes, with those of `file` from `offset` on.
 
         Args:
           file: as a manifest names it.
           offset: of the first byte.
           into: writable and contiguous.
+          on_piece: is given all parts of `into`, in order, each once it is read.
 
         Raises:
           ReadError: if the file is missing or too short, or the holder does not answer;

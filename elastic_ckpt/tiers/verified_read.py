@@ -118,12 +118,13 @@ class VerifiedReader:
     ) -> None:
         tried = []
         for offer, part, (file, offset, expected) in parts:
+            found = digest.values_hash()
             try:
-                self._sources[offer].read_into(file, offset, into.data)
+                self._sources[offer].read_into(file, offset, into.data, found.update)
             except ReadError as error:
                 why = str(error)
             else:
-                if digest.values_digest(into) == expected:
+                if found.digest() == expected:
                     with self._lock:
                         self._read_bytes[offer] += into.nbytes
                     return

@@ -25,7 +25,9 @@ class ReadContract:
     @staticmethod
     def read(of, file, offset, num_bytes):
         into = bytearray(num_bytes)
-        of.read_into(file, offset, memoryview(into))
+        heard = bytearray()
+        of.read_into(file, offset, memoryview(into), heard.extend)
+        assert heard == into
         return bytes(into)
 
     @pytest.mark.parametrize("file", FILES)

@@ -23,13 +23,14 @@ class Memory:
             place = tuple(map(slice, part.box.start, part.box.stop))
             self.parts[part.file, part.offset] = bytearray(found[place].tobytes())
 
-    def read_into(self, file, offset, into):
+    def read_into(self, file, offset, into, on_piece):
         part = self.parts.get((file, offset))
         if part is None:
             raise source.ReadError("is missing")
         if len(part) < len(into):
             raise source.ReadError(f"ends after {len(part)} bytes")
         into[:] = part[: len(into)]
+        on_piece(into)
 
 
 SHAPE = (8, 6)

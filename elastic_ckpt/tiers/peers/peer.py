@@ -45,10 +45,16 @@ class _PeerSource:
         self._endpoint = endpoint
         self._directory = directory
 
-    def read_into(self, file: str, offset: int, into: memoryview) -> None:
+    def read_into(
+        self,
+        file: str,
+        offset: int,
+        into: memoryview,
+        on_piece: source.OnPiece = source.ignored,
+    ) -> None:
         """As `source.Source` says."""
         path = _path(f"{self._directory}/{file}")
-        self._endpoint.read_into(path, offset, into)
+        self._endpoint.read_into(path, offset, into, on_piece)
 
 
 class Peer:

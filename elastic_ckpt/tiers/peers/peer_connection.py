@@ -18,12 +18,11 @@ import time
 import urllib.parse
 from typing import Any
 
+from elastic_ckpt.tiers.source import PIECE_BYTES
+
 # Less than this, while somebody waits for it, is as good as nothing.
 LEAST_BYTES_PER_SEC = 64 * 2**10
 _MOST_HEADER_BYTES = 64 * 2**10
-# So much is waited for at a time, if more is to come: a thread that wakes for each
-# packet takes twice the time of both processors, and four times where they sleep.
-_BATCH_BYTES = 256 * 2**10
 
 
 class Untrusted(Exception):
@@ -37,10 +36,12 @@ class _Watched(io.RawIOBase):
         self._socket = connection
         self._raw = connection.makefile("rb", buffering=0)
         self._patience_secs = connection.gettimeout() or math.inf
-        # The least that may come is in time, and what TLS unpacks is not counted so.
-        batch_bytes = min(_BATCH_BYTES, LEAST_BYTES_PER_SEC * self._patience_secs / 2)
+        # A thread that wakes for each packet takes twice the time of both processors,
+        # so a body is waited for in pieces. Of those the least that may come is in
+        # time; and what TLS unpacks is not counted so.
+        piece_bytes = min(PIECE_BYTES, LEAST_BYTES_PER_SEC * self._patience_secs / 2)
         encrypted = isinstance(connection, ssl.SSLSocket)
-        self._batch_bytes = 1 if encrypted else max(1, int(batch_bytes))
+        self._piece_bytes = 1 if encrypted else max(1, int(piece_bytes))
         # None: the response before this one may have left any.
         self._woken_at: int | None = None
         self._waited_secs = 0.0
@@ -57,7 +58,7 @@ class _Watched(io.RawIOBase):
             raise http.client.HTTPException("headers without an end")
         # A buffer takes what there is; who reads past it knows that all of it comes.
         is_body = len(into) > io.DEFAULT_BUFFER_SIZE
-        self._wake_at(min(len(into), self._batch_bytes) if is_body else 1)
+        self._wake_at(min(len(into), self._piece_bytes) if is_body else 1)
         began = time.monotonic()
         try:
             num_bytes = self._raw.readinto(into) or 0

@@ -25,8 +25,6 @@ from elastic_ckpt.tiers.peers import bandwidth, peer_connection
 RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 # How long a peer is left alone after it has failed.
 SKIPPED_SECS = 30.0
-# What is lost at most when a connection breaks.
-_PIECE_BYTES = 2**20
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
 _STATUS = {
     401: "does not take the run's secret",
@@ -104,8 +102,14 @@ class Endpoint:
 
         return self._persistently(read, lambda: 0)
 
-    def read_into(self, path: str, offset: int, into: memoryview) -> None:
-        """Fills `into` with bytes of `path` from `offset` on.
+    def read_into(
+        self,
+        path: str,
+        offset: int,
+        into: memoryview,
+        on_piece: source.OnPiece = source.ignored,
+    ) -> None:
+        """Fills `into` with bytes of `path` from `offset` on, as `source.Source` says.
 
         Raises:
           ReadError: if they cannot be had.
@@ -123,6 +127,7 @@ class Endpoint:
                     if response.readinto(piece) < len(piece):
                         raise ConnectionError("closed the connection")
                     done += len(piece)
+                    on_piece(piece)
                     self._pause(len(piece))
 
         def look() -> None:
@@ -244,8 +249,9 @@ class Endpoint:
         return piece
 
     def _piece_bytes(self) -> int:
+        # What is lost at most when a connection breaks.
         bound = self._terms.bandwidth_bound
-        return bound.piece_bytes(_PIECE_BYTES) if bound else _PIECE_BYTES
+        return bound.piece_bytes(source.PIECE_BYTES) if bound else source.PIECE_BYTES
 
     def _pause(self, num_bytes: int) -> None:
         if bound := self._terms.bandwidth_bound:

@@ -26,7 +26,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     manifest_names,
     read_manifests,
 )
-from elastic_ckpt.tiers.source import Offered, ReadError
+from elastic_ckpt.tiers.source import Offered, OnPiece, ReadError, ignored
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
@@ -151,7 +151,9 @@ class _StepSource:
         self._lock = threading.Lock()
         self._stores: dict[str, ts.KvStore] = {}
 
-    def read_into(self, file: str, offset: int, into: memoryview) -> None:
+    def read_into(
+        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+    ) -> None:
         where, inside, key = file.partition("//")
         end = offset + len(into)
         try:
@@ -170,6 +172,7 @@ class _StepSource:
         if len(content) != len(into):
             raise ReadError(f"ends after {offset + len(content)} bytes, before {end}")
         into[:] = content
+        on_piece(into)
 
     def _store(self, name: str) -> ts.KvStore:
         with self._lock:

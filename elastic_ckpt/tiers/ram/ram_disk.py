@@ -24,7 +24,14 @@ from elastic_ckpt.tiers import layout, manifest_file, preserved
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.ram.machine import machine_id
-from elastic_ckpt.tiers.source import Offered, ReadError, Source
+from elastic_ckpt.tiers.source import (
+    PIECE_BYTES,
+    Offered,
+    OnPiece,
+    ReadError,
+    Source,
+    ignored,
+)
 
 # In the directory of a step that is being written: how large it will be.
 RESERVED = "reserved"
@@ -154,8 +161,10 @@ class StepFiles:
     def __init__(self, directory: epath.PathLike) -> None:
         self.directory = os.fspath(directory)
 
-    def read_into(self, file: str, offset: int, into: memoryview) -> None:
-        """Fills `into` with the bytes of `file` from `offset` on, without a copy.
+    def read_into(
+        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+    ) -> None:
+        """As `source.Source` says, without a copy.
 
         Raises:
           ReadError: if the file is missing, too short or cannot be read.
@@ -164,12 +173,14 @@ class StepFiles:
             with _opened(self.directory, file) as descriptor:
                 done = 0
                 while done < len(into):
-                    read = os.preadv(descriptor, [into[done:]], offset + done)
+                    piece = into[done : done + PIECE_BYTES]
+                    read = os.preadv(descriptor, [piece], offset + done)
                     if not read:
                         raise ReadError(
                             f"ends after {offset + done} bytes, and"
                             f" {offset + len(into)} were to be there"
                         )
+                    on_piece(piece[:read])
                     done += read
         except FileNotFoundError:
             raise ReadError("is missing") from None
