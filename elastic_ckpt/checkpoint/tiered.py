@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import time
@@ -13,6 +14,7 @@ from typing import Any
 from orbax.checkpoint import multihost
 
 from elastic_ckpt.checkpoint import components, restore
+from elastic_ckpt.checkpoint import metadata as metadata_of
 from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
@@ -188,10 +190,42 @@ class TieredCheckpointer:
         response = self.save_async(step, state, **options)
         return response is not None and response.result()
 
+    def checkpointables_metadata(
+        self, step: int | restore.Found | None = None
+    ) -> metadata_of.CheckpointMetadata:
+        """What a step holds, by the names of its checkpointables; nothing is loaded.
+
+        Args:
+          step: None takes the newest complete one.
+
+        Raises:
+          CheckpointError: if there is no such step.
+        """
+        self.wait()
+        found = restore.find(self._hosts, _number(step), without=[], emit=self._emit)
+        if found is None:
+            raise errors.CheckpointError("no step is complete in any tier; save one")
+        return metadata_of.of_step(self._hosts, found, self._storage_directory)
+
+    def metadata(
+        self,
+        step: int | restore.Found | None = None,
+        *,
+        checkpointable_name: str = "state",
+    ) -> metadata_of.CheckpointMetadata:
+        """What one pytree of a step holds; otherwise as `checkpointables_metadata`."""
+        held = self.checkpointables_metadata(step)
+        if checkpointable_name not in held.metadata:
+            raise errors.CheckpointError(
+                f"step {held.step} has no {checkpointable_name!r}; it has"
+                f" {sorted(held.metadata)}"
+            )
+        return dataclasses.replace(held, metadata=held.metadata[checkpointable_name])
+
     def load_checkpointables(
         self,
-        step: int | None,
-        abstract_checkpointables: Mapping[str, Any],
+        step: int | restore.Found | None = None,
+        abstract_checkpointables: Mapping[str, Any] | None = None,
         *,
         partial: bool = False,
     ) -> dict[str, Any]:
@@ -202,7 +236,8 @@ class TieredCheckpointer:
             one before.
           abstract_checkpointables: by name, trees of what is wanted (see
             `tiers.trees.wanted`) and components, which go there. What was saved under
-            other names is left alone.
+            other names is left alone. None takes all pytrees, as nested dicts of arrays
+            that are whole on a device of each host.
           partial: whether trees may lack leaves that were saved.
 
         Raises:
@@ -210,15 +245,17 @@ class TieredCheckpointer:
             copy of a part of it is left.
         """
         self.wait()
-        directory = None
-        if self._persistent is not None:
-            directory = os.fspath(storage.absolute(self._persistent.directory))
+        if abstract_checkpointables is None:
+            held = self.checkpointables_metadata(step).metadata
+            abstract_checkpointables = {
+                name: tree for name, tree in held.items() if tree is not None
+            }
         self._found, restored = restore.restore(
             self._hosts,
-            step,
+            _number(step),
             abstract_checkpointables,
             partial=partial,
-            directory=directory,
+            directory=self._storage_directory,
             emit=self._emit,
         )
         self._stages.go_on_from(self._found.step)
@@ -228,13 +265,16 @@ class TieredCheckpointer:
 
     def load(
         self,
-        step: int | None,
-        abstract_state: Any,
+        step: int | restore.Found | None = None,
+        abstract_state: Any = None,
         *,
         checkpointable_name: str = "state",
         partial: bool = False,
     ) -> Any:
         """Restores one pytree; otherwise as `load_checkpointables`."""
+        if abstract_state is None:
+            name = checkpointable_name
+            abstract_state = self.metadata(step, checkpointable_name=name).metadata
         wanted = {checkpointable_name: abstract_state}
         restored = self.load_checkpointables(step, wanted, partial=partial)
         return restored[checkpointable_name]
@@ -245,7 +285,7 @@ class TieredCheckpointer:
         self._found = restore.find(self._hosts, None, without=[], emit=self._emit)
         self._stages.go_on_from(0 if self._found is None else self._found.step)
 
-    def delete(self, step: int, *, missing_ok: bool = False) -> bool:
+    def delete(self, step: int | restore.Found, *, missing_ok: bool = False) -> bool:
         """Removes a step from the RAM of all hosts and from persistent storage.
 
         Args:
@@ -259,12 +299,13 @@ class TieredCheckpointer:
           CheckpointError: if there was none.
         """
         self.wait()
-        was_there = any(self._hosts.all("saver.remove", step))
+        number = _number(step)
+        was_there = any(self._hosts.all("saver.remove", number))
         if self._persistent is not None:
-            was_there |= self._hosts.first("backup.remove", step)
+            was_there |= self._hosts.first("backup.remove", number)
         if not (was_there or missing_ok):
             raise errors.CheckpointError(
-                f"step {step} is in no tier; `checkpoints` lists those that are there"
+                f"step {number} is in no tier; `checkpoints` lists those that are there"
             )
         self.reload()
         return was_there
@@ -300,6 +341,12 @@ class TieredCheckpointer:
             # Other hosts may be gone, and would be waited for.
             self._hosts.close()
 
+    @property
+    def _storage_directory(self) -> str | None:
+        if self._persistent is None:
+            return None
+        return os.fspath(storage.absolute(self._persistent.directory))
+
     def _is_backup_due(self, step: int) -> bool:
         if self._persistent is None:
             return False
@@ -320,3 +367,7 @@ class TieredCheckpointer:
         while not self._told.empty():
             name, fields = self._told.get()
             self._emit(name, **fields)
+
+
+def _number(step: int | restore.Found | None) -> int | None:
+    return step.step if isinstance(step, restore.Found) else step

@@ -222,6 +222,40 @@ def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
     assert told["why"] == "plain Orbax saved it, and its values cannot be verified"
 
 
+def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
+    checkpointer = make()
+    tree = {"layers": [jnp.arange(6.0).reshape(2, 3), jnp.ones((), jnp.bfloat16)]}
+    parts = {"state": tree, "ema": jnp.arange(4), "data": Counter(1)}
+    checkpointer.save_checkpointables(4, parts)
+    held = checkpointer.checkpointables_metadata()
+    assert (held.step, held.save) == (4, checkpointer.latest.save)
+    assert held.metadata["data"] is None
+    assert held.metadata["ema"] == jax.ShapeDtypeStruct((4,), np.int32)
+    of_state = checkpointer.metadata(checkpointer.latest).metadata
+    assert of_state["layers"]["0"] == jax.ShapeDtypeStruct((2, 3), np.float32)
+    assert of_state["layers"]["1"].dtype == jnp.bfloat16
+    whole = {"layers": dict(zip("01", tree["layers"], strict=True))}
+    assert bits(checkpointer.load(checkpointer.latest, of_state)) == bits(whole)
+    assert bits(checkpointer.load()) == bits(whole)
+    found = checkpointer.load_checkpointables()
+    assert bits(found) == bits({"state": whole, "ema": jnp.arange(4)})
+    with pytest.raises(errors.CheckpointError, match="no 'opt'; it has"):
+        checkpointer.metadata(checkpointable_name="opt")
+
+
+def test_of_nothing_nothing_is_told(make):
+    with pytest.raises(errors.CheckpointError, match="no step is complete"):
+        make().metadata()
+
+
+def test_what_a_step_of_orbax_alone_holds_is_told_too(make, tmp_path):
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save(9, {"w": jnp.arange(4.0)})
+    checkpointer = make(storage(tmp_path))
+    assert checkpointer.metadata().metadata["w"].shape == (4,)
+    assert bits(checkpointer.load()) == bits({"w": jnp.arange(4.0)})
+
+
 def test_a_part_is_restored_alone_only_if_that_is_said(make):
     checkpointer = make()
     checkpointer.save(1, state(1))
@@ -284,7 +318,7 @@ def test_a_deleted_step_is_gone_from_every_tier(make, tmp_path):
     for step in (1, 2):
         checkpointer.save(step, {"n": step})
         checkpointer.wait()
-    assert checkpointer.delete(2)
+    assert checkpointer.delete(checkpointer.latest)
     assert checkpointer.latest.step == 1
     assert checkpointer.load(None, {"n": 0}) == {"n": 1}
     assert not checkpointer.delete(2, missing_ok=True)

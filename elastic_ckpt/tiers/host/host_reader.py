@@ -58,6 +58,18 @@ class HostReader:
         found = [find.of_step_or_none(tiers, step) for step in steps]
         return [_place(each) for each in found if each is not None]
 
+    def contents(self, step: int, save: str) -> Answer:
+        """What a step holds: `leaves`, of each path, shape and dtype, and `components`.
+
+        Raises:
+          CheckpointError: if it is not complete.
+        """
+        contents = find.of_save(self._world.tiers, step, save).step.holdings.contents
+        return {
+            "leaves": [[of.path, list(of.shape), of.dtype] for of in contents.leaves],
+            "components": sorted(contents.components),
+        }
+
     def open_step(self, step: int, save: str) -> None:
         """Turns to a step that is to be read.
 
