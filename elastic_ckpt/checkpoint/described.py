@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.core import errors, storage
 
 Chunks = Mapping[str, Sequence[int]]
 
@@ -75,6 +76,21 @@ class Described:
             ),
         )
         return {path: content.decode() for path, content in files.items()}
+
+
+def metrics_json(metrics: Mapping[str, Any]) -> str:
+    """The metrics of a step as text.
+
+    Raises:
+      CheckpointError: if they are not JSON.
+    """
+    try:
+        return storage.canonical_json(dict(metrics)).decode()
+    except (TypeError, ValueError) as error:
+        raise errors.CheckpointError(
+            f"the metrics {dict(metrics)} are not JSON ({error}); give plain numbers,"
+            " such as float(loss)"
+        ) from None
 
 
 def _abstract(leaf: Any) -> Any:

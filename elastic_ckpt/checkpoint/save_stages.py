@@ -39,6 +39,7 @@ class Saving:
       save: which save of it.
       components: their names.
       write_components: has them write their files.
+      metrics: JSON of what retention may rank it by, if anything.
       back_up: whether it goes to persistent storage.
       described: for persistent storage; None if there is none.
       began_secs: when it was begun, on the monotonic clock.
@@ -48,6 +49,7 @@ class Saving:
     save: str
     components: list[str]
     write_components: Callable[[], None]
+    metrics: str | None
     back_up: bool
     described: Described | None
     began_secs: float
@@ -148,7 +150,8 @@ class SaveStages:
         try:
             said = self._hosts.all("saver.write", *place, saving.components, problem)
             parts = components.numbered([each["files"] for each in said])
-            self._hosts.all("saver.commit", *place, parts)
+            time_ms = said[0]["time_ms"]
+            self._hosts.all("saver.commit", *place, parts, time_ms, saving.metrics)
         except HostsFailed as error:
             self._hosts.all("saver.abandon", *place)
             self._degraded("local", saving.step, f"it was not saved: {error}")

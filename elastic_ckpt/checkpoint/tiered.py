@@ -13,9 +13,8 @@ from typing import Any
 
 from orbax.checkpoint import multihost
 
-from elastic_ckpt.checkpoint import components, restore
+from elastic_ckpt.checkpoint import components, described, restore
 from elastic_ckpt.checkpoint import metadata as metadata_of
-from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.core import errors, events, storage
@@ -123,15 +122,16 @@ class TieredCheckpointer:
           checkpointables: by name.
           force: saves to every tier, due or not.
           overwrite: saves a step anew that is there.
-          metrics: by which retention in persistent storage may rank it.
+          metrics: by which retention may rank it: JSON.
           custom_metadata: goes into the checkpoint in persistent storage.
 
         Returns:
           None if no tier is due, or the step is there.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved.
+          CheckpointError: if a leaf cannot be saved, or the metrics are not JSON.
         """
+        text = None if metrics is None else described.metrics_json(metrics)
         self._stages.wait_for_commit()
         is_new = self.latest is None or step > self.latest.step
         if not (is_new or overwrite):
@@ -146,10 +146,10 @@ class TieredCheckpointer:
         write_components = components.begin_save(
             stateful, lambda name: storage.make_directory(f"{directory}/{name}")
         )
-        described, back_up = None, False
+        noted, back_up = None, False
         if self._persistent is not None:
             back_up = force or self._is_backup_due(step)
-            described = Described.of(
+            noted = described.Described.of(
                 trees, stateful, metrics=metrics, custom_metadata=custom_metadata
             )
         committed = self._stages.begin(
@@ -158,8 +158,9 @@ class TieredCheckpointer:
                 save=self._save,
                 components=sorted(stateful),
                 write_components=write_components,
+                metrics=text,
                 back_up=back_up,
-                described=described,
+                described=noted,
                 began_secs=began_secs,
             )
         )

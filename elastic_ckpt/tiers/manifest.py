@@ -47,10 +47,15 @@ class Contents:
       leaves: ordered by path.
       components: by name, the number of logical parts of each: the logical shards of
         the cursors, 1 of what all hosts share.
+      time_ms: when it was committed, since 1970, by the clock of host 0.
+      metrics: JSON of what retention may rank it by; None if it was not evaluated. As
+        text, which equals itself also if a loss is not a number.
     """
 
     leaves: tuple[Leaf, ...]
     components: Mapping[str, int]
+    time_ms: int = 0
+    metrics: str | None = None
 
     @property
     def rank(self) -> int:

@@ -63,6 +63,8 @@ def to_bytes(manifest: Manifest) -> bytes:
             name: {"num_parts": num_parts}
             for name, num_parts in sorted(contents.components.items())
         },
+        "time_ms": contents.time_ms,
+        "metrics": contents.metrics,
         "values_digest": VALUES_DIGEST,
         "fragments": _fragments_to_json(manifest.fragments, contents),
         "component_files": [
@@ -153,7 +155,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     host = content["host"]
     _require(bool(_ID.fullmatch(host["id"])), "the host's id")
     _require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
-    listed = [content["leaves"], content["components"]]
+    listed = [content[each] for each in ("leaves", "components", "time_ms", "metrics")]
     contents = _contents(storage.canonical_json(listed))
     return Manifest(
         run=str(content["run"]),
@@ -171,7 +173,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
 @functools.lru_cache(maxsize=64)
 def _contents(listed: bytes) -> Contents:
     # All hosts of a step list the same: it is made once, and is the same object.
-    leaves, components = json.loads(listed)
+    leaves, components, time_ms, metrics = json.loads(listed)
     made = tuple(
         Leaf(path=path, shape=tuple(shape), dtype=dtype)
         for path, shape, dtype in leaves
@@ -179,7 +181,9 @@ def _contents(listed: bytes) -> Contents:
     paths = [leaf.path for leaf in made]
     _require(paths == sorted(set(paths)), "the order of the leaves")
     counts = {name: int(of["num_parts"]) for name, of in components.items()}
-    return Contents(leaves=made, components=counts)
+    _require(isinstance(time_ms, int), "the time")
+    _require(metrics is None or isinstance(json.loads(metrics), dict), "the metrics")
+    return Contents(leaves=made, components=counts, time_ms=time_ms, metrics=metrics)
 
 
 def _fragments(columns: Mapping[str, Any], contents: Contents) -> Fragments:

@@ -17,6 +17,7 @@ COPIES = {
     "failed": False,
     "preserved": [2],
 }
+WRITTEN = {"files": {}, "time_ms": 0}
 
 
 class OneHost:
@@ -33,7 +34,7 @@ class OneHost:
         name = phase.partition(".")[2]
         if name == "say":
             return [arguments[0]]
-        answer = self._answers.get(name, {"files": {}, "bytes": 0})
+        answer = self._answers.get(name, {**WRITTEN, "bytes": 0})
         if callable(answer):
             answer = answer(*arguments)
         if isinstance(answer, str):
@@ -72,6 +73,7 @@ def saving(step, *, write_components=lambda: None, back_up=False):
         save=SAVE,
         components=[],
         write_components=write_components,
+        metrics=None,
         back_up=back_up,
         described=described,
         began_secs=0,
@@ -112,7 +114,7 @@ def test_a_step_that_was_restored_is_kept_until_another_has_its_copies(stages):
 def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
     full = {3}
     made, host = stages(
-        write=lambda step, *_: "no room" if step in full else {"files": {}},
+        write=lambda step, *_: "no room" if step in full else WRITTEN,
         replicate=lambda step, _: COPIES if step == 1 else "copies do not fit",
     )
     assert [save(made, step) for step in (1, 2, 3, 4)] == [True, True, False, True]
@@ -158,7 +160,7 @@ def test_what_a_component_raises_is_told_and_fails_the_save_alone(stages, told, 
 
     made, _ = stages(
         # The last argument is what the components raised.
-        write=lambda *arguments: arguments[-1] or {"files": {}}
+        write=lambda *arguments: arguments[-1] or WRITTEN
     )
     assert not save(made, 1, write_components=fail)
     ((step, why),) = reasons(told, "local")

@@ -4,7 +4,7 @@ import jax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.tiers import tiered_steps, uploaded
@@ -46,6 +46,35 @@ def test_policies_of_orbax_decide_what_stays_in_storage(tmp_path, keep, kept):
     assert in_ram(tmp_path) == [4]
     root = persistent_root.PersistentRoot.of(tmp_path / "steps")
     assert root.leftovers() == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        (policies.LatestN(2), [4, 5]),
+        (policies.BestN(get_metric_fn=lambda m: -m["loss"], n=2), [2, 3, 5]),
+        (policies.EveryNSteps(2), [2, 4, 5]),
+        (policies.EveryNSeconds(10**6), [1, 5]),
+    ],
+)
+def test_policies_of_orbax_decide_what_stays_in_ram_over_a_new_world(
+    tmp_path, keep, kept
+):
+    for steps in ([1, 2, 3], [4, 5]):
+        with opened(tmp_path, keep_in_ram=keep) as checkpointer:
+            for step in steps:
+                loss = abs(step - 2.2)
+                tiered_steps.save(checkpointer, step, metrics={"loss": loss})
+    assert in_ram(tmp_path) == kept
+
+
+def test_metrics_that_are_no_json_are_refused_before_anything_is_saved(tmp_path):
+    with opened(tmp_path) as checkpointer:
+        with pytest.raises(errors.CheckpointError, match=r"such as float\(loss\)"):
+            tiered_steps.save(checkpointer, 1, metrics={"loss": jax.numpy.ones(())})
+        assert checkpointer.latest is None
+        tiered_steps.save(checkpointer, 1, metrics={"loss": float("nan")})
+    assert in_ram(tmp_path) == [1]
 
 
 def test_what_is_preserved_by_hand_stays_in_storage_and_orbax_loads_it(tmp_path):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import pathlib
@@ -172,16 +173,30 @@ def test_a_step_that_is_not_committed_is_not_offered(disk, host):
     assert disk.steps() == []
 
 
-def test_saves_of_a_step_are_offered_apart_and_held_with_their_time(disk, host):
+def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
     first = killed_host.save(host, 3, save="0")
     second = killed_host.save(host, 3, save="1")
     found = [offer.manifest.save for offer in offered(disk, 3)]
     assert sorted(found) == [first.save, second.save]
-    assert [held[:2] for held in host.held()] == [(3, "0"), (3, "1")]
-    assert host.held()[0].time <= host.held()[1].time
+    assert host.held() == [(3, "0"), (3, "1")]
     assert disk.steps() == [3]
     host.remove(3, "0")
-    assert [held[:2] for held in host.held()] == [(3, "1")]
+    assert host.held() == [(3, "1")]
+
+
+def test_what_is_held_has_the_time_and_metrics_of_its_save(disk, host):
+    captured = capture.capture({"w": np.ones(8)}, host_memory.Pool())
+    contents = manifest.Contents(leaves=captured.leaves, components={})
+    writer = host.begin(3, "0", contents, num_bytes=64)
+    writer.write(captured)
+    known = dataclasses.replace(contents, time_ms=1500, metrics='{"loss":NaN}')
+    writer.commit(contents=known)
+    killed_host.save(host, 4)
+    disk.manifest_path(0, 4, "0").write_text("{}")
+    first, spoilt = host.retained()
+    assert (first.step, first.time.timestamp(), first.complete) == (3, 1.5, True)
+    assert np.isnan(first.metrics["loss"])
+    assert (spoilt.step, spoilt.metrics, spoilt.complete) == (4, None, False)
 
 
 def test_a_committed_step_is_not_saved_over(host):

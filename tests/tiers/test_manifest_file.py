@@ -30,7 +30,8 @@ def small():
     held = [(2, parts[3]), (0, boxes.whole(())), (2, parts[1])]
     of = saved_worlds.host(1, 2, 4, rack="r7")
     files = [saved_worlds.data_file(2, 3)]
-    return saved_worlds.offer(of, WHOLE, held, files=files, step=40).manifest
+    whole = dataclasses.replace(WHOLE, time_ms=1_790_000_000_123, metrics='{"loss":2}')
+    return saved_worlds.offer(of, whole, held, files=files, step=40).manifest
 
 
 def rows(found):
@@ -148,6 +149,10 @@ def component_file(**changes):
         {"leaves": [["w"]]},
         {"leaves": [["w", [1], "int8"], ["a", [1], "int8"]]},
         {"components": {"data/cursors": {}}},
+        {"time_ms": "now"},
+        {"metrics": "{"},
+        {"metrics": "[]"},
+        {"metrics": {}},
         {"fragments": {}},
         {"fragments": fragments(leaf=[0, 2, 3])},
         {"fragments": fragments(leaf=[0, 2])},

@@ -47,9 +47,11 @@ class Cursors:
         return read()
 
 
-def checkpointer(ram, storage=None, *, every=1, keep=None, run=RUN, **more):
+def checkpointer(
+    ram, storage=None, *, every=1, keep=None, keep_in_ram=None, run=RUN, **more
+):
     """A checkpointer over a RAM disk and persistent storage, if there is any."""
-    tiers = [choices.Local(ram)]
+    tiers = [choices.Local(ram, keep=keep_in_ram)]
     if storage is not None:
         tiers.append(choices.Persistent(storage, every=every, keep=keep))
     return factory.Checkpointer(tiers, run=run, slice_name="s0", **more)

@@ -6,6 +6,7 @@ A save goes through `capture`, `write`, `commit` (or `abandon`), `replicate`, `c
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class HostSaver:
     def write(
         self, step: int, save: str, components: Sequence[str], problem: str | None
     ) -> Answer:
-        """Writes what was captured, and says what `files` components wrote.
+        """Writes what was captured; says what `files` components wrote, and `time_ms`.
 
         Raises:
           CheckpointError: if it does not fit, or `problem` says what went wrong.
@@ -70,10 +71,15 @@ class HostSaver:
         for file in saving.written:
             component, _, name = file.path.partition("/")
             names.setdefault(component, []).append(name)
-        return {"files": names}
+        return {"files": names, "time_ms": time.time_ns() // 1_000_000}
 
     def commit(
-        self, step: int, save: str, parts: Mapping[str, Mapping[str, int]]
+        self,
+        step: int,
+        save: str,
+        parts: Mapping[str, Mapping[str, int]],
+        time_ms: int,
+        metrics: str | None,
     ) -> None:
         """Makes this host's part exist.
 
@@ -81,6 +87,8 @@ class HostSaver:
           step: the training step.
           save: which save of it.
           parts: by component and file, the number of the part that a file is.
+          time_ms: when that is, for all hosts; see `Contents`.
+          metrics: see `Contents`.
         """
         saving = self._saving.pop((step, save))
         assert saving.writer is not None
@@ -97,8 +105,13 @@ class HostSaver:
                     stored_bytes=file.stored_bytes,
                 )
             )
-        counts = {component: len(of) for component, of in parts.items()}
-        saving.writer.commit(files, components=counts)
+        contents = dataclasses.replace(
+            saving.writer.manifest.contents,
+            components={component: len(of) for component, of in parts.items()},
+            time_ms=time_ms,
+            metrics=metrics,
+        )
+        saving.writer.commit(files, contents=contents)
 
     def abandon(self, step: int, save: str) -> None:
         """Takes back what this host wrote of a step, committed or not."""
@@ -172,12 +185,7 @@ class HostSaver:
         """
         held = self._world.own.held()
         removed = retention.steps_to_delete(
-            [
-                retention.HeldStep(
-                    step=each.step, time=each.time, metrics=None, complete=True
-                )
-                for each in held
-            ],
+            self._world.own.retained(),
             self._world.local_tier.keep or retention.NewestOnly(),
             newest_complete=step,
             in_flight=in_flight,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import retention
 from elastic_ckpt.tiers.manifest import (
     ComponentFile,
     Contents,
@@ -30,6 +32,8 @@ from elastic_ckpt.tiers.manifest import (
 from elastic_ckpt.tiers.ram import ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 
+_BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
+
 
 class Held(NamedTuple):
     """A committed save of a step.
@@ -37,12 +41,10 @@ class Held(NamedTuple):
     Attributes:
       step: the training step.
       save: which save of it.
-      time: when its manifest was written.
     """
 
     step: int
     save: str
-    time: datetime.datetime
 
 
 class LocalHost:
@@ -104,15 +106,30 @@ class LocalHost:
 
     def held(self) -> list[Held]:
         """What is committed, ordered by step and save."""
-        found = []
-        for step, save in self.disk.saves(self.slot):
-            path = self.disk.manifest_path(self.slot, step, save)
-            if path.exists():
-                time = datetime.datetime.fromtimestamp(
-                    os.stat(path).st_mtime, datetime.UTC
-                )
-                found.append(Held(step=step, save=save, time=time))
-        return found
+        return [
+            Held(step=step, save=save)
+            for step, save in self.disk.saves(self.slot)
+            if self.disk.manifest_path(self.slot, step, save).exists()
+        ]
+
+    def retained(self) -> list[retention.HeldStep]:
+        """The same as retention wants it, by what the manifests say."""
+        return [self._retained(each) for each in self.held()]
+
+    def _retained(self, each: Held) -> retention.HeldStep:
+        try:
+            contents = self.disk.manifest(self.slot, *each).contents
+        except errors.CheckpointError:
+            # Nobody can read what it listed.
+            return retention.HeldStep(
+                step=each.step, time=_BEGINNING, metrics=None, complete=False
+            )
+        return retention.HeldStep(
+            step=each.step,
+            time=_BEGINNING + datetime.timedelta(milliseconds=contents.time_ms),
+            metrics=None if contents.metrics is None else json.loads(contents.metrics),
+            complete=True,
+        )
 
     def begin(
         self, step: int, save: str, contents: Contents, *, num_bytes: int | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,13 @@ from etils import epath
 from elastic_ckpt.core import checked_json, digest, errors, storage
 from elastic_ckpt.tiers import manifest_file, preserved
 from elastic_ckpt.tiers.capture import Captured
-from elastic_ckpt.tiers.manifest import ComponentFile, Fragment, Fragments, Manifest
+from elastic_ckpt.tiers.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Fragments,
+    Manifest,
+)
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS, ChunkWriter
 
@@ -128,24 +134,22 @@ class StepWriter:
         self,
         component_files: Sequence[ComponentFile] = (),
         *,
-        components: Mapping[str, int] | None = None,
+        contents: Contents | None = None,
     ) -> Manifest:
         """Writes the manifest, which makes all that was written a part of the step.
 
         Args:
           component_files: what components wrote here; copies are known already.
-          components: of the whole step, where it was not known when it was begun.
+          contents: of the whole step, where not all of them were known when it was
+            begun; the leaves are the same.
 
         Raises:
           CheckpointError: as `write`.
         """
         self._files |= {file.path: file for file in component_files}
-        contents = self.manifest.contents
-        if components is not None:
-            contents = dataclasses.replace(contents, components=components)
         manifest = dataclasses.replace(
             self.manifest,
-            contents=contents,
+            contents=contents or self.manifest.contents,
             fragments=Fragments.of(
                 self._fragments.values(), contents=self.manifest.contents
             ),
