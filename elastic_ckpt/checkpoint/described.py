@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -22,14 +23,14 @@ class Described:
     Attributes:
       trees: pytrees by name, with abstract arrays.
       components: the names of other parts.
-      metrics: that it was saved with.
+      metrics_json: the metrics that it was saved with, as text.
       custom_metadata: that it was saved with.
       init_timestamp_nsecs: when its save began, since 1970.
     """
 
     trees: Mapping[str, Any]
     components: Collection[str]
-    metrics: Mapping[str, Any] | None
+    metrics_json: str | None
     custom_metadata: Mapping[str, Any] | None
     init_timestamp_nsecs: int
 
@@ -42,11 +43,15 @@ class Described:
         metrics: Mapping[str, Any] | None,
         custom_metadata: Mapping[str, Any] | None,
     ) -> Described:
-        """Describes what is saved now; refers to no array of it."""
+        """Describes what is saved now; refers to no array of it.
+
+        Raises:
+          CheckpointError: if the metrics are not JSON.
+        """
         return cls(
             trees={name: jax.tree.map(_abstract, tree) for name, tree in trees.items()},
             components=sorted(components),
-            metrics=metrics,
+            metrics_json=None if metrics is None else _json(metrics),
             custom_metadata=custom_metadata,
             init_timestamp_nsecs=time.time_ns(),
         )
@@ -64,6 +69,7 @@ class Described:
         Args:
           chunks: by the path of a leaf, the shape of its chunks.
         """
+        text = self.metrics_json
         files = orbax_format.metadata_files(
             self.trees,
             self.components,
@@ -71,19 +77,14 @@ class Described:
             step=orbax_format.StepMetadata(
                 init_timestamp_nsecs=self.init_timestamp_nsecs,
                 commit_timestamp_nsecs=time.time_ns(),
-                metrics=self.metrics,
+                metrics=None if text is None else json.loads(text),
                 custom=self.custom_metadata,
             ),
         )
         return {path: content.decode() for path, content in files.items()}
 
 
-def metrics_json(metrics: Mapping[str, Any]) -> str:
-    """The metrics of a step as text.
-
-    Raises:
-      CheckpointError: if they are not JSON.
-    """
+def _json(metrics: Mapping[str, Any]) -> str:
     try:
         return storage.canonical_json(dict(metrics)).decode()
     except (TypeError, ValueError) as error:

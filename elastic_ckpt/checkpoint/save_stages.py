@@ -39,9 +39,8 @@ class Saving:
       save: which save of it.
       components: their names.
       write_components: has them write their files.
-      metrics: JSON of what retention may rank it by, if anything.
       back_up: whether it goes to persistent storage.
-      described: for persistent storage; None if there is none.
+      described: for retention and persistent storage.
       began_secs: when it was begun, on the monotonic clock.
     """
 
@@ -49,9 +48,8 @@ class Saving:
     save: str
     components: list[str]
     write_components: Callable[[], None]
-    metrics: str | None
     back_up: bool
-    described: Described | None
+    described: Described
     began_secs: float
 
 
@@ -150,8 +148,8 @@ class SaveStages:
         try:
             said = self._hosts.all("saver.write", *place, saving.components, problem)
             parts = components.numbered([each["files"] for each in said])
-            time_ms = said[0]["time_ms"]
-            self._hosts.all("saver.commit", *place, parts, time_ms, saving.metrics)
+            of_all = said[0]["time_ms"], saving.described.metrics_json
+            self._hosts.all("saver.commit", *place, parts, *of_all)
         except HostsFailed as error:
             self._hosts.all("saver.abandon", *place)
             self._degraded("local", saving.step, f"it was not saved: {error}")
@@ -253,7 +251,6 @@ class SaveStages:
         futures.wait(after)
         step, place = saving.step, (saving.step, saving.save)
         described = saving.described
-        assert described is not None
         began_secs = time.monotonic()
         try:
             chunks = self._hosts.first("backup.chunk_shapes", *place)

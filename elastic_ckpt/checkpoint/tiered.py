@@ -13,8 +13,9 @@ from typing import Any
 
 from orbax.checkpoint import multihost
 
-from elastic_ckpt.checkpoint import components, described, restore
+from elastic_ckpt.checkpoint import components, restore
 from elastic_ckpt.checkpoint import metadata as metadata_of
+from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.core import errors, events, storage
@@ -131,7 +132,6 @@ class TieredCheckpointer:
         Raises:
           CheckpointError: if a leaf cannot be saved, or the metrics are not JSON.
         """
-        text = None if metrics is None else described.metrics_json(metrics)
         self._stages.wait_for_commit()
         is_new = self.latest is None or step > self.latest.step
         if not (is_new or overwrite):
@@ -142,25 +142,22 @@ class TieredCheckpointer:
         self._emit("save_started", step=step)
         began_secs = time.monotonic()
         trees, stateful = components.split(checkpointables)
+        described = Described.of(
+            trees, stateful, metrics=metrics, custom_metadata=custom_metadata
+        )
         directory = self._hosts.capture(step, self._save, trees)
         write_components = components.begin_save(
             stateful, lambda name: storage.make_directory(f"{directory}/{name}")
         )
-        noted, back_up = None, False
-        if self._persistent is not None:
-            back_up = force or self._is_backup_due(step)
-            noted = described.Described.of(
-                trees, stateful, metrics=metrics, custom_metadata=custom_metadata
-            )
         committed = self._stages.begin(
             Saving(
                 step=step,
                 save=self._save,
                 components=sorted(stateful),
                 write_components=write_components,
-                metrics=text,
-                back_up=back_up,
-                described=noted,
+                back_up=self._persistent is not None
+                and (force or self._is_backup_due(step)),
+                described=described,
                 began_secs=began_secs,
             )
         )

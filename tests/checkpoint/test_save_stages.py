@@ -73,7 +73,6 @@ def saving(step, *, write_components=lambda: None, back_up=False):
         save=SAVE,
         components=[],
         write_components=write_components,
-        metrics=None,
         back_up=back_up,
         described=described,
         began_secs=0,
