@@ -21,11 +21,12 @@ Restored, in a world of its own, until the arrays are ready:
 * `ram_restore_ratio_copy`: the speed on the same four hosts over that of four
   processes `cp -r` which copy the same files on the RAM disk.
 * `ram_restore_ratio_orbax`: the speed over that of Orbax's load from the RAM disk.
-* `ram_restore_half_hosts`: on two hosts, which read half from peers; beside it
+* `ram_restore_half_hosts`: on two hosts, which read three quarters from peers: hosts
+  need rows in their order, and the second one holds none of its own. Beside it
   `ram_restore_half_transfer` of the same files to the same two hosts, in four threads,
   by the client's and the system's reads alone, and `..._peers_transfer` of the peers'
   files among them; `ram_restore_half_ratio_transfer` holds the first against the
-  second.
+  second, and `ram_restore_half_ratio_peers_transfer` against the third.
 
 Sent:
 
@@ -62,6 +63,8 @@ from elastic_ckpt.tiers.peers import agent, agent_process, secret
 
 _HOSTS = 4
 _GIB = 2**30
+# Of what half of the hosts restore, what peers hold.
+_OF_PEERS = 3 / 4
 # Agents serve what lies in some step of some slot, so that is where a file is put.
 _SERVED = "hosts/0/1-served/file"
 
@@ -208,10 +211,17 @@ def _half(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
             num_gib, warm["read_files"], "the same files, read alone"
         ),
         "ram_restore_half_peers_transfer": _speed(
-            num_gib * 3 / 4, warm["read_peers_files"], "the peers' files, read alone"
+            num_gib * _OF_PEERS,
+            warm["read_peers_files"],
+            "the peers' files, read alone",
         ),
         "ram_restore_half_ratio_transfer": _ratio(
             warm["read_files"], warm["load"], "over the speed of the files alone"
+        ),
+        "ram_restore_half_ratio_peers_transfer": _ratio(
+            [each / _OF_PEERS for each in warm["read_peers_files"]],
+            warm["load"],
+            "over the speed of the peers' files alone",
         ),
     }
 
