@@ -8,6 +8,7 @@ environment's proxies are ignored.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import io
@@ -84,7 +85,10 @@ class _Watched(io.RawIOBase):
     def _wake_at(self, num_bytes: int) -> None:
         # How much has to have come before a read returns.
         if num_bytes != self._woken_at:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            # Where a system has no such option all is read as it comes.
+            with contextlib.suppress(OSError):
+                option = (socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+                self._socket.setsockopt(*option, num_bytes)
             self._woken_at = num_bytes
 
 
