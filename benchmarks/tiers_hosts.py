@@ -265,8 +265,10 @@ def _counted() -> Iterator[dict[str, int]]:
     read_into = peer_endpoint.Endpoint.read_into
     read = peer_endpoint.Endpoint.read
 
-    def counted_into(self: Any, path: str, offset: int, into: memoryview) -> None:
-        read_into(self, path, offset, into)
+    def counted_into(
+        self: Any, path: str, offset: int, into: memoryview, *on_piece: Any
+    ) -> None:
+        read_into(self, path, offset, into, *on_piece)
         sent["parts"] += len(into)
 
     def counted(self: Any, path: str, *, most_bytes: int) -> bytes:
