@@ -88,7 +88,7 @@ def test_the_logical_shards_are_elastic_as_they_are_written(tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "216\n"), ended.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2.5)
 def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(tmp_path):
     clone, bare = tmp_path / "clone", tmp_path / "bare"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)

@@ -193,7 +193,7 @@ def test_any_run_has_the_bytes_of_one_host(
     check(data, run, tmp_path_factory.mktemp)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 @settings(max_examples=250)
 @given(
     file_format=st.sampled_from(formats.FORMATS),

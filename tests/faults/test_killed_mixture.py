@@ -30,7 +30,7 @@ def mixture(tmp_path_factory):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_killed_on_four_hosts_it_goes_on_with_three_and_then_six(
     mixture, tmp_path, workers
@@ -68,7 +68,7 @@ def swapped(settings):
     return f"{first[:-1]}3;{second[:-1]}1"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 def test_evaluations_are_the_same_on_any_number_of_hosts(mixture, tmp_path):
     corpus, settings = mixture
     odd = settings["grain_train_files"].split(",")[0]
@@ -87,7 +87,7 @@ def test_evaluations_are_the_same_on_any_number_of_hosts(mixture, tmp_path):
     assert losses[1] == pytest.approx(losses[4], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 def test_a_finite_run_ends_on_all_hosts_at_once_and_continues_to_no_step(
     mixture, tmp_path
 ):
@@ -108,7 +108,7 @@ def test_a_finite_run_ends_on_all_hosts_at_once_and_continues_to_no_step(
     assert json.loads(runs.verb("audit", tmp_path / "tiny", "--json"))["passed"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.7)
 def test_a_ramp_of_batch_sizes_takes_each_row_once(mixture, tmp_path):
     corpus, settings = mixture
     ramp = {

@@ -48,7 +48,7 @@ def continue_and_audit(config, run, hosts):
     return ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 @pytest.mark.parametrize(("point", "occurrence", "complete", "leaves_half"), POINTS)
 def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step(
     tmp_path, corpus, point, occurrence, complete, leaves_half
@@ -69,7 +69,7 @@ def test_a_run_killed_in_its_second_save_continues_from_the_newest_complete_step
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["12", "4", "8"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus)
     kill_at("with_the_state_half_written", 1, config, hosts=2)
@@ -80,7 +80,7 @@ def test_a_run_killed_in_its_first_save_begins_anew(tmp_path, corpus):
     assert "tiny: to step 12" in output
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, async_checkpointing=False)
     kill_at("between_two_saves", 7, config, hosts=2)
@@ -90,7 +90,7 @@ def test_a_run_killed_between_two_saves_repeats_the_steps_since(tmp_path, corpus
     assert "steps trained again after an interruption: 3" in audit
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 def test_a_run_killed_at_any_moment_again_and_again_ends_as_if_nothing_were(
     tmp_path, corpus
 ):

@@ -132,7 +132,7 @@ def test_worlds_that_are_killed_lose_nothing_and_leave_nothing(lives):
     lives.end_well()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 @EVERYBODY
 @pytest.mark.parametrize("of", PHASES)
 def test_killed_at_any_point_a_world_loses_nothing_and_leaves_nothing(
@@ -146,7 +146,7 @@ def test_killed_at_any_point_a_world_loses_nothing_and_leaves_nothing(
     lives.end_well()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.6)
 def test_a_machine_that_goes_with_its_host_takes_no_step_that_was_replicated(lives):
     for name in killed_tiers.COLLECT:
         victim = lives.end_at("collect", name, everybody=False)

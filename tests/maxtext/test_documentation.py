@@ -41,7 +41,7 @@ def test_links_lead_to_files():
         assert path.exists(), target
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.9)
 def test_the_worked_command_trains_and_continues(tmp_path):
     environment.set_up()
     (tmp_path / ".venv-maxtext").symlink_to(environment.ENVIRONMENT)

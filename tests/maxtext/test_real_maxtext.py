@@ -5,7 +5,7 @@ import pytest
 from tests import corpora
 from tests.maxtext import environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(minutes=1)
 
 ROWS = 8
 # A run of this many steps is done on so many hosts, one stage after the other.

@@ -43,7 +43,7 @@ def train(config, *settings):
     return ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.9)
 def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
     train(config, "hosts=4", "steps=12")
     output = train(config, "hosts=2", "steps=20")
@@ -59,7 +59,7 @@ def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
     assert "PASSED" in runs.verb("audit", run)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=0.9)
 def test_a_run_that_is_killed_goes_on_from_what_its_processes_left_in_ram(
     config, tmp_path
 ):
