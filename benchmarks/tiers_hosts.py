@@ -12,6 +12,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, cast
@@ -80,16 +81,6 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
                     done()
             ours.wait()
         orbax.close()
-        secs |= {"save": [], "save_unchecked": []}
-        for name in tiers_turns.pairs(("save", "save_unchecked"), place.check_pairs):
-            state = fresh_state()
-            with _digests(as_they_are=name == "save"):
-                took, committed = tiers_turns.timed(
-                    place, lambda s=state: save_ours(s)()
-                )
-            assert committed
-            secs[name].append(took)
-            ours.wait()
         # The last one is restored.
         assert save_ours(fresh_state())()
         ours.wait()
@@ -122,13 +113,33 @@ def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             secs[name].append(tiers_turns.timed(place, sides[name])[0])
             shutil.rmtree(copied, ignore_errors=True)
         orbax.close()
-        secs |= {"load_checked": [], "load_unchecked": []}
-        for name in tiers_turns.pairs(
-            ("load_checked", "load_unchecked"), place.check_pairs
-        ):
-            with _digests(as_they_are=name == "load_checked"):
-                secs[name].append(tiers_turns.timed(place, load_ours)[0])
         tiers_turns.report(place, "restore", host, secs)
+
+
+def check(host: member.Member, emit: events.Emit, *, place: Place) -> None:
+    """Saves until it is committed, and loads, with digests and without."""
+    del emit
+    with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
+        fresh_state = tiers_turns.states(place, tiers_turns.sharded(mesh))
+        wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
+        steps = itertools.count(1)
+        secs: Secs = {}
+
+        def compare(of: str, work: Callable[[State], Any]) -> None:
+            for name in tiers_turns.pairs((of, f"{of}_unchecked"), place.check_pairs):
+                state = fresh_state()
+                with _digests(as_they_are=name == of):
+                    took, cpu = tiers_turns.timed(
+                        place, functools.partial(_cpu_secs, work, state)
+                    )
+                secs.setdefault(name, []).append(took)
+                secs.setdefault(f"{name}_cpu", []).append(cpu)
+                ours.wait()
+
+        compare("save", lambda state: ours.save(next(steps), state))
+        assert ours.save(next(steps), fresh_state())
+        compare("load", lambda _: jax.block_until_ready(ours.load(None, wanted)))
+        tiers_turns.report(place, "check", host, secs)
 
 
 def restore_half(
@@ -201,6 +212,13 @@ def replicate(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             for kind in sent:
                 counts[f"{name}_{kind}"] = [sent[kind] - before[kind]]
         tiers_turns.report(place, "replicate", host, counts)
+
+
+def _cpu_secs(work: Callable[[State], Any], state: State) -> float:
+    # Of all threads of this process.
+    began = time.process_time()
+    assert work(state)
+    return time.process_time() - began
 
 
 class _NoHash:
