@@ -268,6 +268,8 @@ class SaveStages:
             self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
             self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
             self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
+            for why in dict.fromkeys(why for each in said for why in each["bad"]):
+                self._degraded("local", step, f"{why}; it was backed up from elsewhere")
             self._collect_backups(*place)
         finally:
             self._in_backup = None

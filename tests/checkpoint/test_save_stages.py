@@ -34,7 +34,7 @@ class OneHost:
         name = phase.partition(".")[2]
         if name == "say":
             return [arguments[0]]
-        answer = self._answers.get(name, {**WRITTEN, "bytes": 0})
+        answer = self._answers.get(name, {**WRITTEN, "bytes": 0, "bad": []})
         if callable(answer):
             answer = answer(*arguments)
         if isinstance(answer, str):

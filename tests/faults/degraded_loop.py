@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import topology
+from elastic_ckpt.tiers import holdings, uploads
+from elastic_ckpt.tiers.host import host_backup
 from elastic_ckpt.tiers.peers import agent, peer_client, peer_endpoint
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.multiprocess import tier_worlds
@@ -100,6 +102,29 @@ def stop_agent(root):
 def continue_agent(root):
     """Undoes that."""
     os.kill(agent.find(root).pid, signal.SIGCONT)
+
+
+def spoil_what_is_backed_up_next():
+    """All that this host uploads next goes bad in its RAM before."""
+    original = host_backup.HostBackup.back_up
+
+    def back_up(self, step, save, names):
+        host_backup.HostBackup.back_up = original
+        sources, _ = self._world.in_ram(step, save)
+        of = holdings.Holdings.of(list(sources))
+        own = self._world.own
+        share = set(uploads.uploads(of, self._world.hosts).of(own.host.id).tolist())
+        for row, item in enumerate(of.item.tolist()):
+            is_own = of.offers[of.holder[row]].host.id == own.host.id
+            if is_own and item in share and item < len(of.leaf):
+                directory = own.disk.step_directory(own.slot, step, save)
+                with open(directory / of.fragment(row).file, "r+b") as file:
+                    first = file.read(1)[0]
+                    file.seek(0)
+                    file.write(bytes([first ^ 1]))
+        return original(self, step, save, names)
+
+    host_backup.HostBackup.back_up = back_up
 
 
 def in_turn(*acts):

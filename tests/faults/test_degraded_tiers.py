@@ -86,6 +86,34 @@ def degraded(events, tier):
     return found
 
 
+def test_what_goes_bad_before_a_backup_is_told_and_put_right(
+    world, restored, ram, tmp_path
+):
+    events = world(
+        2,
+        happens={2: degraded_loop.spoil_what_is_backed_up_next},
+        persistent=str(tmp_path / "steps"),
+        every=1,
+    )
+    assert steps(events, "backed_up") == [1, 2]
+    told = degraded(events, "local")
+    assert told.keys() == {2}
+    for why in told[2]:
+        assert why.startswith("state/")
+        assert "its digest differs; it was backed up from elsewhere" in why
+    (found,) = [each for each in restored(2) if each["event"] == "restored_from"]
+    assert found["bad_copies"] == 0
+    # In storage, too, is what was saved.
+    for number in range(4):
+        ram.lose(number)
+    (found,) = [
+        each
+        for each in restored(2, persistent=str(tmp_path / "steps"))
+        if each["event"] == "restored_from"
+    ]
+    assert found["persistent_bytes"] > 0
+
+
 def test_storage_is_gone_for_a_while_and_the_backup_is_made_later(
     world, restored, tmp_path
 ):

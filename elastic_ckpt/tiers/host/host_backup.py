@@ -13,6 +13,7 @@ from concurrent import futures
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import retention, uploads, verified_read
 from elastic_ckpt.tiers.holdings import Holdings
+from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
 from elastic_ckpt.tiers.manifest import Host
 from elastic_ckpt.tiers.persistent import commit, ocdbt, upload, writers
@@ -55,12 +56,17 @@ class HostBackup:
     def back_up(
         self, step: int, save: str, names: Mapping[str, Sequence[str]]
     ) -> Answer:
-        """Writes this host's share of a step to persistent storage; its `bytes`.
+        """Writes this host's share of a step to persistent storage.
+
+        Of its own what turns out to be bad is read elsewhere, and put right.
 
         Args:
           step: the training step.
           save: which save of it.
           names: by the path of a leaf, the checkpointable and name that Orbax uses.
+
+        Returns:
+          The `bytes` of the share, and the copies that were `bad`, a sentence each.
 
         Raises:
           CheckpointError: if holders disagree about values, or storage fails.
@@ -78,14 +84,14 @@ class HostBackup:
             self._saved_step(holdings, step, save, names),
             self._world.own.host,
         )
+        reader = verified_read.VerifiedReader(sources)
+        own = self._world.own
         num_bytes = _upload_share(
-            holdings,
-            self._world.hosts,
-            uploading,
-            verified_read.VerifiedReader(sources),
-            host=self._world.own.host,
+            holdings, self._world.hosts, uploading, reader, host=own.host
         )
-        return {"bytes": num_bytes}
+        bad = list(map(str, reader.bad))
+        recovery.put_own_right(holdings, reader, own)
+        return {"bytes": num_bytes, "bad": bad}
 
     def commit(
         self,

@@ -203,7 +203,7 @@ class HostReader:
         if not files:
             return []
         return recovery.put_right(
-            restoring.found, restoring.reader, self._world.own, files
+            restoring.found.step.holdings, restoring.reader, self._world.own, files
         )
 
     def forget(self) -> None:

@@ -82,8 +82,20 @@ def describe(bad: verified_read.BadCopy) -> dict[str, storage.Json]:
     }
 
 
+def put_own_right(
+    holdings: Holdings, reader: verified_read.VerifiedReader, own: local.LocalHost
+) -> list[str]:
+    """Puts right what a reader found to be bad of its own host, as `put_right`."""
+    files = {
+        bad.file
+        for bad in reader.bad
+        if bad.offer.tier == "local" and bad.offer.host.id == own.host.id
+    }
+    return put_right(holdings, reader, own, files) if files else []
+
+
 def put_right(
-    found: FoundStep,
+    holdings: Holdings,
     reader: verified_read.VerifiedReader,
     own: local.LocalHost,
     files: Collection[str],
@@ -91,7 +103,7 @@ def put_right(
     """Writes what is bad in a host's RAM disk anew, from another good copy.
 
     Args:
-      found: the step.
+      holdings: of the step.
       reader: of the step.
       own: the host.
       files: paths in the step's directory of the host.
@@ -99,7 +111,6 @@ def put_right(
     Returns:
       The names of what was put right; of what has no other good copy there is none.
     """
-    holdings = found.step.holdings
     mended = []
     for row, item in enumerate(holdings.item.tolist()):
         offer = holdings.offers[holdings.holder[row]]

@@ -49,7 +49,8 @@ class Taken:
     Attributes:
       copies: how many.
       num_bytes: of them.
-      problems: copies that could not be had, and why, a sentence each.
+      problems: copies that could not be had, or are bad at a holder, and why, a
+        sentence each.
     """
 
     copies: int
@@ -101,4 +102,5 @@ def take(
                 sizes.append(got.result())
             except errors.CheckpointError as error:
                 problems.append(str(error))
+    problems += map(str, reader.bad)
     return Taken(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))
