@@ -192,7 +192,7 @@ def test_of_backups_that_are_late_the_newest_is_made(stages, told):
     def back_up(step, *_):
         backing_up.set()
         assert step != 1 or go_on.wait(60)
-        return "storage is gone" if step == 1 else {"bytes": 3}
+        return "storage is gone" if step == 1 else {"bytes": 3, "bad": []}
 
     made, host = stages(back_up=back_up)
     made.begin(saving(1, back_up=True)).result()
