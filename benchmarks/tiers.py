@@ -17,8 +17,9 @@ Blocked, in the steady state: the save before is done, and no waiting is counted
 Checked, in a world of its own, in turns with digests that cost nothing:
 
 * `check_cost_percent_save`, `check_cost_percent_load`: of a save until it is committed
-  and of a load, for digests, by the clock; `check_cost_cpu_percent_...` by the time of
-  all hosts' processors, which other machines on this one disturb less.
+  and of a load, for digests, by the clock.
+* `check_share_percent_save`, `..._load`: the time that processors spend inside of
+  digests, over what they spend on all else; what disturbs the clock disturbs both.
 
 Restored, in a world of its own, until the arrays are ready:
 
@@ -206,10 +207,12 @@ def _checked(of_hosts: list[Samples]) -> dict[str, report.Figure]:
         figures[f"check_cost_percent_{of}"] = _percent(
             secs[of], secs[f"{of}_unchecked"], "at most 5; for digests"
         )
-        figures[f"check_cost_cpu_percent_{of}"] = _percent(
-            _summed(of_hosts, f"{of}_cpu"),
-            _summed(of_hosts, f"{of}_unchecked_cpu"),
-            "of all processors' time",
+        all_secs = _summed(of_hosts, f"{of}_cpu")[1:]
+        spent = _summed(of_hosts, f"{of}_digests_cpu")[1:]
+        figures[f"check_share_percent_{of}"] = _figure(
+            "%",
+            "processors' time in digests, over all else",
+            [100 * a / (b - a) for a, b in zip(spent, all_secs, strict=True)],
         )
     save_secs = _figure("secs", "until it is committed", secs["save"][1:])
     return figures | {"save_secs": save_secs}

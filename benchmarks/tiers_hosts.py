@@ -127,13 +127,18 @@ def check(host: member.Member, emit: events.Emit, *, place: Place) -> None:
 
         def compare(of: str, work: Callable[[State], Any]) -> None:
             for name in tiers_turns.pairs((of, f"{of}_unchecked"), place.check_pairs):
-                state = fresh_state()
                 with _digests(as_they_are=name == of):
-                    took, cpu = tiers_turns.timed(
-                        place, functools.partial(_cpu_secs, work, state)
-                    )
+                    turn = functools.partial(work, fresh_state())
+                    took, done = tiers_turns.timed(place, turn)
+                assert done
                 secs.setdefault(name, []).append(took)
-                secs.setdefault(f"{name}_cpu", []).append(cpu)
+                ours.wait()
+            for _ in range(place.rounds + 1):
+                with _timed_digests() as spent:
+                    turn = functools.partial(_cpu_secs, work, fresh_state())
+                    _, cpu_secs = tiers_turns.timed(place, turn)
+                secs.setdefault(f"{of}_cpu", []).append(cpu_secs)
+                secs.setdefault(f"{of}_digests_cpu", []).append(sum(spent))
                 ours.wait()
 
         compare("save", lambda state: ours.save(next(steps), state))
@@ -219,6 +224,33 @@ def _cpu_secs(work: Callable[[State], Any], state: State) -> float:
     began = time.process_time()
     assert work(state)
     return time.process_time() - began
+
+
+@contextlib.contextmanager
+def _timed_digests() -> Iterator[list[float]]:
+    # The secs of a processor that each call for a digest takes.
+    spent: list[float] = []
+    values_hash = digest.values_hash
+
+    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            began = time.thread_time()
+            result = work(*arguments)
+            spent.append(time.thread_time() - began)
+            return result
+
+        return call
+
+    class Hash:
+        def __init__(self) -> None:
+            hashing = values_hash()
+            self.update, self.digest = timed(hashing.update), timed(hashing.digest)
+
+    with (
+        mock.patch.object(digest, "values_digest", timed(digest.values_digest)),
+        mock.patch.object(digest, "values_hash", Hash),
+    ):
+        yield spent
 
 
 class _NoHash:
