@@ -10,6 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import failure_domains
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice, TlsFiles
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
@@ -108,23 +109,10 @@ def _peers(section: schema.TiersSection) -> Peers:
         copies=section.peer_copies,
         assume_data_parallelism=section.peer_assume_data_parallelism,
         domain=section.peer_domain,
-        domains=_domains(section.peer_domains),
+        domains=failure_domains.parse(section.peer_domains, what="peer_domains"),
         interface=section.peer_interface or os.environ.get("POD_IP", "127.0.0.1"),
         port=section.peer_port,
         known=tuple(url for url in section.peer_urls.split(";") if url),
         max_bytes_per_sec=bandwidth or None,
         tls=tls,
     )
-
-
-def _domains(text: str) -> dict[str, str]:
-    domains = {}
-    for pair in filter(None, text.split(";")):
-        kind, equals, name = pair.partition("=")
-        if not (kind and equals and name):
-            raise errors.ConfigError(
-                f"peer_domains={text!r}: {pair!r} is not `kind=name`; write for example"
-                " rack=r7;zone=us-east5-a"
-            )
-        domains[kind] = name
-    return domains

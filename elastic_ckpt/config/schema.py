@@ -376,7 +376,7 @@ class TiersSection:
     peer_domains: str = _key(
         "",
         "This host's failure domains, such as `rack=r7;zone=us-east5-a`; `slice` and"
-        " `host` are known without.",
+        " `host` are known without, and what is in its ELASTIC_CKPT_DOMAINS.",
     )
     peer_interface: str = _key(
         "",

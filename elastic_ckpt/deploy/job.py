@@ -15,6 +15,7 @@ from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.deploy import machine, names
+from elastic_ckpt.tiers import failure_domains
 
 Object = dict[str, Any]
 
@@ -88,9 +89,20 @@ def host_memory(config: schema.Config) -> list[Memory]:
 
 
 def environment() -> list[Object]:
-    """The variables of a container: where other machines reach its pod's memory."""
-    field = {"fieldRef": {"fieldPath": "status.podIP"}}
-    return [{"name": "POD_IP", "valueFrom": field}]
+    """The variables of a container: its pod's address, and its failure domains.
+
+    Kubernetes gives pods the zone of their node from 1.35 on (KEP 4742); where it does
+    not, the variable is empty, and no domain.
+    """
+    fields = {
+        "POD_IP": "status.podIP",
+        "NODE_ZONE": "metadata.labels['topology.kubernetes.io/zone']",
+    }
+    found: list[Object] = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+    return [*found, {"name": failure_domains.VARIABLE, "value": "zone=$(NODE_ZONE)"}]
 
 
 def config_map(config: schema.Config) -> Object:

@@ -12,6 +12,8 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import job, names
 
 _HEAD, _WORKER = "pathways-head", "pathways-worker"
+# Of a worker's pod, the container in which the host saves and reads.
+_SIDECAR = "colocated-python-sidecar"
 
 
 def documents(config: schema.Config) -> list[job.Object]:
@@ -101,8 +103,8 @@ def _with_environment(jobset: job.Object) -> job.Object:
     # pathwaysutils takes variables with values alone.
     for replicated in jobset["spec"]["replicatedJobs"]:
         pod = replicated["template"]["spec"]["template"]["spec"]
-        for container in pod["containers"]:
-            if container["name"] == job.CONTAINER:
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            if container["name"] in (job.CONTAINER, _SIDECAR):
                 container["env"] += job.environment()
     return jobset
 

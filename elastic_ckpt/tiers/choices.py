@@ -58,7 +58,8 @@ class Peers:
       assume_data_parallelism: copies nothing, for models of which no copy fits.
       domain: the kind of failure domain that goes as a whole.
       domains: this host's failure domains by kind, such as `{"rack": "r7"}`; `slice`
-        and `host` are known without.
+        and `host` are known without, and what the host's environment names (see
+        `tiers.failure_domains`).
       interface: where this machine's agent listens: its address in the network that
         hosts share.
       port: of the agent; 0 lets the system choose.

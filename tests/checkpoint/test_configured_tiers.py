@@ -91,7 +91,7 @@ def test_an_amount_of_memory_is_read_as_kubernetes_reads_it(quantity, num_bytes)
             "set either .*_minutes or .*_steps, not both",
         ),
         ({"local_checkpoint_size_limit": "64 GB"}, "is not an amount of memory"),
-        ({"peer_domains": "rack"}, "'rack' is not `kind=name`"),
+        ({"peer_domains": "rack"}, "peer_domains='rack': 'rack' is not `kind=name`"),
         ({"peer_tls_key": "k"}, "give all three, or none"),
     ],
 )

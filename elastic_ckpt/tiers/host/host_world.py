@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import failure_domains
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Host
@@ -138,6 +139,7 @@ class HostWorld:
         domains = {
             "host": self.disk.machine,
             "slice": self._slice_name,
+            **failure_domains.of_environment(),
             **self.peers.domains,
         }
         self.own = self._closing.enter_context(
