@@ -32,6 +32,15 @@ VALUES_DIGEST = "xxh3-128"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(rf"manifest-{_ID.pattern}\.json")
 _DIGEST_BYTES = 16
+# What content of another kind raises where it is taken for a manifest's.
+_NOT_A_MANIFEST = (
+    AttributeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def file_name(host_id: str) -> str:
@@ -90,7 +99,7 @@ def parse(text: bytes) -> Manifest:
     content = checked_json.parse(text, what="manifest", version=VERSION, exact=True)
     try:
         return _manifest(content)
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+    except _NOT_A_MANIFEST as error:
         raise checked_json.Unreadable(f"is not a manifest ({error!r})") from None
 
 

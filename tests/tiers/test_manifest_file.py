@@ -152,6 +152,7 @@ def component_file(**changes):
         {"time_ms": "now"},
         {"metrics": "{"},
         {"metrics": "[]"},
+        {"metrics": "[" * 10**5},
         {"metrics": {}},
         {"fragments": {}},
         {"fragments": fragments(leaf=[0, 2, 3])},
