@@ -135,8 +135,9 @@ class SaveStages:
     def _commit(self, saving: Saving) -> bool:
         place = (saving.step, saving.save)
         problem = None
-        # Hosts that share a machine leave its cores to those that still capture.
-        self._hosts.all("world.say", "captured")
+        # Hosts that share a machine leave its cores to those that still capture. And a
+        # step has one set of metrics, whatever each host has measured: that of host 0.
+        of_hosts = self._hosts.all("world.say", saving.described.metrics_json)
         try:
             saving.write_components()
         except (errors.ElasticCkptError, OSError) as error:
@@ -148,7 +149,7 @@ class SaveStages:
         try:
             said = self._hosts.all("saver.write", *place, saving.components, problem)
             parts = components.numbered([each["files"] for each in said])
-            of_all = said[0]["time_ms"], saving.described.metrics_json
+            of_all = said[0]["time_ms"], of_hosts[0]
             self._hosts.all("saver.commit", *place, parts, *of_all)
         except HostsFailed as error:
             self._hosts.all("saver.abandon", *place)
