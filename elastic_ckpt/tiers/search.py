@@ -15,7 +15,6 @@ import numpy as np
 
 from elastic_ckpt.core import box_cover, boxes, errors
 from elastic_ckpt.tiers.holdings import Holdings, Offer
-from elastic_ckpt.tiers.manifest import padded
 
 _NAMED = 5
 
@@ -187,13 +186,10 @@ def _gaps(
 ) -> tuple[dict[int, boxes.Boxes], frozenset[int]]:
     gaps: dict[int, boxes.Boxes] = {}
     overlapping = set()
-    leaves = holdings.contents.leaves
-    whole = padded(
-        [boxes.whole(leaf.shape) for leaf in leaves], rank=holdings.boxes.rank
-    )
-    tiled = box_cover.tiled(whole.stop, holdings.leaf, holdings.boxes)
+    contents = holdings.contents
+    tiled = box_cover.tiled(contents.shapes, holdings.leaf, holdings.boxes)
     for number in np.flatnonzero(~tiled).tolist():
-        leaf = leaves[number]
+        leaf = contents.leaves[number]
         rank = len(leaf.shape)
         held = holdings.boxes.take(holdings.of_leaf(number))
         held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])

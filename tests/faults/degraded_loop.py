@@ -16,6 +16,7 @@ from elastic_ckpt.tiers import holdings, uploads
 from elastic_ckpt.tiers.host import host_backup
 from elastic_ckpt.tiers.peers import agent, peer_client, peer_endpoint
 from elastic_ckpt.tiers.ram import ram_disk
+from tests.faults import spoilt_files
 from tests.multiprocess import tier_worlds
 
 # Where ballast lies: in the slot of no process.
@@ -118,10 +119,7 @@ def spoil_what_is_backed_up_next():
             is_own = of.offers[of.holder[row]].host.id == own.host.id
             if is_own and item in share and item < len(of.leaf):
                 directory = own.disk.step_directory(own.slot, step, save)
-                with open(directory / of.fragment(row).file, "r+b") as file:
-                    first = file.read(1)[0]
-                    file.seek(0)
-                    file.write(bytes([first ^ 1]))
+                spoilt_files.change_first_byte(directory / of.fragment(row).file)
         return original(self, step, save, names)
 
     host_backup.HostBackup.back_up = back_up

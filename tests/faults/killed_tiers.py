@@ -18,6 +18,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
 from elastic_ckpt.tiers import manifest_file
+from tests.faults import spoilt_files
 from tests.multiprocess import tier_worlds
 
 HOST = "elastic_ckpt.tiers.host"
@@ -252,10 +253,7 @@ def _spoil(root):
     # One byte of every chunk of a host, where they lie.
     for path in pathlib.Path(root, "hosts", "0").glob("*/manifest-*.json"):
         for file in manifest_file.parse(path.read_bytes()).fragments.files:
-            with open(path.parent / file, "r+b") as chunk:
-                first = chunk.read(1)[0]
-                chunk.seek(0)
-                chunk.write(bytes([(first + 1) % 256]))
+            spoilt_files.change_first_byte(path.parent / file)
 
 
 def _arm(life, host):

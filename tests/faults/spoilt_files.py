@@ -70,6 +70,14 @@ def spoil(file, kind, random, *, other):
     return next(differing, min(len(before), len(after)))
 
 
+def change_first_byte(file):
+    """Spoils a file in place, so that to do it again does not mend it."""
+    with open(file, "r+b") as opened:
+        first = opened.read(1)[0]
+        opened.seek(0)
+        opened.write(bytes([(first + 1) % 256]))
+
+
 def _paths(root):
     for directory, _, names in os.walk(root):
         for name in names:
