@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="the file to write")
     parser.add_argument(
         "--type",
-        default="arrayrecord",
         choices=("arrayrecord", "parquet", "tfrecord"),
-        help="its format; a text a record, in Parquet in the column text",
+        help="its format, a text a record, in Parquet in the column text; without it,"
+        " as the file's name ends (.parquet, .tfrecord), else arrayrecord",
     )
 
 
@@ -24,9 +24,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the file and says what is in it."""
     from elastic_ckpt.data import text
 
-    written = text.write(arguments.directory, arguments.file, file_type=arguments.type)
+    file_type = arguments.type or text.file_type(arguments.file) or "arrayrecord"
+    written = text.write(arguments.directory, arguments.file, file_type=file_type)
     print(
         f"{arguments.file}: {written.num_documents:,} documents,"
-        f" {written.text_bytes:,} bytes of text"
+        f" {written.text_bytes:,} bytes of text, as {file_type}"
     )
     return 0

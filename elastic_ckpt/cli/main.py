@@ -14,7 +14,7 @@ from elastic_ckpt.core import errors
 VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
-    "data": "write the text files below a directory as ArrayRecord",
+    "data": "write the text files below a directory as one file of training data",
     "audit": "prove that a run used each example once, in the order of a one-host run",
     "plan": "say who would read what, for numbers of hosts and batch sizes",
     "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration",

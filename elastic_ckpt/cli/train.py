@@ -138,6 +138,13 @@ def _written(patterns: str, directory: str, file_type: str) -> str:
     file = pathlib.Path(patterns)
     is_one_file = not set("*?[,") & set(patterns) and storage.is_local(patterns)
     if directory and is_one_file and not file.exists():
+        named = text.file_type(patterns) or file_type
+        if named != file_type:
+            raise errors.ConfigError(
+                f"text_directory is to be written to {patterns}, whose name is that of"
+                f" {named}, as grain_file_type={file_type}; set grain_file_type={named}"
+                " or another name"
+            )
         written = text.write(directory, str(file), file_type=file_type)
         print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
     absolute = files.absolute(patterns)
@@ -177,7 +184,7 @@ def _train(config: schema.Config, emit: events.Emit) -> None:
         vocab_size=config.model.vocab_size or pipeline.vocab_size(config.data),
     )
     saver = _saver(config, batches, emit)
-    start_step = (saver.latest_step if saver else 0) or 0
+    start_step = _start_step(config, saver.latest_step if saver else None)
     if sizes.at(start_step) != sizes.at(0):
         batches.resize(sizes.at(start_step))
     emit(
@@ -220,6 +227,17 @@ def _train(config: schema.Config, emit: events.Emit) -> None:
         evaluation.batches.close()
     batches.close()
     emit("run_finished", step=done, secs=time.monotonic() - began_secs)
+
+
+def _start_step(config: schema.Config, latest_step: int | None) -> int:
+    start_step = latest_step or 0
+    if start_step > config.run.steps:
+        raise errors.ConfigError(
+            f"{run_directory.of(config)} is at step {start_step}, and"
+            f" steps={config.run.steps}: steps counts over all starts of a run; set it"
+            f" above {start_step} to continue, or choose another run_name"
+        )
+    return start_step
 
 
 def _saver(

@@ -18,6 +18,9 @@ import yaml
 from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors
 
+# The base of every key's default, of which no file is needed.
+DEFAULTS = "base.yml"
+
 _INHERIT = "base_config"
 
 
@@ -32,7 +35,8 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
 
     Args:
       path: a YAML file of `key: value` lines; `base_config:` names a file, relative to
-        this one, whose settings hold where this one is silent.
+        this one, whose settings hold where this one is silent. `base_config: base.yml`
+        stands for the defaults if there is no such file.
       overrides: `key=value` texts, as on a command line; later ones win.
 
     Raises:
@@ -99,8 +103,11 @@ def _read_file(
     base = settings.pop(_INHERIT, None)
     if base is None:
         return settings
-    inherited = _read_file(path.parent / str(base.value), below=(*below, path))
-    return inherited | settings
+    below_this = path.parent / str(base.value)
+    if base.value == DEFAULTS and not below_this.exists():
+        # An installed package has no configs/base.yml, which lists the defaults.
+        return settings
+    return _read_file(below_this, below=(*below, path)) | settings
 
 
 def _build(settings: dict[str, _Setting]) -> schema.Config:

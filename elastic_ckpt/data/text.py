@@ -55,6 +55,11 @@ def write(directory: str, file: str, *, file_type: str) -> Written:
     return Written(num_documents=counted.num_documents, text_bytes=counted.text_bytes)
 
 
+def file_type(file: str) -> str | None:
+    """The file type that a name ends in, such as `.parquet`; None if in none."""
+    return _FILE_TYPES.get(pathlib.PurePath(file).suffix.lower())
+
+
 class _Counted:
     """Those of the given contents that are text, counted as they pass."""
 
@@ -95,6 +100,14 @@ _WRITERS: dict[str, Callable[[str, Iterable[bytes]], None]] = {
     "arrayrecord": _write_arrayrecord,
     "parquet": _write_parquet,
     "tfrecord": tfrecord.write,
+}
+
+_FILE_TYPES = {
+    ".array_record": "arrayrecord",
+    ".arrayrecord": "arrayrecord",
+    ".parquet": "parquet",
+    ".tfrecord": "tfrecord",
+    ".tfrecords": "tfrecord",
 }
 
 

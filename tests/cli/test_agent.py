@@ -99,6 +99,16 @@ def test_a_second_agent_ends_with_an_error_that_names_the_first(root):
             assert url in ended.stderr
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_directory_that_does_not_exist_is_refused_and_not_made(tmp_path, is_file):
+    root = tmp_path / "none"
+    if is_file:
+        root.write_text("")
+    output = runs.verb("agent", root, code=1)
+    assert f"{root}: no such directory; name the RAM disk of a run" in output
+    assert not root.is_dir()
+
+
 def test_the_secret_is_nowhere_but_in_its_file(root, tmp_path):
     (tmp_path / "mounted").write_text("given-by-the-cluster")
     with served.agent_process(

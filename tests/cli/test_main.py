@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from elastic_ckpt.cli import main
+from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
 from tests import runs
 
 
@@ -53,8 +54,30 @@ def test_the_data_verb_writes_a_directory_and_says_what_is_in_it(tmp_path):
     for name in "ab":
         (tmp_path / "texts" / name).write_text(name * 600)
     output = runs.verb("data", tmp_path / "texts", tmp_path / "out")
-    assert output == f"{tmp_path}/out: 2 documents, 1,200 bytes of text\n"
+    assert output == (
+        f"{tmp_path}/out: 2 documents, 1,200 bytes of text, as arrayrecord\n"
+    )
     assert (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "source"),
+    [
+        ("a.parquet", [], parquet.Parquet),
+        ("a.tfrecord", [], tfrecord.TFRecord),
+        ("a.array_record", [], arrayrecord.ArrayRecord),
+        ("a", ["--type", "parquet"], parquet.Parquet),
+        ("a.parquet", ["--type", "tfrecord"], tfrecord.TFRecord),
+    ],
+)
+def test_the_data_verb_writes_the_format_that_the_name_ends_in(
+    tmp_path, name, options, source
+):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a").write_text("a text")
+    file = str(tmp_path / name)
+    runs.verb("data", tmp_path / "texts", file, *options)
+    assert source(files=(file,)).index(file).num_records == 1
 
 
 def test_the_data_verb_names_a_directory_that_is_not_there(tmp_path):

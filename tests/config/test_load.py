@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from elastic_ckpt.config import keys, load, schema
@@ -18,6 +20,15 @@ def test_a_file_overrides_its_base_and_the_command_line_overrides_both(tmp_path)
     path = write(tmp_path / "run.yml", "base_config: base.yml\nhosts: 4\nsteps: 6\n")
     config = load.load(path, ["steps=7", "steps=8"])
     assert (config.run.steps, config.world.hosts, config.run.log_period) == (8, 4, 2)
+
+
+def test_the_base_of_all_defaults_needs_no_file(tmp_path):
+    path = write(tmp_path / "run.yml", "base_config: base.yml\nhosts: 4\n")
+    config = load.load(path)
+    world = schema.WorldSection(hosts=4)
+    assert config == dataclasses.replace(schema.Config(), world=world)
+    with refused(r"none\.yml: no such configuration file \(base_config of"):
+        load.load(write(tmp_path / "a.yml", "base_config: none.yml"))
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path):

@@ -62,6 +62,15 @@ def test_a_pattern_is_not_taken_for_a_file_to_write(trained, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_texts_are_not_written_as_another_format_than_their_name_has(trained, tmp_path):
+    file = f"{tmp_path}/texts.parquet"
+    message = refuse(
+        trained, f"grain_train_files={file}", "text_directory=python-stdlib"
+    )
+    assert "set grain_file_type=parquet or another name" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_empty_data(trained, tmp_path):
     empty = corpora.write_texts(tmp_path / "empty", num_texts=0)
     assert "not one record" in refuse(trained, f"grain_train_files={empty}")
@@ -75,6 +84,12 @@ def test_a_number_of_hosts_that_does_not_divide_the_batch(trained):
 def test_more_hosts_than_the_local_launcher_can_give_an_accelerator(trained):
     message = refuse(trained, "hosts=2", "hardware=gpu")
     assert "start one process a host with Slurm or a JobSet" in message
+
+
+def test_fewer_steps_than_the_run_has_trained(trained):
+    message = refuse(trained, "steps=3")
+    assert "tiny is at step 4, and steps=3: steps counts over all starts" in message
+    assert "set it above 4 to continue" in message
 
 
 def test_a_checkpoint_of_another_model(trained):

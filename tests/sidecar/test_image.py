@@ -150,6 +150,18 @@ def test_the_constraints_are_those_that_the_tests_run_with_and_the_jax_of_the_ba
     assert here.items() <= tested.items()
 
 
+def test_the_head_has_every_extra_that_a_key_may_ask_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (installed,) = re.findall(r'"\.\[(\S+)\]"', DOCKERFILE)
+    # `k8s` is chosen with the accelerator's JAX.
+    extras = set(project["optional-dependencies"]) - {"k8s"}
+    assert set(installed.split(",")) == extras
+    pinned = pins(DIRECTORY / "constraints.txt")
+    for extra in extras:
+        for line in project["optional-dependencies"][extra]:
+            assert name_of(line) in pinned, line
+
+
 def test_head_and_sidecar_have_the_same_python():
     versions = re.findall(r"^FROM \S*(?:python:|python_)(\d+\.\d+)", DOCKERFILE, re.M)
     assert len(versions) == 2

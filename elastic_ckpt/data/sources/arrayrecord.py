@@ -15,6 +15,8 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files, record_format, source
 
+# What every file begins with: a block's header, whose content is always this.
+_SIGNATURE = bytes.fromhex("83af70d10d884a3f")
 # Records that are asked for at a time.
 _RUN_RECORDS = 64
 # Readers that a process keeps open.
@@ -160,7 +162,24 @@ def _count(file: str) -> int:
         reader.close()
     except RuntimeError as error:
         raise errors.DataError(
-            f"{file}: not a readable ArrayRecord file ({error or 'it is cut short'});"
+            f"{file}: not a readable ArrayRecord file: {_defect(file, str(error))};"
             " restore it, or write it again with `elastic-ckpt data DIRECTORY FILE`"
         ) from None
     return count
+
+
+def _defect(file: str, detail: str) -> str:
+    # ArrayRecord's own message is that of a parser, or empty.
+    size_bytes = os.stat(file).st_size
+    with open(file, "rb") as opened:
+        begin = opened.read(len(_SIGNATURE))
+    if begin == _SIGNATURE:
+        problem = (
+            f"it is cut short, or was changed after it was written: its {size_bytes:,}"
+            " bytes do not end in the footer that a whole file has"
+        )
+    elif _SIGNATURE.startswith(begin):
+        problem = f"it is cut short after {size_bytes:,} bytes"
+    else:
+        problem = f"it begins with {begin!r}, which is another format"
+    return f"{problem} ({detail})" if detail else problem

@@ -156,8 +156,8 @@ def run(
         takes it along, even when killed.
 
     Raises:
-      RunError: if another agent serves `root`, the interface, the port or the
-        certificate cannot be had, or the secret is not private.
+      RunError: if `root` does not exist, another agent serves it, the interface, the
+        port or the certificate cannot be had, or the secret is not private.
     """
 
     async def main(address: Address, listening: socket.socket) -> None:
@@ -200,6 +200,11 @@ async def _serve(
 @contextlib.contextmanager
 def _listening(service: Service) -> Iterator[tuple[Address, socket.socket]]:
     """Takes `root` for itself, checks all that can be wrong, and binds."""
+    if not os.path.isdir(service.root):
+        raise errors.RunError(
+            f"{service.root}: no such directory; name the RAM disk of a run"
+            " (local_checkpoint_directory), or create it first"
+        )
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(

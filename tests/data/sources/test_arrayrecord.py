@@ -99,12 +99,21 @@ def test_files_without_a_record_are_an_error(tmp_path):
         arrayrecord.ArrayRecordFiles([file])
 
 
-@pytest.mark.parametrize("keep", [0, 40_000, 70_000])
-def test_a_file_cut_short_is_named(tmp_path, keep):
+@pytest.mark.parametrize("keep", [0, 5, 40_000, 65_536, 70_000, 131_071])
+def test_a_file_cut_short_is_named_with_the_reason(tmp_path, keep):
     path = pathlib.Path(corpora.write_texts(tmp_path / "a", num_texts=10))
     path.write_bytes(path.read_bytes()[:keep])
-    with refused(r"/a: not a readable ArrayRecord file .*; restore it"):
+    with refused(
+        rf"/a: not a readable ArrayRecord file: it is cut short.* {keep:,} bytes.*;"
+        " restore it"
+    ):
         arrayrecord.ArrayRecordFiles([str(path)])
+
+
+def test_a_file_of_another_format_is_named_with_its_beginning(tmp_path):
+    path = corpora.write_parquet(tmp_path / "a", corpora.documents(0, 100))
+    with refused(r"/a: not a readable ArrayRecord file: it begins with b'PAR1"):
+        arrayrecord.ArrayRecordFiles([path])
 
 
 def test_a_corrupt_record_is_named_with_its_file_and_place(tmp_path):
