@@ -123,5 +123,8 @@ class Numbers:
             number = first + unit.first + offset
             if number in self.corrupt:
                 left = unit.num_records - offset if self.lost else 1
-                raise source.corrupt(str(number), "spoilt", num_records=left)
-            yield {"number": number}
+                yield source.corrupt(str(number), "spoilt", num_records=left)
+                if self.lost:
+                    return
+            else:
+                yield {"number": number}

@@ -89,7 +89,7 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
         self._reading = reading
         self._units = source.cut(of, num_shards)
         self._turn, self._taken, self._skipped = 0, 0, 0
-        self._open: Iterator[source.Element] | None = None
+        self._open: Iterator[source.Read] | None = None
         self._first_record = 0
 
     def __next__(self) -> source.Element:
@@ -101,13 +101,17 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
             except StopIteration:
                 self._turn, self._taken, self._open = self._turn + 1, 0, None
                 continue
-            except source.CorruptError as error:
+            except BaseException:
+                # A generator that has raised has ended; the unit has not.
                 self._open = None
+                raise
+            if isinstance(element, source.CorruptError):
                 if not self._reading.skip_corrupt:
-                    raise
-                logging.warning("%s; skipped %d", error, error.num_records)
-                self._taken += error.num_records
-                self._skipped += error.num_records
+                    self._open = None
+                    raise element
+                logging.warning("%s; skipped %d", element, element.num_records)
+                self._taken += element.num_records
+                self._skipped += element.num_records
                 continue
             if RECORD in element:
                 raise errors.DataError(
@@ -127,7 +131,7 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
         self._skipped = state.get(_SKIPPED, 0)
         self._open = None
 
-    def _open_unit(self) -> Iterator[source.Element]:
+    def _open_unit(self) -> Iterator[source.Read]:
         reading, count = self._reading, len(self._units)
         epoch, place = units.dealt(
             self._turn, shard=self._shard, num_shards=self._num_shards, num_units=count

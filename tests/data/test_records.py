@@ -129,6 +129,24 @@ def test_a_corrupt_record_stops_the_shard_where_it_is():
         assert elements.get_state() == saved
 
 
+class Failing(corpora.Numbers):
+    """A source that cannot be read beyond its first record."""
+
+    def read(self, unit, skip):
+        yield from itertools.islice(super().read(unit, skip), max(0, 1 - skip))
+        raise errors.DataError("cannot be read")
+
+
+def test_a_file_that_cannot_be_read_stops_the_shard_where_it_is():
+    elements = iter(read(Failing(blocks=((9, 9),)), 0, 1))
+    next(elements)
+    saved = elements.get_state()
+    for _ in range(2):
+        with pytest.raises(errors.DataError, match="cannot be read"):
+            next(elements)
+        assert elements.get_state() == saved
+
+
 @given(
     st.frozensets(st.integers(0, 79), max_size=20),
     st.integers(1, 20),

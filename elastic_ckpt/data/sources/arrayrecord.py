@@ -52,7 +52,7 @@ class ArrayRecord:
             block_records=source.blocks(_count(files.local_copy(file))),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Element]:
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """The records of a unit but for the first `skip`."""
         decode = record_format.decoder(self.record_format, self.columns)
         file = self.files[unit.file]
@@ -65,8 +65,9 @@ class ArrayRecord:
             for number, record in enumerate(records, start=first):
                 place = f"{file}, record {number}"
                 if isinstance(record, RuntimeError):
-                    raise source.corrupt(place, record)
-                yield record_format.decoded(decode, record, place)
+                    yield source.corrupt(place, record)
+                else:
+                    yield record_format.decoded(decode, record, place)
 
 
 class ArrayRecordFiles:

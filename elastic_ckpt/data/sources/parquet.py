@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import numpy as np
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import units
-from elastic_ckpt.data.sources import files, source
+from elastic_ckpt.data.sources import arrow_rows, files, source
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,23 +83,27 @@ class Parquet:
             ),
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Element]:
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """The rows of a unit but for the first `skip`."""
         rows = _OpenRows(self, unit, skip)
-        file, left = self.files[unit.file], unit.num_records - skip
+        place = f"{self.files[unit.file]}, row group {unit.block}"
+        row, stop = unit.first + skip, unit.first + unit.num_records
         # By a local name: at the end of the program the module's may be gone first.
         corrupt_page = _CorruptPage
-        while left:
-            place = f"{file}, row group {unit.block}"
+        while row < stop:
             try:
                 batch = files.retried(functools.partial(_next, rows), place)
-                yield from _elements(batch.slice(0, left))
             except corrupt_page as error:
-                row = unit.first + unit.num_records - left
-                raise source.corrupt(
-                    f"{place}, from row {row} on", error, num_records=left
-                ) from None
-            left -= min(left, batch.num_rows)
+                yield source.corrupt(
+                    f"{place}, from row {row} on", error, num_records=stop - row
+                )
+                return
+            for element in arrow_rows.elements(batch.slice(0, stop - row)):
+                if isinstance(element, str):
+                    yield source.corrupt(f"{place}, row {row}", element)
+                else:
+                    yield element
+                row += 1
 
 
 def _is_small_part(unit: units.Unit) -> bool:
@@ -128,8 +131,7 @@ class _OpenRows:
         unit = self._unit
         table = _shared_table(self._parquet, unit) if _is_small_part(unit) else None
         if table is not None:
-            stop = unit.first + unit.num_records
-            return _shared(table, self._row, stop)
+            return _skipped(_shared(table, unit), self._row - unit.first)
         return _skipped(_streamed(self._parquet, unit), self._row)
 
     def advance(self, num_rows: int) -> None:
@@ -142,8 +144,6 @@ def _next(rows: _OpenRows) -> pa.RecordBatch:
 
     try:
         batch = next(_OPEN.get(rows, rows.open))
-        # Checked once, since a damaged page may decode to offsets out of bounds.
-        batch.validate(full=True)
     except StopIteration:
         raise _CorruptPage("fewer rows than the footer says") from None
     except (pa.ArrowInvalid, pa.ArrowException, OSError, EOFError) as error:
@@ -163,11 +163,12 @@ def _is_from_outside(error: Exception) -> bool:
     return isinstance(error, OSError) and not bare
 
 
-def _shared(table: pa.Table, first: int, stop: int) -> Iterator[pa.RecordBatch]:
+def _shared(table: pa.Table, unit: units.Unit) -> Iterator[pa.RecordBatch]:
     # While this is open, it keeps the table for other shards.
     num_batches = max(1, table.nbytes // _BATCH_BYTES)
     batch_rows = -(-table.num_rows // num_batches)
-    yield from table.slice(first, stop - first).to_batches(max_chunksize=batch_rows)
+    part = table.slice(unit.first, unit.num_records)
+    yield from part.to_batches(max_chunksize=batch_rows)
 
 
 def _skipped(
@@ -299,47 +300,6 @@ def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
 def _is_of(path: str, columns: tuple[str, ...]) -> bool:
     # Whether a leaf is in one of the columns, whose names may have dots of their own.
     return any(path == name or path.startswith(f"{name}.") for name in columns)
-
-
-def _elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
-    names = batch.schema.names
-    for row in zip(*map(_values, batch.columns), strict=True):
-        yield dict(zip(names, row, strict=True))
-
-
-def _values(column: pa.Array) -> Iterator[Any]:
-    import pyarrow as pa
-
-    kind = column.type
-    if (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and _is_number(
-        kind.value_type
-    ):
-        if column.values.null_count:
-            raise _CorruptPage("a list of numbers has holes")
-        offsets = column.offsets.to_numpy()
-        values = column.values.to_numpy()
-        if offsets[-1] - offsets[0] < len(values):
-            # Part of a table: a view would keep the whole of it alive.
-            values = values[offsets[0] : offsets[-1]].copy()
-            offsets = offsets - offsets[0]
-        bounds = itertools.pairwise(offsets.tolist())
-        missing = column.is_null().to_pylist()
-        return (
-            None if gone else values[begin:end]
-            for (begin, end), gone in zip(bounds, missing, strict=True)
-        )
-    if _is_number(kind):
-        # Of one type, whether or not another row of the batch has none.
-        numbers = np.asarray(column.fill_null(0))
-        missing = column.is_null().to_pylist()
-        return (None if gone else n for n, gone in zip(numbers, missing, strict=True))
-    return iter(column.to_pylist())
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    import pyarrow as pa
-
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 def library() -> Any:

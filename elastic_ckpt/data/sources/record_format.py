@@ -45,17 +45,16 @@ def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
     return functools.partial(_parse, columns=frozenset(columns))
 
 
-def decoded(decode: Decode, record: bytes, place: str) -> source.Element:
-    """The element of a record.
+def decoded(decode: Decode, record: bytes, place: str) -> source.Read:
+    """The element of a record, or the error naming `place` if it is of another format.
 
     Raises:
-      CorruptError: naming `place`, if the record is not of the format.
       DataError: naming `place`, if it lacks a feature.
     """
     try:
         return decode(record)
     except ValueError as error:
-        raise source.corrupt(place, error) from None
+        return source.corrupt(place, error)
     except LookupError as error:
         raise errors.DataError(f"{place}: {error}; set train_data_columns") from None
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -73,11 +73,13 @@ class Source(Protocol):
           DataError: if it is not a whole file of this format.
         """
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[Element]:
+    def read(self, unit: units.Unit, skip: int) -> Iterator[Read]:
         """The records of `unit` in order, but for the first `skip`.
 
+        A `CorruptError` takes the place of records that are not what was written. Which
+        records these are must not depend on `skip`.
+
         Raises:
-          CorruptError: at the record that is not what was written.
           DataError: if the file cannot be read, after several tries.
         """
 
@@ -86,12 +88,16 @@ class CorruptError(errors.DataError):
     """Records that are not what was written.
 
     Attributes:
-      num_records: how many, from the one that was asked for.
+      num_records: how many.
     """
 
     def __init__(self, message: str, *, num_records: int) -> None:
         super().__init__(message)
         self.num_records = num_records
+
+
+# What reading gives in the place of each record, or of several corrupt ones.
+Read: TypeAlias = Element | CorruptError
 
 
 def corrupt(place: str, problem: object, *, num_records: int = 1) -> CorruptError:

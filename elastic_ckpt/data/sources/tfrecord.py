@@ -69,7 +69,7 @@ class TFRecord:
             block_bytes=starts,
         )
 
-    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Element]:
+    def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
         """The records of a unit but for the first `skip`."""
         decode = record_format.decoder(self.record_format, self.columns)
         file = self.files[unit.file]
@@ -78,16 +78,23 @@ class TFRecord:
         number = unit.block * source.BLOCK_RECORDS
         left = unit.num_records - skip
         while left:
-            records, offset = files.retried(
-                functools.partial(_read_run, file, offset, before=before, limit=left),
-                f"{file}, byte {offset}",
-            )
+            try:
+                records, offset = files.retried(
+                    functools.partial(
+                        _read_run, file, offset, before=before, limit=left
+                    ),
+                    f"{file}, byte {offset}",
+                )
+            except source.CorruptError as error:
+                yield error
+                return
             number += before
             for data, crc in records:
                 place = f"{file}, record {number}"
                 if _masked_crc(data) != crc:
-                    raise source.corrupt(place, "its checksum differs")
-                yield record_format.decoded(decode, data, place)
+                    yield source.corrupt(place, "its checksum differs")
+                else:
+                    yield record_format.decoded(decode, data, place)
                 number += 1
             left -= len(records)
             before = 0

@@ -1,4 +1,5 @@
 import datetime
+import functools
 import gc
 import io
 import itertools
@@ -175,11 +176,40 @@ def test_an_array_holds_no_more_than_its_batch(tmp_path):
     assert found[5].base.nbytes == 64 * 100 * 8
 
 
-def test_a_list_of_numbers_with_holes_is_named(tmp_path):
-    with refused(
-        "/a, row group 0, from row 0 on: corrupt .a list of numbers has holes"
-    ):
+def test_a_list_of_numbers_with_a_null_is_named(tmp_path):
+    with refused("/a, row group 0, row 1: corrupt .a list of numbers has a null"):
         column(pa.list_(pa.int64()), [[1], [1, None], [2]], tmp_path / "a")
+
+
+HOLES = {3, 40, 41, 97}
+
+
+@pytest.fixture
+def holes(tmp_path, monkeypatch):
+    """A file of two row groups in which rows 3, 40, 41 and 97 have a null."""
+    batches_of(monkeypatch, 100)
+    values = [[n, None] if n in HOLES else [n, n] for n in range(100)]
+    table = pa.table({"tokens": pa.array(values, pa.list_(pa.int64()))})
+    file = corpora.write_table(tmp_path / "a", table, group_rows=50)
+    return parquet.Parquet(files=(file,))
+
+
+@pytest.mark.parametrize("small_bytes", [0, 10**6], ids=["held open", "opened anew"])
+@pytest.mark.parametrize("num_shards", [1, 2, 9, 20])
+def test_a_list_with_a_null_loses_its_own_row_wherever_a_run_resumed(
+    holes, monkeypatch, num_shards, small_bytes
+):
+    monkeypatch.setattr(parquet, "_SMALL_BYTES", small_bytes)
+    found = []
+    for shard in range(num_shards):
+        _, elements = source_contract.assert_resumes_everywhere(
+            functools.partial(
+                read, holes, shard, num_shards, num_epochs=1, skip_corrupt=True
+            )
+        )
+        found += elements
+    assert sorted(e["record"] for e in found) == sorted(set(range(100)) - HOLES)
+    assert all(e["tokens"] == ("<i8", [e["record"]] * 2) for e in found)
 
 
 def test_a_list_of_numbers_that_is_missing_is_none(tmp_path):
@@ -389,8 +419,21 @@ def test_text_that_is_none_is_corrupt(tmp_path):
     pq.write_table(table, file, compression="none", use_dictionary=False)
     spoilt = file.read_bytes().replace(b"text 1", b"text \xff")
     file.write_bytes(spoilt)
-    with refused("/a, row group 0, from row 0 on: corrupt .*UTF8"):
-        read_all(parquet.Parquet(files=(str(file),)), 1, num_epochs=1)
+    of = parquet.Parquet(files=(str(file),))
+    with refused("/a, row group 0, row 1: corrupt .*UTF8"):
+        read_all(of, 1, num_epochs=1)
+    (kept,) = read_all(of, 1, num_epochs=1, skip_corrupt=True)
+    assert kept == {"text": "text 0", "record": 0}
+
+
+def test_a_null_beside_a_row_that_is_corrupt_otherwise_is_left_out_too(tmp_path):
+    file = tmp_path / "a"
+    columns = {"text": ["a 0", "a 1", "a 2"], "tokens": [[0, None], [1, 1], [2, 2]]}
+    pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
+    file.write_bytes(file.read_bytes().replace(b"a 1", b"a \xff"))
+    of = parquet.Parquet(files=(str(file),))
+    (kept,) = read_all(of, 1, num_epochs=1, skip_corrupt=True)
+    assert kept["text"] == "a 2"
 
 
 def test_an_object_that_vanishes_is_named_and_not_called_corrupt(file, tmp_path):

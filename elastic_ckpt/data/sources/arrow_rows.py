@@ -1,0 +1,98 @@
+"""Rows of Arrow batches as elements: dicts of columns.
+
+Whether a row is corrupt depends on the row alone, not on the batch that it is in: a
+resumed run cuts other batches, and must leave out the same rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from elastic_ckpt.data.sources import source
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+def elements(batch: pa.RecordBatch) -> Iterator[source.Element | str]:
+    """The rows of a batch, and in the place of a corrupt one what is wrong with it."""
+    if not _problem(batch):
+        yield from _valid_elements(batch)
+        return
+    for row in range(batch.num_rows):
+        alone = batch.slice(row, 1)
+        problem = _problem(alone)
+        if problem:
+            yield problem
+        else:
+            yield from _valid_elements(alone)
+
+
+def _valid_elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
+    names = batch.schema.names
+    for row in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(names, row, strict=True))
+
+
+def _problem(batch: pa.RecordBatch) -> str:
+    """Why some row of a batch is corrupt; empty if none is."""
+    import pyarrow as pa
+
+    try:
+        # A damaged page may decode to offsets out of bounds, or to text that is none.
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        return str(error)
+    for column in batch.columns:
+        # NumPy's arrays of numbers have no nulls. A row without a list is not corrupt.
+        if _is_numbers(column.type) and column.null_count < len(column):
+            _, values = _offsets_and_values(column)
+            if values.null_count:
+                return "a list of numbers has a null in it"
+    return ""
+
+
+def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
+    # Of part of a table, the numbers of that part alone.
+    offsets = column.offsets.to_numpy()
+    first, stop = offsets[0], offsets[-1]
+    return offsets, column.values.slice(first, stop - first)
+
+
+def _values(column: pa.Array) -> Iterator[Any]:
+    kind = column.type
+    if _is_numbers(kind):
+        offsets, of_rows = _offsets_and_values(column)
+        values = np.asarray(of_rows.fill_null(0) if of_rows.null_count else of_rows)
+        if len(of_rows) < len(column.values):
+            # A view would keep the whole of the table alive.
+            values = values.copy()
+        bounds = itertools.pairwise((offsets - offsets[0]).tolist())
+        missing = column.is_null().to_pylist()
+        return (
+            None if gone else values[begin:end]
+            for (begin, end), gone in zip(bounds, missing, strict=True)
+        )
+    if _is_number(kind):
+        # Of one type, whether or not another row of the batch has none.
+        numbers = np.asarray(column.fill_null(0))
+        missing = column.is_null().to_pylist()
+        return (None if gone else n for n, gone in zip(numbers, missing, strict=True))
+    return iter(column.to_pylist())
+
+
+def _is_numbers(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and _is_number(kind.value_type)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
