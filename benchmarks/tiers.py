@@ -41,6 +41,8 @@ Sent:
   listings and manifests, which are `dp_listing_bytes_sent`; `sharded_bytes_sent` is
   what the same count gives for sharded state.
 
+Started: see `tiers_fake_steps`.
+
 Beside Orbax's own managers of RAM tiers, on state that they want, of two replicas:
 
 * `save_block_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's save.
@@ -61,7 +63,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
-from benchmarks import report, tiers_hosts, tiers_managers, tiers_peer, tiers_turns
+from benchmarks import (
+    report,
+    tiers_fake_steps,
+    tiers_hosts,
+    tiers_managers,
+    tiers_peer,
+    tiers_turns,
+)
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.tiers.peers import agent, agent_process, secret
@@ -152,6 +161,7 @@ def measure(size: Size = FULL) -> dict[str, report.Figure]:
             halved = dataclasses.replace(place, num_leaves=size.num_leaves // 2)
             beside = _run(tiers_managers.save_and_restore, halved)
             figures |= _beside(_slowest(beside))
+        figures |= tiers_fake_steps.figures(f"{d}/started", size.rounds)
         return figures | _transferred(_transfers(f"{d}/served", size))
 
 

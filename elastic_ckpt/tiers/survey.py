@@ -133,7 +133,8 @@ def survey(places: Places, domains: Sequence[str], *, step: int | None) -> Surve
         steps=tuple(found),
         coverage=covered,
         leftovers=tuple(places.leftovers()),
-        problems=tuple(problems),
+        # A peer that fails does so at every step.
+        problems=tuple(dict.fromkeys(problems)),
     )
 
 

@@ -306,7 +306,7 @@ def test_a_peer_that_does_not_answer_is_told(saved):
     assert url in found["why"]
     output = runs.verb("verify", *gone, *secret_of(saved), code=1)
     assert "they have the steps []; the list of steps " in output
-    assert f"{url} has failed" in output
+    assert f"cannot be read: {url} fails" in output
 
 
 def secret_of(saved):

@@ -19,4 +19,5 @@ def test_the_suite_of_tiers_runs_and_replicas_send_nothing():
         "check_cost_percent_save",
         "check_cost_percent_load",
         "peer_ratio_curl",
+        "start_ms_beside_40000_fake_steps",
     } <= figures.keys()

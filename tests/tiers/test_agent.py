@@ -1,3 +1,4 @@
+import contextlib
 import json
 import logging
 import os
@@ -270,14 +271,28 @@ class TestAttacks:
             served.until_closed(connection)
         assert known not in caplog.text
 
-    def test_half_a_request_is_waited_for_no_longer_than_patience(
+    def test_a_request_without_the_secret_is_not_waited_for_with_patience(
         self, service, monkeypatch
     ):
-        monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.1)
+        monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 0.1)
         with agent.serving(service) as address:
             for begun in (b"", b"GET /v1/steps HTTP/1.1\r\nHost: "):
                 with served.connect(address.url) as connection:
                     connection.sendall(begun)
+                    assert served.until_closed(connection) == b""
+
+    def test_half_a_second_request_is_waited_for_no_longer_than_patience(
+        self, root, service, monkeypatch
+    ):
+        monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.1)
+        with agent.serving(service) as address:
+            for begun in (b"", b"GET /v1/steps HTTP/1.1\r\nHost: "):
+                connection = None
+                while connection is None:
+                    connection = alive(address.url, root)
+                with connection:
+                    with contextlib.suppress(ConnectionError):
+                        connection.sendall(begun)
                     assert served.until_closed(connection) == b""
 
     def test_a_client_that_does_not_read_is_waited_for_no_longer_than_patience(
@@ -312,6 +327,30 @@ class TestLimits:
             while three is None:
                 three = alive(address.url, root)
             for connection in (two, three, other):
+                connection.close()
+
+    def test_connections_without_the_secret_take_no_room(self, root, monkeypatch):
+        # However long they may stay.
+        monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 600.0)
+        limits = {"max_connections": 3, "max_connections_of_client": 2}
+        with (
+            agent.serving(agent.Service(root=str(root), **limits)) as address,
+            contextlib.ExitStack() as idle,
+        ):
+            strangers = [
+                idle.enter_context(served.connect(address.url, source=source))
+                for source in ("127.0.0.1", "127.0.0.1", "127.0.0.2")
+            ]
+            one = alive(address.url, root)
+            assert one is not None
+            # The oldest of its own address has made room, and for others anybody's.
+            assert served.until_closed(strangers[0]) == b""
+            other = alive(address.url, root, source="127.0.0.3")
+            assert other is not None
+            assert served.until_closed(strangers[1]) == b""
+            for connection in (one, other):
+                connection.sendall(b"HEAD / HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert b"401" in connection.recv(2**12)
                 connection.close()
 
     def test_all_bytes_are_taken_from_the_bandwidth(self, root, monkeypatch):

@@ -1,5 +1,6 @@
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import signal
@@ -11,7 +12,7 @@ import trustme
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import manifest_file, source
+from elastic_ckpt.tiers import find, manifest, manifest_file, source
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_connections,
@@ -207,7 +208,7 @@ class TestOffers:
 
         with ScriptedPeer(says) as lying:
             tier = peer.Peer(lying.url, client, served.RUN)
-            assert tier.steps() == ()
+            assert tier.steps() == []
             sources, (problem,) = tier.offers(30)
         assert sources == {}
         assert "the list of steps cannot be read" in problem
@@ -224,6 +225,67 @@ class TestOffers:
             sources, problems = peer.Peer(lying.url, client, served.RUN).offers(30)
         assert sources == {}
         assert len(problems) == 1
+
+
+class TestManySteps:
+    """A peer that lists many steps costs little: it may be broken, or an enemy."""
+
+    NUM_STEPS = 20_000
+
+    @pytest.fixture
+    def listing(self):
+        entries = [
+            {"slot": "0", "step": step, "save": "0", "manifest": "manifest-a.json"}
+            for step in range(1000, 1000 + self.NUM_STEPS)
+        ]
+        return json.dumps(entries).encode()
+
+    def newest_beside(self, said, url, client):
+        """The newest step of an honest peer beside one that says so."""
+        with ScriptedPeer(lambda c, request: c.sendall(said(request))) as lying:
+            tiers = [
+                peer.Peers([peer.Peer(lying.url, client, served.RUN)]),
+                peer.Peer(url, client, served.RUN),
+            ]
+            found = find.newest(tiers)
+            asked = [request.split()[1] for request in lying.requests]
+        return found, asked
+
+    def test_steps_that_are_not_there_are_asked_for_a_few_times(
+        self, listing, url, client
+    ):
+        def says(request):
+            if request.startswith(b"GET /v1/steps "):
+                return answer(listing)
+            return answer(b"", status="404 Nowhere")
+
+        outcome, asked = self.newest_beside(says, url, client)
+        assert outcome.found.step.step == 30
+        assert asked.count(b"/v1/steps") == 1
+        assert len(asked) == 1 + peer.MOST_UNREADABLE
+        assert len(outcome.passed_over) == peer.MOST_STEPS
+        newest, *_, last = outcome.passed_over.values()
+        assert f"lists {self.NUM_STEPS} steps; the newest 256 are looked at" in newest
+        assert "was not asked for more manifests: 8 of them" in last
+
+    def test_of_steps_of_which_it_has_nothing_but_manifests_few_are_read(
+        self, listing, url, client
+    ):
+        def says(request):
+            if request.startswith(b"GET /v1/steps "):
+                return answer(listing)
+            step = int(request.split()[1].split(b"/")[4].partition(b"-")[0])
+            held = served.manifest_of(step, {})
+            contents = manifest.Contents(leaves=(), components={"data": 1})
+            held = dataclasses.replace(held, contents=contents)
+            return answer(manifest_file.to_bytes(held))
+
+        name = f"manifest-{served.MACHINE}.0.json".encode()
+        listing = listing.replace(b"manifest-a.json", name)
+        outcome, asked = self.newest_beside(says, url, client)
+        assert outcome.found.step.step == 30
+        assert len(asked) == 1 + peer.MOST_STEPS
+        assert "lacks 1 of 1 parts of data" in next(iter(outcome.passed_over.values()))
 
 
 class TestLies:
@@ -351,9 +413,9 @@ class TestPatience:
         monkeypatch.setattr(peer_endpoint, "SKIPPED_SECS", 0.0)
         answers = iter([b"nothing of HTTP\r\n", answer(b"[]")])
         with ScriptedPeer(lambda c, _: c.sendall(next(answers))) as better:
-            tier = peer.Peer(better.url, client, served.RUN)
-            assert tier.offers(30).problems != []
-            assert tier.offers(30).problems == []
+            for is_wrong in (True, False):
+                tier = peer.Peer(better.url, client, served.RUN)
+                assert bool(tier.offers(30).problems) == is_wrong
 
     @pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 206 OK\r\n", None])
     def test_a_peer_that_sends_byte_by_byte_fails(self, begin, hasty):
@@ -554,7 +616,7 @@ class TestPeers:
             for _ in range(3):
                 sources, (problem,) = peers.offers(30)
                 assert {offer.host.id[-1] for offer in sources} == {"0", "2"}
-                assert f"was not asked for: {broken.url} has failed" in problem
+                assert f"the list of steps cannot be read: {broken.url}" in problem
             assert broken.num_connections == 1
 
     def test_no_peers_have_nothing(self):
@@ -667,18 +729,23 @@ class TestTls:
     def test_a_handshake_that_does_not_end_counts_as_a_connection_and_ends(
         self, root, authority, monkeypatch, caplog
     ):
-        monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.5)
+        monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 0.5)
         file = str(authority / "ca-127.0.0.1.pem")
         service = agent.Service(
-            root=str(root), tls_certificate=file, max_connections_of_client=1
+            root=str(root), tls_certificate=file, max_connections_of_client=2
         )
-        with (
-            agent.serving(service) as address,
-            served.connect(address.url) as silent,
-            served.connect(address.url) as second,
-        ):
-            assert served.until_closed(second) == b""
-            assert served.until_closed(silent) == b""
+        with agent.serving(service) as address:
+            with served.connect(address.url) as silent:
+                assert served.until_closed(silent) == b""
+            # One that needs its place ends it at once.
+            monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 600.0)
+            with (
+                served.connect(address.url) as silent,
+                served.connect(address.url),
+            ):
+                found = self.content(address, authority / "ca.pem")
+                assert found == CONTENT
+                assert served.until_closed(silent) == b""
         assert not caplog.records
 
     def test_a_handshake_that_does_not_end_fails(self, hasty):

@@ -83,14 +83,19 @@ class HostWorld:
             self.persistent = persistent_tier.PersistentTier(self.root, run=run)
         self._number = number
         self._slice_name = slice_name
-        self._ram_tiers: list[Tier] = [self.disk]
+        self._client: peer_client.PeerClient | None = None
+        # By the url of another machine's agent, the certificate that it announced.
+        self._others: dict[str, str | None] = {}
         self._closing = contextlib.ExitStack()
 
     @property
     def tiers(self) -> list[Tier]:
-        """All tiers in which this host can look for steps."""
+        """All tiers in which this host can look for steps, as they are now.
+
+        Peers are asked for their lists of steps once: ask again for what is new.
+        """
         more = [] if self.persistent is None else [self.persistent]
-        return [*self._ram_tiers, *more]
+        return [*self._ram_tiers(), *more]
 
     def in_ram(self, step: int, save: str) -> tuple[dict[Offer, Source], list[str]]:
         """What hosts hold in RAM of one save of a step, and what could not be read.
@@ -100,7 +105,7 @@ class HostWorld:
         """
         sources: dict[Offer, Source] = {}
         problems: list[str] = []
-        for tier in self._ram_tiers:
+        for tier in self._ram_tiers():
             offered = tier.offers(step)
             problems += offered.problems
             for offer, source in offered.sources.items():
@@ -162,27 +167,20 @@ class HostWorld:
         self.own.clean()
         known_agents.write(self.disk.root, agents)
         tls = self.peers.tls
-        client = peer_client.PeerClient(
-            secret.read(secret.path(self.disk.root)),
-            tls_ca=None if tls is None else tls.authority,
-            max_bytes_per_sec=self.peers.max_bytes_per_sec,
+        self._client = self._closing.enter_context(
+            peer_client.PeerClient(
+                secret.read(secret.path(self.disk.root)),
+                tls_ca=None if tls is None else tls.authority,
+                max_bytes_per_sec=self.peers.max_bytes_per_sec,
+            )
         )
-        self._closing.enter_context(client)
-        others = {
+        self._others = {
             each["url"]: each.get("certificate_sha256")
             for machine, each in agents.items()
             if machine != self.disk.machine
         }
-        others.update({url: None for url in self.peers.known if url not in others})
-        self._ram_tiers: list[Tier] = [
-            self.disk,
-            peer.Peers(
-                [
-                    peer.Peer(url, client, self.run, certificate_sha256=certificate)
-                    for url, certificate in others.items()
-                ]
-            ),
-        ]
+        for url in self.peers.known:
+            self._others.setdefault(url, None)
 
     def new_save(self, after: str) -> str:
         """A name for the saves from now on, greater as text than `after` and its own.
@@ -201,6 +199,15 @@ class HostWorld:
     def close(self) -> None:
         """Lets go of the slot, and of the agent if this process started it."""
         self._closing.close()
+
+    def _ram_tiers(self) -> list[Tier]:
+        if self._client is None:
+            return [self.disk]
+        others = [
+            peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
+            for url, certificate in self._others.items()
+        ]
+        return [self.disk, peer.Peers(others)]
 
     def _service(self) -> agent.Service:
         tls = self.peers.tls

@@ -1,6 +1,8 @@
 """The connections of an agent: so many in all, so many from each address.
 
-They are counted before anything is read from them, TLS handshakes included; one too
+They are counted before anything is read from them, TLS handshakes included. Connections
+that have not shown the run's secret take no room from those that will: they are closed
+after a few seconds, and earlier if another client needs their place. One connection too
 many is closed at once, and its client tries again later.
 """
 
@@ -8,15 +10,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import ssl
 from collections.abc import Callable
 
-# What a client may take for each step of its own: a handshake, a request, reading what
-# it asked for.
+# What a client that has shown the secret may take for each step of its own: the next
+# request, reading what it asked for.
 PATIENCE_SECS = 30.0
+# What a client may take until it has shown the secret, its TLS handshake included.
+SECRET_WITHIN_SECS = 5.0
 # Files that cannot be opened, for want of descriptors: others are closed meanwhile.
 _BREATH_SECS = 0.1
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Connection:
+    socket: socket.socket
+    client: str
+    protocol: asyncio.BaseProtocol
+    has_shown_secret: bool = False
+
+    def end(self) -> None:
+        # Whoever serves it reads its end, and closes it: a handshake, too.
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Connections:
@@ -41,7 +59,8 @@ class Connections:
         self._tls = tls
         self._most = most
         self._most_of_client = most_of_client
-        self._open: list[tuple[socket.socket, str]] = []
+        # The oldest first.
+        self._open: list[_Connection] = []
 
     async def accept(self, listening: socket.socket) -> None:
         """Serves whoever connects to `listening`, which does not block."""
@@ -49,29 +68,58 @@ class Connections:
         async with asyncio.TaskGroup() as beginning:
             while True:
                 try:
-                    connection, address = await loop.sock_accept(listening)
+                    accepted, address = await loop.sock_accept(listening)
                 except OSError:
                     await asyncio.sleep(_BREATH_SECS)
                     continue
-                if self._admits(address[0]):
-                    self._open.append((connection, address[0]))
-                    beginning.create_task(self._begin(connection))
-                else:
-                    connection.close()
+                if not self._has_room(address[0]):
+                    accepted.close()
+                    continue
+                connection = _Connection(
+                    socket=accepted, client=address[0], protocol=self._make_protocol()
+                )
+                self._open.append(connection)
+                loop.call_later(SECRET_WITHIN_SECS, self._end_stranger, connection)
+                beginning.create_task(self._begin(connection))
 
-    def _admits(self, client: str) -> bool:
+    def has_shown_secret(self, protocol: asyncio.BaseProtocol) -> None:
+        """Notes that the client of a connection, by its protocol, has the secret."""
+        for connection in self._open:
+            if connection.protocol is protocol:
+                connection.has_shown_secret = True
+
+    def _has_room(self, client: str) -> bool:
         # Whoever closes a socket takes it off the list by that.
-        self._open = [each for each in self._open if each[0].fileno() >= 0]
-        of_client = sum(other == client for _, other in self._open)
-        return len(self._open) < self._most and of_client < self._most_of_client
+        self._open = [each for each in self._open if each.socket.fileno() >= 0]
+        of_client = [each for each in self._open if each.client == client]
+        for those, most in (
+            (of_client, self._most_of_client),
+            (self._open, self._most),
+        ):
+            if len(those) < most:
+                continue
+            strangers = (each for each in those if not each.has_shown_secret)
+            oldest = next(strangers, None)
+            if oldest is None:
+                return False
+            oldest.end()
+            self._open.remove(oldest)
+        return True
 
-    async def _begin(self, connection: socket.socket) -> None:
+    def _end_stranger(self, connection: _Connection) -> None:
+        if not connection.has_shown_secret:
+            connection.end()
+
+    async def _begin(self, connection: _Connection) -> None:
         # The kernel ends what a client leaves lying for as long.
-        patience = {"ssl_handshake_timeout": PATIENCE_SECS} if self._tls else {}
+        patience = {"ssl_handshake_timeout": SECRET_WITHIN_SECS} if self._tls else {}
         with contextlib.suppress(OSError):
-            connection.setsockopt(
+            connection.socket.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(PATIENCE_SECS * 1000)
             )
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_protocol, connection, ssl=self._tls, **patience
+                lambda: connection.protocol,
+                connection.socket,
+                ssl=self._tls,
+                **patience,
             )

@@ -17,6 +17,7 @@ import os
 import socket
 import ssl
 import time
+from collections.abc import Callable
 
 from aiohttp import http, web
 from etils import epath
@@ -57,6 +58,9 @@ class Answers:
       machine: its id.
       known: the secret.
       bandwidth_bound: shared by all answers; None without a bound.
+
+    Attributes:
+      on_secret: called with the protocol of a connection that has shown the secret.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Answers:
         self._machine = machine
         self._known = known
         self._bandwidth = bandwidth_bound
+        self.on_secret: Callable[[asyncio.BaseProtocol], None] = lambda _: None
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """The response, sent when this returns."""
@@ -93,6 +98,7 @@ class Answers:
     def _response(self, request: web.BaseRequest) -> web.Response | io.FileIO:
         if not self._knows(request.headers.get("Authorization", "")):
             return _refusal(401, {"WWW-Authenticate": "Bearer"})
+        self.on_secret(request.protocol)
         path = request.raw_path
         if request.method not in ("GET", "HEAD") or request.body_exists:
             return _refusal(404)
@@ -204,6 +210,7 @@ async def serve(
         most=most_connections,
         most_of_client=most_connections_of_client,
     )
+    answers.on_secret = connections.has_shown_secret
     try:
         async with asyncio.TaskGroup() as group:
             accepting = group.create_task(connections.accept(listening))

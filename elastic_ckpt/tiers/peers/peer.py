@@ -8,9 +8,10 @@ asked for them.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import json
 import urllib.parse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from elastic_ckpt.core import checked_json
@@ -23,6 +24,11 @@ MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
 # Of one step at one peer: processes of a machine, times saves.
 MOST_MANIFESTS = 256
+# At one peer, the newest ones: each costs at least a request when no newer is complete.
+MOST_STEPS = 256
+# Manifests of one peer that cannot be read: from then on it is asked for no more. A few
+# are honest: steps are removed between the listing and the reading.
+MOST_UNREADABLE = 8
 _MOST_THREADS = 32
 Result = TypeVar("Result")
 
@@ -36,6 +42,11 @@ class _Listed(NamedTuple):
     @property
     def directory(self) -> str:
         return f"{self.slot}/{layout.step_directory(self.step, self.save)}"
+
+
+class _Listing(NamedTuple):
+    of_step: Mapping[int, list[_Listed]]
+    problems: Sequence[str]
 
 
 class _PeerSource:
@@ -58,7 +69,10 @@ class _PeerSource:
 
 
 class Peer:
-    """The RAM disk of one other machine, a `source.Tier`.
+    """The RAM disk of one other machine at one moment, a `source.Tier`.
+
+    It is asked for its list of steps once, when that is first needed, however many
+    steps it lists. Another object asks again. Not to be called from several threads.
 
     Args:
       url: of its agent.
@@ -78,31 +92,36 @@ class Peer:
     ) -> None:
         self._endpoint = client.endpoint(url, certificate_sha256=certificate_sha256)
         self._run = run
+        self._num_unreadable = 0
 
     def steps(self) -> Sequence[int]:
-        """As `source.Tier` says; none if the peer fails, which `offers` then tells."""
-        try:
-            return sorted({listed.step for listed in self._listing()})
-        except source.ReadError:
-            return ()
+        """As `source.Tier` says; none if the peer fails, which `offers` then reports.
+
+        Of a peer that lists more than `MOST_STEPS` steps these are the newest.
+        """
+        return sorted(self._listing.of_step)
 
     def offers(self, step: int) -> source.Offered:
         """As `source.Tier` says."""
         sources: dict[Offer, source.Source] = {}
-        problems = []
-        try:
-            listing = [each for each in self._listing() if each.step == step]
-        except source.ReadError as error:
-            return source.Offered({}, [f"the list of steps {error}"])
-        if len(listing) > MOST_MANIFESTS:
+        problems = list(self._listing.problems)
+        listed_manifests = self._listing.of_step.get(step, [])
+        if len(listed_manifests) > MOST_MANIFESTS:
             problems.append(
-                f"{self._endpoint.url} lists {len(listing)} manifests of step {step};"
-                f" the first {MOST_MANIFESTS} are read"
+                f"{self._endpoint.url} lists {len(listed_manifests)} manifests of step"
+                f" {step}; the first {MOST_MANIFESTS} are read"
             )
-        for listed in listing[:MOST_MANIFESTS]:
+        for listed in listed_manifests[:MOST_MANIFESTS]:
+            if self._num_unreadable >= MOST_UNREADABLE:
+                problems.append(
+                    f"{self._endpoint.url} was not asked for more manifests:"
+                    f" {self._num_unreadable} of them could not be read"
+                )
+                break
             try:
                 offer = Offer(tier="local", manifest=self._manifest(listed))
             except (checked_json.Unreadable, source.ReadError) as error:
+                self._num_unreadable += 1
                 problems.append(
                     f"manifest {listed.directory}/{listed.name} of"
                     f" {self._endpoint.url} {error}"
@@ -111,7 +130,25 @@ class Peer:
                 sources[offer] = _PeerSource(self._endpoint, listed.directory)
         return source.Offered(sources, problems)
 
-    def _listing(self) -> list[_Listed]:
+    @functools.cached_property
+    def _listing(self) -> _Listing:
+        try:
+            listed_manifests = self._read_listing()
+        except source.ReadError as error:
+            return _Listing({}, [f"the list of steps {error}"])
+        of_step: dict[int, list[_Listed]] = {}
+        for listed in listed_manifests:
+            of_step.setdefault(listed.step, []).append(listed)
+        newest = sorted(of_step, reverse=True)[:MOST_STEPS]
+        problems = []
+        if len(of_step) > MOST_STEPS:
+            problems.append(
+                f"{self._endpoint.url} lists {len(of_step)} steps; the newest"
+                f" {MOST_STEPS} are looked at"
+            )
+        return _Listing({step: of_step[step] for step in newest}, problems)
+
+    def _read_listing(self) -> list[_Listed]:
         text = self._endpoint.read("/v1/steps", most_bytes=MOST_LISTING_BYTES)
         try:
             return [_listed(each) for each in json.loads(text)]
