@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import collections
 import fractions
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import grain
@@ -25,6 +24,9 @@ from elastic_ckpt.data import cursors
 _ONE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _PHASE = 0x6A09E667F3BCC909
+
+# Turns that are tried one by one before the next turn of a dataset is computed.
+_NEAR_TURNS = 100
 
 # The field of a cursor that counts what was taken of each dataset.
 TAKEN = "taken"
@@ -45,20 +47,79 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 
 def bounds(weights: Mapping[str, float]) -> list[tuple[int, str]]:
-    """Where the interval of each dataset ends, in 64 bits, and its name."""
+    """Where the interval of each dataset ends, in 64 bits, and its name.
+
+    However small a weight above 0 is, its interval has a point.
+    """
     check_weights(weights)
     exact = {name: fractions.Fraction(weight) for name, weight in weights.items()}
     total = sum(exact.values())
-    ends = itertools.accumulate(exact.values())
-    return [
-        (int(end / total * _ONE), name) for end, name in zip(ends, exact, strict=True)
-    ]
+    share, end = fractions.Fraction(), 0
+    to_come = sum(weight > 0 for weight in exact.values())
+    found = []
+    for name, weight in exact.items():
+        share += weight / total
+        to_come -= weight > 0
+        end = min(max(int(share * _ONE), end + (weight > 0)), _ONE - to_come)
+        found.append((end, name))
+    return found
 
 
 def chosen(turn: int, *, shard: int, ends: list[tuple[int, str]]) -> str:
     """The dataset that gives element `turn` of `shard`; see `bounds`."""
-    point = (turn * _GOLDEN + shard * _PHASE) % _ONE
+    point = _point(turn, shard)
     return next(name for end, name in ends if point < end)
+
+
+def next_chosen(
+    turn: int, *, shard: int, ends: list[tuple[int, str]], among: Collection[str]
+) -> tuple[int, str]:
+    """The first turn from `turn` on that is one of `among`'s datasets, and which.
+
+    However rare these datasets are, the time is about the same.
+    """
+    for near in range(turn, turn + _NEAR_TURNS):
+        name = chosen(near, shard=shard, ends=ends)
+        if name in among:
+            return near, name
+    begins = [0, *(end for end, _ in ends)]
+    point = _point(turn, shard)
+    waits = [
+        (_turns_until((begin - point) % _ONE, (end - 1 - point) % _ONE), name)
+        for begin, (end, name) in zip(begins, ends, strict=False)
+        if name in among
+    ]
+    turns, name = min(waits)
+    return turn + turns, name
+
+
+def _point(turn: int, shard: int) -> int:
+    return (turn * _GOLDEN + shard * _PHASE) % _ONE
+
+
+def _turns_until(low: int, high: int) -> int:
+    # Turns until the point has moved by low to high, around the unit interval.
+    if low > high:
+        return 0
+    return first_multiple(_GOLDEN, _ONE, low, high)
+
+
+def first_multiple(step: int, modulus: int, low: int, high: int) -> int:
+    """The least n from 0 on for which `n * step` modulo `modulus` is `low` to `high`.
+
+    As Euclid's algorithm, it takes a logarithmic number of steps. `step` is less than
+    `modulus`, they have no common divisor, and `0 <= low <= high < modulus`.
+    """
+    if not low:
+        return 0
+    if 2 * step > modulus:
+        return first_multiple(modulus - step, modulus, modulus - high, modulus - low)
+    number = -(-low // step)
+    if number * step <= high:
+        return number
+    # No multiple before the first turn around; after how many turns is there one?
+    turns = first_multiple(-modulus % step, step, low % step, high % step)
+    return -(-(low + modulus * turns) // step)
 
 
 class Mixture(grain.IterDataset):
@@ -66,7 +127,8 @@ class Mixture(grain.IterDataset):
 
     A dataset is opened when its first element is due. If datasets end, the others go
     on, and the mixture ends with the last of them. The state is keyed by the datasets'
-    names: at a resume, one may be new, one gone, and the weights others.
+    names: at a resume, one may be new, one gone, and the weights others. It does not
+    record which datasets have ended: after a resume they are asked again.
 
     Args:
       parts: the datasets by name.
@@ -105,39 +167,40 @@ class _MixtureIterator(grain.DatasetIterator):
         self._shard = shard
         self._turn = 0
         self._opened: dict[str, grain.DatasetIterator] = {}
-        self._ended: set[str] = set()
+        self._going_on = set(parts)
         self._taken: dict[str, int] = {}
         # Where the datasets are that were not opened since.
         self._saved: dict[str, Any] = {}
 
     def __next__(self) -> Any:
-        while len(self._ended) < len(self._parts):
-            name = chosen(self._turn, shard=self._shard, ends=self._ends)
-            if name not in self._ended:
-                try:
-                    element = next(self._open(name))
-                except StopIteration:
-                    self._ended.add(name)
-                    continue
-                self._turn += 1
-                self._taken[name] = self._taken.get(name, 0) + 1
-                return element
-            # Its turns pass by, and the others keep theirs.
-            self._turn += 1
+        while self._going_on:
+            # The turns of those that have ended pass by, and the others keep theirs.
+            turn, name = next_chosen(
+                self._turn, shard=self._shard, ends=self._ends, among=self._going_on
+            )
+            try:
+                element = next(self._open(name))
+            except StopIteration:
+                self._going_on.remove(name)
+                continue
+            self._turn = turn + 1
+            self._taken[name] = self._taken.get(name, 0) + 1
+            return element
         raise StopIteration
 
     def get_state(self) -> dict[str, Any]:
         now = {name: opened.get_state() for name, opened in self._opened.items()}
         state: dict[str, Any] = {"turn": self._turn, TAKEN: dict(self._taken)}
         state["parts"] = self._saved | now
-        return state | {"ended": sorted(self._ended)} if self._ended else state
+        return state
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.close()
         self._turn = state["turn"]
         self._taken = dict(state[TAKEN])
         self._saved = dict(state["parts"])
-        self._ended = set(state.get("ended", ())) & self._parts.keys()
+        # Those that had ended are asked again: weights inside them may be others now.
+        self._going_on = set(self._parts)
 
     def close(self) -> None:
         for opened in self._opened.values():

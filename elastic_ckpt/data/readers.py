@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 from grain import experimental
 
-from elastic_ckpt.data import cursors, shard_rows
+from elastic_ckpt.data import cursors, elastic_data, shard_rows
 
 
 class Reader(Protocol):
@@ -96,19 +96,23 @@ class _Workers:
     def __next__(self) -> shard_rows.Rows:
         shards, keep = self._task.wanted(self._position)
         kept = shards[keep]
-        places, found = [], []
+        places, found, over = [], [], False
         for share in self._shares:
             loaded = next(self._loaded)
             self._changed.update(loaded.cursors)
+            over |= loaded.over
             if loaded.rows is not None:
                 places.append(np.flatnonzero(np.isin(kept, share)))
                 found.append(loaded.rows)
         self._position += self._task.batch.global_batch_size
         order = np.argsort(np.concatenate(places))
-        return {
+        rows = {
             name: np.concatenate([part[name] for part in found])[order]
             for name in found[0]
         }
+        if over:
+            rows[elastic_data.MASK][:] = False
+        return rows
 
     def changed(self) -> cursors.Cursors:
         changed, self._changed = self._changed, {}

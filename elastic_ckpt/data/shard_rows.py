@@ -28,10 +28,12 @@ class Loaded:
     Attributes:
       rows: features of shape `[rows, ...]`; None if no row was to be read.
       cursors: the shards that gave rows, as they are after it; empty if nobody asked.
+      over: whether this batch and all later ones are to be dropped.
     """
 
     rows: Rows | None
     cursors: cursors.Cursors
+    over: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class Task:
       keep: the rows of a batch that are wanted, ascending.
       position: where in the stream the first batch begins.
       start: the cursors of the shards to run; None for one at its beginning.
-      finite: whether shards end; they then yield rows of zeros, and `mask` says which.
+      end: how the data ends. If it does, shards that have ended yield rows of zeros,
+        and `mask` says which.
       track: whether each batch comes with its cursors.
     """
 
@@ -53,8 +56,13 @@ class Task:
     keep: np.ndarray
     position: int
     start: cursors.Cursors
-    finite: bool
+    end: elastic_data.End
     track: bool
+
+    @property
+    def finite(self) -> bool:
+        """Whether shards end."""
+        return self.end is not elastic_data.End.NEVER
 
     def wanted(self, position: int) -> tuple[np.ndarray, np.ndarray]:
         """The shards that a batch takes rows from in turn, and which rows are kept."""
@@ -94,18 +102,26 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
         self._ended: dict[int, storage.Json] = {}
+        # Rows that shards were asked for before it was their turn.
+        self._early: dict[int, Any] = {}
+        self._is_first, self._over = True, False
         self._changed: set[int] = set()
         self._zeros: Any = None
 
     def __next__(self) -> Loaded:
         shards, keep = (array.tolist() for array in self._task.wanted(self._position))
         self._position += self._task.batch.global_batch_size
+        if self._is_first:
+            self._is_first, self._over = False, self._is_over()
         drawn = [self._next_row(shard) for shard in shards]
+        if self._task.end is elastic_data.End.DROPPED:
+            self._over |= any(row is None for row in drawn)
         kept = [row for row, wanted in zip(drawn, keep, strict=True) if wanted]
         self._changed.update(shards)
         return Loaded(
             rows=self._stack(kept) if kept else None,
             cursors=self.changed() if self._task.track else {},
+            over=self._over,
         )
 
     def changed(self) -> cursors.Cursors:
@@ -126,8 +142,19 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             opened.close()
         self._opened = {}
 
+    def _is_over(self) -> bool:
+        # Whether a batch was dropped before this task, for the want of a row that there
+        # is none of now either.
+        if self._task.end is not elastic_data.End.DROPPED:
+            return False
+        at_end = [shard for shard, cur in self._unopened.items() if _is_end(cur)]
+        self._early = {shard: self._next_row(shard) for shard in at_end}
+        return None in self._early.values()
+
     def _next_row(self, shard: int) -> Any:
         # The next example of a shard, or None if it has ended.
+        if shard in self._early:
+            return self._early.pop(shard)
         if shard in self._ended:
             return None
         records.row_is_due(True)
@@ -147,19 +174,18 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
                 f"logical shard {shard} came to its end; let make_shard repeat its"
                 " records without end, or say that the data is finite"
             )
-        if shard not in self._ended:
-            final = to_json(self._opened.pop(shard).get_state())
-            self._ended[shard] = {_ENDED: final}
+        final = to_json(self._opened.pop(shard).get_state())
+        self._ended[shard] = {_ENDED: final}
         return None
 
     def _open(self, shard: int) -> grain.DatasetIterator:
         opened = self._opened.get(shard)
         if opened is None:
-            cursor = self._unopened[shard]
-            if isinstance(cursor, dict) and cursor.keys() == {_ENDED}:
-                self._ended[shard] = cursor
-                raise StopIteration
+            cursor: Any = self._unopened[shard]
             opened = iter(self._task.make_shard(shard))
+            if _is_end(cursor):
+                # It is asked again: with other weights it may go on.
+                cursor = cursor[_ENDED]
             if cursor is not None:
                 opened.set_state(from_json(cursor))
             self._opened[shard] = opened
@@ -167,6 +193,8 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         return opened
 
     def _cursor(self, shard: int) -> storage.Json:
+        if shard in self._early:
+            return self._task.start[shard]
         if shard in self._ended:
             return self._ended[shard]
         opened = self._opened.get(shard)
@@ -180,10 +208,8 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             example = real[0] if real else self._any()
             self._zeros = {name: np.zeros_like(leaf) for name, leaf in example.items()}
         filled = [self._zeros if row is None else row for row in drawn]
-        return {
-            **_stacked(filled),
-            elastic_data.MASK: np.array([row is not None for row in drawn]),
-        }
+        mask = np.array([row is not None and not self._over for row in drawn])
+        return {**_stacked(filled), elastic_data.MASK: mask}
 
     def _any(self) -> Any:
         # An example of any shard, for the shapes: those of this task have none.
@@ -194,6 +220,10 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             f"none of the {self._task.batch.num_shards} logical shards has an example;"
             " is there a filter that rejects everything?"
         )
+
+
+def _is_end(cursor: cursors.Cursor) -> bool:
+    return isinstance(cursor, dict) and cursor.keys() == {_ENDED}
 
 
 def _stacked(examples: list[Any]) -> Rows:

@@ -149,7 +149,7 @@ class _HostBatches:
                 keep=self._mine.rows,
                 position=self._stream_row,
                 start=dict(self._cursors),
-                finite=data.end is not elastic_data.End.NEVER,
+                end=data.end,
                 track=False,
             )
             self._reader = readers.reader(

@@ -4,7 +4,6 @@ The oracle is one host that is never stopped.
 """
 
 import dataclasses
-import functools
 import gc
 import itertools
 import json
@@ -23,11 +22,7 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import elastic_data, example_id, shard_rows
-from tests import formats, worlds
-
-HOSTS = [1, 2, 3, 4, 6, 8, 12]
-# Multiples of the 12 shards, divisors, and sizes that are neither.
-SIZES = [12, 24, 36, 2, 4, 6, 8, 10, 16, 18, 30]
+from tests import formats, stages, worlds
 
 each_format = pytest.mark.parametrize("file_format", formats.FORMATS)
 each_pipeline = pytest.mark.parametrize("name", formats.PIPELINES)
@@ -92,105 +87,18 @@ def test_a_shard_resumes_from_the_state_before_every_element(files, file_format,
         assert list(map(worlds.content, resumed)) == expected[number:]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One world of a run, between two changes of hosts or of the batch size."""
-
-    num_hosts: int
-    size: int
-    num_batches: int
-    # How rows lie on hosts: in order, or anyhow.
-    order_seed: int
-    read_ahead_batches: int
-    num_workers: int
-    in_files: bool
-
-    def row_hosts(self):
-        in_order = np.repeat(np.arange(self.num_hosts), self.size // self.num_hosts)
-        if not self.order_seed:
-            return in_order
-        return np.random.default_rng(self.order_seed).permutation(in_order)
-
-
-@st.composite
-def stages(draw, max_hosts=12, max_workers=0):
-    size = draw(st.sampled_from(SIZES))
-    fitting = [h for h in HOSTS if size % h == 0 and h <= max_hosts]
-    return Stage(
-        num_hosts=draw(st.sampled_from(fitting)),
-        size=size,
-        num_batches=draw(st.integers(0, 4)),
-        order_seed=draw(st.integers(0, 3)),
-        read_ahead_batches=draw(st.integers(0, 2)),
-        num_workers=draw(st.integers(0, max_workers)),
-        in_files=draw(st.booleans()),
-    )
-
-
-def batches_until_end(world, num_batches):
-    """At most so many batches, and whether the data goes on."""
-    found = []
-    try:
-        for _ in range(num_batches):
-            found.append(world.batch())
-    except StopIteration:
-        return found, False
-    return found, True
-
-
-def oracle(data, run):
-    """The batches of each stage on one host, which keeps its cursors in memory."""
-    found, position, cursors = [], None, None
-    for stage in run:
-        one = worlds.World(data, 1, stage.size)
-        (host,) = one.hosts
-        if position:
-            host.go_to(
-                position, lambda shards, held=cursors: {s: held[s] for s in shards}
-            )
-        batches, goes_on = batches_until_end(one, stage.num_batches)
-        found.append((list(map(worlds.content, batches)), goes_on))
-        position, cursors = host.position(), host.shard_cursors()
-    return found
-
-
-def check(data, run, make_directory):
-    """Every stage on its hosts, from the state of the one before it."""
-    load = None
-    for stage, expected in zip(run, oracle(data, run), strict=True):
-        eager = dataclasses.replace(data, num_workers=stage.num_workers)
-        world = worlds.World(
-            eager,
-            stage.num_hosts,
-            stage.size,
-            stage.row_hosts(),
-            read_ahead=stage.read_ahead_batches,
-        )
-        if load:
-            load(world)
-        batches, goes_on = batches_until_end(world, stage.num_batches)
-        assert (list(map(worlds.content, batches)), goes_on) == expected
-        if stage.in_files:
-            saved = make_directory("data")
-            world.write(saved)
-            load = functools.partial(worlds.World.read, directory=saved)
-        else:
-            load = functools.partial(worlds.World.load, saved=world.save())
-        world.close()
-
-
 @settings(max_examples=60)
 @given(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),
     num_epochs=st.sampled_from([None, None, 1, 2]),
-    run=st.lists(stages(), min_size=2, max_size=6),
+    run=st.lists(stages.stages(), min_size=2, max_size=6),
 )
 def test_any_run_has_the_bytes_of_one_host(
     files, tmp_path_factory, file_format, name, num_epochs, run
 ):
     data = formats.data(files[file_format], name, num_epochs=num_epochs)
-    check(data, run, tmp_path_factory.mktemp)
+    stages.check([data] * len(run), run, tmp_path_factory.mktemp)
 
 
 @pytest.mark.slow(minutes=2)
@@ -199,13 +107,13 @@ def test_any_run_has_the_bytes_of_one_host(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),
     num_epochs=st.sampled_from([None, None, 1, 2]),
-    run=st.lists(stages(), min_size=2, max_size=12),
+    run=st.lists(stages.stages(), min_size=2, max_size=12),
 )
 def test_any_of_many_runs_has_the_bytes_of_one_host(
     files, tmp_path_factory, file_format, name, num_epochs, run
 ):
     data = formats.data(files[file_format], name, num_epochs=num_epochs)
-    check(data, run, tmp_path_factory.mktemp)
+    stages.check([data] * len(run), run, tmp_path_factory.mktemp)
 
 
 @pytest.mark.slow
@@ -214,13 +122,13 @@ def test_any_of_many_runs_has_the_bytes_of_one_host(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),
     num_epochs=st.sampled_from([None, 1]),
-    run=st.lists(stages(max_hosts=2, max_workers=2), min_size=2, max_size=3),
+    run=st.lists(stages.stages(max_hosts=2, max_workers=2), min_size=2, max_size=3),
 )
 def test_any_run_with_worker_processes_has_the_bytes_of_one_host(
     files, tmp_path_factory, file_format, name, num_epochs, run
 ):
     data = formats.data(files[file_format], name, num_epochs=num_epochs)
-    check(data, run, tmp_path_factory.mktemp)
+    stages.check([data] * len(run), run, tmp_path_factory.mktemp)
 
 
 def targets(batches):
@@ -253,7 +161,7 @@ def test_an_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
         padding = batch.pop("example_id")[~batch["mask"]]
         assert set(example_id.join(padding)) <= {example_id.NONE}
         assert not any(feature[~batch["mask"]].any() for feature in batch.values())
-    for num_hosts in HOSTS[1:]:
+    for num_hosts in stages.HOSTS[1:]:
         found = worlds.World(data, num_hosts, 24).rest()
         assert list(map(worlds.content, found)) == expected
 
@@ -267,7 +175,7 @@ def test_two_epochs_have_every_token_twice_also_in_batches_that_do_not_fit(files
         world = worlds.World(data, *next(schedule))
         if saved:
             world.load(saved)
-        found, goes_on = batches_until_end(world, 5)
+        found, goes_on = stages.batches_until_end(world, 5)
         batches += found
         saved = world.save()
     assert sorted(targets(batches)) == sorted(

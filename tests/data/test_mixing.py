@@ -1,6 +1,7 @@
 import collections
 import itertools
 import json
+import math
 
 import grain
 import hypothesis
@@ -66,6 +67,48 @@ def test_the_schedule_is_frozen():
         "aabacbabacbacaabacbabaab",
         "caabacbabaabacaabacbacaa",
     ]
+
+
+COPRIME = st.tuples(st.integers(1, 500), st.integers(2, 500)).filter(
+    lambda numbers: numbers[0] < numbers[1] and math.gcd(*numbers) == 1
+)
+
+
+@given(COPRIME, st.integers(0, 499), st.integers(0, 499))
+def test_the_first_multiple_in_an_interval_is_computed(numbers, low, high):
+    step, modulus = numbers
+    low, high = sorted((low % modulus, high % modulus))
+    found = mixing.first_multiple(step, modulus, low, high)
+    assert found == next(
+        n for n in itertools.count() if low <= n * step % modulus <= high
+    )
+
+
+@given(WEIGHTS, SHARDS, TURNS, st.data())
+def test_the_next_turn_of_some_datasets_is_the_first_one_from_here(
+    weights, shard, turn, data
+):
+    among = data.draw(st.sets(st.sampled_from(sorted(weights)), min_size=1))
+    ends = mixing.bounds(weights)
+    later, name = mixing.next_chosen(turn, shard=shard, ends=ends, among=among)
+    assert name in among
+    assert mixing.chosen(later, shard=shard, ends=ends) == name
+    before = range(max(turn, later - 1000), later)
+    assert not among & {mixing.chosen(t, shard=shard, ends=ends) for t in before}
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 3, 1e-9, 1e-30, 5e-324, 1e300]), min_size=1).filter(
+        any
+    )
+)
+def test_every_dataset_above_zero_has_turns(weights):
+    named = {str(number): weight for number, weight in enumerate(weights)}
+    begin = 0
+    for end, name in mixing.bounds(named):
+        assert (end > begin) == (named[name] > 0)
+        begin = end
+    assert begin == 2**64
 
 
 @pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
@@ -244,6 +287,42 @@ def test_datasets_that_end_leave_the_others_to_go_on_and_lose_nothing(
         found += take(elements, count)
         elements = resumed(mixture, saved(elements))
     assert found + list(elements) == expected
+
+
+@pytest.mark.parametrize("seldom", [1e-9, 1e-300])
+def test_data_ends_also_where_a_dataset_has_hardly_a_turn(seldom):
+    weights = {"a": 1, "b": seldom, "c": seldom}
+    found = list(mixing.Mixture(parts(a=4, b=3, c=2), weights, shard=5))
+    assert names(found[:4]) == ["a"] * 4
+    assert sorted(found) == sorted(
+        [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 2)]
+    )
+
+
+def parts_of(name, length):
+    return [(name, number) for number in range(length)]
+
+
+def test_a_mixture_that_had_ended_goes_on_when_a_weight_inside_it_is_raised():
+    def mixture(weight):
+        inside = mixing.Mixture(parts(a=4, b=3), {"a": 1, "b": weight}, shard=1)
+        outside = {"inside": inside, **parts(c=9)}
+        return mixing.Mixture(outside, {"inside": 1, "c": 1}, shard=1)
+
+    elements = iter(mixture(0))
+    found = take(elements, 11)
+    assert names(found).count("a") == 4
+    elements = resumed(mixture(2), saved(elements))
+    found += list(elements)
+    assert sorted(found) == [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 9)]
+
+
+def test_a_state_that_lists_what_had_ended_is_continued():
+    # As it was written at first.
+    state = {"turn": 5, "taken": {"a": 2, "b": 3}, "ended": ["a"]}
+    state["parts"] = {"a": {"next_index": 2}, "b": {"next_index": 3}}
+    mixture = mixing.Mixture(parts(a=2, b=5), {"a": 1, "b": 1}, shard=0)
+    assert list(resumed(mixture, state)) == [("b", 3), ("b", 4)]
 
 
 def test_those_that_go_on_keep_their_turns_when_another_has_ended():
