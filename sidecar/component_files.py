@@ -52,6 +52,7 @@ def read(directory: epath.PathLike) -> Files:
 
 def write(directory: epath.PathLike, files: Mapping[str, str]) -> None:
     """Writes what `read` found below another directory."""
+    storage.make_directory(directory)
     for relative, text in files.items():
         storage.write_atomic(
             os.path.join(directory, relative), base64.b64decode(text, validate=True)

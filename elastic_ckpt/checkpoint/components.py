@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import inspect
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -64,27 +65,51 @@ def begin_save(
       directory: makes the directory of the component with a name.
 
     Returns:
-      What writes the states, to be called once, on any thread.
+      The writer of the states, to be called once, on any thread.
+
+    Raises:
+      Exception: as a component's `save`; then no component writes its state.
     """
     if not components:
         # The caller waits, and would for a thread and an event loop.
         return lambda: None
 
     async def begin() -> list[Awaitable[None]]:
-        return [
-            await component.save(Created(directory(name)))
-            for name, component in components.items()
-        ]
+        begun: list[Awaitable[None]] = []
+        try:
+            for name, component in components.items():
+                begun.append(await component.save(Created(directory(name))))
+        except BaseException:
+            for each in begun:
+                if inspect.iscoroutine(each):
+                    each.close()
+            raise
+        return begun
 
     async def finish() -> None:
         await asyncio.gather(*begun)
 
-    try:
-        begun = _run(begin())
-    except OSError as error:
-        # Full storage is no reason to stop: whoever writes hears of it.
-        return functools.partial(_fail, error)
+    begun = _run(begin())
     return lambda: _run(finish())
+
+
+def try_to_save(
+    components: Mapping[str, ocp.StatefulCheckpointable],
+    directory: Callable[[str], epath.Path],
+) -> tuple[Callable[[], None], Exception | None]:
+    """As `begin_save`, for hosts that give a step up together.
+
+    Returns:
+      The writer of the states, which raises the error of a component that could not
+      take its state; and that error, if the caller has to raise it: storage that is
+      full fails the step alone.
+    """
+    try:
+        return begin_save(components, directory), None
+    except OSError as error:
+        return functools.partial(_raise, error), None
+    except Exception as error:
+        return functools.partial(_raise, error), error
 
 
 def load(component: ocp.StatefulCheckpointable, directory: epath.PathLike) -> None:
@@ -128,7 +153,7 @@ def materialise(
         storage.write_atomic(epath.Path(directory) / name, read(file))
 
 
-def _fail(error: OSError) -> None:
+def _raise(error: Exception) -> None:
     raise error
 
 

@@ -37,7 +37,6 @@ class Saving:
     Attributes:
       step: the training step.
       save: which save of it.
-      components: their names.
       write_components: has them write their files.
       back_up: whether it goes to persistent storage.
       described: for retention and persistent storage.
@@ -46,7 +45,6 @@ class Saving:
 
     step: int
     save: str
-    components: list[str]
     write_components: Callable[[], None]
     back_up: bool
     described: Described
@@ -147,7 +145,9 @@ class SaveStages:
             logging.exception("components were not written")
             problem = f"components were not written: {error!r}"
         try:
-            said = self._hosts.all("saver.write", *place, saving.components, problem)
+            said = self._hosts.all(
+                "saver.write", *place, sorted(saving.described.components), problem
+            )
             parts = components.numbered([each["files"] for each in said])
             of_all = said[0]["time_ms"], of_hosts[0]
             self._hosts.all("saver.commit", *place, parts, *of_all)

@@ -131,6 +131,7 @@ class TieredCheckpointer:
 
         Raises:
           CheckpointError: if a leaf cannot be saved, or the metrics are not JSON.
+          Exception: as `save` of a component; an OSError fails the step alone.
         """
         self._stages.wait_for_commit()
         is_new = self.latest is None or step > self.latest.step
@@ -146,21 +147,21 @@ class TieredCheckpointer:
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
         directory = self._hosts.capture(step, self._save, trees)
-        write_components = components.begin_save(
+        write_components, problem = components.try_to_save(
             stateful, lambda name: storage.make_directory(f"{directory}/{name}")
         )
         committed = self._stages.begin(
             Saving(
                 step=step,
                 save=self._save,
-                components=sorted(stateful),
                 write_components=write_components,
-                back_up=self._persistent is not None
-                and (force or self._is_backup_due(step)),
+                back_up=self._is_backup_due(step, force=force),
                 described=described,
                 began_secs=began_secs,
             )
         )
+        if problem is not None:
+            raise problem
         return Response(committed)
 
     def save_checkpointables(
@@ -345,9 +346,11 @@ class TieredCheckpointer:
             return None
         return os.fspath(storage.absolute(self._persistent.directory))
 
-    def _is_backup_due(self, step: int) -> bool:
+    def _is_backup_due(self, step: int, *, force: bool = False) -> bool:
         if self._persistent is None:
             return False
+        if force:
+            return True
         # What is in RAM goes with the machines.
         preempted = multihost.reached_preemption(step)
         every = self._persistent.every

@@ -71,7 +71,6 @@ def saving(step, *, write_components=lambda: None, back_up=False):
     return save_stages.Saving(
         step=step,
         save=SAVE,
-        components=[],
         write_components=write_components,
         back_up=back_up,
         described=described,

@@ -363,7 +363,7 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         storage.remove(path)
 
     # Of the head alone.
-    spied = types.SimpleNamespace(remove=remove, write_atomic=storage.write_atomic)
+    spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
     for module in (component_files, remote_hosts):
         monkeypatch.setattr(module, "storage", spied)
     monkeypatch.setattr(machine, "find", lambda _: None)

@@ -158,7 +158,7 @@ class HostReader:
             component,
             domain=self._world.peers.domain,
         )
-        directory = str(self._files() / component)
+        directory = str(storage.make_directory(self._files() / component))
         for file, offers in files:
             _, _, name = file.path.partition("/")
             storage.write_atomic(

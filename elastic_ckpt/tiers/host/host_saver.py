@@ -67,10 +67,10 @@ class HostSaver:
         saving.writer.write(saving.captured)
         saving.captured.release()
         saving.written = saving.writer.component_files(components)
-        names: dict[str, list[str]] = {}
+        names: dict[str, list[str]] = {component: [] for component in components}
         for file in saving.written:
             component, _, name = file.path.partition("/")
-            names.setdefault(component, []).append(name)
+            names[component].append(name)
         return {"files": names, "time_ms": time.time_ns() // 1_000_000}
 
     def commit(

@@ -77,17 +77,27 @@ def commit(
     for name, content in described.items():
         path = unfinished / name
         retries.call(doing, lambda path=path, content=content: _write(path, content))
-    success = f"Checkpoint commit was successful to {root.final(saved.step)}".encode()
-    # Orbax commits each part of a step as it does the step.
     parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
-    for part in sorted(parts):
-        if (unfinished / part).is_dir():
-            path = unfinished / part / COMMIT_FILE
-            retries.call(doing, lambda path=path: _write(path, success))
-    retries.call(doing, lambda: _write(unfinished / COMMIT_FILE, success))
+    success = f"Checkpoint commit was successful to {root.final(saved.step)}".encode()
+    for path in _commit_files(unfinished, saved, parts):
+        retries.call(doing, lambda path=path: _write(path, success))
     if not root.in_place:
         final = root.final(saved.step)
         retries.call(doing, lambda: _rename(unfinished, final))
+
+
+def _commit_files(
+    unfinished: epath.Path, saved: SavedStep, parts: Collection[str]
+) -> list[epath.Path]:
+    # Orbax commits each part of a step, and last the step. A component without files
+    # is a directory to Orbax.
+    components = saved.contents.components
+    directories = [unfinished / part for part in sorted({*parts, *components})]
+    return [
+        each / COMMIT_FILE
+        for each in [*directories, unfinished]
+        if each.name in components or each.is_dir()
+    ]
 
 
 def _manifests(

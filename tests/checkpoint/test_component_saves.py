@@ -1,0 +1,138 @@
+"""Components that write no file, or whose `save` raises, in every tier."""
+
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import host_memory
+from elastic_ckpt.tiers.choices import Local, Persistent
+
+
+class Silent:
+    """A component that writes no file, such as an iterator without a position."""
+
+    loaded = False
+
+    async def save(self, directory):
+        async def write():
+            await directory.await_creation()
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            # Orbax commits each part of a step with a file.
+            names = {path.name for path in directory.iterdir()}
+            assert names <= {"commit_success.txt"}
+            self.loaded = True
+
+        return read()
+
+
+class Failing:
+    """A component whose `save` raises."""
+
+    def __init__(self, error):
+        self.error = error
+
+    async def save(self, directory):
+        (directory.path / "half").write_text("cut")
+        raise self.error
+
+    async def load(self, directory):
+        raise NotImplementedError
+
+
+class Whole:
+    """A component that begins to save, and would write a file."""
+
+    async def save(self, directory):
+        async def write():
+            await directory.await_creation()
+            raise AssertionError("a step that is given up is not written")
+
+        return write()
+
+    async def load(self, directory):
+        raise NotImplementedError
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(local="ram", *, stored=True):
+        tiers = [Local(tmp_path / local)]
+        tiers += [Persistent(tmp_path / "steps", every=1)] if stored else []
+        made.append(factory.Checkpointer(tiers, run="run"))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def files_below(directory):
+    return list(pathlib.Path(directory).rglob("half"))
+
+
+@pytest.mark.parametrize("local", ["ram", "another machine's ram"])
+def test_a_component_without_files_comes_back(make, local):
+    saved = make()
+    parts = {"state": {"w": jnp.arange(4.0)}, "data": Silent()}
+    assert saved.save_checkpointables(1, parts)
+    saved.close()
+    data = Silent()
+    restored = make(local).load_checkpointables(
+        None, {"state": {"w": jnp.zeros(4)}, "data": data}
+    )
+    assert restored["data"] is data
+    assert data.loaded
+    assert restored["state"]["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_orbax_loads_a_component_without_files(make, tmp_path):
+    saved = make()
+    parts = {"state": {"w": jnp.arange(4.0)}, "data": Silent()}
+    assert saved.save_checkpointables(1, parts)
+    saved.close()
+    with ocp.training.Checkpointer(tmp_path / "stock") as stock:
+        stock.save_checkpointables(1, parts)
+    for directory in (tmp_path / "stock", tmp_path / "steps"):
+        with ocp.training.Checkpointer(directory) as stock:
+            data = Silent()
+            assert set(stock.checkpointables_metadata(1).metadata) == {"state", "data"}
+            stock.load_checkpointables(1, {"data": data})
+            assert data.loaded
+
+
+@pytest.mark.parametrize("error", [TypeError("no such thing"), OSError("disk full")])
+def test_a_component_that_cannot_save_fails_its_step_alone(
+    make, tmp_path, error, monkeypatch
+):
+    allocated = []
+    allocate = host_memory.allocate
+    monkeypatch.setattr(
+        host_memory, "allocate", lambda n: (allocated.append(n), allocate(n))[1]
+    )
+    checkpointer = make(stored=False)
+    tree = {"w": np.zeros(2**20, np.uint8)}
+    parts = {"state": tree, "first": Whole(), "second": Failing(error)}
+    for step in (1, 2):
+        if isinstance(error, OSError):
+            # Full storage is no reason to stop the training.
+            assert not checkpointer.save_checkpointables(step, parts)
+        else:
+            with pytest.raises(TypeError, match="no such thing"):
+                checkpointer.save_checkpointables(step, parts)
+        checkpointer.wait()
+        assert files_below(tmp_path) == []
+    slot = tmp_path / "ram" / "hosts" / "0"
+    assert [path.name for path in slot.iterdir() if path.is_dir()] == []
+    assert checkpointer.save(3, tree)
+    # The memory of a step that failed is used again by the next.
+    assert len(allocated) == 1
