@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
+
+from elastic_ckpt.cli import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,5 +22,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Trains, or continues, a run of MaxText."""
     from elastic_ckpt.integrations import maxtext
 
-    maxtext.run(arguments.arguments)
+    emit = progress.Progress(log_period=1, stream=sys.stdout)
+    maxtext.run(arguments.arguments, emit=emit)
     return 0

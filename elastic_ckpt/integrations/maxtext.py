@@ -1,11 +1,12 @@
 """Runs the MaxText that is installed, unmodified, on our iterators.
 
 MaxText's trainer, checkpoints and resume do their work. What is put in their way, for
-the time of the run, are five functions that MaxText looks up when it calls them:
+the time of the run, are six functions that MaxText looks up when it calls them:
 
 * where it has read its configuration, ours is taken out (`maxtext_config`)
 * where it makes Grain's iterators, it gets ours, in this process or in the sidecar
 * where it saves and restores an iterator, ours goes to Orbax as it is
+* where it makes its checkpointer, it gets ours if tiers are configured
 
 A MaxText in which one of them is not found as it was is refused before the run.
 """
@@ -26,9 +27,15 @@ from absl import app
 from etils import epath
 from orbax import checkpoint
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.checkpoint import components, configured_tiers, tiered
+from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import elastic_data, iterator, pipeline
-from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+from elastic_ckpt.integrations import (
+    checkpointer,
+    maxtext_config,
+    maxtext_seams,
+    maxtext_tiers,
+)
 from sidecar import place
 
 # What a step of MaxText takes, all int32 `[B, L]`.
@@ -39,8 +46,12 @@ FEATURES = tuple(
 )
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str], *, emit: events.Emit = events.nobody) -> None:
     """Trains as `python -m maxtext.trainers.pre_train.train ARGUMENTS` does.
+
+    Args:
+      arguments: of MaxText, with our keys among them.
+      emit: called for each event of tiers of checkpoints.
 
     Raises:
       ConfigError: if there is no MaxText here, or another one than this module knows,
@@ -49,7 +60,7 @@ def run(arguments: Sequence[str]) -> None:
       SystemExit: if MaxText refuses its configuration.
     """
     maxtext_seams.check_installed()
-    with seams_taken() as taken:
+    with seams_taken(emit=emit) as taken:
         train = importlib.import_module(maxtext_seams.MAIN.module)
         try:
             app.run(train.main, argv=[str(train.__file__), *arguments])
@@ -57,23 +68,24 @@ def run(arguments: Sequence[str]) -> None:
             if ended.code:
                 raise
         except _PastMaxText as past:
-            _leave_others_at_once()
+            taken.abandon(past.error)
             raise past.error from past.error.__cause__
-        except Exception:
-            _leave_others_at_once()
+        except Exception as error:
+            taken.abandon(error)
             raise
         # Only here: after an error other hosts may be gone, and closing waits for them.
         taken.close()
 
 
 @contextlib.contextmanager
-def seams_taken() -> Iterator[Taken]:
+def seams_taken(*, emit: events.Emit = events.nobody) -> Iterator[Taken]:
     """Has MaxText call ours in the place of its own, until the body ends."""
     modules = {
         seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
     }
     taken = Taken(
-        {seam: getattr(modules[seam], seam.name) for seam in maxtext_seams.SEAMS}
+        {seam: getattr(modules[seam], seam.name) for seam in maxtext_seams.SEAMS},
+        emit=emit,
     )
     ours: dict[maxtext_seams.Seam, Any] = {
         maxtext_seams.PREPARE: taken.prepare,
@@ -81,6 +93,7 @@ def seams_taken() -> Iterator[Taken]:
         maxtext_seams.MAKE_EVAL: taken.evaluation_iterator,
         maxtext_seams.FOR_SAVE: taken.for_save,
         maxtext_seams.FOR_RESTORE: taken.for_restore,
+        maxtext_seams.MAKE_CHECKPOINTER: taken.checkpoint_manager,
     }
     with contextlib.ExitStack() as stack:
         for seam, function in ours.items():
@@ -95,12 +108,20 @@ class Taken:
 
     Args:
       originals: the function of MaxText at each seam.
+      emit: called for each event of tiers of checkpoints.
     """
 
-    def __init__(self, originals: dict[maxtext_seams.Seam, Callable[..., Any]]) -> None:
+    def __init__(
+        self,
+        originals: dict[maxtext_seams.Seam, Callable[..., Any]],
+        *,
+        emit: events.Emit,
+    ) -> None:
         self._originals = originals
+        self._emit = emit
         self._own = maxtext_config.Own(values={})
         self._made: dict[maxtext_seams.Seam, MaxTextIterator] = {}
+        self._manager: maxtext_tiers.TieredManager | None = None
 
     def prepare(self, raw_keys: dict[str, Any], *rest: Any, **more: Any) -> Any:
         """Takes our keys out of those that MaxText has read."""
@@ -162,17 +183,58 @@ class Taken:
         data_iterator: Any,
         expansion_factor_real_data: float,
     ) -> Any:
-        """What Orbax loads the iterator of a step into."""
+        """Loads our data state of a step; what Orbax then loads it into.
+
+        Orbax would report any error of it as that of an incompatible handler.
+        """
         if isinstance(data_iterator, MaxTextIterator):
-            return data_iterator
+            directory = (
+                checkpoint_manager.directory / str(step) / maxtext_tiers.ITERATOR
+            )
+            with _past_maxtext():
+                components.load(data_iterator, directory)
+            return _Loaded()
         return self._originals[maxtext_seams.FOR_RESTORE](
             checkpoint_manager, step, data_iterator, expansion_factor_real_data
         )
 
+    def checkpoint_manager(self, config: Any, mesh: Any, init_state_fn: Any) -> Any:
+        """Makes MaxText's checkpointer, over our tiers if these are configured."""
+        if not (config.enable_multi_tier_checkpointing and config.enable_checkpointing):
+            return self._originals[maxtext_seams.MAKE_CHECKPOINTER](
+                config, mesh, init_state_fn
+            )
+        with _past_maxtext():
+            chosen = maxtext_config.tiers_config(config, self._own)
+            tiers = configured_tiers.tiers(chosen, persistent=config.checkpoint_dir)
+            over_tiers = checkpointer.Checkpointer(
+                tiers, mesh=mesh, run=config.run_name, emit=self._emit
+            )
+            assert isinstance(over_tiers, tiered.TieredCheckpointer)
+        self._manager = maxtext_tiers.TieredManager(
+            over_tiers,
+            directory=config.checkpoint_dir,
+            data=lambda: self._made[maxtext_seams.MAKE_TRAIN],
+            last_step=config.steps - 1
+            if config.save_checkpoint_on_completion
+            else None,
+            use_async=config.async_checkpointing,
+            guard=_past_maxtext,
+        )
+        return self._manager
+
     def close(self) -> None:
-        """Closes the iterators that MaxText had last."""
+        """Closes the iterators that MaxText had last, and a checkpointer of ours."""
         for made in self._made.values():
             made.close()
+        if self._manager is not None:
+            self._manager.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends what would hold up this process, whose run has failed."""
+        if self._manager is not None:
+            self._manager.abandon(error)
+        _leave_others_at_once()
 
     def _keep(
         self, seam: maxtext_seams.Seam, config: Any, batches: Any
@@ -224,6 +286,23 @@ class MaxTextIterator:
         return (StopIteration,)
 
 
+class _Loaded:
+    """Takes the place of an iterator whose state has been loaded."""
+
+    async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
+        """Is never called: nothing is saved under this name."""
+        raise NotImplementedError
+
+    async def load(self, directory: epath.Path) -> Awaitable[None]:
+        """Reads nothing."""
+        del directory
+
+        async def done() -> None:
+            pass
+
+        return done()
+
+
 class _PastMaxText(BaseException):
     """Carries an error past `except Exception`.
 
@@ -261,8 +340,8 @@ def _end() -> None:
 
 
 def _check_resumable(config: Any) -> None:
-    # MaxText restores a step without data state as well, and would then begin the data
-    # anew, without a word.
+    # MaxText restores a step without data state, too, and begins the data anew without
+    # a warning.
     if not config.enable_checkpointing or not config.checkpoint_dir:
         return
     directory = epath.Path(config.checkpoint_dir)
@@ -273,9 +352,18 @@ def _check_resumable(config: Any) -> None:
         if step.name.isdigit() and checkpoint.utils.is_checkpoint_finalized(step)
     ]
     latest = max(complete, key=lambda step: int(step.name), default=None)
-    if latest is not None and not (latest / "iter").exists():
-        raise errors.CheckpointError(
-            f"step {latest.name} in {directory} has no data state (`iter`), so it is"
-            " not known which examples it has seen; choose another run_name, and"
-            f" load_full_state_path={latest / 'items'} to go on from its weights"
+    if latest is None:
+        return
+    if not (latest / maxtext_tiers.ITERATOR).exists():
+        what = (
+            "has no data state (`iter`), so the examples that it has seen are unknown"
         )
+    elif any((latest / maxtext_tiers.ITERATOR).glob("process_*.json")):
+        what = "was saved by MaxText's own iterator, whose place in the data is another"
+    else:
+        return
+    raise errors.CheckpointError(
+        f"step {latest.name} in {directory} {what}; to go on from its weights, and with"
+        f" the data from the beginning, set load_full_state_path={latest / 'items'} and"
+        " another run_name"
+    )

@@ -16,9 +16,18 @@ from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import datasets
 from elastic_ckpt.data.sources import files
+from elastic_ckpt.integrations import maxtext_files
 
-# Keys of ours that MaxText does not know.
-OWN_KEYS = (
+# Keys of MaxText's tiers of checkpoints, which mean the same here.
+TIER_KEYS = (
+    "enable_multi_tier_checkpointing",
+    "local_checkpoint_directory",
+    "local_checkpoint_period",
+    "multi_tier_checkpointing_backup_interval_minutes",
+    "multi_tier_checkpointing_backup_interval_steps",
+)
+# Keys of ours that MaxText does not know: of its data, and of its tiers.
+OWN_DATA_KEYS = (
     "num_logical_shards",
     "grain_record_format",
     "drop_remainder",
@@ -26,6 +35,12 @@ OWN_KEYS = (
     "data_read_ahead_batches",
     "data_read_ahead_mib",
 )
+OWN_TIER_KEYS = tuple(
+    field.name
+    for field in dataclasses.fields(schema.TiersSection)
+    if field.name not in TIER_KEYS
+)
+OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS)
 # Keys of MaxText that mean the same here.
 SHARED_KEYS = (
     "add_bos",
@@ -52,6 +67,7 @@ SHARED_KEYS = (
 )
 # And those that are read in another way.
 READ_KEYS = (
+    "async_checkpointing",
     "checkpoint_dir",
     "elastic_enabled",
     "enable_checkpointing",
@@ -59,11 +75,16 @@ READ_KEYS = (
     "eval_per_device_batch_size",
     "global_batch_size_to_load",
     "global_batch_size_to_load_eval",
+    "max_num_checkpoints_to_keep",
     "per_device_batch_size",
+    "run_name",
+    "save_checkpoint_on_completion",
+    "steps",
     "tokenize_eval_data",
     "tokenizer_path",
     "tokenizer_type",
     "vocab_size",
+    *maxtext_files.KEYS,
 )
 
 _PLACE = "MaxText's configuration"
@@ -108,17 +129,18 @@ _REFUSED = (
     _Refused(
         key="enable_emergency_checkpoint",
         only=False,
-        remedy="set it to false, for such checkpoints have no data state",
-    ),
-    _Refused(
-        key="enable_multi_tier_checkpointing",
-        only=False,
-        remedy="set it to false, for such checkpoints have no data state",
+        remedy="set it to false, for such checkpoints have no data state, and"
+        " enable_multi_tier_checkpointing to true",
     ),
 )
 
 # Every key of MaxText that is looked at.
-MAXTEXT_KEYS = (*SHARED_KEYS, *READ_KEYS, *(refused.key for refused in _REFUSED))
+MAXTEXT_KEYS = (
+    *SHARED_KEYS,
+    *READ_KEYS,
+    *TIER_KEYS,
+    *(refused.key for refused in _REFUSED),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,9 +173,17 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
     dataset_type = theirs.get("dataset_type", "synthetic")
     # `synthetic` is what MaxText's base.yml says, so nobody has asked for it.
     if dataset_type not in ("grain", "synthetic"):
+        files_key = maxtext_files.TRAIN
+        kind = maxtext_files.KINDS.get(str(dataset_type))
+        location = kind and maxtext_files.location(files_key, kind, theirs)
+        remedy = (
+            f"grain, grain_file_type to {kind}, and {files_key.key} to {location}"
+            if location
+            else f"grain, and {files_key.key} to ArrayRecord, Parquet or TFRecord files"
+        )
         raise errors.ConfigError(
             f"{_PLACE}: dataset_type={dataset_type} is read by MaxText alone; set it to"
-            " grain, and grain_train_files to ArrayRecord, Parquet or TFRecord files"
+            f" {remedy}"
         )
     in_sidecar = theirs.get(_IN_SIDECAR, False)
     theirs |= {
@@ -187,10 +217,11 @@ def train_section(config: Any, own: Own) -> schema.DataSection:
             raise errors.ConfigError(
                 f"{_PLACE}: {refused.key}={value}: {refused.remedy}"
             )
+    _check_files_are_named(config)
     kind = own.values.get(_TOKENIZER) or _text(config.tokenizer_type)
     values = {key: getattr(config, key) for key in SHARED_KEYS}
     values |= {
-        **own.values,
+        **{key: own.values[key] for key in own.values if key not in OWN_TIER_KEYS},
         _TOKENIZER: kind,
         "tokenizer_path": _tokenizer_path(config, kind),
         _IN_SIDECAR: own.in_sidecar,
@@ -211,6 +242,27 @@ def eval_section(config: Any, own: Own) -> schema.DataSection:
         train_data_columns=of_eval.train_data_columns,
         tokenize_train_data=of_eval.tokenize_train_data,
     )
+
+
+def tiers_config(config: Any, own: Own) -> schema.Config:
+    """The tiers of checkpoints that a MaxText configuration asks for.
+
+    Args:
+      config: has MaxText's keys as attributes.
+      own: what was taken out of it.
+
+    Raises:
+      ConfigError: naming the key whose value has no meaning.
+    """
+    values = {key: getattr(config, key) for key in TIER_KEYS}
+    values |= {key: own.values[key] for key in OWN_TIER_KEYS if key in own.values}
+    # MaxText has None where we have 0: that key of the two does not count.
+    values = {key: value for key, value in values.items() if value is not None}
+    values |= {
+        "max_num_checkpoints_to_keep": config.max_num_checkpoints_to_keep or 0,
+        "run_name": config.run_name,
+    }
+    return load.from_values(values, place=_PLACE)
 
 
 def global_batch_size(
@@ -260,6 +312,25 @@ def _section(values: Mapping[str, Any]) -> schema.DataSection:
 def _text(value: Any) -> Any:
     # MaxText has classes of its own for some choices: enumerations of texts.
     return str(getattr(value, "value", value)) if isinstance(value, str) else value
+
+
+def _check_files_are_named(config: Any) -> None:
+    # MaxText derives file names that are not set from other keys, which this refuses:
+    # a change of them would be one of the run's data.
+    wanted = [maxtext_files.TRAIN]
+    if config.grain_train_mixture_config_path:
+        wanted.clear()
+    if config.eval_interval > 0:
+        wanted.append(maxtext_files.EVAL)
+    for files_key in wanted:
+        if getattr(config, files_key.key):
+            continue
+        settings = {key: getattr(config, key) for key in maxtext_files.KEYS}
+        location = maxtext_files.location(files_key, config.grain_file_type, settings)
+        raise errors.ConfigError(
+            f"{_PLACE}: {files_key.key} is empty; set it to "
+            + (f"{location}, where MaxText would look" if location else "the files")
+        )
 
 
 def _tokenizer_path(config: Any, kind: str) -> str:

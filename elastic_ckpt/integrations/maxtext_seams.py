@@ -20,6 +20,7 @@ _CONFIG_TYPES = "maxtext.configs.types"
 _INPUT = "maxtext.input_pipeline.input_pipeline_interface"
 _CHECKPOINTING = "maxtext.common.checkpointing"
 _ITERATOR_STATE = "maxtext.common.grain_utility"
+_TRAIN_UTILS = "maxtext.utils.train_utils"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,21 @@ FOR_RESTORE = Seam(
     ),
     caller=(_CHECKPOINTING, "load_state_if_possible"),
 )
-SEAMS = (MAIN, PREPARE, MAKE_TRAIN, MAKE_EVAL, FOR_SAVE, FOR_RESTORE)
+MAKE_CHECKPOINTER = Seam(
+    module=_TRAIN_UTILS,
+    name="create_checkpoint_manager",
+    parameters=("config", "mesh", "init_state_fn"),
+    caller=(_TRAIN_UTILS, "setup_train_loop"),
+)
+SEAMS = (
+    MAIN,
+    PREPARE,
+    MAKE_TRAIN,
+    MAKE_EVAL,
+    FOR_SAVE,
+    FOR_RESTORE,
+    MAKE_CHECKPOINTER,
+)
 
 
 def check_installed() -> None:

@@ -59,32 +59,48 @@ def for_restore(checkpoint_manager, step, data_iterator, expansion_factor_real_d
     return ("restores", checkpoint_manager, step, data_iterator)
 """,
     "common/checkpointing.py": """
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
 from maxtext.common import grain_utility
 
 def save_checkpoint(checkpoint_manager, step, data_iterator):
     iterator = grain_utility.for_save(step, data_iterator, -1)
     checkpoint_manager.save_checkpointables(
-        step, {{"items": {{"step": step}}, "iter": iterator}}
+        step, {{"items": {{"step": np.asarray(step)}}, "iter": iterator}}
     )
 
 def load_state_if_possible(checkpoint_manager, data_iterator):
+    assert isinstance(checkpoint_manager, ocp.training.Checkpointer)
     step = checkpoint_manager.latest.step
+    wanted = {{"items": {{"step": np.zeros((), int)}}}}
     if (checkpoint_manager.directory / str(step) / "iter").exists():
-        iterator = grain_utility.for_restore(
+        wanted["iter"] = grain_utility.for_restore(
             checkpoint_manager, step, data_iterator, -1
         )
-        checkpoint_manager.load_checkpointables(step, {{"iter": iterator}})
-    return step + 1
+    restored = checkpoint_manager.load_checkpointables(step, wanted)
+    return int(restored["items"]["step"]) + 1
+""",
+    "utils/train_utils.py": """
+from orbax.checkpoint import v1 as ocp
+
+from maxtext.input_pipeline import input_pipeline_interface
+
+def create_checkpoint_manager(config, mesh, init_state_fn):
+    return ocp.training.Checkpointer(config.checkpoint_dir)
+
+def setup_train_loop(config, mesh):
+    manager = create_checkpoint_manager(config, mesh, None)
+    return manager, *input_pipeline_interface.create_data_iterator(config, mesh)
 """,
     "trainers/pre_train/train.py": """
 import ast
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
 from maxtext.common import checkpointing
 from maxtext.configs import pyconfig
-from maxtext.input_pipeline import input_pipeline_interface
+from maxtext.utils import train_utils
 
 BATCHES = []
 
@@ -93,22 +109,22 @@ def main(argv):
     keys = {{key: literal(value) for key, value in pairs}}
     config = pyconfig.initialize(keys)
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    with ocp.training.Checkpointer(config.checkpoint_dir) as checkpointer:
-        train, evaluation = input_pipeline_interface.create_data_iterator(config, mesh)
-        step = 0
-        if checkpointer.latest is not None:
-            step = checkpointing.load_state_if_possible(checkpointer, train)
-        BATCHES.clear()
-        for step in range(step, config.steps):
-            try:
-                BATCHES.append(next(train))
-            except Exception as error:
-                print("Training stopped:", error)
-                return
-        if evaluation:
-            evaluation.reset()
-            BATCHES.extend(evaluation)
-        checkpointing.save_checkpoint(checkpointer, step, train)
+    checkpointer, train, evaluation = train_utils.setup_train_loop(config, mesh)
+    step = 0
+    if checkpointer.latest is not None:
+        step = checkpointing.load_state_if_possible(checkpointer, train)
+    BATCHES.clear()
+    for step in range(step, config.steps):
+        try:
+            BATCHES.append(next(train))
+        except Exception as error:
+            print("Training stopped:", error)
+            return
+    if evaluation:
+        evaluation.reset()
+        BATCHES.extend(evaluation)
+    checkpointing.save_checkpoint(checkpointer, step, train)
+    checkpointer.wait()
 
 def literal(text):
     try:

@@ -1,4 +1,6 @@
 import logging
+import re
+import shutil
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import iterator, pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_seams
-from tests import corpora
+from tests import corpora, shared_memory
 from tests.integrations import stand_in
 
 
@@ -112,6 +114,55 @@ def test_it_saves_and_continues_in_its_own_checkpoints(install, files, in_sideca
     assert equal(trained(files, steps=9, **place), whole[4:])
 
 
+def tiers(ram, **settings):
+    return {
+        "enable_multi_tier_checkpointing": True,
+        "local_checkpoint_directory": ram,
+        "local_checkpoint_period": 100,
+        "local_checkpoint_size_limit": "64Mi",
+        "multi_tier_checkpointing_backup_interval_steps": 100,
+        **settings,
+    }
+
+
+@pytest.mark.parametrize("in_sidecar", [False, True])
+def test_in_tiers_it_continues_from_ram_and_without_it_from_storage(
+    install, files, capsys, in_sidecar
+):
+    install()
+    place = {"colocated_python_data_input": in_sidecar}
+    whole = trained(files, steps=9, checkpoint_dir=f"{files}/whole")
+    with shared_memory.directory("maxtext") as ram:
+        assert equal(trained(files, steps=4, **tiers(ram), **place), whole[:4])
+        capsys.readouterr()
+        assert equal(trained(files, steps=7, **tiers(ram), **place), whole[4:7])
+        assert "from this host's RAM" in capsys.readouterr().out
+        shutil.rmtree(f"{ram}/first")
+        assert equal(trained(files, steps=9, **tiers(ram), **place), whole[7:])
+        assert "from persistent storage" in capsys.readouterr().out
+
+
+def test_in_tiers_other_data_is_one_line_and_nothing_waits(install, files, capfd):
+    install()
+    with shared_memory.directory("maxtext") as ram:
+        trained(files, **tiers(ram))
+        capfd.readouterr()
+        other = {"max_target_length": 32, "steps": 9}
+        assert main.main(arguments(files, **tiers(ram), **other)) == 1
+        (line,) = printed_lines(capfd)
+        assert "another pipeline (max_target_length: saved 24, now 32)" in line
+        # The hosts and the RAM disk are free again.
+        assert len(trained(files, steps=9, **tiers(ram))) == 6
+
+
+def test_tiers_that_do_not_fit_together_are_one_line(install, files, capfd):
+    install()
+    both = tiers("/dev/shm", multi_tier_checkpointing_backup_interval_minutes=3)
+    assert main.main(arguments(files, **both)) == 1
+    (line,) = printed_lines(capfd)
+    assert "not both: backups to persistent storage" in line
+
+
 def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
     install()
     found = trained(
@@ -204,7 +255,73 @@ def test_a_step_without_data_state_is_not_continued_from(install, files, capsys)
     assert main.main(arguments(files, steps=9)) == 1
     message = capsys.readouterr().err
     assert f"step 2 in {files}/checkpoints has no data state" in message
-    assert "choose another run_name" in message
+    assert f"set load_full_state_path={files}/checkpoints/2/items and" in message
+
+
+def test_a_step_that_maxtext_s_own_iterator_saved_is_not_continued_from(
+    install, files, capsys
+):
+    install()
+    trained(files)
+    theirs = files / "checkpoints" / "2" / "iter"
+    shutil.rmtree(theirs)
+    theirs.mkdir()
+    (theirs / "process_0-of-1.json").write_text('{"next_index": 16}')
+    assert main.main(arguments(files, steps=9)) == 1
+    assert capsys.readouterr().err == (
+        f"elastic-ckpt maxtext: step 2 in {files}/checkpoints was saved by MaxText's"
+        " own iterator, whose place in the data is another; to go on from its weights,"
+        " and with the data from the beginning, set"
+        f" load_full_state_path={files}/checkpoints/2/items and another run_name\n"
+    )
+
+
+@pytest.mark.parametrize("in_sidecar", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"max_target_length": 32}, "(max_target_length: saved 24, now 32)"),
+        ({"num_logical_shards": 16}, "(num_logical_shards: saved 8, now 16)"),
+        ({"grain_train_files": "{}/held_out"}, "texts is gone"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_resume_with_other_data_is_one_line(
+    install, files, capfd, in_sidecar, changed, message
+):
+    install()
+    place = {"colocated_python_data_input": in_sidecar}
+    trained(files, **place)
+    changed = {
+        key: value.format(files) if isinstance(value, str) else value
+        for key, value in changed.items()
+    }
+    capfd.readouterr()
+    assert main.main(arguments(files, steps=9, **place, **changed)) == 1
+    (line,) = printed_lines(capfd)
+    assert line.startswith("elastic-ckpt maxtext: ")
+    assert "the data state was saved by another pipeline (" in line
+    assert message in line
+
+
+def test_a_resume_from_a_data_state_that_was_changed_is_one_line(install, files, capfd):
+    install()
+    trained(files)
+    saved = files / "checkpoints" / "2" / "iter" / "data_state.json"
+    text = saved.read_text()
+    assert '"stream_row":24' in text
+    saved.write_text(text.replace('"stream_row":24', '"stream_row":16'))
+    capfd.readouterr()
+    assert main.main(arguments(files, steps=9)) == 1
+    (line,) = printed_lines(capfd)
+    assert line.startswith(f"elastic-ckpt maxtext: data state {saved} ")
+    assert "restore the file from a copy" in line
+
+
+def printed_lines(capfd):
+    """What a person reads on the standard error, but for log records of libraries."""
+    lines = capfd.readouterr().err.splitlines()
+    return [line for line in lines if not re.match(r"[IW]\d{4} ", line)]
 
 
 @pytest.mark.parametrize(

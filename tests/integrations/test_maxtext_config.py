@@ -1,4 +1,5 @@
 import os
+import re
 import types
 
 import pytest
@@ -9,7 +10,15 @@ from elastic_ckpt.integrations import maxtext_config
 
 # What MaxText's base.yml says, as far as it is looked at, and files.
 DEFAULTS = {
+    "async_checkpointing": True,
     "checkpoint_dir": "",
+    "dataset_name": "c4/en:3.1.0",
+    "dataset_path": "",
+    "eval_dataset_name": "c4/en:3.1.0",
+    "eval_split": "validation",
+    "hf_eval_split": "",
+    "hf_path": "",
+    "train_split": "train",
     "elastic_enabled": False,
     "enable_checkpointing": True,
     "add_bos": True,
@@ -24,6 +33,14 @@ DEFAULTS = {
     "generate_padding_batch_train": False,
     "enable_emergency_checkpoint": False,
     "enable_multi_tier_checkpointing": False,
+    "local_checkpoint_directory": "",
+    "local_checkpoint_period": 0,
+    "max_num_checkpoints_to_keep": None,
+    "multi_tier_checkpointing_backup_interval_minutes": None,
+    "multi_tier_checkpointing_backup_interval_steps": None,
+    "run_name": "first",
+    "save_checkpoint_on_completion": True,
+    "steps": 3,
     "enable_rampup_batch_size": False,
     "eval_per_device_batch_size": 12.0,
     "global_batch_size_to_load": 48,
@@ -123,6 +140,72 @@ def test_the_data_is_ours_if_nothing_else_was_asked_for(dataset_type):
 def test_another_pipeline_of_maxtext_is_refused(dataset_type):
     with refused(rf"dataset_type={dataset_type} is read by MaxText alone; set it to"):
         maxtext_config.divide({"num_logical_shards": 1, "dataset_type": dataset_type})
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (
+            {"dataset_type": "hf", "hf_path": "allenai/c4"},
+            "grain, grain_file_type to parquet, and grain_train_files to"
+            " hf://datasets/allenai/c4/**/*train*.parquet",
+        ),
+        (
+            {
+                "dataset_type": "tfds",
+                "dataset_path": "gs://data/",
+                "dataset_name": "c4/en:3.1.0",
+                "train_split": "train2",
+            },
+            "grain, grain_file_type to tfrecord, and grain_train_files to"
+            " gs://data/c4/en/3.1.0/*-train2.tfrecord-*",
+        ),
+    ],
+)
+def test_another_pipeline_s_files_are_named_as_what_to_set(settings, remedy):
+    with refused(re.escape(f"is read by MaxText alone; set it to {remedy}")):
+        maxtext_config.divide({"num_logical_shards": 1, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "grain_train_files is empty; set it to the files"),
+        (
+            {"grain_file_type": "parquet", "hf_path": "hf://datasets/allenai/c4"},
+            "grain_train_files is empty; set it to"
+            " hf://datasets/allenai/c4/**/*train*.parquet, where MaxText would look",
+        ),
+        (
+            {"grain_file_type": "tfrecord", "dataset_path": "/data"},
+            "grain_train_files is empty; set it to"
+            " /data/c4/en/3.1.0/*-train.tfrecord-*, where MaxText would look",
+        ),
+        (
+            {
+                "grain_file_type": "parquet",
+                "grain_train_mixture_config_path": "m.json",
+                "eval_interval": 5,
+                "hf_path": "allenai/c4",
+            },
+            "grain_eval_files is empty; set it to"
+            " hf://datasets/allenai/c4/**/*validation*.parquet, where MaxText",
+        ),
+        (
+            {
+                "grain_file_type": "tfrecord",
+                "grain_train_mixture_config_path": "m.json",
+                "eval_interval": 5,
+                "dataset_path": "/data",
+            },
+            "grain_eval_files is empty; set it to"
+            " /data/c4/en/3.1.0/*-validation.tfrecord-*, where MaxText would look",
+        ),
+    ],
+)
+def test_files_that_maxtext_would_derive_are_named_as_what_to_set(settings, message):
+    with refused(re.escape(f"MaxText's configuration: {message}")):
+        maxtext_config.train_section(config(grain_train_files="", **settings), OWN)
 
 
 @pytest.mark.parametrize("raw", [{}, {"num_logical_shards": 0}])
@@ -262,6 +345,34 @@ def test_files_are_named_absolutely_and_uris_as_they_are():
     assert made.grain_train_files == f"{here}/a*,{here}/b,0.25;gs://c/d,0.75"
     assert made.grain_eval_files == os.path.expanduser("~/e")
     assert made.grain_train_mixture_config_path == f"{here}/m.json"
+
+
+def test_tiers_of_checkpoints_are_taken_over_with_our_own_keys():
+    tiers = {
+        "enable_multi_tier_checkpointing": True,
+        "local_checkpoint_directory": "/local",
+        "local_checkpoint_period": 20,
+        "multi_tier_checkpointing_backup_interval_minutes": 30,
+    }
+    own = maxtext_config.Own(
+        values={**OWN.values, "peer_copies": 1, "local_checkpoint_size_limit": "2Gi"}
+    )
+    made = maxtext_config.tiers_config(
+        config(max_num_checkpoints_to_keep=7, **tiers), own
+    )
+    assert made.tiers == schema.TiersSection(
+        peer_copies=1, local_checkpoint_size_limit="2Gi", **tiers
+    )
+    assert made.checkpoint.max_num_checkpoints_to_keep == 7
+    assert made.run.run_name == "first"
+    # And they are none of the data's.
+    assert maxtext_config.train_section(config(**tiers), own).num_logical_shards == 48
+
+
+def test_a_key_of_the_tiers_is_checked_like_anywhere():
+    raw = {"num_logical_shards": 12, "peer_copies": -2}
+    with refused("^MaxText's configuration: peer_copies is at least 0, not -2"):
+        maxtext_config.divide(raw)
 
 
 def rows(*, evaluation=False, **settings):

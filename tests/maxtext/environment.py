@@ -11,6 +11,7 @@ import subprocess
 
 ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-maxtext"
+TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
 GROUP = pathlib.Path(__file__).parent / "pyproject.toml"
 # What it was last set up from.
 STAMP = ENVIRONMENT / "set_up_from"
@@ -90,9 +91,10 @@ class Hosts:
             text=True,
         )
 
-    def run(self, *, num_hosts, directory, arguments, dies_before_step=None):
+    def run(self, *, program, num_hosts, directory, arguments, dies_before_step=None):
         """Runs MaxText on some hosts; their exit codes."""
         line = {
+            "program": program,
             "num_hosts": num_hosts,
             "directory": str(directory),
             "arguments": arguments,

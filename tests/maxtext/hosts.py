@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 
 # A run may take so long, and after a host has failed the others so much longer.
 LIMIT_SECS = 300
@@ -28,12 +29,14 @@ class Run:
     """A run on some hosts of one device each.
 
     Attributes:
+      program: `ours`, or MaxText by itself, `stock`.
       num_hosts: processes.
       directory: of the logs and batches, `HOST.log` and `HOST.jsonl`.
-      arguments: those of `elastic-ckpt`.
+      arguments: MaxText's, with keys of ours for ours.
       dies_before_step: all hosts are killed when this step would be committed.
     """
 
+    program: str
     num_hosts: int
     directory: str
     arguments: list[str]
@@ -105,7 +108,21 @@ def host(run, number, port):
     note_batches(pathlib.Path(run.directory, f"{number}.jsonl"))
     if run.dies_before_step is not None and number == 0:
         kill_all_before_commit(run.dies_before_step)
-    return main.main(run.arguments)
+    if run.program == "ours":
+        return main.main(["maxtext", *run.arguments])
+    return stock(run.arguments)
+
+
+def stock(arguments):
+    from absl import app
+    from maxtext.trainers.pre_train import train
+
+    try:
+        app.run(train.main, argv=["train", *arguments])
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def cache_what_is_compiled():

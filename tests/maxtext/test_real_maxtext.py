@@ -1,8 +1,11 @@
 """The MaxText of PyPI, unmodified, on one host and on others, continued from each."""
 
+import re
+import shutil
+
 import pytest
 
-from tests import corpora
+from tests import corpora, shared_memory
 from tests.maxtext import environment
 
 pytestmark = pytest.mark.slow(minutes=1)
@@ -37,6 +40,16 @@ OURS = {
     "num_logical_shards": ROWS,
     "tokenizer_type": "bytes",
     "num_epoch": 0,
+    "grain_worker_count": 0,
+    "packing": False,
+}
+# What both MaxText's own data and ours can read.
+SHARED = {
+    "dataset_type": "grain",
+    "tokenizer_type": "sentencepiece",
+    "tokenizer_path": environment.TOKENIZERS / "tokenizer.llama2",
+    "vocab_size": 32000,
+    "num_epoch": 100,
     "grain_worker_count": 0,
     "packing": False,
 }
@@ -114,9 +127,21 @@ class MaxText:
         self._cases = cases(files)
         self._done = {}
 
-    def run(self, case, name, *, steps, num_hosts, codes=None, dies=None, **settings):
+    def run(
+        self,
+        case,
+        name,
+        *,
+        steps,
+        num_hosts,
+        program="ours",
+        codes=None,
+        dies=None,
+        **settings,
+    ):
         """A run to a number of steps; the directory of its logs and batches."""
-        keys = {**MODEL, **OURS, **self._cases[case], **settings}
+        ours = OURS if program == "ours" else {}
+        keys = {**MODEL, **ours, **self._cases[case], **settings}
         keys |= {
             "run_name": name,
             "base_output_directory": f"{self._directory}/runs",
@@ -129,7 +154,8 @@ class MaxText:
         found = self._hosts.run(
             num_hosts=num_hosts,
             directory=logs,
-            arguments=["maxtext", *written],
+            program=program,
+            arguments=written,
             dies_before_step=dies,
         )
         wanted = codes or [0] * num_hosts
@@ -194,6 +220,33 @@ def test_a_run_on_two_hosts_then_one_then_four_is_that_of_one(maxtext, case, set
         begin = steps
 
 
+def test_in_tiers_it_goes_on_from_ram_and_without_it_from_storage(maxtext):
+    case, name, begin = "packed_parquet", "tiers", 0
+    whole = maxtext.uninterrupted(case)
+    with shared_memory.directory("maxtext") as ram:
+        settings = {
+            "enable_multi_tier_checkpointing": True,
+            "local_checkpoint_directory": ram,
+            "local_checkpoint_period": 2,
+            "local_checkpoint_size_limit": "64Mi",
+            "multi_tier_checkpointing_backup_interval_steps": 4,
+            "async_checkpointing": True,
+        }
+        for (steps, num_hosts), source in zip(
+            STAGES, (None, "peers", "persistent storage"), strict=True
+        ):
+            if source == "persistent storage":
+                shutil.rmtree(f"{ram}/{name}")
+            logs = maxtext.run(case, name, steps=steps, num_hosts=num_hosts, **settings)
+            check_is_part_of(whole, logs, begin=begin, end=steps)
+            if source:
+                log = (logs / "0.log").read_text()
+                (restored,) = re.findall(r"^restored step .*", log, re.MULTILINE)
+                assert restored.startswith(f"restored step {begin - 1}: ")
+                assert source in restored
+            begin = steps
+
+
 def test_it_continues_from_before_a_checkpoint_that_was_interrupted(maxtext):
     case, name = "mixture", "interrupted"
     whole = maxtext.uninterrupted(case)
@@ -235,3 +288,36 @@ def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, f
     # MaxText would end well, as if there were no more data.
     assert "Training stopped" not in said[1]
     assert sorted(environment.losses(logs)["train"]) == list(range(10))
+
+
+def test_weights_go_over_from_stock_maxtext_and_back(maxtext):
+    def run(name, steps, program, *, codes=None, **settings):
+        return maxtext.run(
+            "arrayrecord",
+            name,
+            steps=steps,
+            num_hosts=1,
+            program=program,
+            codes=codes,
+            **SHARED,
+            **settings,
+        )
+
+    def newest(name, step):
+        return f"{maxtext.checkpoints(name)}/{step}/items"
+
+    begun = run("stock", 3, "stock")
+    assert sorted(environment.losses(begun)["train"]) == [0, 1, 2]
+
+    refused = run("stock", 6, "ours", codes=[1])
+    way_out = f"set load_full_state_path={newest('stock', 2)} and another run_name\n"
+    assert (refused / "0.log").read_text().endswith(way_out)
+
+    ours = run("ours", 6, "ours", load_full_state_path=newest("stock", 2))
+    assert sorted(environment.losses(ours)["train"]) == [3, 4, 5]
+
+    refused = run("ours", 9, "stock", codes=[1])
+    assert "Error restoring Grain checkpoint" in (refused / "0.log").read_text()
+
+    back = run("back", 9, "stock", load_full_state_path=newest("ours", 5))
+    assert sorted(environment.losses(back)["train"]) == [6, 7, 8]

@@ -1,0 +1,131 @@
+"""MaxText's train state and data in our tiers, under its own flags for them.
+
+With `enable_multi_tier_checkpointing` MaxText makes Orbax's replicator manager, which
+saves no data state. `TieredManager` takes its place: to MaxText it is the Orbax v1
+`training.Checkpointer` that it uses otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import tiered
+from elastic_ckpt.core import storage
+
+# The name under which MaxText saves its iterator.
+ITERATOR = "iter"
+
+Guard = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class TieredManager:
+    """The verbs that MaxText calls, on a checkpointer over tiers.
+
+    Args:
+      checkpointer: over the tiers.
+      directory: of the persistent tier.
+      data: returns what the data state is loaded into.
+      last_step: that is backed up, due or not; None if MaxText saves no last step.
+      use_async: whether saves return before they are committed.
+      guard: wraps each call, so that errors of ours pass MaxText's handlers by.
+    """
+
+    def __init__(
+        self,
+        checkpointer: tiered.TieredCheckpointer,
+        *,
+        directory: epath.PathLike,
+        data: Callable[[], ocp.StatefulCheckpointable],
+        last_step: int | None,
+        use_async: bool,
+        guard: Guard,
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._directory = storage.absolute(directory)
+        self._data = data
+        self._last_step = last_step
+        self._guard = guard
+        # MaxText reads this attribute, which it sets on Orbax's.
+        self.use_async = use_async
+
+    @property
+    def __class__(self) -> type:
+        """Orbax's class, which is final, and which MaxText asserts before a load."""
+        return ocp.training.Checkpointer
+
+    @property
+    def directory(self) -> epath.Path:
+        """Where backups are; newer steps may be in RAM alone."""
+        return self._directory
+
+    @property
+    def latest(self) -> Any:
+        """The newest complete step of all tiers, which has a `step`."""
+        with self._guard():
+            return self._checkpointer.latest
+
+    @property
+    def checkpoints(self) -> list[Any]:
+        """The newest complete step alone.
+
+        MaxText looks, before each save, whether the step is there already; to list all
+        tiers would hold up the training.
+        """
+        latest = self.latest
+        return [] if latest is None else [latest]
+
+    def should_save(self, step: int) -> bool:
+        """Whether a tier is due at `step`."""
+        with self._guard():
+            return self._checkpointer.should_save(step)
+
+    def save_checkpointables_async(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> Any:
+        """As `TieredCheckpointer.save_checkpointables_async`."""
+        options["force"] = options.get("force", False) or step == self._last_step
+        with self._guard():
+            return self._checkpointer.save_checkpointables_async(
+                step, checkpointables, **options
+            )
+
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> bool:
+        """As `TieredCheckpointer.save_checkpointables`."""
+        response = self.save_checkpointables_async(step, checkpointables, **options)
+        with self._guard():
+            return response is not None and response.result()
+
+    def load_checkpointables(
+        self,
+        step: Any = None,
+        abstract_checkpointables: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Restores what MaxText names, and the data state, which it looks for on disk.
+
+        A step may be in RAM alone, where MaxText finds no `iter`, and would begin the
+        data anew.
+        """
+        wanted = {**(abstract_checkpointables or {}), ITERATOR: self._data()}
+        with self._guard():
+            # MaxText's own context asks Orbax for partial loads, too.
+            return self._checkpointer.load_checkpointables(step, wanted, partial=True)
+
+    def wait(self) -> None:
+        """Returns when all that was begun is done, in every tier."""
+        with self._guard():
+            self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Waits, and releases the hosts."""
+        self._checkpointer.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """Releases the hosts without a wait for them, for some may be gone."""
+        self._checkpointer.__exit__(type(error), error, error.__traceback__)
