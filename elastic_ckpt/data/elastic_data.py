@@ -16,6 +16,8 @@ Batch: TypeAlias = dict[str, jax.Array]
 
 # The feature that tells real rows from padding, in data that ends.
 MASK = "mask"
+# The feature that numbers the examples.
+EXAMPLE_ID = "example_id"
 
 # Reads the cursors of the given shards, whoever saved them.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]

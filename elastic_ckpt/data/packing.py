@@ -16,6 +16,9 @@ from elastic_ckpt.core import errors
 
 Example = dict[str, np.ndarray]
 
+# How the features are named that a row has beside each one that is packed.
+_ADDED = ("_segment_ids", "_positions")
+
 
 class ConcatThenSplit(grain.IterDataset[Example]):
     """Rows of L tokens without padding, but for the last row of data that ends.
@@ -34,6 +37,12 @@ class ConcatThenSplit(grain.IterDataset[Example]):
         self, parent: grain.IterDataset, *, features: tuple[str, ...], length: int
     ) -> None:
         super().__init__(parent)
+        clashing = {f"{name}{end}" for name in features for end in _ADDED} & {*features}
+        if clashing:
+            raise errors.ConfigError(
+                f"the features {sorted(clashing)} are named as those that packing adds;"
+                " rename them before they are packed"
+            )
         self._features = features
         self._length = length
 
@@ -86,8 +95,8 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Example]):
             self._taken, filled = first + count, end
         packed = dict(zip(self._features, rows, strict=True))
         for feature in self._features:
-            packed[f"{feature}_segment_ids"] = segments
-            packed[f"{feature}_positions"] = positions
+            for end, added in zip(_ADDED, (segments, positions), strict=True):
+                packed[f"{feature}{end}"] = added
         return packed
 
     def get_state(self) -> dict[str, Any]:

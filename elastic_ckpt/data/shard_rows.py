@@ -202,14 +202,15 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
 
     def _stack(self, drawn: list[Any]) -> Rows:
         if not self._task.finite:
-            return _stacked(drawn)
+            return _stacked(drawn, added={elastic_data.EXAMPLE_ID})
         real = [row for row in drawn if row is not None]
         if self._zeros is None:
             example = real[0] if real else self._any()
             self._zeros = {name: np.zeros_like(leaf) for name, leaf in example.items()}
         filled = [self._zeros if row is None else row for row in drawn]
         mask = np.array([row is not None and not self._over for row in drawn])
-        return {**_stacked(filled), elastic_data.MASK: mask}
+        added = {elastic_data.EXAMPLE_ID, elastic_data.MASK}
+        return {**_stacked(filled, added=added), elastic_data.MASK: mask}
 
     def _any(self) -> Any:
         # An example of any shard, for the shapes: those of this task have none.
@@ -226,7 +227,13 @@ def _is_end(cursor: cursors.Cursor) -> bool:
     return isinstance(cursor, dict) and cursor.keys() == {_ENDED}
 
 
-def _stacked(examples: list[Any]) -> Rows:
+def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
+    clashing = added & examples[0].keys()
+    if clashing:
+        raise errors.DataError(
+            f"the examples of make_shard have features named {sorted(clashing)}, as"
+            " those that batches add to them; rename them in make_shard"
+        )
     return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
 
 
@@ -235,7 +242,7 @@ def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
     halves = example_id.split_all(ids)
     if elastic_data.MASK in loaded:
         halves[~loaded[elastic_data.MASK]] = example_id.split(example_id.NONE)
-    return {**loaded, "example_id": halves}
+    return {**loaded, elastic_data.EXAMPLE_ID: halves}
 
 
 def to_json(state: Any) -> Any:

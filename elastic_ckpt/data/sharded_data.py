@@ -29,7 +29,8 @@ class ShardedData:
       make_shard: makes the pipeline of a shard from the shard's number: a Grain
         `IterDataset` of dicts of arrays that have the same shapes everywhere. It has to
         be a pure function and survive cloudpickle. Batches have one feature more,
-        `example_id`, uint32 `[B, 2]`: each row's place in the stream.
+        `example_id`, uint32 `[B, 2]`: each row's place in the stream. Examples that
+        have a feature of this name, or of that of `end`, are refused.
       num_shards: S, frozen for the life of a run.
       pipeline: names what `make_shard` does, JSON; change it when the examples change.
       end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:

@@ -88,3 +88,8 @@ def test_features_of_other_lengths_are_refused():
     )
     with pytest.raises(errors.DataError, match=r"\('a', 'b'\) of \[2, 3\] tokens"):
         next(iter(rows))
+
+
+def test_features_that_are_named_as_those_that_packing_adds_are_refused():
+    with pytest.raises(errors.ConfigError, match=r"\['a_positions'\] are named as"):
+        packed([3], features=("a", "a_positions"))
