@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from array_record.python import array_record_module
 
-from elastic_ckpt.data.sources import record_format, source, tfrecord
+from elastic_ckpt.data.sources import files, record_format, source, tfrecord
 
 _COLUMNS = pa.schema([("text", pa.string()), ("tokens", pa.list_(pa.int64()))])
 
@@ -113,7 +113,10 @@ class Numbers:
     def index(self, file):
         counts = self.blocks[int(file.rpartition("-")[2])]
         return source.FileIndex(
-            num_bytes=8 * sum(counts), block_records=np.array(counts, np.int64)
+            content=files.Content(
+                num_bytes=8 * sum(counts), sample="0" * 8, version=""
+            ),
+            block_records=np.array(counts, np.int64),
         )
 
     def read(self, unit, skip):

@@ -177,9 +177,11 @@ class SourceContract:
         with self.refused(files[0], r"\['nothing'\].*\['text', 'tokens'\]"):
             read_all(self.make(files, ("text", "nothing")), 1, num_epochs=1)
 
-    def test_a_missing_file_is_named(self, files):
-        with self.refused("/nowhere/part-9", "cannot be read, in 4 tries"):
-            source.indexes(self.make((*files, "/nowhere/part-9")))
+    @pytest.mark.parametrize("place", ["/nowhere", "memory://nowhere"])
+    def test_a_missing_file_is_named_at_once(self, files, monkeypatch, place):
+        monkeypatch.setattr(data_files, "time", None)
+        with self.refused(f"{place}/part-9", "correct the path"):
+            source.indexes(self.make((*files, f"{place}/part-9")))
 
     @pytest.mark.parametrize("kept", [1, 10, 0.49, 0.99, -1])
     def test_a_file_cut_short_is_named(self, files, kept):
@@ -219,6 +221,40 @@ class SourceContract:
             self.make((longer, *files[1:])),
         ]
         assert len(set(map(source.fingerprint, sources))) == len(sources)
+
+    def write_first(self, directory, first):
+        """A file of the same name, size and blocks, whatever the first document."""
+        return self.write(directory / "part", corpora.documents(first, first + 20))
+
+    def test_a_file_replaced_by_one_of_its_size_is_read_anew(self, tmp_path):
+        of = self.make((self.write_first(tmp_path, 200),))
+        before = source.identity(of)
+        self.write_first(tmp_path, 240)
+        now = source.identity(of)
+        assert now["files"][0][:4] == before["files"][0][:4]
+        assert now["files"] != before["files"]
+        found = read_all(of, 1, num_epochs=1)
+        assert numbers(found) == list(range(240, 260))
+
+    def test_files_of_one_name_that_change_places_have_another_identity(self, tmp_path):
+        for place, first in (("a", 200), ("b", 240)):
+            (tmp_path / place).mkdir()
+            self.write_first(tmp_path / place, first)
+        files = tuple(str(tmp_path / place / "part") for place in "ab")
+        one, two = self.make(files), self.make(files[::-1])
+        assert source.identity(one) != source.identity(two)
+        unsampled = [source.identity(of, sampled=False) for of in (one, two)]
+        assert unsampled[0] == unsampled[1]
+
+    def test_an_object_replaced_by_one_of_its_size_has_another_identity(self, tmp_path):
+        uri = corpora.upload(self.write_first(tmp_path, 200), tmp_path.name)
+        before = source.identity(self.make((uri,)))
+        corpora.upload(self.write_first(tmp_path, 240), tmp_path.name)
+        # As another process does.
+        data_files.forget_all()
+        now = source.identity(self.make((uri,)))
+        assert now["files"][0][:4] == before["files"][0][:4]
+        assert now["files"] != before["files"]
 
     def test_a_source_survives_cloudpickle(self, of):
         copy = cloudpickle.loads(cloudpickle.dumps(of))

@@ -105,7 +105,7 @@ class LanguagePipeline:
         limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
         return {
             state.DATASETS: {
-                part.name: {"weight": part.weight, **source.identity(part.source)}
+                part.name: {"weight": part.weight, **self._source_identity(part)}
                 for part in self.parts
             },
             "tokenizer": tokenizer.identity() if tokenizer else None,
@@ -121,6 +121,10 @@ class LanguagePipeline:
             state.NUM_EPOCH: self.reading.num_epochs or 0,
             **limit,
         }
+
+    def _source_identity(self, part: Part) -> dict[str, storage.Json]:
+        # Damage that is left out does not make another file.
+        return source.identity(part.source, sampled=not self.reading.skip_corrupt)
 
     def _records(self, part: Part, shard: int) -> records.Records:
         return records.Records(

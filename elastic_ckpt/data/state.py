@@ -13,6 +13,7 @@ logical shards lie beside it, see `data.cursors`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from typing import Any
@@ -134,18 +135,42 @@ def _changes(prefix: str, before: dict[str, Any], now: dict[str, Any]) -> list[s
 
 def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
     # Files are lists that begin with a name, a size in bytes and a number of records.
-    old, new = ({file[0]: file for file in files} for files in (before, now))
-    gone = [f"{name} is gone" for name in old if name not in new]
-    added = [f"{name} is new" for name in new if name not in old]
+    old, new = _by_name(before), _by_name(now)
+    gone = [f"{key[0]} is gone" for key in old if key not in new]
+    added = [f"{key[0]} is new" for key in new if key not in old]
     altered = [
-        f"{name} had {old[name][1]} bytes and {old[name][2]} records, now"
-        f" {file[1]} and {file[2]}"
-        for name, file in new.items()
-        if old.get(name, file) != file
+        _alteration(old[key], file)
+        for key, file in new.items()
+        if key in old and not _same_file(old[key], file)
     ]
-    changes = gone + added + altered or ["the files are in another order"]
+    changes = gone + added + altered
+    if not changes and list(old) != list(new):
+        changes = ["the files are in another order"]
     more = len(changes) - _MAX_SHOWN
     return changes[:_MAX_SHOWN] + [f"and {more} changes more"] * (more > 0)
+
+
+def _by_name(files: list[Any]) -> dict[tuple[str, int], Any]:
+    # Files of one name, from several directories, are told apart by their order.
+    counts: collections.Counter[str] = collections.Counter()
+    found = {}
+    for file in files:
+        found[file[0], counts[file[0]]] = file
+        counts[file[0]] += 1
+    return found
+
+
+def _same_file(old: list[Any], new: list[Any]) -> bool:
+    # States of older programs have no sample of the content.
+    return all(a == b for a, b in zip(old, new, strict=False))
+
+
+def _alteration(old: list[Any], new: list[Any]) -> str:
+    if old[1:3] == new[1:3]:
+        return f"{new[0]} has other content of the same size"
+    return (
+        f"{new[0]} had {old[1]} bytes and {old[2]} records, now {new[1]} and {new[2]}"
+    )
 
 
 def _shown(value: storage.Json) -> str:

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import pathlib
 import shutil
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import elastic_data, pipeline, positional, sharded_data, state
-from tests import formats, worlds
+from tests import corpora, formats, worlds
 
 LENGTH = 16
 
@@ -260,9 +261,28 @@ def test_the_identity_names_whatever_changes_the_examples(corpus):
     assert differing(packing=True) == {"grain_packing_type"}
     assert differing(train_data_columns="body") == {"train_data_columns", "datasets"}
     assert differing(tokenize_train_data=False) == {"tokenizer"}
-    # So that a run can go on where it met a corrupt record.
-    assert differing(corrupt_records="skip") == set()
     assert json.loads(json.dumps(plain)) == plain
+
+
+def test_a_run_goes_on_over_a_file_that_was_damaged_if_it_skips_what_is_corrupt(
+    tmp_path,
+):
+    file = corpora.write_texts(tmp_path / "a", num_texts=100)
+    whole = pipeline.from_config(section(file)).identity()
+    saved = state.DataState(engine="sharded", position={}, pipeline=whole)
+    content = bytearray(pathlib.Path(file).read_bytes())
+    content[100] ^= 1
+    pathlib.Path(file).write_bytes(content)
+    failing, skipping = (
+        pipeline.from_config(section(file, corrupt_records=what)).identity()
+        for what in ("fail", "skip")
+    )
+    with refused("a has other content of the same size", errors.DataError):
+        state.check_same_pipeline(saved, "sharded", failing)
+    state.check_same_pipeline(saved, "sharded", skipping)
+    # And from then on.
+    later = state.DataState(engine="sharded", position={}, pipeline=skipping)
+    state.check_same_pipeline(later, "sharded", skipping)
 
 
 def test_a_limit_of_examples_to_a_row_is_part_of_the_identity_if_there_is_one(corpus):

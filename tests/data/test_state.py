@@ -170,3 +170,25 @@ def test_files_in_another_order_are_named():
     one, two = ["a", 1, 1, "x"], ["b", 1, 1, "x"]
     with refused("files: the files are in another order"):
         check(mixed(web=source(one, two)), mixed(web=source(two, one)))
+
+
+def test_files_of_one_name_are_compared_one_by_one():
+    one, two = ["a", 1, 1, "x", "1"], ["a", 1, 1, "x", "2"]
+    check(mixed(web=source(one, two)), mixed(web=source(one, two)))
+    with refused("datasets.web.files: a has other content of the same size"):
+        check(mixed(web=source(one, two)), mixed(web=source(two, one)))
+    with refused("datasets.web.files: a is gone"):
+        check(mixed(web=source(one, two)), mixed(web=source(one)))
+
+
+@pytest.mark.parametrize("fields", [3, 4])
+def test_a_state_without_samples_loads_with_the_files_that_it_names(fields):
+    now = [["a", 10, 1, "x", "1"], ["b", 20, 2, "y", "2"]]
+    before = [file[:fields] for file in now]
+    check(mixed(web=source(*before)), mixed(web=source(*now)))
+    check({"grain_train_files": before}, {"grain_train_files": now})
+    grown = [now[0], ["b", 20, 3, "y", "2"]]
+    with refused("b had 20 bytes and 2 records, now 20 and 3"):
+        check({"grain_train_files": before}, {"grain_train_files": grown})
+    with refused("the files are in another order"):
+        check(mixed(web=source(*before)), mixed(web=source(*now[::-1])))

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
-from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import units
@@ -48,7 +47,7 @@ class ArrayRecord:
     def index(self, file: str) -> source.FileIndex:
         """Counts the records."""
         return source.FileIndex(
-            num_bytes=files.size_bytes(file),
+            content=files.content(file),
             block_records=source.blocks(_count(files.local_copy(file))),
         )
 
@@ -82,6 +81,10 @@ class ArrayRecordFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._files = tuple(map(files.local_copy, paths))
+        self._contents = tuple(
+            files.retried(functools.partial(files.content, file), file, at_start=True)
+            for file in self._files
+        )
         self.records_per_file = tuple(_count(file) for file in self._files)
         if not sum(self.records_per_file):
             raise errors.DataError(
@@ -116,10 +119,12 @@ class ArrayRecordFiles:
         return f"ArrayRecordFiles(files={len(self._files)}, records={len(self)})"
 
     def identity(self) -> list[storage.Json]:
-        """Name, size in bytes and record count of each file, in order."""
+        """Name, bytes, records and sample of the content of each file, in order."""
         return [
-            [os.path.basename(file), epath.Path(file).stat().length, count]
-            for file, count in zip(self._files, self.records_per_file, strict=True)
+            [os.path.basename(file), content.num_bytes, count, content.sample]
+            for file, content, count in zip(
+                self._files, self._contents, self.records_per_file, strict=True
+            )
         ]
 
 
@@ -135,6 +140,9 @@ def _reader(file: str) -> Any:
         # It says so only here, and would be a file without a record.
         raise OSError(f"{file} cannot be opened")
     return reader
+
+
+files.remembers(_reader.cache_clear)
 
 
 def _read_run(file: str, first: int, stop: int) -> list[bytes | RuntimeError]:

@@ -73,7 +73,7 @@ class Parquet:
                 f" {metadata.schema.to_arrow_schema().names}; set train_data_columns"
             )
         return source.FileIndex(
-            num_bytes=files.size_bytes(file),
+            content=files.content(file),
             block_records=np.array(
                 [
                     metadata.row_group(n).num_rows
@@ -282,6 +282,10 @@ def _metadata(file: str) -> pq.FileMetaData:
             f"{file}: not a whole Parquet file ({error}); restore it from a copy, or"
             " set grain_file_type to its format"
         ) from None
+
+
+files.remembers(_metadata.cache_clear)
+files.remembers(_TABLES.clear)
 
 
 def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:

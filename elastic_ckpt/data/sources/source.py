@@ -35,12 +35,12 @@ class FileIndex:
     """What one file holds.
 
     Attributes:
-      num_bytes: its size.
+      content: its size, and what its content looks like.
       block_records: records of each block, int64 `[blocks]`.
       block_bytes: where each block begins, for formats that have to know.
     """
 
-    num_bytes: int
+    content: files.Content
     block_records: np.ndarray
     block_bytes: tuple[int, ...] = ()
 
@@ -118,7 +118,7 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     """
 
     def read(file: str) -> FileIndex:
-        return files.retried(lambda: source.index(file), file)
+        return files.retried(lambda: source.index(file), file, at_start=True)
 
     workers = min(_INDEX_THREADS, len(source.files))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -141,11 +141,20 @@ def cut(source: Source, num_shards: int) -> units.Units:
     return units.cut([i.block_records for i in indexes(source)], num_shards)
 
 
-def identity(source: Source) -> dict[str, storage.Json]:
-    """What decides which record is where; of files the names, but not their place."""
+def identity(source: Source, *, sampled: bool = True) -> dict[str, storage.Json]:
+    """What decides which record is where; of files the names, but not their place.
+
+    Args:
+      source: the files; if one has changed since it was indexed, all are indexed anew.
+      sampled: whether a sample of their content is part of it.
+    """
+    found = indexes(source)
+    if any(map(_has_changed, source.files, found)):
+        files.forget_all()
+        found = indexes(source)
     entries: list[storage.Json] = [
-        [os.path.basename(file), index.num_bytes, index.num_records, _blocks(index)]
-        for file, index in zip(source.files, indexes(source), strict=True)
+        _entry(file, index, sampled)
+        for file, index in zip(source.files, found, strict=True)
     ]
     return {**source.settings(), "files": _folded(entries)}
 
@@ -167,7 +176,7 @@ def tree(source: Source, *, max_files: int = 8) -> str:
     lines += [f"|-- {key}: {value}" for key, value in settings.items() if value]
     shown = list(zip(source.files, found, strict=True))[:max_files]
     lines += [
-        f"|-- {os.path.basename(file)}: {index.num_bytes:,} bytes,"
+        f"|-- {os.path.basename(file)}: {index.content.num_bytes:,} bytes,"
         f" {len(index.block_records):,} blocks, {index.num_records:,} records"
         for file, index in shown
     ]
@@ -176,8 +185,24 @@ def tree(source: Source, *, max_files: int = 8) -> str:
     return "\n".join(lines)
 
 
-def _blocks(index: FileIndex) -> str:
-    return digest.json_digest(index.block_records.tolist())[:8]
+files.remembers(indexes.cache_clear)
+files.remembers(cut.cache_clear)
+
+
+def _has_changed(file: str, index: FileIndex) -> bool:
+    return files.has_changed(file, index.content.version)
+
+
+def _entry(file: str, index: FileIndex, sampled: bool) -> list[storage.Json]:
+    content = index.content
+    blocks = digest.json_digest(index.block_records.tolist())[:8]
+    entry: list[storage.Json] = [
+        os.path.basename(file),
+        content.num_bytes,
+        index.num_records,
+        blocks,
+    ]
+    return [*entry, content.sample] if sampled else entry
 
 
 def _folded(entries: Sequence[Any]) -> list[storage.Json]:
@@ -191,7 +216,8 @@ def _folded(entries: Sequence[Any]) -> list[storage.Json]:
             f"{group[0][0]} to {group[-1][0]}",
             sum(entry[1] for entry in group),
             sum(entry[2] for entry in group),
-            digest.json_digest(list(group))[:8],
+            digest.json_digest([entry[:4] for entry in group])[:8],
+            *([digest.json_digest([e[4] for e in group])[:8]] if group[0][4:] else []),
         ]
         for group in groups
     ]

@@ -2,8 +2,9 @@
 
 A record is its length (uint64, little-endian), the masked CRC-32C of these eight bytes,
 the data, and the data's masked CRC-32C (TensorFlow's `record_writer.h`). Where records
-begin is known from a walk over the lengths alone. It is taken once: its outcome, where
-each block of 1,024 records begins, is kept below `$XDG_CACHE_HOME/elastic_ckpt`.
+begin is known from a walk over the lengths alone. It is taken once for each version of
+a file: where each block of 1,024 records begins is kept below
+`$XDG_CACHE_HOME/elastic_ckpt`. A reader compares the end of each block with its index.
 """
 
 from __future__ import annotations
@@ -55,16 +56,17 @@ class TFRecord:
 
     def index(self, file: str) -> source.FileIndex:
         """Where the blocks begin, from the cache or from a walk over the file."""
-        num_bytes = files.size_bytes(file)
-        cached = _cache_path(file, num_bytes)
+        content = files.content(file)
+        cached = _cache_path(file, content)
         try:
             found = checked_json.read(cached, what="index", version=_INDEX_VERSION)
             starts, num_records = tuple(found["block_bytes"]), found["num_records"]
         except (errors.DataError, OSError):
-            starts, num_records = _walk(file, num_bytes)
-            _keep(cached, starts, num_records)
+            starts, num_records = _walk(file, content.num_bytes)
+            if content.version:
+                _keep(cached, starts, num_records)
         return source.FileIndex(
-            num_bytes=num_bytes,
+            content=content,
             block_records=source.blocks(num_records),
             block_bytes=starts,
         )
@@ -73,7 +75,8 @@ class TFRecord:
         """The records of a unit but for the first `skip`."""
         decode = record_format.decoder(self.record_format, self.columns)
         file = self.files[unit.file]
-        offset = source.indexes(self)[unit.file].block_bytes[unit.block]
+        index = source.indexes(self)[unit.file]
+        offset = index.block_bytes[unit.block]
         before = unit.first + skip
         number = unit.block * source.BLOCK_RECORDS
         left = unit.num_records - skip
@@ -98,6 +101,14 @@ class TFRecord:
                 number += 1
             left -= len(records)
             before = 0
+        of_block = unit.first + unit.num_records == unit.block_records
+        ends = (*index.block_bytes[1:], index.content.num_bytes)
+        if of_block and skip < unit.num_records and offset != ends[unit.block]:
+            raise errors.DataError(
+                f"{file}: block {unit.block} ends at byte {offset}, and by the file's"
+                f" index at byte {ends[unit.block]}: the file has changed under the"
+                " run; restore it from a copy, and start the run again"
+            )
 
 
 def write(path: epath.PathLike, records: Iterable[bytes]) -> None:
@@ -199,13 +210,11 @@ def _foreign(file: str, offset: int, header: bytes) -> str:
     )
 
 
-def _cache_path(file: str, num_bytes: int) -> epath.Path:
-    # Another size or time is another file.
+def _cache_path(file: str, content: files.Content) -> epath.Path:
+    # Another version or sample is another file.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    place, changed = file, 0
-    if storage.is_local(file):
-        place, changed = os.path.abspath(file), os.stat(file).st_mtime_ns
-    name = digest.json_digest([place, num_bytes, changed])
+    place = os.path.abspath(file) if storage.is_local(file) else file
+    name = digest.json_digest([place, *dataclasses.astuple(content)])
     return epath.Path(root) / "elastic_ckpt" / "tfrecord" / f"{name}.json"
 
 

@@ -3,7 +3,7 @@ import pathlib
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import arrayrecord, record_format, source
+from elastic_ckpt.data.sources import arrayrecord, files, record_format, source
 from tests import corpora, source_contract
 
 
@@ -43,7 +43,7 @@ def test_a_file_is_in_blocks_of_1024_records(tmp_path):
     file = corpora.write_records(tmp_path / "a", [b"a"] * 2050)
     found = arrayrecord.ArrayRecord(files=(file,)).index(file)
     assert found.block_records.tolist() == [1024, 1024, 2]
-    assert found.num_bytes == (tmp_path / "a").stat().st_size
+    assert found.content.num_bytes == (tmp_path / "a").stat().st_size
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -90,7 +90,8 @@ def test_records_are_numbered_over_all_files(tmp_path):
 def test_the_identity_names_files_sizes_and_counts_but_no_directory(tmp_path):
     file = corpora.write_texts(tmp_path / "a", num_texts=3)
     size = pathlib.Path(file).stat().st_size
-    assert arrayrecord.ArrayRecordFiles([file]).identity() == [["a", size, 3]]
+    sample = files.content(file).sample
+    assert arrayrecord.ArrayRecordFiles([file]).identity() == [["a", size, 3, sample]]
 
 
 def test_files_without_a_record_are_an_error(tmp_path):
@@ -126,3 +127,8 @@ def test_a_corrupt_record_is_named_with_its_file_and_place(tmp_path):
     source = arrayrecord.ArrayRecordFiles([good, str(path)])
     with refused(r"/bad, record 0: cannot be read .*; restore the file"):
         source[4]
+
+
+def test_a_missing_file_is_named_at_once():
+    with refused("/nowhere/a: No such file or directory; correct the path"):
+        arrayrecord.ArrayRecordFiles(["/nowhere/a"])

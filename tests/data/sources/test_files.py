@@ -44,7 +44,7 @@ def test_patterns_give_sorted_files_in_the_order_of_the_patterns(root):
 def test_what_is_found_can_be_opened(root):
     for file in files.find_files(f"{root}/*1"):
         content = names([file])[0].encode()
-        assert files.size_bytes(file) == 2
+        assert files.content(file).num_bytes == 2
         with files.opened(file) as stream:
             stream.seek(1)
             assert stream.read() == content[1:]

@@ -85,6 +85,18 @@ class TestParquet(source_contract.SourceContract):
         first = number // source_contract.BLOCK * source_contract.BLOCK
         return set(range(first, first + source_contract.BLOCK))
 
+    def write_first(self, directory, first):
+        # Without checksums, which take more or fewer bytes.
+        elements = corpora.documents(first, first + 20)
+        pq.write_table(
+            pa.Table.from_pylist(elements),
+            directory / "part",
+            row_group_size=source_contract.BLOCK,
+            compression="none",
+            use_dictionary=False,
+        )
+        return str(directory / "part")
+
     def test_blocks_are_the_row_groups(self, of):
         found = [index.block_records.tolist() for index in source.indexes(of)]
         assert found == [[8, 8, 4], [0], [8, 8, 8, 4]]
@@ -467,7 +479,7 @@ def test_a_store_that_is_slow_at_first_is_tried_again(file, tmp_path, monkeypatc
 
 def test_an_object_that_is_missing_is_named(tmp_path):
     uri = f"memory://{tmp_path.name}/nothing"
-    with refused(f"{re.escape(uri)}: cannot be read, in 4 tries"):
+    with refused(f"{re.escape(uri)}: .*; correct the path"):
         source.indexes(parquet.Parquet(files=(uri,)))
 
 

@@ -11,7 +11,7 @@ import google_crc32c
 import pytest
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data.sources import record_format, source, tfrecord
+from elastic_ckpt.data.sources import files, record_format, source, tfrecord
 from tests import corpora, source_contract
 
 # Two records of TensorBoard's own tests, written by TensorFlow.
@@ -212,7 +212,7 @@ def walks(monkeypatch):
 def index(file):
     """The index of `file`, as another process would find it."""
     found = raw(file).index(file)
-    return found.num_bytes, found.block_records.tolist(), found.block_bytes
+    return found.content.num_bytes, found.block_records.tolist(), found.block_bytes
 
 
 def cached(cache):
@@ -252,6 +252,46 @@ def test_a_file_that_was_written_anew_is_walked_over_again(file, walks):
     assert index(file) == (51, [3], (0,))
     assert index(file) != first
     assert walks == [file] * 3
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_index_of_a_file_of_the_same_size_and_time_is_not_used(
+    file, walks, tmp_path, remote
+):
+    # Records of other lengths where no sample is taken.
+    lengths = [30_000] * 40
+    other = [*lengths[:18], 29_000, 31_000, *lengths[20:]]
+    found = []
+    for sizes in (lengths, other):
+        tfrecord.write(file, (bytes(size) for size in sizes))
+        os.utime(file, ns=(1, 1))
+        place = corpora.upload(file, tmp_path.name) if remote else file
+        found.append((files.content(place).sample, place))
+        index(place)
+    assert found[0] == found[1]
+    assert len(walks) == 2
+
+
+def test_an_object_whose_store_has_no_versions_is_walked_over_each_time(
+    file, walks, monkeypatch, tmp_path
+):
+    uri = corpora.upload(file, tmp_path.name)
+    system = fsspec.filesystem("memory")
+    plain = {"name": "a", "size": os.path.getsize(file), "type": "file"}
+    monkeypatch.setattr(system, "info", lambda _: plain)
+    assert index(uri) == index(uri)
+    assert walks == [uri] * 2
+
+
+def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
+    of = raw(file)
+    source.indexes(of)
+    # One record takes the place of the first two.
+    content = pathlib.Path(file).read_bytes()
+    one = framed(bytes(18))
+    pathlib.Path(file).write_bytes(one + content[len(one) :])
+    with refused("/a: block 0 ends at byte .*: the file has changed under the run"):
+        source_contract.read_all(of, 1, num_epochs=1)
 
 
 @pytest.mark.parametrize("spoilt", [b"", b"{", b"\xff\xfe", b"[]", b'{"version": 1}'])
