@@ -91,6 +91,23 @@ def data(corpus) -> positional.PositionalData:
     )
 
 
+@pytest.fixture(scope="session")
+def object_stores():
+    """The environment of clients of object stores that run as long as the tests."""
+    from tests import buckets
+
+    with buckets.serving() as environment:
+        yield environment
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(request, object_stores, monkeypatch, tmp_path):
+    """A url that is this test's own, in each kind of object store."""
+    for name, value in object_stores.items():
+        monkeypatch.setenv(name, value)
+    return f"{request.param}://bucket/{tmp_path.name}"
+
+
 @pytest.fixture
 def heard():
     """What is recorded while the test runs: of each metric the values, in order."""

@@ -11,7 +11,9 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import validation
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import checked_json, storage
+from elastic_ckpt.tiers import manifest_file
+from elastic_ckpt.tiers.persistent import persistent_root
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,16 @@ def read_parts(step_path: epath.PathLike) -> dict[str, Any]:
         logging.set_verbosity(before)
 
 
+def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
+    """A line for each leaf of the checkpointable `name` of a step.
+
+    Orbax reads them. Stores with the protocol of S3 that are not Amazon's are out of
+    its reach: there, the step's manifests list them, without shardings.
+    """
+    leaves = summarize(read_parts(step_path).get(name) or {})
+    return leaves or _by_manifest(storage.absolute(step_path), name)
+
+
 def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
     """The complete steps below `directory`, in order."""
     root = epath.Path(directory)
@@ -62,6 +74,27 @@ def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
 def summarize(tree: Any) -> list[LeafSummary]:
     """A line for each leaf of a tree of array metadata."""
     return [_summary(path, leaf) for path, leaf in validation.leaves(tree).items()]
+
+
+def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
+    for manifest in persistent_root.manifest_names(step_path):
+        try:
+            found = manifest_file.parse((step_path / manifest).read_bytes())
+        except (OSError, checked_json.Unreadable):
+            continue
+        return [
+            LeafSummary(
+                path=leaf.path.removeprefix(f"{name}/"),
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                sharding="sharding not read",
+                num_bytes=int(np.prod(leaf.shape, dtype=np.int64))
+                * np.dtype(leaf.dtype).itemsize,
+            )
+            for leaf in found.contents.leaves
+            if leaf.path.startswith(f"{name}/")
+        ]
+    return []
 
 
 def _summary(path: str, leaf: Any) -> LeafSummary:

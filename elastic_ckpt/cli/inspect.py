@@ -133,8 +133,7 @@ def _step(step: int, path: str) -> dict[str, Any]:
     from elastic_ckpt.checkpoint import checkpointer, summary
     from elastic_ckpt.data import cursors, mixing, records, state
 
-    parts = summary.read_parts(path)
-    leaves = summary.summarize(parts.get(checkpointer.STATE, {}))
+    leaves = summary.arrays(path, checkpointer.STATE)
     try:
         directory = os.path.join(path, checkpointer.DATA)
         saved = state.read(directory)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 
-from etils import epath
-
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, storage
 
@@ -36,7 +34,7 @@ def read_config(directory: str) -> schema.Config:
       RunError: if there is no run in `directory`.
       ConfigError: if its configuration cannot be read.
     """
-    path = epath.Path(directory) / CONFIG
+    path = storage.absolute(directory) / CONFIG
     try:
         values = json.loads(path.read_text())
     except FileNotFoundError:

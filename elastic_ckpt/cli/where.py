@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from elastic_ckpt.cli import run_directory
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 
 if TYPE_CHECKING:
     from elastic_ckpt.tiers import places
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def is_run(path: str) -> bool:
     """Whether `path` is the directory of a run of `elastic-ckpt train`."""
-    return os.path.exists(os.path.join(path, run_directory.CONFIG))
+    return (storage.absolute(path) / run_directory.CONFIG).exists()
 
 
 @contextlib.contextmanager

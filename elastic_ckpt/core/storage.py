@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import importlib.util
 import io
 import json
 import os
@@ -24,6 +26,10 @@ from etils import epath
 
 from elastic_ckpt.core import errors
 
+# The packages through which object stores are read and written, by protocol, and the
+# extras that install them.
+_CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
@@ -33,8 +39,15 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """`path` as what it means from any working directory."""
-    return epath.Path(os.path.abspath(path) if is_local(path) else path)
+    """`path` as what it means from any working directory.
+
+    Raises:
+      ConfigError: if it is in an object store whose client is not installed.
+    """
+    if is_local(path):
+        return epath.Path(os.path.abspath(path))
+    _prepare_client(os.fspath(path))
+    return epath.Path(path)
 
 
 def canonical_json(value: Json) -> bytes:
@@ -77,7 +90,7 @@ def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = 0o644) -> 
       mode: who may read and write it; object stores have rules of their own.
     """
     if not is_local(path):
-        epath.Path(path).write_bytes(content)
+        absolute(path).write_bytes(content)
         return
     with atomic_path(path, mode=mode) as temporary:
         pathlib.Path(temporary).write_bytes(content)
@@ -113,7 +126,7 @@ def sync_tree(path: epath.PathLike) -> None:
 
 def make_directory(path: epath.PathLike) -> epath.Path:
     """Creates the directory `path` with its parents, if need be, and returns it."""
-    directory = epath.Path(path)
+    directory = absolute(path)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
@@ -158,7 +171,7 @@ class AppendLog:
 
     def __init__(self, path: epath.PathLike) -> None:
         make_directory(epath.Path(path).parent)
-        self._object = None if is_local(path) else epath.Path(path)
+        self._object = None if is_local(path) else absolute(path)
         if self._object is None:
             self._file = open(path, "a+b")  # noqa: SIM115
             _drop_torn_line(self._file)
@@ -195,7 +208,7 @@ def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
     Raises:
       DataError: if a line other than the last is not a JSON object.
     """
-    lines = epath.Path(path).read_bytes().split(b"\n")
+    lines = absolute(path).read_bytes().split(b"\n")
     # What follows the last newline was cut short by a crash: it was never promised.
     records = []
     for number, line in enumerate(lines[:-1], start=1):
@@ -305,3 +318,25 @@ def _fsync(path: epath.PathLike) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@functools.cache
+def _prepare_protocol(protocol: str) -> None:
+    package, extra = _CLIENTS[protocol]
+    if importlib.util.find_spec(package) is None:
+        raise errors.ConfigError(
+            f"{protocol}:// needs the extra `{extra}`: pip install"
+            f" 'elastic-ckpt[{extra}]'"
+        )
+    # Not before it is needed: it takes a while.
+    import fsspec.config
+
+    # Clients keep listings, which hides what other processes have written since.
+    settings = fsspec.config.conf.setdefault(protocol, {})
+    settings.setdefault("use_listings_cache", False)
+
+
+def _prepare_client(path: str) -> None:
+    protocol = path.partition("://")[0]
+    if protocol in _CLIENTS:
+        _prepare_protocol(protocol)

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import fsspec
 import pytest
 
 from elastic_ckpt.core import errors, storage
@@ -180,3 +181,34 @@ def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path
     with pytest.raises(OSError, match="not empty"):
         storage.rename(tmp_path / "other", tmp_path / "step")
     assert (tmp_path / "step" / "file").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("protocol", ["gs", "s3"])
+def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
+    protocol, monkeypatch
+):
+    _, extra = storage._CLIENTS[protocol]
+    monkeypatch.setitem(storage._CLIENTS, protocol, ("no_such_package", extra))
+    storage._prepare_protocol.cache_clear()
+    for touch in (storage.absolute, storage.read_log, storage.AppendLog):
+        with pytest.raises(errors.ConfigError, match=rf"'elastic-ckpt\[{extra}\]'"):
+            touch(f"{protocol}://bucket/run")
+
+
+def test_what_another_process_has_written_into_a_bucket_is_listed(bucket):
+    directory = storage.make_directory(f"{bucket}/steps")
+    storage.write_atomic(directory / "1", b"")
+    assert [each.name for each in directory.iterdir()] == ["1"]
+    other = fsspec.filesystem(bucket.partition("://")[0], skip_instance_cache=True)
+    other.pipe(f"{directory}/2", b"")
+    assert sorted(each.name for each in directory.iterdir()) == ["1", "2"]
+    assert (directory / "2").exists()
+
+
+def test_a_log_in_a_bucket_goes_on_where_it_was_synced(bucket):
+    for number in range(2):
+        log = storage.AppendLog(f"{bucket}/log.jsonl")
+        log.append({"number": number})
+        log.close()
+    found = storage.read_log(f"{bucket}/log.jsonl")
+    assert found == [{"number": 0}, {"number": 1}]

@@ -150,7 +150,26 @@ def _spec(directory: epath.PathLike) -> dict[str, Any]:
     # rename each: only the manifest refers to them, and it is replaced atomically.
     shared = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt"}
     if not storage.is_local(directory):
-        return {**shared, "base": os.fspath(directory) + "/"}
+        return {**shared, "base": _object_store(os.fspath(directory) + "/")}
     base = {"driver": "file", "path": os.path.abspath(directory) + "/"}
     in_place = {**base, "file_io_locking": {"mode": "non_atomic"}}
     return {**shared, "base": in_place, "manifest": base}
+
+
+def _object_store(url: str) -> str | dict[str, str]:
+    # TensorStore asks Amazon where an `s3://` bucket is, and knows nothing of other
+    # stores with that protocol, which every other client finds by its environment.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
+        "AWS_ENDPOINT_URL"
+    )
+    if not (url.startswith("s3://") and endpoint):
+        return url
+    bucket, _, path = url.removeprefix("s3://").partition("/")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    return {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": path,
+        "endpoint": endpoint,
+        "aws_region": region or "us-east-1",
+    }

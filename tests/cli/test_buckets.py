@@ -1,0 +1,98 @@
+"""Runs and steps at `gs://` and `s3://`: verbs take them as they do local ones."""
+
+import json
+
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.cli import run_directory
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import storage
+from elastic_ckpt.tiers.persistent import persistent_root
+from tests import runs
+from tests.tiers import tiered_steps
+
+
+@pytest.fixture
+def run(bucket, tmp_path):
+    """A run with two steps, which are in its bucket alone."""
+    run_directory.write_config(bucket, schema.Config())
+    steps = f"{bucket}/checkpoints"
+    with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2)
+    return bucket
+
+
+def report(verb, *arguments, code=0):
+    return json.loads(runs.verb(verb, *arguments, "--json", code=code))
+
+
+def test_steps_in_a_bucket_come_back_without_the_ram(run, tmp_path):
+    steps = f"{run}/checkpoints"
+    with tiered_steps.checkpointer(tmp_path / "other", steps) as checkpointer:
+        assert [each.step for each in checkpointer.checkpoints] == [1, 2]
+        restored = checkpointer.load(None, tiered_steps.state(0))
+        saved = tiered_steps.state(2)
+        for name in ("w", "b"):
+            found, expected = restored["params"][name], saved["params"][name]
+            assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+        assert checkpointer.delete(1)
+        assert [each.step for each in checkpointer.checkpoints] == [2]
+
+
+def test_a_run_in_a_bucket_is_inspected(run):
+    content = report("inspect", run)
+    assert [each["step"] for each in content["steps"]] == [1, 2]
+    for step in content["steps"]:
+        leaves = {each["path"]: each["shape"] for each in step["state"]}
+        assert leaves["params/w"] == [16, 6]
+        assert step["num_bytes"] > 16 * 6 * 4
+    tiers = content["tiers"]
+    assert tiers["run"] == tiered_steps.RUN
+    assert [each["problem"] for each in tiers["steps"]] == [None, None]
+    assert tiers["leftovers"] == []
+    steps = report("inspect", f"{run}/checkpoints")["tiers"]["steps"]
+    assert [each["step"] for each in steps] == [1, 2]
+
+
+def test_a_run_in_a_bucket_is_verified(run):
+    for path in (run, f"{run}/checkpoints", f"{run}/checkpoints/2"):
+        assert report("verify", path)["passed"]
+    damaged = storage.absolute(run) / "checkpoints" / "2" / "data" / "a.json"
+    damaged.write_bytes(b"[" + damaged.read_bytes()[1:])
+    (found,) = report("verify", run, code=1)["problems"]
+    assert (found["part"], found["tier"]) == ("data/a.json", "persistent")
+    assert found["path"] == str(damaged)
+
+
+def test_an_upload_to_a_bucket_that_was_cut_short_is_a_leftover(run):
+    step = storage.absolute(run) / "checkpoints" / "2"
+    (step / persistent_root.COMMIT_FILE).unlink()
+    tiers = report("inspect", f"{run}/checkpoints")["tiers"]
+    assert [each["step"] for each in tiers["steps"]] == [1]
+    assert [each["path"] for each in tiers["leftovers"]] == [str(step)]
+
+
+def test_a_step_in_a_bucket_is_preserved(run):
+    step = f"{run}/checkpoints/1"
+    assert f"{step}: preserved" in runs.verb("preserve", step)
+    steps = report("inspect", f"{run}/checkpoints")["tiers"]["steps"]
+    assert [each["preserved"] for each in steps] == [True, False]
+
+
+def test_where_no_run_is_it_says_so(bucket):
+    output = runs.verb("inspect", bucket, code=1)
+    assert f"{bucket}: there is no such directory" in output
+
+
+# Of the stores with the protocol of S3, Orbax reads Amazon's alone.
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_stock_orbax_loads_a_step_from_a_bucket(run):
+    with ocp.training.Checkpointer(f"{run}/checkpoints") as orbax:
+        restored = orbax.load_checkpointables(2, {"state": None})["state"]
+    expected = tiered_steps.state(2)["params"]["w"]
+    assert (
+        np.asarray(restored["params"]["w"]).tobytes() == np.asarray(expected).tobytes()
+    )
