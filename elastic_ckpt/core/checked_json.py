@@ -27,9 +27,14 @@ class OtherVersion(Unreadable):
 
 def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
     """The content of a file with `fields`."""
+    return _laid_out(sealed(fields, version=version))
+
+
+def sealed(fields: dict[str, storage.Json], *, version: int) -> dict[str, storage.Json]:
+    """The object that stands in a file with `fields`."""
     content: dict[str, storage.Json] = {"version": version, **fields}
     content["digest"] = digest.json_digest(content)
-    return _laid_out(content)
+    return content
 
 
 def parse(
@@ -53,6 +58,23 @@ def parse(
         if began_well and not text.endswith(_END):
             raise Unreadable(f"is cut short (after {len(text)} bytes)") from None
         raise Unreadable(f"is not JSON ({error})") from None
+    fields = unsealed(content, what=what, version=version)
+    if exact and _laid_out(content) != text:
+        raise Unreadable("was altered after it was saved (its layout differs)")
+    return fields
+
+
+def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
+    """The fields of an object that `sealed` made, `version` among them.
+
+    Args:
+      content: the object.
+      what: what it is, in messages.
+      version: the only version that the caller reads.
+
+    Raises:
+      Unreadable: if it is something else, altered, or of another version.
+    """
     if not isinstance(content, dict) or "version" not in content:
         raise Unreadable(f"is not a {what}")
     if content["version"] != version:
@@ -60,12 +82,14 @@ def parse(
             f"has version {content['version']!r}, and this program reads version"
             f" {version}; continue the run with the program that wrote it"
         )
-    said = content.pop("digest", None)
-    if digest.json_digest(content) != said:
+    fields = {name: value for name, value in content.items() if name != "digest"}
+    try:
+        found = digest.json_digest(fields)
+    except (TypeError, ValueError) as error:
+        raise Unreadable(f"is not JSON ({error})") from None
+    if found != content.get("digest"):
         raise Unreadable("was altered after it was saved (its digest differs)")
-    if exact and _laid_out({**content, "digest": said}) != text:
-        raise Unreadable("was altered after it was saved (its layout differs)")
-    return content
+    return fields
 
 
 def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:

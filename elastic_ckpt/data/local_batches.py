@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.data import cursors, delivery, elastic_data, prefetch, rows, state
 
-_VERSION = 1
+_VERSION = 2
+# Its states have no digest.
+_FIRST_VERSION = 1
+
+_FIELDS = {"engine": str, "position": dict, "pipeline": dict, "cursors": dict}
 
 StateDict = dict[str, storage.Json]
 
@@ -56,15 +60,20 @@ class LocalBatches:
         self._data = data
         self._agree = agree or (lambda goes_on: goes_on)
         self._batches_of_end = delivery.batches_of_end(data, global_batch_size)
-        placement = rows.Placement.in_order(
+        self._placement = rows.Placement.in_order(
             rank, num_hosts=num_ranks, global_batch_size=global_batch_size
         )
-        self._rows = prefetch.Prefetched(
-            data.host_batches(placement), make=dict, read_ahead=read_ahead
-        )
+        self._read_ahead = read_ahead
+        self._rows = self._begin()
+        self._at_end = False
 
     def __iter__(self) -> LocalBatches:
         return self
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the data has ended; then `reset` begins another pass."""
+        return self._at_end
 
     def __next__(self) -> dict[str, np.ndarray]:
         for _ in range(self._batches_of_end):
@@ -75,44 +84,62 @@ class LocalBatches:
             padded = self._data.end is elastic_data.End.PADDED
             if self._agree(bool(mask.any() if padded else mask.all())):
                 return batch
+        self._at_end = True
         raise StopIteration
+
+    def reset(self) -> None:
+        """Goes to the beginning."""
+        self._rows.close()
+        self._rows, self._at_end = self._begin(), False
 
     def get_state(self) -> StateDict:
         """The state after the last batch, JSON."""
-        return {
-            "version": _VERSION,
+        fields: StateDict = {
             "engine": self._data.engine,
             "position": self._rows.position(),
             "pipeline": self._data.identity(),
             "cursors": {str(s): c for s, c in self._rows.shard_cursors().items()},
+            "at_end": self._at_end,
         }
+        return checked_json.sealed(fields, version=_VERSION)
 
     def set_state(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Goes to a state, or to that which the ranks of a world have saved together.
 
         Raises:
-          DataError: if a state is of another pipeline or version, the ranks' states are
-            not of one moment, or shards are missing.
+          DataError: if a state is not one, was altered, is of another pipeline or
+            version, the ranks' states are not of one moment, or shards are missing or
+            differ. The iterator then stays where it is.
         """
-        ranks = [saved] if isinstance(saved, Mapping) else list(saved)
-        position = ranks[0].get("position")
+        ranks = [saved] if isinstance(saved, Mapping) else saved
+        if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
+            raise errors.DataError(
+                f"{saved!r} is no state of LocalBatches; load what its get_state or"
+                " state_dict returned, or a list of what those of all ranks returned"
+            )
+        position, at_end = self._rows.position(), False
         found: dict[int, cursors.Cursor] = {}
         for rank, of_rank in enumerate(ranks):
-            if of_rank.get("version") != _VERSION:
-                raise errors.DataError(
-                    f"the state of rank {rank} is not one of version {_VERSION} of"
-                    " LocalBatches; load what its get_state or state_dict gave"
-                )
+            fields = _checked(of_rank, rank)
             own = state.DataState(
-                **{key: of_rank[key] for key in ("engine", "position", "pipeline")}
+                **{key: fields[key] for key in ("engine", "position", "pipeline")}
             )
             state.check_same_pipeline(own, self._data.engine, self._data.identity())
-            if own.position != position:
+            if not rank:
+                position, at_end = own.position, bool(fields.get("at_end"))
+            elif own.position != position:
                 raise errors.DataError(
                     f"the state of rank {rank} is that of {own.position}, and of rank 0"
                     f" of {position}; load states that were saved at the same step"
                 )
-            found |= {int(shard): cur for shard, cur in of_rank["cursors"].items()}
+            of_shards = {int(shard): cur for shard, cur in fields["cursors"].items()}
+            differing = [s for s, cur in of_shards.items() if found.get(s, cur) != cur]
+            if differing:
+                raise errors.DataError(
+                    f"the state of rank {rank} has other cursors of logical shards"
+                    f" {differing} than those before it; load the states of one run"
+                )
+            found |= of_shards
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
             missing = sorted(set(shards) - found.keys())
@@ -123,7 +150,8 @@ class LocalBatches:
                 )
             return {shard: found[shard] for shard in shards}
 
-        self._rows.go_to(ranks[0]["position"], read)
+        self._rows.go_to(position, read)
+        self._at_end = at_end
 
     def state_dict(self) -> StateDict:
         """`get_state`, as torchdata calls it."""
@@ -138,3 +166,42 @@ class LocalBatches:
     def close(self) -> None:
         """Ends what reads ahead."""
         self._rows.close()
+
+    def _begin(self) -> prefetch.Prefetched[dict[str, np.ndarray]]:
+        return prefetch.Prefetched(
+            self._data.host_batches(self._placement),
+            make=dict,
+            read_ahead=self._read_ahead,
+        )
+
+
+def _checked(saved: Any, rank: int) -> dict[str, Any]:
+    # The fields of a state of any version.
+    try:
+        if isinstance(saved, Mapping) and saved.get("version") == _FIRST_VERSION:
+            fields = dict(saved)
+        else:
+            what = "state of LocalBatches"
+            content = dict(saved) if isinstance(saved, Mapping) else saved
+            fields = checked_json.unsealed(content, what=what, version=_VERSION)
+        wrong = [
+            name for name, of in _FIELDS.items() if not isinstance(fields.get(name), of)
+        ] or _invalid(fields)
+        if wrong:
+            raise checked_json.Unreadable(f"lacks {wrong}, or has something else there")
+    except checked_json.Unreadable as problem:
+        raise errors.DataError(
+            f"the state of rank {rank} {problem}; load what get_state or state_dict of"
+            " LocalBatches returned"
+        ) from None
+    return fields
+
+
+def _invalid(fields: Mapping[str, Any]) -> list[str]:
+    # Of fields that are of their types, those whose content is none.
+    positions = list(fields["position"].values())
+    shards = fields["cursors"].keys()
+    return [
+        *["position"] * (list(map(type, positions)) != [int] or positions[0] < 0),
+        *["cursors"] * (not all(str(shard).isdecimal() for shard in shards)),
+    ]

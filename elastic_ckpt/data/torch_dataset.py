@@ -5,6 +5,8 @@ The one module that imports torch; nothing else of ours imports it.
 
 from __future__ import annotations
 
+import dataclasses
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +16,45 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import local_batches
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LoaderFrames:
+    """What the frames on the stack show of the loader that iterates.
+
+    A loader tells a dataset nothing of itself but the number of its workers.
+
+    Attributes:
+      is_stateful: whether it is torchdata's, which saves the state of its workers.
+      batches_again: whether it makes batches of what the dataset yields.
+    """
+
+    is_stateful: bool
+    batches_again: bool
+
+    @classmethod
+    def of_caller(cls) -> _LoaderFrames:
+        """The loader that called, if one did."""
+        frames = [
+            (frame.f_globals.get("__name__", "").partition(".")[0], frame)
+            for frame, _ in traceback.walk_stack(None)
+        ]
+        return cls(
+            is_stateful=any(package == "torchdata" for package, _ in frames),
+            batches_again=any(
+                frame.f_locals.get("auto_collation") is True
+                for package, frame in frames
+                if package in ("torch", "torchdata")
+            ),
+        )
+
+
 class TorchDataset(torch_data.IterableDataset):
     """Global batches' rows of one rank, whose state a loader saves with its own.
 
     Give it to a `StatefulDataLoader` with `batch_size=None` and at most one worker:
     processes of our own (`num_workers` of the data) share the work, and leave no trace
-    in the state.
+    in the state. A plain `DataLoader` has no way to ask a worker for its state, and
+    may have none. An iteration continues where the last one stopped; one after the end
+    of finite data is another pass over it.
 
     Args:
       batches: the rows.
@@ -36,6 +71,20 @@ class TorchDataset(torch_data.IterableDataset):
                 f"{info.num_workers} workers of a DataLoader would each read every row;"
                 " use num_workers=0 or 1, and num_workers of the data for processes"
             )
+        loader = _LoaderFrames.of_caller()
+        if info is not None and not loader.is_stateful:
+            raise errors.ConfigError(
+                "a DataLoader's state_dict would not have the position of its worker;"
+                " use torchdata's StatefulDataLoader, or num_workers=0, and num_workers"
+                " of the data for processes"
+            )
+        if loader.batches_again:
+            raise errors.ConfigError(
+                "the rows of a global batch come together, and the loader would batch"
+                " them again; give it batch_size=None"
+            )
+        if self.batches.at_end:
+            self.batches.reset()
         return self.batches
 
     def state_dict(self) -> local_batches.StateDict:

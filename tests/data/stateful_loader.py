@@ -8,26 +8,56 @@ To be run where torch and torchdata are installed. Prints what it compared.
 import functools
 import json
 
+import grain
 import numpy as np
+from torch.utils import data as torch_data
 from torchdata import stateful_dataloader
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import local_batches, sharded_data, torch_dataset
+from elastic_ckpt.data import (
+    elastic_data,
+    local_batches,
+    sharded_data,
+    torch_dataset,
+)
 from tests import pipelines
 
 NUM_SHARDS = SIZE = 12
 
 
-def loader(rank, num_ranks, *, num_workers):
-    data = sharded_data.sharded(
+def endless():
+    return sharded_data.sharded(
         functools.partial(pipelines.concatenated, num_shards=NUM_SHARDS),
         num_shards=NUM_SHARDS,
     )
-    rows = local_batches.LocalBatches(
-        data, rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
+
+
+def numbers(shard):
+    drawn = grain.MapDataset.range(shard, 5 * NUM_SHARDS, NUM_SHARDS)
+    examples = drawn.map(lambda number: {"tokens": np.array(number)})
+    return examples.to_iter_dataset(pipelines.IN_CALLER)
+
+
+def finite():
+    return sharded_data.sharded(
+        numbers, num_shards=NUM_SHARDS, end=elastic_data.End.PADDED
     )
-    return stateful_dataloader.StatefulDataLoader(
-        torch_dataset.TorchDataset(rows), batch_size=None, num_workers=num_workers
+
+
+def loader(
+    rank,
+    num_ranks,
+    *,
+    of=endless,
+    make=stateful_dataloader.StatefulDataLoader,
+    batch_size=None,
+    num_workers,
+):
+    rows = local_batches.LocalBatches(
+        of(), rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
+    )
+    return make(
+        torch_dataset.TorchDataset(rows), batch_size=batch_size, num_workers=num_workers
     )
 
 
@@ -74,11 +104,43 @@ def main():
         assert whole == tokens(next(one))
     print("2 ranks, then 3: the batches of one")
 
-    try:
-        next(iter(loader(0, 1, num_workers=2)))
-    except errors.ConfigError as error:
-        # torch puts the traceback of its worker before.
-        print(f"2 workers: {str(error).strip().splitlines()[-1]}")
+    for num_workers in (0, 1):
+        passes = loader(0, 1, of=finite, num_workers=num_workers)
+        expected = [list(range(at, at + SIZE)) for at in range(0, 60, SIZE)]
+        for _ in range(3):
+            assert list(map(tokens, passes)) == expected
+        saved = passes.state_dict()
+        later = loader(0, 1, of=finite, num_workers=num_workers)
+        later.load_state_dict(saved)
+        assert list(map(tokens, later)) == expected
+        assert list(map(tokens, later)) == expected
+        print(f"{num_workers} workers: each pass over data that ends is whole")
+
+    # A plain loader without workers has the state of its dataset.
+    plain = loader(0, 1, make=torch_data.DataLoader, num_workers=0)
+    batches = iter(plain)
+    next(batches)
+    again = loader(0, 1, make=torch_data.DataLoader, num_workers=0)
+    again.dataset.load_state_dict(plain.dataset.state_dict())
+    assert tokens(next(iter(again))) == tokens(next(batches))
+    print("a plain loader: resumed")
+
+    for make in (torch_data.DataLoader, stateful_dataloader.StatefulDataLoader):
+        for kind, num_workers, batch_size in (
+            ("2 workers", 2, None),
+            ("1 worker", 1, None),
+            ("batches", 0, 1),
+        ):
+            made = loader(
+                0, 1, make=make, batch_size=batch_size, num_workers=num_workers
+            )
+            try:
+                next(iter(made))
+                came = "iterates"
+            except errors.ConfigError as error:
+                # torch puts the traceback of its worker before.
+                came = str(error).strip().splitlines()[-1].rpartition("Error: ")[2]
+            print(f"{make.__name__} of {kind}: {came}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 import functools
 import itertools
 import json
+import pathlib
 
+import grain
+import jsonschema
 import numpy as np
 import pytest
 
@@ -18,10 +21,13 @@ from elastic_ckpt.data import (
 from tests import pipelines
 
 NUM_SHARDS = SIZE = 12
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+SCHEMAS = pathlib.Path(elastic_data.__file__).parent / "schemas"
 
 
 def data(pipeline="everything", **more):
-    make_shard = functools.partial(pipelines.ALL[pipeline], num_shards=NUM_SHARDS)
+    of = finite if pipeline == "finite" else pipelines.ALL[pipeline]
+    make_shard = functools.partial(of, num_shards=NUM_SHARDS)
     return sharded_data.sharded(
         make_shard, num_shards=NUM_SHARDS, pipeline=pipeline, **more
     )
@@ -101,8 +107,130 @@ def test_a_state_of_another_pipeline_or_program_is_refused():
     (one,) = world(data(), 1)
     with pytest.raises(errors.DataError, match='saved "everything", now "plain"'):
         world(data("plain"), 1)[0].set_state(one.get_state())
-    with pytest.raises(errors.DataError, match="not one of version 1"):
+    with pytest.raises(errors.DataError, match=r"rank 0 is not a state of .*; load"):
         one.set_state({"_num_yielded": 3})
+    with pytest.raises(errors.DataError, match="version 3, and this program reads"):
+        one.set_state(one.get_state() | {"version": 3})
+
+
+@pytest.mark.parametrize("nothing", [None, [], "", "text", 7])
+def test_what_is_no_state_is_refused(nothing):
+    (one,) = world(data(), 1)
+    with pytest.raises(errors.DataError, match=r"is no state of LocalBatches; load"):
+        one.set_state(nothing)
+    with pytest.raises(errors.DataError, match="rank 1 is not a state of LocalBatches"):
+        one.set_state([one.get_state(), nothing])
+
+
+def leaves(content, path=()):
+    """The path of every value in a JSON object."""
+    if not isinstance(content, dict) or not content:
+        return [path]
+    inner = [leaves(value, (*path, key)) for key, value in content.items()]
+    return list(itertools.chain.from_iterable(inner))
+
+
+def without(content, path):
+    """A copy of `content` that lacks the value at `path`."""
+    key, *rest = path
+    if not rest:
+        return {name: value for name, value in content.items() if name != key}
+    return content | {key: without(content[key], rest)}
+
+
+def altered(content, path):
+    """A copy of `content` with another value at `path`."""
+    if not path:
+        return content + 1 if isinstance(content, int) else f"{content}!"
+    key, *rest = path
+    return content | {key: altered(content[key], rest)}
+
+
+def test_a_state_of_which_anything_was_changed_is_refused_and_the_position_stays():
+    one, other = (world(data(), 1)[0] for _ in range(2))
+    next(one)
+    next(other)
+    saved = through_text(one.get_state())
+    paths = leaves(saved)
+    assert len(paths) > 60
+    for path in paths:
+        for change in (altered, without):
+            with pytest.raises(errors.DataError, match="the state of rank 0 "):
+                one.set_state(change(saved, path))
+    assert next_rows([one]) == next_rows([other])
+
+
+def golden(version):
+    return json.loads((GOLDEN / f"local_batches_v{version}.json").read_text())
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_states_of_every_version_load(version):
+    (one,), (other,) = world(data(), 1), world(data(), 1)
+    for _ in range(3):
+        next(one)
+    other.set_state(golden(version))
+    assert other.get_state() == one.get_state()
+    assert next_rows([other]) == next_rows([one])
+
+
+def test_a_state_is_that_of_the_golden_file_and_of_the_schema():
+    (one,) = world(data(), 1)
+    for _ in range(3):
+        next(one)
+    schema = json.loads((SCHEMAS / "local_batches.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(one.get_state(), schema)
+    assert one.get_state() == golden(2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("position", {}), ("position", {"stream_row": "36"}), ("cursors", {"one": None})],
+)
+def test_a_first_state_that_has_lost_its_form_is_refused(field, value):
+    (one,) = world(data(), 1)
+    with pytest.raises(errors.DataError, match=rf"lacks \['{field}'\], or has "):
+        one.set_state(golden(1) | {field: value})
+
+
+def test_ranks_that_differ_about_a_shard_are_refused():
+    one, other = world(data(), 1), world(data("everything"), 1)
+    next_rows(one)
+    spoilt = golden(1)
+    spoilt["cursors"]["3"] = None
+    with pytest.raises(errors.DataError, match=r"other cursors of .* \[3\] than those"):
+        other[0].set_state([golden(1), spoilt])
+
+
+def test_data_that_ends_can_be_read_again():
+    ends = data("finite", end=elastic_data.End.PADDED)
+    (one,) = world(ends, 1)
+    first = list(map(row_bytes, one))
+    assert len(first) > 1
+    assert one.at_end
+    saved = through_text(one.state_dict())
+    assert list(one) == []
+    one.reset()
+    assert list(map(row_bytes, one)) == first
+    (other,) = world(ends, 1)
+    other.load_state_dict(saved)
+    assert other.at_end
+    assert list(other) == []
+    other.reset()
+    assert list(map(row_bytes, other)) == first
+
+
+def row_bytes(batch):
+    return [row.tobytes() for row in batch["tokens"]]
+
+
+def finite(shard, num_shards):
+    """The plain pipeline's first documents."""
+    drawn = grain.MapDataset.range(shard, 40, num_shards)
+    return drawn.map(lambda n: {"tokens": np.array(n)}).to_iter_dataset(
+        pipelines.IN_CALLER
+    )
 
 
 def test_data_that_ends_has_to_be_agreed_on(corpus):
