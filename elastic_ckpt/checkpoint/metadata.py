@@ -43,7 +43,9 @@ def of_step(hosts: Hosts, found: Found, directory: str | None) -> CheckpointMeta
         held = dict.fromkeys(told["components"]) | _trees(told["leaves"])
     else:
         held = summary.read_parts(f"{directory}/{found.step}")
-    return CheckpointMetadata(step=found.step, save=found.save, metadata=held)
+    return CheckpointMetadata(
+        step=found.step, save=found.save, line=found.line, metadata=held
+    )
 
 
 def _trees(leaves: list[Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -19,6 +19,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+from elastic_ckpt.tiers.line import Line
 
 _NAMED = 5
 # How much was read from how near, and where the files of each component are.
@@ -32,32 +33,63 @@ class Found:
     Attributes:
       step: the training step.
       save: which save of it; empty if Orbax alone saved it.
+      line: the steps, with their saves, from which later saves of its line went on,
+        oldest first, and last this one.
     """
 
     step: int
     save: str
+    line: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def of(cls, place: Mapping[str, Any]) -> Found:
+        """What a host has found: see `HostReader.find`."""
+        line = tuple((step, save) for step, save in place["line"])
+        return cls(step=place["step"], save=place["save"], line=line)
+
+    def before(self) -> tuple[tuple[int, str], ...]:
+        """The parents of a save that replaces this step: the line without it."""
+        *parents, (step, save) = self.line
+        return (*parents, (step - 1, save)) if step else tuple(parents)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """The outcome of a search.
+
+    Attributes:
+      found: None if no step is complete.
+      newest_save: of all steps that there are; empty if there are none.
+    """
+
+    found: Found | None
+    newest_save: str
 
 
 def find(
     hosts: Hosts,
-    step: int | None,
+    step: int | Found | None,
     *,
-    without: list[list[Any]],
     emit: events.Emit,
-) -> Found | None:
-    """The newest complete step, or a certain one; None if there is none.
+    without: Sequence[Sequence[Any]] = (),
+    own_line: Line | None = None,
+) -> Search:
+    """Looks for the newest complete step, or for a certain one.
 
     Args:
       hosts: of the world.
       step: None for the newest.
-      without: steps and saves that proved to be unreadable.
       emit: hears why newer steps are passed over.
+      without: steps and saves that proved to be unreadable.
+      own_line: that the caller has saved something to.
 
     Raises:
       CheckpointError: if a certain step is not complete, or there may be one in storage
         that is out of reach.
     """
-    outcome = hosts.first("reader.find", step, without)
+    number, save = (step.step, step.save) if isinstance(step, Found) else (step, "")
+    line = None if own_line is None else [own_line.save, own_line.parents]
+    outcome = hosts.first("reader.find", number, list(without), save, line)
     for passed_over, why in outcome["passed_over"]:
         emit("step_passed_over", step=passed_over, why=why)
     found, out_of_reach = outcome["found"], outcome["out_of_reach"]
@@ -67,19 +99,22 @@ def find(
                 f"no step is complete in RAM, and {out_of_reach}"
             )
         emit("degraded", tier="persistent", step=found["step"], why=out_of_reach)
-    return None if found is None else Found(**found)
+    return Search(
+        found=None if found is None else Found.of(found),
+        newest_save=outcome["newest_save"],
+    )
 
 
 def restore(
     hosts: Hosts,
-    step: int | None,
+    step: int | Found | None,
     wanted: Mapping[str, Any],
     *,
     partial: bool,
     directory: str | None,
     emit: events.Emit,
-) -> tuple[Found, dict[str, Any]]:
-    """The step that was restored, and what it holds of what is wanted.
+) -> tuple[Search, dict[str, Any]]:
+    """The step that was found and restored, and what it holds of what is wanted.
 
     Args:
       hosts: of the world.
@@ -96,9 +131,11 @@ def restore(
     """
     began_secs = time.monotonic()
     trees, stateful = components.split(wanted)
-    found, read = _read_newest(hosts, step, trees, stateful, partial, emit)
+    search, read = _read_newest(hosts, step, trees, stateful, partial, emit)
+    found = search.found
+    assert found is not None
     if read is None:
-        return found, _restore_foreign(found, wanted, directory, emit)
+        return search, _restore_foreign(found, wanted, directory, emit)
     read_bytes, directories = read
     bad = _repair(hosts)
     for name, component in stateful.items():
@@ -109,7 +146,7 @@ def restore(
     if hosts.own == 0:
         _record(read_bytes, bad)
     emit("restored_from", step=found.step, **read_bytes, **bad)
-    return found, restored
+    return search, restored
 
 
 def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
@@ -132,12 +169,12 @@ def _repair(hosts: Hosts) -> dict[str, int]:
 
 def _read_newest(
     hosts: Hosts,
-    step: int | None,
+    step: int | Found | None,
     trees: Mapping[str, Any],
     stateful: Mapping[str, Any],
     partial: bool,
     emit: events.Emit,
-) -> tuple[Found, _Read | None]:
+) -> tuple[Search, _Read | None]:
     # What `_read` says of the step that is read; None of one that Orbax alone saved.
     without: list[list[Any]] = []
     reasons: dict[int, str] = {}
@@ -148,7 +185,8 @@ def _read_newest(
         emit(name, **fields)
 
     while True:
-        found = find(hosts, step, without=without, emit=hear)
+        search = find(hosts, step, without=without, emit=hear)
+        found = search.found
         if found is None:
             told = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
             raise errors.CheckpointError(
@@ -156,9 +194,9 @@ def _read_newest(
                 " what is missing, or start anew"
             )
         if not found.save:
-            return found, None
+            return search, None
         try:
-            return found, _read(hosts, found, trees, stateful, partial)
+            return search, _read(hosts, found, trees, stateful, partial)
         except HostsFailed as error:
             if step is not None:
                 raise

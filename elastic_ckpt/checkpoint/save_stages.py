@@ -25,8 +25,10 @@ from absl import logging
 from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.restore import Found
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
+from elastic_ckpt.tiers import line as lines
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 
@@ -40,6 +42,7 @@ class Saving:
       write_components: has them write their files.
       back_up: whether it goes to persistent storage.
       described: for retention and persistent storage.
+      parents: of the save; see `tiers.line`.
       began_secs: when it was begun, on the monotonic clock.
     """
 
@@ -48,6 +51,7 @@ class Saving:
     write_components: Callable[[], None]
     back_up: bool
     described: Described
+    parents: Sequence[tuple[int, str]]
     began_secs: float
 
 
@@ -60,7 +64,8 @@ class SaveStages:
       tell: hears what happens, in the threads of the stages.
 
     Attributes:
-      committed: the newest step that was committed here, with its save; None before.
+      committed: the newest step that was committed here; None before the first, and
+        after a restore.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class SaveStages:
         back_up_every_secs: float | None = None,
         tell: events.Emit,
     ) -> None:
-        self.committed: tuple[int, str] | None = None
+        self.committed: Found | None = None
         self._hosts = hosts
         self._tell = tell
         self._back_up_every_secs = back_up_every_secs
@@ -83,7 +88,7 @@ class SaveStages:
         self._in_backup: int | None = None
         self._lock = threading.Lock()
         # The step that was to get copies last, and the newest that has got them.
-        self._copied: tuple[int, str] | None = None
+        self._copied: Found | None = None
         self._covered: int | None = None
         self._lacking: list[str] = []
         self._preserved: list[int] = []
@@ -128,7 +133,7 @@ class SaveStages:
             self._back_up(late)
         if self.committed is not None and self.committed != self._copied:
             self._copied = self.committed
-            self._replicate(*self.committed)
+            self._replicate(self.committed)
 
     def _commit(self, saving: Saving) -> bool:
         place = (saving.step, saving.save)
@@ -149,14 +154,15 @@ class SaveStages:
                 "saver.write", *place, sorted(saving.described.components), problem
             )
             parts = components.numbered([each["files"] for each in said])
-            of_all = said[0]["time_ms"], of_hosts[0]
+            of_all = said[0]["time_ms"], of_hosts[0], saving.parents
             self._hosts.all("saver.commit", *place, parts, *of_all)
         except HostsFailed as error:
             self._hosts.all("saver.abandon", *place)
             self._degraded("local", saving.step, f"it was not saved: {error}")
             self._make_room()
             return False
-        self.committed = place
+        line = lines.after(*place, saving.parents)
+        self.committed = Found(step=saving.step, save=saving.save, line=line)
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._tell("saved", step=saving.step, secs=secs)
@@ -171,8 +177,9 @@ class SaveStages:
         is_due = saving.back_up or said[0][2]
         copying: list[futures.Future[None]] = []
         if can_copy:
+            assert self.committed is not None
             self._copied = self.committed
-            replicate = functools.partial(self._replicate, saving.step, saving.save)
+            replicate = functools.partial(self._replicate, self.committed)
             copying.append(self._copy_stage.start(replicate))
         else:
             why = "copies of an earlier step are not done; it gets none yet"
@@ -194,19 +201,20 @@ class SaveStages:
         idle = self._hosts.all("world.say", self._copy_stage.idle)
         if self.committed is not None and all(idle):
             self._covered = None
-            self._copy_stage.start(functools.partial(self._collect, *self.committed))
+            self._copy_stage.start(functools.partial(self._collect, self.committed))
 
     def _is_time(self) -> bool:
         secs = self._back_up_every_secs
         return secs is not None and time.monotonic() - self._backed_up_secs >= secs
 
-    def _replicate(self, step: int, save: str) -> None:
+    def _replicate(self, committed: Found) -> None:
+        step, save = committed.step, committed.save
         began_secs = time.monotonic()
         try:
             said = self._hosts.all("saver.replicate", step, save)
         except HostsFailed as error:
             self._degraded("peer", step, str(error))
-            self._collect(step, save)
+            self._collect(committed)
             return
         problems = list(dict.fromkeys(why for each in said for why in each["problems"]))
         for why in problems:
@@ -225,9 +233,9 @@ class SaveStages:
             return
         if not any(each["failed"] for each in said):
             self._covered = step
-        self._collect(step, save)
+        self._collect(committed)
 
-    def _collect(self, step: int, save: str) -> None:
+    def _collect(self, committed: Found) -> None:
         # Older steps go when this one survives a loss. If it does not, the newest of
         # them that does is kept.
         with self._lock:
@@ -235,9 +243,17 @@ class SaveStages:
             needed = (self._in_backup, late, self._covered)
         in_flight = [each for each in needed if each is not None]
         try:
-            self._hosts.all("saver.collect", step, save, in_flight, self._preserved)
+            self._hosts.all(
+                "saver.collect",
+                committed.step,
+                committed.save,
+                in_flight,
+                self._preserved,
+                committed.line[:-1],
+            )
         except HostsFailed as error:
-            self._degraded("local", step, f"older steps were not removed: {error}")
+            why = f"older steps were not removed: {error}"
+            self._degraded("local", committed.step, why)
 
     def _back_up_later(self, saving: Saving) -> None:
         # The newest of those that wait, whichever thread comes first.

@@ -20,6 +20,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.tiers.choices import Local, Persistent
+from elastic_ckpt.tiers.line import Line
 
 Json = storage.Json
 
@@ -75,8 +76,9 @@ class TieredCheckpointer:
             back_up_every_secs=None if minutes is None else 60 * minutes,
             tell=self._tell,
         )
-        self._found = restore.find(hosts, None, without=[], emit=emit)
-        self._save = self._new_save()
+        # The line that was saved to last, by this process.
+        self._own_line: Line | None = None
+        self._go_on_from(restore.find(hosts, None, emit=emit))
         if persistent is not None:
             step = 0 if self._found is None else self._found.step
             self._stages.clean(step, self._save)
@@ -84,17 +86,15 @@ class TieredCheckpointer:
     @property
     def latest(self) -> restore.Found | None:
         """The newest step that is complete, in all tiers together."""
-        committed = self._stages.committed
-        if committed is not None:
-            return restore.Found(step=committed[0], save=committed[1])
-        return self._found
+        return self._stages.committed or self._found
 
     @property
     def checkpoints(self) -> list[restore.Found]:
         """The steps that are complete, ascending, by a look at all tiers."""
         self.wait()
         return [
-            restore.Found(**each) for each in self._hosts.first("reader.complete_steps")
+            restore.Found.of(each)
+            for each in self._hosts.first("reader.complete_steps")
         ]
 
     def should_save(self, step: int) -> bool:
@@ -122,7 +122,7 @@ class TieredCheckpointer:
           step: the training step.
           checkpointables: by name.
           force: saves to every tier, due or not.
-          overwrite: saves a step anew that is there.
+          overwrite: saves the newest step anew, to every tier.
           metrics: by which retention may rank it: JSON.
           custom_metadata: goes into the checkpoint in persistent storage.
 
@@ -130,14 +130,13 @@ class TieredCheckpointer:
           None if no tier is due, or the step is there.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved, or the metrics are not JSON.
+          CheckpointError: if a leaf cannot be saved, the metrics are not JSON, or an
+            older step is to be overwritten.
           Exception: as `save` of a component; an OSError fails the step alone.
         """
         self._stages.wait_for_commit()
-        is_new = self.latest is None or step > self.latest.step
-        if not (is_new or overwrite):
-            return None
-        if not (force or overwrite or self.should_save(step)):
+        line = self._line_for(step, overwrite=overwrite)
+        if line is None or not (force or overwrite or self.should_save(step)):
             return None
         self._flush()
         self._emit("save_started", step=step)
@@ -146,17 +145,18 @@ class TieredCheckpointer:
         described = Described.of(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
-        directory = self._hosts.capture(step, self._save, trees)
+        directory = self._hosts.capture(step, line.save, trees)
         write_components, problem = components.try_to_save(
             stateful, lambda name: storage.make_directory(f"{directory}/{name}")
         )
         committed = self._stages.begin(
             Saving(
                 step=step,
-                save=self._save,
+                save=line.save,
                 write_components=write_components,
-                back_up=self._is_backup_due(step, force=force),
+                back_up=self._is_backup_due(step, force=force or overwrite),
                 described=described,
+                parents=line.parents,
                 began_secs=began_secs,
             )
         )
@@ -201,7 +201,7 @@ class TieredCheckpointer:
           CheckpointError: if there is no such step.
         """
         self.wait()
-        found = restore.find(self._hosts, _number(step), without=[], emit=self._emit)
+        found = restore.find(self._hosts, step, emit=self._emit).found
         if found is None:
             raise errors.CheckpointError("no step is complete in any tier; save one")
         return metadata_of.of_step(self._hosts, found, self._storage_directory)
@@ -249,17 +249,16 @@ class TieredCheckpointer:
             abstract_checkpointables = {
                 name: tree for name, tree in held.items() if tree is not None
             }
-        self._found, restored = restore.restore(
+        self._own_line = None
+        search, restored = restore.restore(
             self._hosts,
-            _number(step),
+            step,
             abstract_checkpointables,
             partial=partial,
             directory=self._storage_directory,
             emit=self._emit,
         )
-        self._stages.go_on_from(self._found.step)
-        # What is saved from here on is not to be mixed with what was saved before.
-        self._save = self._new_save()
+        self._go_on_from(search)
         return restored
 
     def load(
@@ -281,8 +280,11 @@ class TieredCheckpointer:
     def reload(self) -> None:
         """Looks again for the newest complete step: others may have written one."""
         self.wait()
-        self._found = restore.find(self._hosts, None, without=[], emit=self._emit)
-        self._stages.go_on_from(0 if self._found is None else self._found.step)
+        if self._stages.committed is not None:
+            self._own_line = self._line
+        self._go_on_from(
+            restore.find(self._hosts, None, emit=self._emit, own_line=self._own_line)
+        )
 
     def delete(self, step: int | restore.Found, *, missing_ok: bool = False) -> bool:
         """Removes a step from the RAM of all hosts and from persistent storage.
@@ -298,7 +300,7 @@ class TieredCheckpointer:
           CheckpointError: if there was none.
         """
         self.wait()
-        number = _number(step)
+        number = step.step if isinstance(step, restore.Found) else step
         was_there = any(self._hosts.all("saver.remove", number))
         if self._persistent is not None:
             was_there |= self._hosts.first("backup.remove", number)
@@ -356,9 +358,37 @@ class TieredCheckpointer:
         every = self._persistent.every
         return preempted or (every is not None and step % every == 0)
 
-    def _new_save(self) -> str:
-        after = "" if self._found is None else self._found.save
-        return self._hosts.first("world.new_save", after)
+    @property
+    def _line(self) -> Line:
+        # That the next step is saved to.
+        committed = self._stages.committed
+        if committed is not None:
+            return Line(save=committed.save, parents=committed.line[:-1])
+        parents = () if self._found is None else self._found.line
+        return Line(save=self._save, parents=parents)
+
+    def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
+        # That a step is saved to; None if it is there.
+        latest = self.latest
+        if latest is None or step > latest.step:
+            return self._line
+        if not overwrite:
+            return None
+        if step < latest.step:
+            raise errors.CheckpointError(
+                f"step {step} is not the newest, {latest.step} is, and only the newest"
+                " is overwritten; load an earlier step to go on from there"
+            )
+        # Until the step is complete under the new line, nothing abandons the old save.
+        after = max(self._save, latest.line[-1][1])
+        save = self._hosts.first("world.new_save", after)
+        return Line(save=save, parents=latest.before())
+
+    def _go_on_from(self, search: restore.Search) -> None:
+        self._found = search.found
+        self._stages.go_on_from(0 if self._found is None else self._found.step)
+        # What is saved from here on is not to be mixed with what was saved before.
+        self._save = self._hosts.first("world.new_save", search.newest_save)
 
     def _tell(self, name: str, **fields: Json) -> None:
         self._told.put((name, fields))
@@ -368,7 +398,3 @@ class TieredCheckpointer:
         while not self._told.empty():
             name, fields = self._told.get()
             self._emit(name, **fields)
-
-
-def _number(step: int | restore.Found | None) -> int | None:
-    return step.step if isinstance(step, restore.Found) else step

@@ -15,8 +15,18 @@ def describe(run: str, found: survey.Survey) -> str:
     """The survey of a run, as lines."""
     named = f"run {run}" if run else "no run"
     lines = [f"{named}: {len(found.steps)} steps in tiers"]
-    for step in found.steps:
-        lines += _step_lines(step)
+    save = ""
+    for step in (each for each in found.steps if not each.abandoned):
+        lines += _step_lines(step, goes_on=step.save != save)
+        save = step.save
+    abandoned = [each for each in found.steps if each.abandoned]
+    if abandoned:
+        lines.append(
+            "abandoned, since the run went on from an earlier step; they are restored"
+            " only by their numbers:"
+        )
+    for step in abandoned:
+        lines += _step_lines(step, goes_on=False)
     for covered in found.coverage:
         lines += _coverage_lines(covered)
     lines += [
@@ -27,10 +37,12 @@ def describe(run: str, found: survey.Survey) -> str:
     return "\n".join(lines)
 
 
-def _step_lines(step: survey.SurveyedStep) -> Iterator[str]:
+def _step_lines(step: survey.SurveyedStep, *, goes_on: bool) -> Iterator[str]:
     state = "complete" if step.problem is None else f"incomplete: {step.problem}"
     if not step.save:
         state = "saved by Orbax alone, without manifests"
+    if goes_on and step.parent is not None:
+        state += f", goes on from step {step.parent[0]}"
     yield f"step {step.step}: {state}" + ", preserved" * step.preserved
     for each in step.tiers if step.save else ():
         alone = "all of it" if each.problem is None else each.problem

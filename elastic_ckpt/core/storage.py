@@ -141,6 +141,29 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
     _fsync(os.path.dirname(os.path.abspath(target)))
 
 
+def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
+    """Copies a directory with all that it holds, one file after all others.
+
+    Args:
+      source: the directory.
+      target: what is there already is replaced.
+      last: the path in the directory of the file that is copied last.
+    """
+    root, copied = epath.Path(source), epath.Path(target)
+    remove(copied / last)
+    pending = [""]
+    while pending:
+        below = pending.pop()
+        make_directory(copied / below)
+        for child in (root / below).iterdir():
+            name = f"{below}/{child.name}" if below else child.name
+            if child.is_dir():
+                pending.append(name)
+            elif name != last:
+                child.copy(copied / name, overwrite=True)
+    (root / last).copy(copied / last, overwrite=True)
+
+
 def remove(path: epath.PathLike) -> None:
     """Removes a file, or a directory with all that it holds, if it is there."""
     found = epath.Path(path)

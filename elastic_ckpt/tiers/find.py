@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import search
 from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.line import Line
 from elastic_ckpt.tiers.source import Source, Tier
+
+_UNKNOWN = Line(save="", parents=())
+# A broken peer may list hundreds of saves that it does not have.
+_MOST_TRIED = 300
+
+
+class _Offers(NamedTuple):
+    sources: Mapping[Offer, Source]
+    problems: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,48 +52,106 @@ class Outcome:
     passed_over: Mapping[int, str]
 
 
-def newest(
-    tiers: Sequence[Tier], *, without: Collection[tuple[int, str]] = ()
-) -> Outcome:
-    """The newest step that is complete in all tiers together.
+class Search:
+    """A search for steps in some tiers.
+
+    Abandoned steps (see `line`) are found only by their numbers.
 
     Args:
-      tiers: where to look.
+      tiers: where to look, as they are now.
+      own: the line of the caller, where it is the newest.
       without: steps and saves that proved to be unreadable.
     """
-    passed_over: dict[int, str] = {}
-    for number in sorted({each for tier in tiers for each in tier.steps()})[::-1]:
-        outcome = _look(tiers, number, without)
-        if outcome.found is not None:
-            return Outcome(found=outcome.found, passed_over=passed_over)
-        passed_over.update(outcome.passed_over)
-    return Outcome(found=None, passed_over=passed_over)
 
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        own: Line | None = None,
+        without: Collection[tuple[int, str]] = (),
+    ) -> None:
+        self._tiers = tiers
+        self._without = frozenset(without)
+        # Of the steps that were read for the line; mostly that which is looked for.
+        self._looked_at: dict[int, _Offers] = {}
+        self.line = max(own or _UNKNOWN, self._line(), key=lambda line: line.save)
 
-def of_step_or_none(tiers: Sequence[Tier], step: int) -> FoundStep | None:
-    """The complete save of `step`, the last of several; None if there is none."""
-    return _look(tiers, step, ()).found
+    def newest(self) -> Outcome:
+        """The newest step that is complete in all tiers together."""
+        passed_over: dict[int, str] = {}
+        for number in self._steps()[::-1]:
+            outcome = self._look(number, abandoned=False)
+            if outcome.found is not None:
+                return Outcome(found=outcome.found, passed_over=passed_over)
+            passed_over.update(outcome.passed_over)
+        return Outcome(found=None, passed_over=passed_over)
 
+    def complete_steps(self) -> list[FoundStep]:
+        """The steps that are complete, ascending."""
+        looks = (self._look(step, abandoned=False) for step in self._steps())
+        return [outcome.found for outcome in looks if outcome.found is not None]
 
-def of_step(
-    tiers: Sequence[Tier], step: int, *, without: Collection[tuple[int, str]] = ()
-) -> FoundStep:
-    """The complete save of `step`, the last of several.
+    def of_step(self, step: int) -> FoundStep:
+        """The complete save of `step`, the last of several.
 
-    Raises:
-      CheckpointError: if there is none; the message says what is missing, and which
-        step to restore instead.
-    """
-    outcome = _look(tiers, step, without)
-    if outcome.found is not None:
-        return outcome.found
-    problem = outcome.passed_over.get(step, f"step {step} is nowhere")
-    instead = newest(tiers, without=without).found
-    way_out = "no step is complete"
-    if instead is not None:
-        number = instead.step.step
-        way_out = f"newest complete step is {number}; restore it with step={number}"
-    raise errors.CheckpointError(f"{problem}; {way_out}")
+        An abandoned one is taken if there is no other.
+
+        Raises:
+          CheckpointError: if there is none; the message says what is missing, and which
+            step to restore instead.
+        """
+        outcomes = [self._look(step, abandoned=each) for each in (False, True)]
+        for outcome in outcomes:
+            if outcome.found is not None:
+                return outcome.found
+        problem = next(each.passed_over[step] for each in outcomes if each.passed_over)
+        instead = self.newest().found
+        way_out = "no step is complete"
+        if instead is not None:
+            number = instead.step.step
+            way_out = f"newest complete step is {number}; restore it with step={number}"
+        raise errors.CheckpointError(f"{problem}; {way_out}")
+
+    def _steps(self) -> list[int]:
+        return sorted({each for tier in self._tiers for each in tier.steps()})
+
+    def _line(self) -> Line:
+        saves = {each for tier in self._tiers for each in tier.known_saves()}
+        newest = sorted(saves, key=lambda each: (each[1], each[0]), reverse=True)
+        for step, save in newest[:_MOST_TRIED]:
+            if step not in self._looked_at:
+                self._looked_at[step] = _offers(self._tiers, step)
+            for offer in self._looked_at[step].sources:
+                if offer.manifest.save == save:
+                    parents = offer.manifest.contents.parents
+                    return Line(save=save, parents=parents)
+        return _UNKNOWN
+
+    def _look(self, step: int, *, abandoned: bool) -> Outcome:
+        sources, problems = self._looked_at.get(step) or _offers(self._tiers, step)
+        of_line = [
+            offer
+            for offer in sources
+            if self.line.abandons(step, offer.manifest.save) == abandoned
+        ]
+        offers = [
+            offer
+            for offer in of_line
+            if (step, offer.manifest.save) not in self._without
+        ]
+        found = search.search(offers)
+        if found.newest is not None:
+            found_step = FoundStep(step=found.newest, sources=sources)
+            return Outcome(found=found_step, passed_over={})
+        if not of_line and (sources or abandoned):
+            return Outcome(found=None, passed_over={})
+        lacking = [each.problem() for each in found.incomplete]
+        if not lacking:
+            lacking = [f"step {step} has no manifest that can be read"]
+            if of_line:
+                lacking = [f"step {step} proved to be unreadable"]
+        told = "; ".join(lacking) + _told(problems)
+        return Outcome(found=None, passed_over={step: told})
 
 
 def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
@@ -107,35 +176,14 @@ def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
     return FoundStep(step=found, sources=sources)
 
 
-def _look(
-    tiers: Sequence[Tier], step: int, without: Collection[tuple[int, str]]
-) -> Outcome:
-    sources, problems = _offers(tiers, step)
-    offers = [
-        offer for offer in sources if (step, offer.manifest.save) not in set(without)
-    ]
-    found = search.search(offers)
-    if found.newest is not None:
-        return Outcome(
-            found=FoundStep(step=found.newest, sources=sources), passed_over={}
-        )
-    lacking = [each.problem() for each in found.incomplete]
-    if not lacking:
-        lacking = [f"step {step} has no manifest that can be read"]
-        if len(offers) < len(sources):
-            lacking = [f"step {step} proved to be unreadable"]
-    told = "; ".join(lacking) + _told(problems)
-    return Outcome(found=None, passed_over={step: told})
-
-
-def _offers(tiers: Sequence[Tier], step: int) -> tuple[dict[Offer, Source], list[str]]:
+def _offers(tiers: Sequence[Tier], step: int) -> _Offers:
     sources: dict[Offer, Source] = {}
     problems: list[str] = []
     for tier in tiers:
         offered = tier.offers(step)
         sources.update(offered.sources)
         problems.extend(offered.problems)
-    return sources, problems
+    return _Offers(sources, problems)
 
 
 def _told(problems: Sequence[str]) -> str:

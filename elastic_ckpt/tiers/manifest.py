@@ -50,12 +50,15 @@ class Contents:
       time_ms: when it was committed, since 1970, by the clock of host 0.
       metrics: JSON of what retention may rank it by; None if it was not evaluated. As
         text, which equals itself also if a loss is not a number.
+      parents: the steps, with their saves, from which the saves of its line went on,
+        oldest first (see `line`); empty before the first restore.
     """
 
     leaves: tuple[Leaf, ...]
     components: Mapping[str, int]
     time_ms: int = 0
     metrics: str | None = None
+    parents: tuple[tuple[int, str], ...] = ()
 
     @property
     def rank(self) -> int:

@@ -56,6 +56,8 @@ def is_file_name(name: str) -> bool:
 def to_bytes(manifest: Manifest) -> bytes:
     """The one content that stands for `manifest`."""
     contents, host = manifest.contents, manifest.host
+    # The first version had no parents.
+    parents = {"parents": list(map(list, contents.parents))} if contents.parents else {}
     fields: dict[str, storage.Json] = {
         "run": manifest.run,
         "step": manifest.step,
@@ -74,6 +76,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         },
         "time_ms": contents.time_ms,
         "metrics": contents.metrics,
+        **parents,
         "values_digest": VALUES_DIGEST,
         "fragments": _fragments_to_json(manifest.fragments, contents),
         "component_files": [
@@ -165,6 +168,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
     _require(bool(_ID.fullmatch(host["id"])), "the host's id")
     _require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
     listed = [content[each] for each in ("leaves", "components", "time_ms", "metrics")]
+    listed.append(content.get("parents", []))
     contents = _contents(storage.canonical_json(listed))
     return Manifest(
         run=str(content["run"]),
@@ -182,7 +186,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
 @functools.lru_cache(maxsize=64)
 def _contents(listed: bytes) -> Contents:
     # All hosts of a step list the same: it is made once, and is the same object.
-    leaves, components, time_ms, metrics = json.loads(listed)
+    leaves, components, time_ms, metrics, parents = json.loads(listed)
     made = tuple(
         Leaf(path=path, shape=tuple(shape), dtype=dtype)
         for path, shape, dtype in leaves
@@ -192,7 +196,14 @@ def _contents(listed: bytes) -> Contents:
     counts = {name: int(of["num_parts"]) for name, of in components.items()}
     _require(isinstance(time_ms, int), "the time")
     _require(metrics is None or isinstance(json.loads(metrics), dict), "the metrics")
-    return Contents(leaves=made, components=counts, time_ms=time_ms, metrics=metrics)
+    line = tuple((step, save) for step, save in parents)
+    _require(
+        all(isinstance(step, int) and isinstance(save, str) for step, save in line),
+        "the parents",
+    )
+    return Contents(
+        leaves=made, components=counts, time_ms=time_ms, metrics=metrics, parents=line
+    )
 
 
 def _fragments(columns: Mapping[str, Any], contents: Contents) -> Fragments:

@@ -15,8 +15,9 @@ from typing import Protocol
 from etils import epath
 
 from elastic_ckpt.core import checked_json, errors, storage
-from elastic_ckpt.tiers import layout, manifest_file
+from elastic_ckpt.tiers import find, layout, manifest_file
 from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.line import Line
 from elastic_ckpt.tiers.peers import peer, peer_client
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import machine, ram_disk
@@ -76,6 +77,10 @@ class RamPlace:
     def steps(self) -> Sequence[int]:
         """See `source.Tier`."""
         return self._disk.steps()
+
+    def known_saves(self) -> Sequence[tuple[int, str]]:
+        """See `source.Tier`."""
+        return self._disk.known_saves()
 
     def offers(self, step: int) -> Offered:
         """See `source.Tier`; manifests of another memory than this are problems too."""
@@ -166,6 +171,10 @@ class PersistentPlace:
         """See `source.Tier`."""
         return self._wanted(self._tier.steps())
 
+    def known_saves(self) -> Sequence[tuple[int, str]]:
+        """See `source.Tier`."""
+        return self._tier.known_saves()
+
     def foreign_steps(self) -> dict[int, str]:
         """The directories of steps that Orbax saved without us, by their numbers."""
         steps = self._wanted(self._tier.foreign_steps())
@@ -179,6 +188,9 @@ class PersistentPlace:
 
     def where(self, offer: Offer) -> str:
         """See `Place`."""
+        save = (offer.manifest.step, offer.manifest.save)
+        if save in self._set_aside:
+            return str(self._root.aside(*save))
         return str(self._root.final(offer.manifest.step))
 
     def leftovers(self) -> list[Leftover]:
@@ -191,7 +203,12 @@ class PersistentPlace:
 
     def preserved(self) -> list[int]:
         """See `Place`."""
-        return self._wanted(self._tier.preserved())
+        preserved = {*self._tier.preserved(), *self._tier.preserved_aside()}
+        return self._wanted(sorted(preserved))
+
+    @functools.cached_property
+    def _set_aside(self) -> frozenset[tuple[int, str]]:
+        return frozenset(self._root.set_aside_steps())
 
     def _wanted(self, steps: list[int]) -> list[int]:
         return [step for step in steps if self._only in (None, step)]
@@ -227,6 +244,11 @@ class Places:
     def steps(self) -> list[int]:
         """The steps of which there may be something, ascending."""
         return sorted({step for each in self.places for step in each.tier.steps()})
+
+    @functools.cached_property
+    def line(self) -> Line:
+        """The line of the newest save: steps that it abandons do not count."""
+        return find.Search([each.tier for each in self.places]).line
 
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:

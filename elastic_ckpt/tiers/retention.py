@@ -23,12 +23,14 @@ class HeldStep:
       time: when it was saved, with a time zone.
       metrics: what it is ranked by; None if it was not evaluated.
       complete: whether this tier alone has all of it.
+      save: which save of it.
     """
 
     step: int
     time: datetime.datetime
     metrics: dict[str, Any] | None
     complete: bool
+    save: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def steps_to_delete(
     steps that are not complete in any mixture are removed.
 
     Args:
-      held: the steps of the tier.
+      held: the steps of the tier, without abandoned ones.
       policy: which complete steps to keep besides.
       newest_complete: by `search` over all tiers; None if there is none.
       in_flight: steps that are being written, uploaded, sent or read.
@@ -95,3 +97,29 @@ def steps_to_delete(
         for step in ordered
         if step.step not in kept and step.step < newest_complete
     ]
+
+
+def abandoned_to_delete(
+    abandoned: Sequence[HeldStep],
+    of_line: Sequence[HeldStep],
+    policy: PreservationPolicy,
+    *,
+    preserved: Collection[int],
+) -> list[HeldStep]:
+    """The abandoned steps of a tier (see `line`) that it removes.
+
+    They are kept as if they were the oldest steps of the line, which are asked about
+    without them: what a policy promises is kept first.
+
+    Args:
+      abandoned: the abandoned steps of the tier.
+      of_line: the other steps of the tier.
+      policy: which steps to keep.
+      preserved: by hand.
+    """
+    ordered = sorted(abandoned, key=lambda each: (each.step, each.save))
+    asked = [each for each in ordered if each.complete]
+    line = sorted((each for each in of_line if each.complete), key=lambda s: s.step)
+    flags = policy.should_preserve([*asked, *line], context=Context())
+    kept = [each for each, keep in zip(asked, flags, strict=False) if keep]
+    return [each for each in ordered if each not in kept and each.step not in preserved]

@@ -62,6 +62,10 @@ class Offered(NamedTuple):
 class Tier(Protocol):
     """Where steps can be found."""
 
+    def known_saves(self) -> Sequence[tuple[int, str]]:
+        """Steps with their saves; the newest save there is among them."""
+        ...
+
     def steps(self) -> Sequence[int]:
         """The steps of which there may be something, ascending."""
         ...

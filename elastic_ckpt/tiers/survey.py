@@ -42,6 +42,9 @@ class SurveyedStep:
       save: which save of it; empty if Orbax alone saved it.
       problem: what is wrong with it in all tiers together; None if it is complete.
       preserved: whether it is preserved by hand, as far as it can be seen.
+      abandoned: whether the run went on without it, from an earlier step.
+      parent: the step, with its save, from which the run went on under this save; None
+        of the first one.
       tiers: that have something of it.
     """
 
@@ -49,6 +52,8 @@ class SurveyedStep:
     save: str
     problem: str | None
     preserved: bool
+    abandoned: bool
+    parent: tuple[int, str] | None
     tiers: tuple[TierOfStep, ...]
 
 
@@ -126,8 +131,12 @@ def survey(places: Places, domains: Sequence[str], *, step: int | None) -> Surve
         problems += unread
         for offers in reversed(search.saves(list(copies))):
             examined = search.Step.of(offers)
-            found.append(_surveyed(examined, preserved=number in preserved))
-            if examined.complete and step in (None, number):
+            abandoned = places.line.abandons(number, examined.save)
+            found.append(
+                _surveyed(examined, preserved=number in preserved, abandoned=abandoned)
+            )
+            is_asked = step == number or (step is None and not abandoned)
+            if examined.complete and is_asked:
                 covered = tuple(_covered(examined, domain) for domain in domains)
     return Survey(
         steps=tuple(found),
@@ -138,13 +147,16 @@ def survey(places: Places, domains: Sequence[str], *, step: int | None) -> Surve
     )
 
 
-def _surveyed(step: search.Step, *, preserved: bool) -> SurveyedStep:
+def _surveyed(step: search.Step, *, preserved: bool, abandoned: bool) -> SurveyedStep:
     offers = step.holdings.offers
+    parents = step.holdings.contents.parents
     return SurveyedStep(
         step=step.step,
         save=step.save,
         problem=None if step.complete else step.lacking(),
         preserved=preserved,
+        abandoned=abandoned,
+        parent=parents[-1] if parents else None,
         tiers=tuple(
             _tier_of_step(tier, [each for each in offers if each.tier == tier])
             for tier in sorted({each.tier for each in offers})
@@ -169,7 +181,13 @@ def _tier_of_step(tier: str, offers: Sequence[Offer]) -> TierOfStep:
 def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
     tier = TierOfStep(tier="persistent", problem=None, holders=(), num_bytes=0)
     return SurveyedStep(
-        step=step, save="", problem=None, preserved=preserved, tiers=(tier,)
+        step=step,
+        save="",
+        problem=None,
+        preserved=preserved,
+        abandoned=False,
+        parent=None,
+        tiers=(tier,),
     )
 
 

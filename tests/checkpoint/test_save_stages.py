@@ -74,6 +74,7 @@ def saving(step, *, write_components=lambda: None, back_up=False):
         write_components=write_components,
         back_up=back_up,
         described=described,
+        parents=(),
         began_secs=0,
     )
 
@@ -98,7 +99,7 @@ def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(stages):
     made, host = stages(replicate=lambda step, _: {**COPIES, "failed": step in failing})
     for step in (1, 2, 3, 4):
         save(made, step)
-    kept = {step: in_flight for step, _, in_flight, _ in host.of("saver.collect")}
+    kept = {step: in_flight for step, _, in_flight, *_ in host.of("saver.collect")}
     assert kept == {1: [1], 2: [1], 3: [1], 4: [4]}
 
 
@@ -106,7 +107,7 @@ def test_a_step_that_was_restored_is_kept_until_another_has_its_copies(stages):
     made, host = stages(replicate="copies do not fit")
     made.go_on_from(5)
     save(made, 6)
-    assert host.of("saver.collect") == [[6, SAVE, [5], []]]
+    assert host.of("saver.collect") == [[6, SAVE, [5], [], ()]]
 
 
 def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
@@ -116,7 +117,7 @@ def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
         replicate=lambda step, _: COPIES if step == 1 else "copies do not fit",
     )
     assert [save(made, step) for step in (1, 2, 3, 4)] == [True, True, False, True]
-    kept = [(step, in_flight) for step, _, in_flight, _ in host.of("saver.collect")]
+    kept = [(step, in_flight) for step, _, in_flight, *_ in host.of("saver.collect")]
     # The third does not fit: the first goes, and the second is the newest.
     assert kept == [(1, [1]), (2, [1]), (2, []), (4, [])]
     assert reasons(told, "local") == [(3, "it was not saved: host 0: no room")]

@@ -161,3 +161,26 @@ def test_a_step_can_be_asked_for(machines):
 def test_where_nothing_is_it_says_so(tmp_path):
     output = runs.verb("inspect", tmp_path, code=1)
     assert "neither a run (no config.json in it) nor steps in any tier" in output
+
+
+def test_it_shows_the_line_of_a_run_and_the_one_that_was_abandoned(tmp_path):
+    places = (tmp_path / "ram", tmp_path / "steps")
+    with tiered_steps.checkpointer(*places) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2, 3)
+    with tiered_steps.checkpointer(*places) as checkpointer:
+        checkpointer.load_checkpointables(1, {"data": tiered_steps.Cursors()})
+        tiered_steps.save(checkpointer, 2)
+    found = inspect(*places)
+    steps = {(each["step"], each["abandoned"]): each for each in found["steps"]}
+    assert sorted(steps) == [(1, False), (2, False), (2, True), (3, True)]
+    assert steps[1, False]["parent"] is steps[2, True]["parent"] is None
+    assert steps[2, False]["parent"] == [1, steps[1, False]["save"]]
+    assert {each["step"] for each in found["coverage"]} == {2}
+    told = runs.verb("inspect", *places)
+    line, abandoned = told.split("abandoned, since")
+    assert "step 2: complete, goes on from step 1\n" in line
+    assert "step 3" not in line
+    assert "step 2: complete\n" in abandoned
+    assert "step 3: complete\n" in abandoned
+    # Each is verified where it lies.
+    assert "PASSED" in runs.verb("verify", *places)

@@ -16,7 +16,7 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import boxes, digest, errors, host_memory, storage
-from elastic_ckpt.tiers import capture, layout, manifest, source
+from elastic_ckpt.tiers import capture, layout, line, manifest, source
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from tests.tiers import killed_host
 from tests.tiers.test_capture import random_bits
@@ -524,7 +524,8 @@ def test_old_steps_in_slots_of_dead_processes_go_and_those_of_live_ones_stay(
             save(gone, state, step=step)
     with local.LocalHost(disk, slot=2, domains={}, number=2) as alive:
         save(alive, state, step=1)
-        host.remove_idle(before=4, preserved=[2])
+        of_line = line.Line(save="0", parents=())
+        host.remove_idle(of_line, before=4, preserved=[2])
         assert [step for step, _ in disk.saves(1)] == [2, 4]
         assert [step for step, _ in disk.saves(2)] == [1]
         assert not offered(disk, 3)

@@ -67,6 +67,25 @@ def test_the_first_version_still_loads():
     assert same(manifest_file.parse(GOLDEN.read_bytes()), small())
 
 
+def test_version_1_with_parents_has_these_bytes(golden):
+    parents = ((4, "000000000000001"), (39, "000000000000002"))
+    whole = dataclasses.replace(small().contents, parents=parents)
+    found = dataclasses.replace(small(), contents=whole)
+    text = manifest_file.to_bytes(found)
+    golden("manifest_v1_parents.json", text.decode())
+    assert same(manifest_file.parse(text), found)
+    validate(text)
+
+
+@pytest.mark.parametrize("parents", [[[1]], [["1", "2"]], [[1, 2]], 3])
+def test_parents_that_are_none_are_refused(parents):
+    content = json.loads(GOLDEN.read_bytes())
+    del content["version"], content["digest"]
+    text = checked_json.to_bytes({**content, "parents": parents}, version=1)
+    with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
+        manifest_file.parse(text)
+
+
 def validate(text):
     schema = json.loads((ROOM / "schemas" / "manifest.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -97,7 +116,7 @@ def test_the_schema_refuses_what_is_not_of_the_format(change, said):
 def test_the_page_names_every_field():
     page = (ROOM / "FORMAT.md").read_text()
     content = json.loads(GOLDEN.read_bytes())
-    names = {*content, *content["host"], *content["fragments"]}
+    names = {*content, "parents", *content["host"], *content["fragments"]}
     names |= {name for each in content["component_files"] for name in each}
     names |= {name for each in content["components"].values() for name in each}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []

@@ -247,7 +247,7 @@ class TestManySteps:
                 peer.Peers([peer.Peer(lying.url, client, served.RUN)]),
                 peer.Peer(url, client, served.RUN),
             ]
-            found = find.newest(tiers)
+            found = find.Search(tiers).newest()
             asked = [request.split()[1] for request in lying.requests]
         return found, asked
 

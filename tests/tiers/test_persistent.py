@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.core import digest, errors, storage
-from elastic_ckpt.tiers import manifest_file, search, source
+from elastic_ckpt.tiers import line, manifest_file, search, source
 from elastic_ckpt.tiers.persistent import (
+    arrange,
     commit,
     ocdbt,
     persistent_root,
@@ -42,9 +43,9 @@ def world():
     return uploaded.hosts(3)
 
 
-def put(root, world, step=5, **options):
+def put(root, world, step=5, *, save="0", **options):
     """Uploads and commits a step."""
-    saved = uploaded.saved_step(step)
+    saved = uploaded.saved_step(step, save=save)
     uploaded.write_all(root, saved, world, **options)
     uploaded.commit_all(root, saved, world)
     return saved
@@ -161,19 +162,38 @@ def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
     uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 5)
 
 
-def test_a_committed_step_is_replaced_by_no_other_save(root, tier, world):
+def test_a_committed_step_is_replaced_by_no_older_save(root, world):
+    put(root, world, save="1")
+    before = tree(root.final(5))
+    older = uploaded.saved_step(save="0")
+    ours = upload.Upload(root, older, world[0])
+    for act in (ours.begin, lambda: uploaded.commit_all(root, older, world)):
+        with pytest.raises(errors.CheckpointError, match=r"its save '1'.*remove it"):
+            act()
+    assert tree(root.final(5)) == before
+
+
+def test_a_committed_step_is_replaced_by_a_newer_save_and_set_aside(root, tier, world):
     put(root, world)
     before = tree(root.final(5))
     later = uploaded.saved_step(save="1")
-    ours = upload.Upload(root, later, world[0])
-    for act in (ours.begin, lambda: uploaded.commit_all(root, later, world)):
-        with pytest.raises(errors.CheckpointError, match=r"its save '0'.*remove it"):
-            act()
-    assert tree(root.final(5)) == before
-    tier.remove(5)
+
+    def set_aside():
+        of_later = line.Line(save="1", parents=())
+        arrange.arrange(root, of_later, run=uploaded.RUN, step=5)
+
+    if root.in_place:
+        with pytest.raises(errors.CheckpointError, match="its save '0'"):
+            upload.Upload(root, later, world[0]).begin()
+        set_aside()
     uploaded.write_all(root, later, world, seed=3)
-    uploaded.commit_all(root, later, world)
+    assert root.is_committed(5) != root.in_place
+    uploaded.commit_all(root, later, world, make_way=set_aside)
+    assert tree(root.aside(5, "0")) == before
+    assert tier.known_saves() == [(5, "0"), (5, "1")]
+    tier.discard_aside(5, "0")
     uploaded.read(tier, 5, seed=3)
+    assert not tier.leftovers()
 
 
 def test_a_step_of_plain_orbax_is_not_replaced(root, world):

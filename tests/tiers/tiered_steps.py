@@ -48,10 +48,18 @@ class Cursors:
 
 
 def checkpointer(
-    ram, storage=None, *, every=1, keep=None, keep_in_ram=None, run=RUN, **more
+    ram,
+    storage=None,
+    *,
+    every=1,
+    keep=None,
+    keep_in_ram=None,
+    limit_bytes=None,
+    run=RUN,
+    **more,
 ):
     """A checkpointer over a RAM disk and persistent storage, if there is any."""
-    tiers = [choices.Local(ram, keep=keep_in_ram)]
+    tiers = [choices.Local(ram, keep=keep_in_ram, limit_bytes=limit_bytes)]
     if storage is not None:
         tiers.append(choices.Persistent(storage, every=every, keep=keep))
     return factory.Checkpointer(tiers, run=run, slice_name="s0", **more)

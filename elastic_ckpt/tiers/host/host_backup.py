@@ -15,9 +15,11 @@ from elastic_ckpt.tiers import retention, uploads, verified_read
 from elastic_ckpt.tiers.holdings import Holdings
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
-from elastic_ckpt.tiers.manifest import Host
-from elastic_ckpt.tiers.persistent import commit, ocdbt, upload, writers
+from elastic_ckpt.tiers.line import Line
+from elastic_ckpt.tiers.manifest import Contents, Host
+from elastic_ckpt.tiers.persistent import arrange, commit, ocdbt, upload, writers
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.retries import PATIENT
 
 # Small chunks want many at a time; of large ones each is in memory.
 _THREADS = 16
@@ -32,6 +34,7 @@ class HostBackup:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
+        self._arranged: tuple[int, str] | None = None
 
     def clean(self, save: str) -> list[str]:
         """Removes what uploads of dead worlds left; host 0 does it (see `writers`).
@@ -51,7 +54,14 @@ class HostBackup:
         """
         self._writing.be_present()
         sources, _ = self._world.in_ram(step, save)
-        return _chunk_shapes(Holdings.of(list(sources)))
+        holdings = Holdings.of(list(sources))
+        if self._root().in_place:
+            # What is there would be written over.
+            PATIENT.call(
+                f"setting aside what step {step} replaces",
+                lambda: self._arrange(holdings.contents, step, save),
+            )
+        return _chunk_shapes(holdings)
 
     def back_up(
         self, step: int, save: str, names: Mapping[str, Sequence[str]]
@@ -116,6 +126,7 @@ class HostBackup:
                 self._saved_step(holdings, step, save, names),
                 hosts=[host.id for host in self._world.hosts],
                 orbax_files={path: text.encode() for path, text in orbax_files.items()},
+                make_way=lambda: self._arrange(holdings.contents, step, save),
             )
 
     def collect(self, step: int, save: str) -> list[int]:
@@ -150,21 +161,31 @@ class HostBackup:
         )
         for each in removed:
             tier.remove(each)
+        for gone in retention.abandoned_to_delete(
+            tier.abandoned(), held, storage.keep, preserved=tier.preserved_aside()
+        ):
+            tier.discard_aside(gone.step, gone.save)
         return removed
 
     def remove(self, step: int) -> bool:
-        """Removes a step from persistent storage; whether it was there."""
+        """Removes all saves of a step from persistent storage; whether there were any.
+
+        A step that Orbax alone saved stays.
+        """
         tier = self._world.persistent
         assert tier is not None
-        found = step in tier.steps()
-        if found:
-            tier.remove(step)
-        return found
+        return tier.remove_all(step)
 
     def close(self) -> None:
         """Says to other worlds that this one writes no more."""
         if self._world.root is not None:
             self._writing.close()
+
+    def _arrange(self, contents: Contents, step: int, save: str) -> None:
+        if self._arranged != (step, save):
+            line = Line(save=save, parents=contents.parents)
+            arrange.arrange(self._root(), line, run=self._world.run, step=step)
+            self._arranged = (step, save)
 
     def _root(self) -> PersistentRoot:
         assert self._world.root is not None

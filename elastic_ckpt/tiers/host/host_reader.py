@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import find, read_plan, trees, verified_read
+from elastic_ckpt.tiers import find, line, read_plan, trees, verified_read
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
 from elastic_ckpt.tiers.ram import ram_disk
@@ -31,32 +31,53 @@ class HostReader:
         self._world = world
         self._restoring: _Restoring | None = None
 
-    def find(self, step: int | None, without: Sequence[Sequence[Any]]) -> Answer:
+    def find(
+        self,
+        step: int | None,
+        without: Sequence[Sequence[Any]],
+        save: str = "",
+        own_line: Sequence[Any] | None = None,
+    ) -> Answer:
         """The newest complete step, or a certain one, but for some saves.
 
+        Args:
+          step: None for the newest.
+          without: steps and saves that proved to be unreadable.
+          save: which save of the step; empty for the newest.
+          own_line: the save and the parents of the line that the caller is on, if it
+            has saved something; see `line`.
+
         Returns:
-          What is `found`, a step and save, or None; what was `passed_over`, pairs of a
-          step and why; and why storage is `out_of_reach`, or None.
+          What is `found`, a step, its save and its `line`, or None; what was
+          `passed_over`, pairs of a step and why; why storage is `out_of_reach`, or
+          None; and the `newest_save` of all.
 
         Raises:
           CheckpointError: if a certain step is not complete.
         """
-        excluded = {(number, save) for number, save in without}
         tiers, foreign, out_of_reach = self._within_reach()
-        if step is not None:
-            place: Answer = {"step": step, "save": ""}
-            if step not in foreign:
-                place = _place(find.of_step(tiers, step, without=excluded))
-            return {"found": place, "passed_over": [], "out_of_reach": out_of_reach}
-        found = _newest(tiers, excluded, foreign)
-        return {**found, "out_of_reach": out_of_reach}
+        looking = find.Search(
+            tiers,
+            own=None if own_line is None else _line(*own_line),
+            without={(number, name) for number, name in without},
+        )
+        answer: Answer = {
+            "passed_over": [],
+            "out_of_reach": out_of_reach,
+            "newest_save": looking.line.save,
+        }
+        if step is None:
+            return {**answer, **_newest(looking, foreign)}
+        if step in foreign:
+            return {**answer, "found": _foreign_place(step, foreign)}
+        if save:
+            return {**answer, "found": _place(find.of_save(tiers, step, save))}
+        return {**answer, "found": _place(looking.of_step(step))}
 
     def complete_steps(self) -> list[Answer]:
-        """The steps that are complete, ascending."""
+        """The steps that are complete, ascending, without those that are abandoned."""
         tiers, _, _ = self._within_reach()
-        steps = sorted({step for tier in tiers for step in tier.steps()})
-        found = [find.of_step_or_none(tiers, step) for step in steps]
-        return [_place(each) for each in found if each is not None]
+        return [_place(each) for each in find.Search(tiers).complete_steps()]
 
     def contents(self, step: int, save: str) -> Answer:
         """What a step holds: `leaves`, of each path, shape and dtype, and `components`.
@@ -211,16 +232,17 @@ class HostReader:
         self._restoring = None
         storage.remove(self._files())
 
-    def _within_reach(self) -> tuple[list[Tier], list[int], str | None]:
-        # What can be searched, the steps of Orbax alone, and why storage cannot be.
+    def _within_reach(self) -> tuple[list[Tier], dict[int, str], str | None]:
+        # What can be searched, the steps of Orbax alone with the saves that they count
+        # as, and why storage cannot be.
         storage_tier = self._world.persistent
         if storage_tier is None:
-            return self._world.tiers, [], None
+            return self._world.tiers, {}, None
         try:
-            return self._world.tiers, storage_tier.foreign_steps(), None
+            return self._world.tiers, storage_tier.foreign_saves(), None
         except errors.CheckpointError as error:
             in_ram = [tier for tier in self._world.tiers if tier is not storage_tier]
-            return in_ram, [], str(error)
+            return in_ram, {}, str(error)
 
     def _files(self) -> epath.Path:
         # Under one controller all machines have to name it alike.
@@ -240,16 +262,29 @@ class _Restoring:
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
-def _newest(
-    tiers: Sequence[Tier], without: set[tuple[int, str]], foreign: Sequence[int]
-) -> Answer:
-    outcome = find.newest(tiers, without=without)
+def _newest(looking: find.Search, foreign: Mapping[int, str]) -> Answer:
+    outcome = looking.newest()
     place = None if outcome.found is None else _place(outcome.found)
-    if foreign and (place is None or foreign[-1] > place["step"]):
-        place = {"step": foreign[-1], "save": ""}
+    counted = [n for n, save in foreign.items() if not looking.line.abandons(n, save)]
+    if counted and (place is None or max(counted) > place["step"]):
+        place = _foreign_place(max(counted), foreign)
     passed_over = [list(each) for each in outcome.passed_over.items()]
     return {"found": place, "passed_over": passed_over}
 
 
 def _place(found: find.FoundStep) -> Answer:
-    return {"step": found.step.step, "save": found.step.save}
+    step = found.step
+    parents = step.holdings.contents.parents
+    return {
+        "step": step.step,
+        "save": step.save,
+        "line": line.after(step.step, step.save, parents),
+    }
+
+
+def _foreign_place(step: int, foreign: Mapping[int, str]) -> Answer:
+    return {"step": step, "save": "", "line": line.after(step, foreign[step], ())}
+
+
+def _line(save: str, parents: Sequence[Sequence[Any]]) -> line.Line:
+    return line.Line(save=save, parents=tuple((n, name) for n, name in parents))

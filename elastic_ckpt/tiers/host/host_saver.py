@@ -15,6 +15,7 @@ from elastic_ckpt.tiers import capture, placement, retention, trees, verified_re
 from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.host import replication
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.line import Line
 from elastic_ckpt.tiers.manifest import ComponentFile, Contents, Host
 from elastic_ckpt.tiers.ram import step_writer
 from elastic_ckpt.tiers.source import Source
@@ -80,6 +81,7 @@ class HostSaver:
         parts: Mapping[str, Mapping[str, int]],
         time_ms: int,
         metrics: str | None,
+        parents: Sequence[Sequence[Any]] = (),
     ) -> None:
         """Makes this host's part exist.
 
@@ -89,6 +91,7 @@ class HostSaver:
           parts: by component and file, the number of the part that a file is.
           time_ms: when that is, for all hosts; see `Contents`.
           metrics: see `Contents`.
+          parents: see `Contents`.
         """
         saving = self._saving.pop((step, save))
         assert saving.writer is not None
@@ -110,6 +113,7 @@ class HostSaver:
             components={component: len(of) for component, of in parts.items()},
             time_ms=time_ms,
             metrics=metrics,
+            parents=tuple((number, name) for number, name in parents),
         )
         saving.writer.commit(files, contents=contents)
 
@@ -174,6 +178,7 @@ class HostSaver:
         save: str,
         in_flight: Sequence[int],
         preserved: Sequence[int],
+        parents: Sequence[Sequence[Any]] = (),
     ) -> list[tuple[int, str]]:
         """Removes what is not needed now that a step is complete; what was removed.
 
@@ -182,20 +187,31 @@ class HostSaver:
           save: which save of it; others go.
           in_flight: steps that are, or will be, backed up.
           preserved: steps that are preserved by hand on any machine.
+          parents: of the save.
         """
-        held = self._world.own.held()
+        line = Line(save=save, parents=tuple((n, name) for n, name in parents))
+        policy = self._world.local_tier.keep or retention.NewestOnly()
+        held = self._world.own.retained()
+        abandoned = [each for each in held if line.abandons(each.step, each.save)]
+        of_line = [each for each in held if each not in abandoned]
         removed = retention.steps_to_delete(
-            self._world.own.retained(),
-            self._world.local_tier.keep or retention.NewestOnly(),
+            of_line,
+            policy,
             newest_complete=step,
             in_flight=in_flight,
             preserved=preserved,
         )
         gone = [
             (each.step, each.save)
-            for each in held
+            for each in of_line
             if each.step in removed
             or (each.step == step and each.save < save and step not in preserved)
+        ]
+        gone += [
+            (each.step, each.save)
+            for each in retention.abandoned_to_delete(
+                abandoned, of_line, policy, preserved=preserved
+            )
         ]
         for each in gone:
             if each not in self._world.own.in_flight:
@@ -203,7 +219,7 @@ class HostSaver:
         if self._world.own.slot == 0:
             # Nobody else does it where the world became smaller.
             oldest = min([step, *in_flight])
-            self._world.own.remove_idle(before=oldest, preserved=preserved)
+            self._world.own.remove_idle(line, before=oldest, preserved=preserved)
         return gone
 
     def remove(self, step: int) -> bool:

@@ -101,6 +101,13 @@ class Peer:
         """
         return sorted(self._listing.of_step)
 
+    def known_saves(self) -> Sequence[tuple[int, str]]:
+        """As `source.Tier` says, of the steps that `steps` returns."""
+        of_step = self._listing.of_step
+        return sorted(
+            {(step, each.save) for step, found in of_step.items() for each in found}
+        )
+
     def offers(self, step: int) -> source.Offered:
         """As `source.Tier` says."""
         sources: dict[Offer, source.Source] = {}
@@ -195,6 +202,11 @@ class Peers:
     def steps(self) -> Sequence[int]:
         """As `source.Tier` says."""
         return sorted({step for found in self._of_each(Peer.steps) for step in found})
+
+    def known_saves(self) -> Sequence[tuple[int, str]]:
+        """As `source.Tier` says."""
+        found = self._of_each(Peer.known_saves)
+        return sorted({each for of_peer in found for each in of_peer})
 
     def offers(self, step: int) -> source.Offered:
         """As `source.Tier` says."""

@@ -8,7 +8,7 @@ end the step does not exist, for us or for Orbax, and from then on it is whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from etils import epath
 
@@ -35,6 +35,7 @@ def commit(
     *,
     hosts: Collection[str],
     orbax_files: Mapping[str, bytes],
+    make_way: Callable[[], None] = lambda: None,
     retries: Retries = PATIENT,
 ) -> None:
     """Commits a step; does nothing if this save of it is committed already.
@@ -46,6 +47,7 @@ def commit(
       saved: what was uploaded.
       hosts: the ids of those that took part; each has to have finished.
       orbax_files: contents by path in the step (`checkpoint.orbax_format`).
+      make_way: called before the step becomes visible; older saves of it have to leave.
       retries: how long storage is waited for, and who hears of it.
 
     Raises:
@@ -79,6 +81,7 @@ def commit(
         retries.call(doing, lambda path=path, content=content: _write(path, content))
     parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
     success = f"Checkpoint commit was successful to {root.final(saved.step)}".encode()
+    retries.call(doing, make_way)
     for path in _commit_files(unfinished, saved, parts):
         retries.call(doing, lambda path=path: _write(path, success))
     if not root.in_place:

@@ -3,12 +3,15 @@
     <root>/<step>/                              a committed step
     <root>/<step>/preserve                      keeps it, whatever policies say
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
+    <root>/abandoned/<step>-<save>/             a committed step that was set aside
     <root>/writers.lock                         held by the worlds that upload
 
 Where directories can be renamed at once, a step is written under the second name, and
 the rename commits it. Object stores have no such rename: there a step is written where
 it will stay, and a last file, `commit_success.txt`, commits it. Both are Orbax's ways:
-it lists, and cleans away, the same directories as this module does. (Of `s3://` Orbax
+it lists, and cleans away, the same directories as this module does. A step that is set
+aside (see `line`) is a checkpoint like any other, in a directory that Orbax does not
+list. (Of `s3://` Orbax
 believes that directories can be renamed, unless it is told otherwise with its
 `AtomicityMode.COMMIT_FILE`.)
 """
@@ -16,17 +19,20 @@ believes that directories can be renamed, unless it is told otherwise with its
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from concurrent import futures
+from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import manifest_file
+from elastic_ckpt.tiers import layout, manifest_file
 from elastic_ckpt.tiers.manifest import Manifest
 
 COMMIT_FILE = "commit_success.txt"
+ABANDONED = "abandoned"
 # In place of the save, in the name of a step that is being removed.
 REMOVED = "removed"
 _READERS = 32
@@ -87,12 +93,12 @@ class PersistentRoot:
     def is_pending(self, step: int, *, run: str, save: str) -> bool:
         """Whether a save of a step is still to be committed; False if it was already.
 
-        A committed step is never replaced: on no storage could that be done so that at
-        each moment one of the two is there.
+        Older saves of it are replaced: they are set aside when the new one is committed
+        (before it is uploaded, where steps are written in place).
 
         Raises:
-          CheckpointError: if the step was committed by another save, another run or
-            plain Orbax.
+          CheckpointError: if the step was committed by a newer save, by another run, or
+            by plain Orbax since then.
         """
         final = self.final(step)
         if not self.is_committed(step):
@@ -100,15 +106,29 @@ class PersistentRoot:
         names = manifest_names(final)
         if not names:
             there = "one that Orbax saved without elastic_ckpt"
+            older = self.foreign_save(step) < save
         else:
             found = manifest_file.read(final / names[0], run=run, step=step)
             if found.save == save:
                 return False
             there = f"its save {found.save!r}"
+            older = found.save < save
+        if older and not self.in_place:
+            return True
         raise errors.CheckpointError(
             f"step {step} in {self.path} exists already, {there}, and is not replaced"
             f" by save {save!r}; remove it first if the new one shall count"
         )
+
+    def foreign_save(self, step: int) -> str:
+        """The save that a step counts as which Orbax alone wrote: when that was.
+
+        Saves are named by the time in milliseconds (see `HostWorld.new_save`).
+        """
+        nsecs = read_json(self.final(step) / "_CHECKPOINT_METADATA").get(
+            "commit_timestamp_nsecs"
+        )
+        return f"{(nsecs or 0) // 1_000_000:015d}"
 
     def steps(self) -> list[int]:
         """The committed steps, ascending.
@@ -148,16 +168,70 @@ class PersistentRoot:
         storage.rename(final, taken_back)
         return taken_back
 
-    def _names(self) -> list[str]:
+    def aside(self, step: int, save: str) -> epath.Path:
+        """The directory of a save of a step that is set aside."""
+        return self.path / ABANDONED / layout.step_directory(step, save)
+
+    def set_aside_steps(self) -> list[tuple[int, str]]:
+        """The steps that are set aside, with their saves, ascending."""
+        names = map(layout.parse_step_directory, self._names(ABANDONED))
+        return sorted(
+            each
+            for each in names
+            if each is not None
+            and (not self.in_place or (self.aside(*each) / COMMIT_FILE).exists())
+        )
+
+    def set_aside(self, step: int, save: str) -> None:
+        """Moves a committed step to where `aside` says; can be repeated."""
+        self._move(self.final(step), self.aside(step, save))
+
+    def bring_back(self, step: int, save: str) -> None:
+        """Undoes `set_aside`."""
+        self._move(self.aside(step, save), self.final(step))
+
+    def discard_aside(self, step: int, save: str) -> None:
+        """Removes a step that is set aside: it is gone at once."""
+        directory = self.aside(step, save)
+        if self.in_place:
+            storage.remove(directory / COMMIT_FILE)
+            storage.remove(directory)
+            return
+        taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
+        storage.remove(taken_back)
+        storage.rename(directory, taken_back)
+        storage.remove(taken_back)
+
+    def _move(self, source: epath.Path, target: epath.Path) -> None:
+        storage.make_directory(target.parent)
+        if not self.in_place:
+            storage.rename(source, target)
+            return
+        # At each moment one of the two is committed.
+        storage.copy_tree(source, target, last=COMMIT_FILE)
+        storage.remove(source / COMMIT_FILE)
+        storage.remove(source)
+
+    def _names(self, below: str = "") -> list[str]:
+        directory = self.path / below
         try:
-            if not self.path.exists():
+            if not directory.exists():
                 return []
-            return [child.name for child in self.path.iterdir()]
+            return [child.name for child in directory.iterdir()]
         except OSError as error:
             raise errors.CheckpointError(
-                f"the steps in {self.path} cannot be listed ({error}); check the path"
+                f"the steps in {directory} cannot be listed ({error}); check the path"
                 " and who may read there, or try again when the storage is back"
             ) from error
+
+
+def read_json(path: epath.Path) -> dict[str, Any]:
+    """A JSON object that Orbax wrote; empty if there is none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def manifest_names(directory: epath.Path) -> list[str]:

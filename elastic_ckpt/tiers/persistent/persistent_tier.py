@@ -8,9 +8,7 @@ without Orbax, knows their digests, and reads only those that it needs.
 from __future__ import annotations
 
 import datetime
-import json
 import threading
-from typing import Any
 
 import tensorstore as ts
 from etils import epath
@@ -19,14 +17,15 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import preserved, retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
-from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent import arrange, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (
     Leftover,
     PersistentRoot,
     manifest_names,
+    read_json,
     read_manifests,
 )
-from elastic_ckpt.tiers.source import Offered, OnPiece, ReadError, ignored
+from elastic_ckpt.tiers.source import Offered, OnPiece, ReadError, Source, ignored
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
@@ -47,28 +46,55 @@ class PersistentTier:
         self._whole: dict[tuple[int, datetime.datetime], bool] = {}
 
     def steps(self) -> list[int]:
-        """The committed steps that have manifests, ascending.
+        """The committed steps that have manifests, ascending; also those set aside.
 
         Raises:
           CheckpointError: if storage is out of reach; `foreign_steps` likewise.
         """
-        return [step for step, names in self._listed() if names]
+        aside = {step for step, _ in self._root.set_aside_steps()}
+        return sorted(aside.union(self._steps()))
+
+    def known_saves(self) -> list[tuple[int, str]]:
+        """The newest committed step that can be read, and the steps set aside.
+
+        Steps that are not set aside are of one line: no save is newer than the last's.
+        """
+        found = self._root.set_aside_steps()
+        for step in reversed(self._steps()):
+            save = arrange.save_of(self._root, step, run=self._run)
+            if save is not None:
+                return [*found, (step, save)]
+        return found
 
     def foreign_steps(self) -> list[int]:
         """The committed steps without manifests, which Orbax alone wrote, ascending."""
         return [step for step, names in self._listed() if not names]
 
+    def foreign_saves(self) -> dict[int, str]:
+        """The same with the saves that they count as."""
+        return {step: self._root.foreign_save(step) for step in self.foreign_steps()}
+
     def offers(self, step: int) -> Offered:
         """What there is of a step; nothing if it is not committed, or out of reach."""
-        directory = self._root.final(step)
+        sources: dict[Offer, Source] = {}
+        problems: list[str] = []
         try:
-            if not self._root.is_committed(step):
-                return Offered(sources={}, problems=())
-            names = self._names(step)
-        except OSError as error:
-            return Offered(
-                sources={}, problems=[f"{directory} cannot be read ({error})"]
-            )
+            for directory in self._directories(step):
+                offered = self._offers(step, directory)
+                sources.update(offered.sources)
+                problems += offered.problems
+        except (errors.CheckpointError, OSError) as error:
+            directory = self._root.final(step)
+            problems.append(f"{directory} cannot be read ({error})")
+        return Offered(sources=sources, problems=tuple(problems))
+
+    def _directories(self, step: int) -> list[epath.Path]:
+        found = [self._root.final(step)] if self._root.is_committed(step) else []
+        aside = [each for each in self._root.set_aside_steps() if each[0] == step]
+        return [*found, *(self._root.aside(*each) for each in aside)]
+
+    def _offers(self, step: int, directory: epath.Path) -> Offered:
+        names = manifest_names(directory)
         found = read_manifests(directory, names, run=self._run, step=step)
         source = _StepSource(directory, self._context)
         return Offered(
@@ -88,13 +114,30 @@ class PersistentTier:
         The time is that of the commit by Orbax's metadata (1970 if that is damaged),
         the metrics are those that Orbax finds too.
         """
-        held = [self._held(step) for step in self.steps()]
+        held = [self._held(step, self._root.final(step)) for step in self._steps()]
+        return [step for step in held if step is not None]
+
+    def abandoned(self) -> list[retention.HeldStep]:
+        """The steps that are set aside, likewise."""
+        held = [
+            self._held(step, self._root.aside(step, save), save)
+            for step, save in self._root.set_aside_steps()
+        ]
         return [step for step in held if step is not None]
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, ascending."""
         steps = self._root.steps()
         return [n for n in steps if preserved.is_preserved(self._root.final(n))]
+
+    def preserved_aside(self) -> list[int]:
+        """Those of the steps that are set aside, likewise."""
+        found = self._root.set_aside_steps()
+        return [
+            step
+            for step, save in found
+            if preserved.is_preserved(self._root.aside(step, save))
+        ]
 
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, those being uploaded among them."""
@@ -111,33 +154,52 @@ class PersistentTier:
         """
         storage.remove(self._root.uncommit(step))
 
+    def remove_all(self, step: int) -> bool:
+        """Removes all saves of a step; whether there were any."""
+        aside = [each for each in self._root.set_aside_steps() if each[0] == step]
+        committed = step in self._steps()
+        if committed:
+            self.remove(step)
+        for each in aside:
+            self.discard_aside(*each)
+        return committed or bool(aside)
+
+    def discard_aside(self, step: int, save: str) -> None:
+        """Removes a step that is set aside."""
+        self._root.discard_aside(step, save)
+
+    def _steps(self) -> list[int]:
+        return [step for step, names in self._listed() if names]
+
     def _listed(self) -> list[tuple[int, list[str]]]:
         # The committed steps and the names of their manifests.
         try:
-            return [(step, self._names(step)) for step in self._root.steps()]
+            return [
+                (step, manifest_names(self._root.final(step)))
+                for step in self._root.steps()
+            ]
         except OSError as error:
             raise errors.CheckpointError(
                 f"the steps in {self._root.path} cannot be listed ({error}); try again"
                 " when the storage is back"
             ) from error
 
-    def _names(self, step: int) -> list[str]:
-        return manifest_names(self._root.final(step))
-
-    def _held(self, step: int) -> retention.HeldStep | None:
-        directory = self._root.final(step)
-        described = _json(directory / "_CHECKPOINT_METADATA")
+    def _held(
+        self, step: int, directory: epath.Path, save: str = ""
+    ) -> retention.HeldStep | None:
+        described = read_json(directory / "_CHECKPOINT_METADATA")
         nsecs = described.get("commit_timestamp_nsecs") or 0
         time = _BEGINNING + datetime.timedelta(microseconds=nsecs // 1000)
         if (step, time) not in self._whole:
-            offers = list(self.offers(step).sources)
+            offers = list(self._offers(step, directory).sources)
             if not offers:
                 return None
             self._whole[step, time] = search.search(offers).newest is not None
         return retention.HeldStep(
             step=step,
             time=time,
-            metrics=_json(directory / "metrics" / "metrics") or None,
+            save=save,
+            metrics=read_json(directory / "metrics" / "metrics") or None,
             complete=self._whole[step, time],
         )
 
@@ -180,12 +242,3 @@ class _StepSource:
                 directory = self._directory / name
                 self._stores[name] = ocdbt.open_store(directory, self._context)
             return self._stores[name]
-
-
-def _json(path: epath.Path) -> dict[str, Any]:
-    # A JSON object of Orbax's; empty if there is none that can be read.
-    try:
-        found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

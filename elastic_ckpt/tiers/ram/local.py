@@ -21,6 +21,7 @@ import numpy as np
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import retention
+from elastic_ckpt.tiers.line import Line
 from elastic_ckpt.tiers.manifest import (
     ComponentFile,
     Contents,
@@ -122,10 +123,15 @@ class LocalHost:
         except errors.CheckpointError:
             # Nobody can read what it listed.
             return retention.HeldStep(
-                step=each.step, time=_BEGINNING, metrics=None, complete=False
+                step=each.step,
+                save=each.save,
+                time=_BEGINNING,
+                metrics=None,
+                complete=False,
             )
         return retention.HeldStep(
             step=each.step,
+            save=each.save,
             time=_BEGINNING + datetime.timedelta(milliseconds=contents.time_ms),
             metrics=None if contents.metrics is None else json.loads(contents.metrics),
             complete=True,
@@ -205,12 +211,15 @@ class LocalHost:
         storage.remove(self.disk.manifest_path(self.slot, step, save))
         storage.remove(self.disk.step_directory(self.slot, step, save))
 
-    def remove_idle(self, *, before: int, preserved: Collection[int]) -> None:
+    def remove_idle(
+        self, line: Line, *, before: int, preserved: Collection[int]
+    ) -> None:
         """Removes old steps from the slots of this machine whose process is gone.
 
         Args:
+          line: steps that it abandons are removed too.
           before: the first step that stays.
-          preserved: older ones that stay too.
+          preserved: steps that stay whatever they are.
         """
         for slot in self.disk.slots():
             if slot == self.slot:
@@ -218,7 +227,8 @@ class LocalHost:
             # Taken slots are their processes' business.
             with contextlib.suppress(errors.RunError), self._locked(slot):
                 for step, save in self.disk.saves(slot):
-                    if step < before and step not in preserved:
+                    is_old = step < before or line.abandons(step, save)
+                    if is_old and step not in preserved:
                         storage.remove(self.disk.manifest_path(slot, step, save))
                         storage.remove(self.disk.step_directory(slot, step, save))
 

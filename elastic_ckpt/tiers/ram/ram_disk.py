@@ -92,6 +92,17 @@ class RamDisk:
         """The steps of which there may be something, ascending."""
         return sorted({step for slot in self.slots() for step, _ in self.saves(slot)})
 
+    def known_saves(self) -> Sequence[tuple[int, str]]:
+        """The steps and saves that are committed, ascending."""
+        return sorted(
+            {
+                (step, save)
+                for slot in self.slots()
+                for step, save in self.saves(slot)
+                if self.manifest_path(slot, step, save).exists()
+            }
+        )
+
     def offers(self, step: int) -> Offered:
         """What all slots hold of a step, whichever save."""
         sources: dict[Offer, Source] = {}

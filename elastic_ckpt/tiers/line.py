@@ -1,0 +1,56 @@
+"""The line of a run: which saves led to its newest one, and which were abandoned.
+
+A run that is restored goes on under a new save, later than all before. Each manifest
+lists the steps from which the saves of its line went on (`Contents.parents`), so that
+any one manifest of the newest save decides about all steps of a run, wherever they are:
+those that the run has rolled back, or passed over because they were not complete, are
+abandoned. They are restored only by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+Parent = tuple[int, str]
+# More restores than these are forgotten, and what was saved before them is kept.
+MOST_PARENTS = 100
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """The saves that led to one save.
+
+    Attributes:
+      save: the newest of them.
+      parents: the steps, with their saves, from which later saves of the line went on,
+        oldest first. Of a save that is listed, steps up to that one are of the line.
+    """
+
+    save: str
+    parents: tuple[Parent, ...]
+
+    def abandons(self, step: int, save: str) -> bool:
+        """Whether a save of a step is older than the line's and not one of its own.
+
+        Saves older than the first parent's are kept up to that step: what they went on
+        from is not known.
+        """
+        if save >= self.save or not self.parents:
+            return False
+        newest = {name: number for number, name in self.parents}
+        if save in newest:
+            return step > newest[save]
+        first_step, first_save = self.parents[0]
+        return save > first_save or step > first_step
+
+
+def after(step: int, save: str, parents: Sequence[Parent]) -> tuple[Parent, ...]:
+    """The parents of saves that go on from a step.
+
+    Args:
+      step: that the run goes on from.
+      save: which save of it.
+      parents: of that save.
+    """
+    return (*parents, (step, save))[-MOST_PARENTS:]

@@ -1,0 +1,370 @@
+"""Runs that go back to an older step, or save one anew: which saves count then."""
+
+import contextlib
+import errno
+import os
+import shutil
+
+import jax.numpy as jnp
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import line
+from elastic_ckpt.tiers.persistent import persistent_root
+from tests.tiers import tiered_steps
+
+# Orbax warns when it is not told where arrays shall lie.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+policies = ocp.training.preservation_policies
+ALL = policies.PreserveAll()
+
+
+class Run:
+    """Worlds of one run, one after the other; the state of a step is a number."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def world(self, *, stored=True, keep_in_ram=None, limit_bytes=None, **options):
+        steps = self.path / "steps" if stored else None
+        return tiered_steps.checkpointer(
+            self.path / "ram",
+            steps,
+            keep_in_ram=keep_in_ram,
+            limit_bytes=limit_bytes,
+            **options,
+        )
+
+    def save(self, opened, *steps, line):
+        for step in steps:
+            assert opened.save(step, {"w": jnp.full(4, 100 * line + step)})
+            opened.wait()
+
+    def overwrite(self, opened, step, *, line):
+        values = {"w": jnp.full(4, 100 * line + step)}
+        assert opened.save(step, values, overwrite=True)
+        opened.wait()
+
+    def newest(self, **options):
+        """The newest step for a new world, and its values."""
+        with self.world(**options) as opened:
+            found = opened.latest.step
+            return found, value(opened.load(None))
+
+    def steps(self, **options):
+        with self.world(**options) as opened:
+            return [
+                (each.step, value(opened.load(each))) for each in opened.checkpoints
+            ]
+
+    def stock(self):
+        """The steps that stock Orbax finds, with their values."""
+        with ocp.training.Checkpointer(self.path / "steps") as stock:
+            return [
+                (each.step, value(stock.load(each.step))) for each in stock.checkpoints
+            ]
+
+    def set_aside(self):
+        root = persistent_root.PersistentRoot.of(self.path / "steps")
+        return [step for step, _ in root.set_aside_steps()]
+
+    def lose_ram(self):
+        shutil.rmtree(self.path / "ram")
+
+
+def value(state):
+    (found,) = set(map(int, state["w"]))
+    return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("keep_in_ram", [None, ALL])
+def test_the_next_world_takes_the_new_line(run, stored, keep_in_ram):
+    options = {"stored": stored, "keep_in_ram": keep_in_ram}
+    with run.world(stored=stored, keep_in_ram=ALL) as opened:
+        run.save(opened, *range(1, 7), line=1)
+    with run.world(**options) as opened:
+        opened.load(4)
+        run.save(opened, 5, line=2)
+        assert opened.latest.step == 5
+    assert run.newest(**options) == (5, 205)
+    if stored:
+        assert run.stock()[-1] == (5, 205)
+        assert run.set_aside() == [5, 6]
+        run.lose_ram()
+        assert run.newest() == (5, 205)
+        assert run.steps() == [(1, 101), (2, 102), (3, 103), (4, 104), (5, 205)]
+
+
+def test_loading_alone_changes_nothing(run):
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+    with run.world() as opened:
+        opened.load(4)
+    assert run.newest() == (6, 106)
+
+
+def test_a_step_that_only_storage_has_is_rolled_back_to(run):
+    with run.world(every=2) as opened:
+        run.save(opened, *range(1, 7), line=1)
+    with run.world(every=100) as opened:
+        assert value(opened.load(2)) == 102
+        run.save(opened, 3, line=2)
+    # Storage has the old line still, and RAM the new one.
+    assert [step for step, _ in run.stock()] == [2, 4, 6]
+    assert run.newest(every=100) == (3, 203)
+    assert run.steps(every=100) == [(2, 102), (3, 203)]
+    with run.world(every=4) as opened:
+        opened.load(None)
+        run.save(opened, 4, line=2)
+    assert run.stock() == [(2, 102), (4, 204)]
+    assert run.set_aside() == [4, 6]
+
+
+def test_later_backups_need_no_help(run):
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+        opened.load(3)
+        run.save(opened, *range(4, 9), line=2)
+    old = [(step, 100 + step) for step in (1, 2, 3)]
+    new = [(step, 200 + step) for step in range(4, 9)]
+    assert run.stock() == run.steps() == [*old, *new]
+
+
+def test_two_rollbacks_in_a_row(run):
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+    with run.world() as opened:
+        opened.load(4)
+        run.save(opened, 5, 6, 7, line=2)
+    with run.world() as opened:
+        opened.load(2)
+        run.save(opened, 3, line=3)
+    assert run.newest() == (3, 303)
+    assert run.stock() == [(1, 101), (2, 102), (3, 303)]
+    with run.world() as opened:
+        opened.load(None)
+        run.save(opened, 4, line=3)
+    run.lose_ram()
+    assert run.stock() == run.steps() == [(1, 101), (2, 102), (3, 303), (4, 304)]
+
+
+def test_rollbacks_that_only_ram_has_seen_count_when_storage_gets_a_step(run):
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+    with run.world(every=100) as opened:
+        opened.load(4)
+        run.save(opened, 5, line=2)
+    with run.world(every=100) as opened:
+        opened.load(None)
+        run.save(opened, 6, line=2)
+    with run.world() as opened:
+        opened.load(None)
+        run.save(opened, 7, line=2)
+    assert [step for step, _ in run.stock()] == [1, 2, 3, 4, 7]
+
+
+def test_abandoned_steps_come_back_by_name_and_their_line_goes_on(run):
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+        opened.load(4)
+        run.save(opened, 5, line=2)
+    with run.world() as opened:
+        assert value(opened.load(6)) == 106
+        assert value(opened.load(5)) == 205
+        assert value(opened.load(6)) == 106
+        run.save(opened, 7, line=1)
+    assert run.newest() == (7, 107)
+    assert run.stock() == [(step, 100 + step) for step in range(1, 8)]
+    assert run.set_aside() == [5]
+
+
+def test_a_fallback_names_its_parent_and_the_incomplete_step_does_not_count(run):
+    with run.world(keep_in_ram=ALL) as opened:
+        run.save(opened, *range(1, 4), line=1)
+        (slot,) = (run.path / "ram" / "hosts").iterdir()
+        (last,) = (each for each in slot.iterdir() if each.name.startswith("3-"))
+        shutil.rmtree(last / "state")
+        # Stored values of step 3 are lost in RAM and in storage.
+        shutil.rmtree(run.path / "steps" / "3" / "state")
+    with run.world(keep_in_ram=ALL) as opened:
+        assert value(opened.load(None)) == 102
+        parent = (opened.latest.step, opened.latest.save)
+        run.save(opened, 3, line=2)
+        assert opened.latest.line == (parent, (3, opened.latest.save))
+    assert run.newest(keep_in_ram=ALL) == (3, 203)
+    assert run.stock() == [(1, 101), (2, 102), (3, 203)]
+
+
+def test_retention_prefers_what_it_promised_to_abandoned_steps(run):
+    with run.world(keep=policies.LatestN(3), keep_in_ram=ALL) as opened:
+        run.save(opened, *range(1, 7), line=1)
+    with run.world(keep=policies.LatestN(3), keep_in_ram=policies.LatestN(2)) as opened:
+        opened.load(4)
+        run.save(opened, 5, line=2)
+        assert [step for step, _ in run.stock()] == [4, 5]
+        assert run.set_aside() == [6]
+        run.save(opened, 6, 7, line=2)
+    assert run.stock() == [(5, 205), (6, 206), (7, 207)]
+    assert run.set_aside() == []
+    names = os.listdir(run.path / "ram" / "hosts" / "0")
+    assert sorted(n.partition("-")[0] for n in names if n != "lock") == ["6", "7"]
+
+
+def test_a_deleted_step_does_not_bring_the_old_line_back(run):
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+        opened.load(4)
+        run.save(opened, 5, line=2)
+        opened.delete(5)
+        assert opened.latest.step == 4
+        run.save(opened, 5, line=2)
+    assert run.newest() == (5, 205)
+
+
+def test_steps_of_plain_orbax_are_abandoned_too(run):
+    with ocp.training.Checkpointer(run.path / "steps") as stock:
+        for step in (1, 2, 3):
+            stock.save(step, {"w": jnp.full(4, 100 + step)})
+    with run.world() as opened:
+        assert opened.latest.step == 3
+        opened.load(1, {"w": jnp.zeros(4, jnp.int32)})
+        run.save(opened, 2, line=2)
+    assert run.newest() == (2, 202)
+    assert run.stock() == [(1, 101), (2, 202)]
+
+
+class KilledError(Exception):
+    """Stands for a kill."""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_killed_between_set_aside_and_commit(run, monkeypatch, lost):
+    """What is set aside counts as long as nothing proves the new line."""
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+    rename = storage.rename
+
+    def rename_aside(source, target):
+        if os.path.basename(target) == "5":
+            raise OSError(errno.EROFS, "killed")
+        rename(source, target)
+
+    monkeypatch.setattr(storage, "rename", rename_aside)
+    with contextlib.suppress(KilledError), run.world() as opened:
+        opened.load(4)
+        run.save(opened, 5, line=2)
+        raise KilledError
+    monkeypatch.undo()
+    assert run.set_aside() == [5, 6]
+    if lost:
+        run.lose_ram()
+        assert run.newest() == (6, 106)
+        with run.world() as opened:
+            opened.load(None)
+            run.save(opened, 7, line=1)
+        assert run.stock() == [(step, 100 + step) for step in range(1, 8)]
+    else:
+        assert run.newest() == (5, 205)
+        with run.world() as opened:
+            opened.load(None)
+            run.save(opened, 6, line=2)
+        assert [step for step, _ in run.stock()] == [1, 2, 3, 4, 6]
+
+
+def test_an_overwritten_step_is_replaced_everywhere(run):
+    with run.world() as opened:
+        run.save(opened, 1, 2, line=1)
+        run.overwrite(opened, 2, line=2)
+        assert opened.latest.step == 2
+        assert value(opened.load(None)) == 202
+        assert [each.step for each in opened.checkpoints] == [1, 2]
+    assert run.newest() == (2, 202)
+    assert run.stock() == run.steps() == [(1, 101), (2, 202)]
+    run.lose_ram()
+    assert run.newest() == (2, 202)
+
+
+def test_a_later_world_overwrites_and_goes_on(run):
+    with run.world() as opened:
+        run.save(opened, 1, 2, line=1)
+    with run.world() as opened:
+        run.overwrite(opened, 2, line=2)
+        run.overwrite(opened, 2, line=3)
+        run.save(opened, 3, line=3)
+    assert run.newest() == (3, 303)
+    assert run.stock() == run.steps() == [(1, 101), (2, 302), (3, 303)]
+
+
+def test_the_first_step_is_overwritten(run):
+    with run.world() as opened:
+        run.save(opened, 0, line=1)
+        run.overwrite(opened, 0, line=2)
+    assert run.newest() == (0, 200)
+    assert run.stock() == [(0, 200)]
+
+
+def test_an_overwrite_that_does_not_fit_leaves_the_step_as_it_was(run):
+    small = {"w": jnp.full(4, 102)}
+    with run.world(limit_bytes=300_000) as opened:
+        assert opened.save(2, small)
+        opened.wait()
+        large = {"w": jnp.zeros(100_000)}
+        assert not opened.save(2, large, overwrite=True)
+        assert opened.latest.step == 2
+        assert value(opened.load(None)) == 102
+        run.save(opened, 3, line=1)
+    assert run.stock() == run.steps() == [(2, 102), (3, 103)]
+
+
+def test_only_the_newest_step_is_overwritten(run):
+    with run.world() as opened:
+        run.save(opened, 1, 2, 3, line=1)
+        with pytest.raises(errors.CheckpointError, match="2 is not the newest, 3 is"):
+            opened.save(2, {"w": jnp.full(4, 202)}, overwrite=True)
+    assert run.stock() == run.steps() == [(1, 101), (2, 102), (3, 103)]
+
+
+def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch):
+    in_place = lambda path: persistent_root.PersistentRoot(  # noqa: E731
+        path=storage.absolute(path), in_place=True
+    )
+    monkeypatch.setattr(persistent_root.PersistentRoot, "of", in_place)
+    with run.world() as opened:
+        run.save(opened, *range(1, 5), line=1)
+        opened.load(2)
+        run.save(opened, 3, line=2)
+    assert run.set_aside() == [3, 4]
+    run.lose_ram()
+    assert run.steps() == [(1, 101), (2, 102), (3, 203)]
+    with run.world() as opened:
+        assert value(opened.load(4)) == 104
+        run.save(opened, 5, line=1)
+    assert run.set_aside() == [3]
+    run.lose_ram()
+    assert run.steps() == [(1, 101), (2, 102), (3, 103), (4, 104), (5, 105)]
+
+
+def test_what_a_line_abandons():
+    current = line.Line(save="5", parents=((3, "1"), (6, "3")))
+    assert not current.abandons(3, "1")
+    assert current.abandons(4, "1")
+    assert not current.abandons(6, "3")
+    assert current.abandons(7, "3")
+    # Saves that the line did not go on from.
+    assert current.abandons(2, "2")
+    assert current.abandons(2, "4")
+    # What the oldest save went on from is not known.
+    assert not current.abandons(3, "0")
+    assert current.abandons(4, "0")
+    # Its own steps, and newer saves.
+    assert not current.abandons(7, "5")
+    assert not current.abandons(7, "6")
+    assert not line.Line(save="5", parents=()).abandons(9, "1")
