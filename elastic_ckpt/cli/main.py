@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
       0 if it did its work, 1 if there was an error or an audit failed, 130 on Ctrl-C,
-      141 if nobody reads the output any more.
+      143 on SIGTERM, 141 if nobody reads the output any more.
     """
     parser = build_parser()
     parsed = parser.parse_args(arguments)
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return parsed.execute(parsed)
     except errors.ElasticCkptError as error:
         print(f"elastic-ckpt {parsed.verb}: {error}", file=sys.stderr)
-        return 1
+        is_stopped = isinstance(error, errors.StoppedError)
+        return 128 + signal.SIGTERM if is_stopped else 1
     except KeyboardInterrupt:
         print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
         return 130

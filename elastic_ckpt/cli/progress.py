@@ -1,44 +1,122 @@
-"""Shows a run's events: one line that moves on a terminal, a few lines elsewhere."""
+"""Shows a run's events: one line that moves on a terminal, a few lines elsewhere.
+
+Where nothing happens for some seconds it repeats what is under way, so that a run that
+starts, compiles or saves can be told from one that hangs.
+"""
 
 from __future__ import annotations
 
 import collections
 import shutil
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from elastic_ckpt.core import events, storage
 
+_SILENCE_SECS = 4.5
+# Steps may be slow; a log is reminded of one that takes much longer than others.
+_SLOW_STEP_RATIO = 10
+
 
 class Progress:
-    """An `Emit` for people.
+    """An `Emit` for people; while it is open, a thread breaks long silences.
 
     Args:
       log_period: steps between two lines where `stream` is not a terminal.
       stream: where to write.
+      clock: the time in seconds.
     """
 
-    def __init__(self, log_period: int, stream: TextIO = sys.stdout) -> None:
+    def __init__(
+        self,
+        log_period: int,
+        stream: TextIO = sys.stdout,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._log_period = log_period
         self._stream = stream
+        self._clock = clock
         self._is_terminal = stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
+        self._is_stopping = False
         self._world = ""
-        self._saved = "nothing saved yet"
+        self._saved = ""
         self._recent_secs: collections.deque[float] = collections.deque(maxlen=10)
+        # What is under way, and since when; what was last shown, or heard of a step.
+        self._phase = "starting"
+        self._phase_secs = self._shown_secs = clock()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Progress:
+        threading.Thread(
+            target=self._break_silences, name="progress", daemon=True
+        ).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread and the moving line."""
+        with self._lock:
+            self._closed.set()
+            if self._moving:
+                self._stream.write("\n")
+                self._stream.flush()
+                self._moving = False
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Shows one event."""
         events.check(name, fields)
-        getattr(self, f"_on_{name}")(**fields)
+        with self._lock:
+            getattr(self, f"_on_{name}")(**fields)
+
+    def remind(self) -> None:
+        """Shows what is under way if nothing has been shown for a while."""
+        with self._lock:
+            silence_secs = _SILENCE_SECS
+            if self._recent_secs and not self._is_terminal:
+                mean_secs = sum(self._recent_secs) / len(self._recent_secs)
+                silence_secs = max(silence_secs, _SLOW_STEP_RATIO * mean_secs)
+            if self._closed.is_set() or self._clock() - self._shown_secs < silence_secs:
+                return
+            secs = self._clock() - self._phase_secs
+            text = f"{self._phase}, for {secs:.0f} s now"
+            if self._is_terminal:
+                self._move(text)
+            else:
+                self._line(text)
+
+    def _break_silences(self) -> None:
+        while not self._closed.wait(0.25):
+            self.remind()
+
+    def _begin(self, phase: str) -> None:
+        # Of what takes its time, and is no step.
+        self._phase, self._phase_secs = phase, self._clock()
+        self._recent_secs.clear()
 
     def _on_run_started(self, **event: Any) -> None:
         self._world = (
             f"{_count(event['hosts'], 'host')}, {_count(event['slices'], 'slice')},"
             f" {_count(event['devices'], 'device')}"
         )
-        since = f"from step {event['start_step']} " if event["start_step"] else ""
+        start = event["start_step"]
+        since = f"from step {start} " if start else ""
         self._line(f"{event['run']}: {since}to step {event['steps']} on {self._world}")
+        self._begin(f"restoring step {start}" if start else "initializing the state")
+
+    def _on_compile_started(self, **event: Any) -> None:
+        self._line(f"compiling for step {event['step']}")
+        self._begin("compiling")
+
+    def _on_compiled(self, **event: Any) -> None:
+        self._begin(f"step {event['step']}")
 
     def _on_step_interrupted(self, **event: Any) -> None:
         self._line(
@@ -46,6 +124,31 @@ class Progress:
             f" over ({event['path']}); the newest complete step is"
             f" {event['resume_step']}"
         )
+
+    def _on_host_lost(self, **event: Any) -> None:
+        self._line(f"host {event['host']} is lost: {event['why']}")
+
+    def _on_run_failed(self, **event: Any) -> None:
+        self._line(f"the run failed after step {event['step']}; {self._next()}")
+
+    def _on_stop_requested(self, **event: Any) -> None:
+        self._line(
+            "SIGTERM: saving after the step under way, within"
+            f" {event['within_secs']:g} s"
+        )
+        self._begin("saving before the end")
+        self._is_stopping = True
+
+    def _on_run_stopped(self, **event: Any) -> None:
+        if event["saved"]:
+            self._saved = f"saved step {event['step']}"
+        kept = "which is saved" if event["saved"] else "which was NOT saved"
+        self._line(f"stopped after step {event['step']}, {kept}; {self._next()}")
+
+    def _next(self) -> str:
+        if self._saved:
+            return "the same command continues it from the newest complete step"
+        return "nothing was saved, and the same command begins anew"
 
     def _on_restored(self, **event: Any) -> None:
         self._saved = f"saved step {event['step']}"
@@ -76,20 +179,22 @@ class Progress:
         self._saved = f"backed up step {event['step']}"
 
     def _on_step(self, **event: Any) -> None:
+        step, steps = event["step"], event["steps"]
         self._recent_secs.append(event["secs"])
         rate = len(self._recent_secs) / max(sum(self._recent_secs), 1e-9)
         text = (
-            f"step {event['step']}/{event['steps']} | loss {event['loss']:.4f}"
-            f" | {rate:.1f} steps/s | {self._world} | {self._saved}"
+            f"step {step}/{steps} | loss {event['loss']:.4f} | {rate:.1f} steps/s"
+            f" | {self._world} | {self._saved or 'nothing saved yet'}"
         )
+        self._phase_secs = self._shown_secs = self._clock()
         if self._is_terminal:
-            # A line that wraps could not be written over.
-            width = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"\r\033[K{text[:width]}")
-            self._stream.flush()
-            self._moving = True
-        elif event["step"] % self._log_period == 0 or event["step"] == event["steps"]:
+            self._move(text)
+        elif step % self._log_period == 0 or step == steps:
             self._line(text)
+        if not self._is_stopping:
+            self._phase = f"step {step + 1}/{steps}"
+        if step == steps:
+            self._begin(f"step {step} is done and is being saved")
 
     def _on_save_started(self, **event: Any) -> None:
         self._saved = f"saving step {event['step']}"
@@ -105,6 +210,7 @@ class Progress:
 
     def _on_data_ended(self, **event: Any) -> None:
         self._line(f"the data ended after step {event['step']}")
+        self._begin(f"step {event['step']} is the last and is being saved")
 
     def _on_run_finished(self, **event: Any) -> None:
         self._line(f"step {event['step']} is done, after {event['secs']:.1f} s")
@@ -113,6 +219,15 @@ class Progress:
         self._stream.write(f"\n{text}\n" if self._moving else f"{text}\n")
         self._moving = False
         self._stream.flush()
+        self._shown_secs = self._clock()
+
+    def _move(self, text: str) -> None:
+        # A line that wraps could not be written over.
+        width = shutil.get_terminal_size().columns - 1
+        self._stream.write(f"\r\033[K{text[:width]}")
+        self._moving = True
+        self._stream.flush()
+        self._shown_secs = self._clock()
 
 
 _NEARNESS = {

@@ -15,11 +15,13 @@ import pathlib
 import signal
 import time
 import types
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.cli import listeners, progress, run_directory
+from elastic_ckpt.cli import journal, listeners, progress, run_directory
 from elastic_ckpt.config import load, schema
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic import termination
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -47,7 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepares the data, finds or starts the world, and trains."""
+    """Prepares the data, finds or starts the world, and trains.
+
+    Returns:
+      0 when the run has trained all of its steps, 143 if SIGTERM ended it before.
+    """
     config = load.load(arguments.config, arguments.overrides)
     if not config.run.run_name:
         raise errors.ConfigError(
@@ -55,13 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     listeners.check(config.metrics)
     signal.signal(signal.SIGTERM, _end_on_sigterm)
-    emit = progress.Progress(config.run.log_period)
+    with progress.Progress(config.run.log_period) as shown:
+        is_stopped = _start(config, shown)
+    return termination.EXIT_CODE if is_stopped else 0
+
+
+def _start(config: schema.Config, shown: progress.Progress) -> bool:
     if config.world.enable_single_controller:
         from elastic_ckpt.elastic import single_controller
 
         single_controller.initialize()
-        run_host(prepare(config), emit)
-        return 0
+        return _run_here(prepare(config), shown)
     from elastic_ckpt.elastic import supervisor
 
     # At once, though an outer launcher may yet be found: importing takes seconds.
@@ -71,16 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     multicontroller.configure(config.world)
     if multicontroller.join_outer_launcher():
-        run_host(prepare(config), emit)
-        return 0
+        return _run_here(prepare(config), shown)
     check_world(config)
     config = prepare(config)
-    if config.world.hosts == 1:
-        run_host(config, emit)
-    else:
-        _run_supervised(config, emit)
+    run = _run_here if config.world.hosts == 1 else _run_supervised
+    is_stopped = run(config, shown)
     print(f"check it: elastic-ckpt audit {run_directory.of(config)}")
-    return 0
+    return is_stopped
 
 
 def check_world(config: schema.Config) -> None:
@@ -152,22 +159,29 @@ def _written(patterns: str, directory: str, file_type: str) -> str:
     return absolute
 
 
-def run_host(config: schema.Config, emit: events.Emit) -> None:
-    """Trains on this host, a member of a world that all of its hosts have joined."""
+def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     from elastic_ckpt.core import topology
 
     if not topology.is_primary():
-        with listeners.started(config):
-            _train(config, events.nobody)
-        return
-    directory = run_directory.of(config)
-    with storage.exclusive_lock(os.path.join(directory, run_directory.LOCK)):
-        log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
-        with contextlib.closing(log), listeners.started(config):
-            _train(config, _Recorded(emit, log))
+        shown.close()
+        return run_host(config, events.nobody)
+    with journal.kept(config, shown) as emit:
+        return run_host(config, emit)
 
 
-def _train(config: schema.Config, emit: events.Emit) -> None:
+def run_host(config: schema.Config, emit: events.Emit) -> bool:
+    """Trains on this host, a member of a world that all of its hosts have joined.
+
+    Returns:
+      Whether the run was asked to end before its last step.
+    """
+    from elastic_ckpt.core import topology
+
+    with listeners.started(config):
+        return _train(config, emit if topology.is_primary() else events.nobody)
+
+
+def _train(config: schema.Config, emit: events.Emit) -> bool:
     from elastic_ckpt.core import topology
     from elastic_ckpt.data import batch_size, pipeline
     from elastic_ckpt.training import loop, step_log, train_step
@@ -209,24 +223,46 @@ def _train(config: schema.Config, emit: events.Emit) -> None:
             data=dataclasses.asdict(config.data),
         )
     evaluation = _evaluation(config, program, mesh, emit)
-    _, done = loop.Loop(
-        program=program,
-        batches=batches,
-        sizes=sizes,
-        log=log,
-        saver=saver,
-        evaluation=evaluation,
-        emit=emit,
-    ).run(state, start_step=start_step, steps=config.run.steps)
-    # Only here: after an error the other hosts may be gone, and closing waits for them.
-    if saver:
-        saver.close()
-    if log:
-        log.close()
-    if evaluation:
-        evaluation.batches.close()
-    batches.close()
-    emit("run_finished", step=done, secs=time.monotonic() - began_secs)
+    with _stopping(config, emit) as is_stopping:
+        ended = loop.Loop(
+            program=program,
+            batches=batches,
+            sizes=sizes,
+            log=log,
+            saver=saver,
+            evaluation=evaluation,
+            emit=emit,
+            is_stopping=is_stopping,
+        ).run(state, start_step=start_step, steps=config.run.steps)
+        # Only here: after an error the other hosts may be gone, and closing waits for
+        # them.
+        parts = [saver, log, evaluation.batches if evaluation else None, batches]
+        for part in filter(None, parts):
+            part.close()
+    if ended.is_stopped:
+        emit("run_stopped", step=ended.step, saved=saver is not None)
+    else:
+        emit("run_finished", step=ended.step, secs=time.monotonic() - began_secs)
+    return ended.is_stopped
+
+
+@contextlib.contextmanager
+def _stopping(
+    config: schema.Config, emit: events.Emit
+) -> Iterator[Callable[[int], bool]]:
+    grace_secs = _grace_secs(config)
+
+    def expire() -> None:
+        assert isinstance(emit, journal.Journal)
+        emit.stopped_without_a_save()
+        os._exit(termination.EXIT_CODE)
+
+    with termination.agreed(
+        grace_secs=grace_secs,
+        requested=lambda: emit("stop_requested", within_secs=grace_secs),
+        expired=expire,
+    ) as is_stopping:
+        yield is_stopping
 
 
 def _start_step(config: schema.Config, latest_step: int | None) -> int:
@@ -293,16 +329,28 @@ def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:
     return place.configured(data, config.data, **placement)
 
 
-def _run_supervised(config: schema.Config, emit: events.Emit) -> None:
+def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
+    with journal.kept(config, shown) as emit:
+        supervise(config, _join_and_run, emit)
+        return emit.is_stopped
+
+
+def supervise(
+    config: schema.Config,
+    program: Callable[[schema.Config, member.Member, events.Emit], None],
+    emit: events.Emit,
+) -> None:
+    """Runs `program` on each host of the world that `config` describes."""
     from elastic_ckpt.elastic import supervisor
 
     logs = os.path.join(run_directory.of(config), run_directory.LOGS)
     supervisor.World(
-        functools.partial(_join_and_run, config),
+        functools.partial(program, config),
         num_hosts=config.world.hosts,
         # A directory of its own: this may be a second start of a run that is alive.
         log_directory=storage.make_unique_directory(logs),
         emit=emit,
+        grace_secs=_grace_secs(config),
     ).run()
 
 
@@ -317,19 +365,12 @@ def _join_and_run(
         run_host(dataclasses.replace(config, metrics=own), emit)
 
 
-class _Recorded:
-    """An `Emit` that also keeps the events, but for the steps: these have their log."""
-
-    def __init__(self, emit: events.Emit, log: storage.AppendLog) -> None:
-        self._emit = emit
-        self._log = log
-
-    def __call__(self, name: str, **fields: storage.Json) -> None:
-        self._emit(name, **fields)
-        if name != "step":
-            self._log.append({"time": time.time(), "event": name, **fields})
+def _grace_secs(config: schema.Config) -> float:
+    # The rest of the time is for the report.
+    return 0.9 * config.deploy.termination_grace_period_seconds
 
 
 def _end_on_sigterm(number: int, frame: types.FrameType | None) -> None:
-    del frame
-    raise SystemExit(128 + number)
+    del number, frame
+    os.write(2, b"elastic-ckpt train: ended by SIGTERM before the first step\n")
+    raise SystemExit(termination.EXIT_CODE)

@@ -26,3 +26,7 @@ class CheckpointError(ElasticCkptError):
 
 class RunError(ElasticCkptError):
     """A run that cannot start or go on: its directory is taken, a host has failed."""
+
+
+class StoppedError(RunError):
+    """A run that was asked to end by SIGTERM, and could not save before it ended."""

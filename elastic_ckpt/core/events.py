@@ -17,6 +17,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),
     "step_interrupted": ("step", "path", "resume_step"),
     "restored": ("step", "path", "secs"),
+    "compile_started": ("step",),
+    "compiled": ("step", "secs"),
     "step": ("step", "steps", "loss", "secs"),
     "save_started": ("step",),
     "saved": ("step", "secs"),
@@ -36,6 +38,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "evaluated": ("step", "loss", "batches", "secs"),
     "data_ended": ("step",),
     "run_finished": ("step", "secs"),
+    "stop_requested": ("within_secs",),
+    "run_stopped": ("step", "saved"),
+    "host_lost": ("host", "why"),
+    "run_failed": ("step", "why"),
 }
 
 

@@ -4,8 +4,9 @@ The processes are forked from a warm server (`multiprocessing`'s forkserver) tha
 imported JAX, Orbax, Grain and this package but has started neither a backend nor a
 thread. Each host writes to a log of its own and reports over a pipe. When one fails,
 the others are killed at once - they could only hang in a collective - and the first
-failure is raised with the end of its log. However the supervisor ends, no host outlives
-it.
+failure is raised with the end of its log. SIGTERM is passed on to the hosts, which save
+and end; those that have not ended in time are killed. However the supervisor ends, no
+host outlives it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from multiprocessing import connection, forkserver, process
 from typing import Any
 
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic import termination
 from elastic_ckpt.elastic.member import Member
 
 # What a host runs; it joins the world as the member that it is told to be.
@@ -46,6 +48,7 @@ class HostFailure:
       message: what a person should read.
       is_ours: whether it is an ElasticCkptError, which names its own remedy.
       is_signal: whether the process died by a signal.
+      is_silent: whether it ended without a report of its own.
       at_secs: when, on the machine's monotonic clock.
     """
 
@@ -53,6 +56,7 @@ class HostFailure:
     message: str
     is_ours: bool = False
     is_signal: bool = False
+    is_silent: bool = False
     at_secs: float
 
 
@@ -72,7 +76,9 @@ class World:
       program: runs on every host; picklable.
       num_hosts: how many hosts.
       log_directory: gets `host-<n>.log`, what each host printed.
-      emit: hears the events of every host.
+      emit: called with the events of every host, and with `host_lost` and
+        `stop_requested`.
+      grace_secs: how long hosts may take to save and end after SIGTERM.
     """
 
     def __init__(
@@ -82,9 +88,11 @@ class World:
         num_hosts: int,
         log_directory: str | os.PathLike[str],
         emit: events.Emit,
+        grace_secs: float = 60,
     ) -> None:
         self._program = program
         self._num_hosts = num_hosts
+        self._grace_secs = grace_secs
         self._logs = [
             pathlib.Path(log_directory) / f"host-{host}.log"
             for host in range(num_hosts)
@@ -93,24 +101,38 @@ class World:
         self._processes: list[process.BaseProcess] = []
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
+        self._is_running = False  # whether a host has reported anything
+        # Until when hosts that are to end, or follow another's failure, may take.
+        self._deadline_secs: float | None = None
 
     def run(self) -> None:
-        """Starts the hosts and returns when all of them are done.
+        """Starts the hosts and returns when all of them are done; in the main thread.
 
         Raises:
           RunError: with the first failure; all hosts are gone by then.
+          StoppedError: if SIGTERM arrived, and the hosts did not end in time.
         """
         reserved, address = _reserve_port()
         try:
-            self._start(address)
-            self._watch()
+            with termination.Notice() as notice:
+                self._start(address)
+                self._watch(notice)
         finally:
             self._kill()
             reserved.close()
         if self._failures:
-            raise errors.RunError(self._describe(first_failure(self._failures)))
+            failure = first_failure(self._failures)
+            if failure.is_silent:
+                self._emit("host_lost", host=failure.host, why=failure.message)
+            raise errors.RunError(self._describe(failure))
+        if self._channels:
+            raise errors.StoppedError(self._describe_stop())
 
     def _start(self, address: str) -> None:
+        with termination.held():
+            self._start_hosts(address)
+
+    def _start_hosts(self, address: str) -> None:
         context = multiprocessing.get_context("forkserver")
         for host, log in enumerate(self._logs):
             storage.make_directory(log.parent)
@@ -125,41 +147,69 @@ class World:
             self._processes.append(child)
             self._channels[receiver] = host
 
-    def _watch(self) -> None:
-        deadline = None
+    def _watch(self, notice: termination.Notice) -> None:
         while self._channels:
-            wait_secs = None if deadline is None else deadline - time.monotonic()
-            if wait_secs is not None and wait_secs <= 0:
-                return
-            for channel in connection.wait(list(self._channels), wait_secs):
-                assert isinstance(channel, connection.Connection)
-                self._hear(channel)
-            if self._failures and deadline is None:
-                deadline = time.monotonic() + _GRACE_SECS
+            wait_secs = None
+            if self._deadline_secs is not None:
+                wait_secs = self._deadline_secs - time.monotonic()
+                if wait_secs <= 0:
+                    return
+            channels = [*self._channels, notice.fileno()]
+            for ready in connection.wait(channels, wait_secs):
+                if isinstance(ready, connection.Connection):
+                    self._receive(ready)
+                elif notice.received():
+                    self._stop()
 
-    def _hear(self, channel: connection.Connection) -> None:
+    def _receive(self, channel: connection.Connection) -> None:
         host = self._channels[channel]
         try:
             message = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
-            # The host is gone: without a word, or in the middle of one.
+            # The host is gone: without a message, or in the middle of one.
             del self._channels[channel]
             child = self._processes[host]
             child.join()
             if child.exitcode and all(f.host != host for f in self._failures):
-                self._failures.append(_silent_death(host, child.exitcode))
+                self._fail(_silent_death(host, child.exitcode))
             return
         if "failure" in message:
-            self._failures.append(HostFailure(host=host, **message["failure"]))
+            self._fail(HostFailure(host=host, **message["failure"]))
         else:
+            self._is_running = True
             self._emit(message["event"], **message["fields"])
+
+    def _fail(self, failure: HostFailure) -> None:
+        if not self._failures:
+            self._deadline_secs = time.monotonic() + _GRACE_SECS
+        self._failures.append(failure)
+
+    def _stop(self) -> None:
+        if not self._is_running:
+            # Nothing is there to be saved.
+            self._deadline_secs = time.monotonic()
+        elif self._deadline_secs is None:
+            self._emit("stop_requested", within_secs=self._grace_secs)
+            self._deadline_secs = time.monotonic() + self._grace_secs
+            for child in self._processes:
+                # JAX's preemption service catches it.
+                child.terminate()
 
     def _kill(self) -> None:
         for child in self._processes:
-            # SIGTERM would be caught by JAX's preemption service.
             child.kill()
         for child in self._processes:
             child.join()
+
+    def _describe_stop(self) -> str:
+        if not self._is_running:
+            return "ended by SIGTERM before the first step"
+        hosts = ", ".join(map(str, self._channels.values()))
+        return (
+            f"hosts {hosts} did not save and end within {self._grace_secs:g} s of"
+            " SIGTERM and were killed; raise termination_grace_period_seconds if saving"
+            " takes longer and the launcher waits for it"
+        )
 
     def _describe(self, failure: HostFailure) -> str:
         if failure.is_ours:
@@ -185,7 +235,8 @@ def warm_up(modules: Sequence[str]) -> None:
         when it is imported.
     """
     forkserver.set_forkserver_preload(list(modules))
-    forkserver.ensure_running()
+    with termination.held():
+        forkserver.ensure_running()
 
 
 def _silent_death(host: int, exit_code: int) -> HostFailure:
@@ -196,7 +247,11 @@ def _silent_death(host: int, exit_code: int) -> HostFailure:
         else f"ended with exit code {exit_code}"
     )
     return HostFailure(
-        host=host, message=message, is_signal=killed, at_secs=time.monotonic()
+        host=host,
+        message=message,
+        is_signal=killed,
+        is_silent=True,
+        at_secs=time.monotonic(),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from elastic_ckpt.core import events
@@ -32,6 +33,21 @@ class Batches(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a loop ended.
+
+    Attributes:
+      state: after the last step.
+      step: steps that are done.
+      is_stopped: whether it was asked to stop before its last step.
+    """
+
+    state: train_step.TrainState
+    step: int
+    is_stopped: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
     """What a training run goes through.
 
@@ -42,7 +58,9 @@ class Loop:
       log: the step log; None on the hosts that do not write it.
       saver: None trains without checkpoints.
       evaluation: None trains without evaluating.
-      emit: hears of each step.
+      emit: called with each step, and around compiling.
+      is_stopping: called after each step; whether to save and end there, the same on
+        all hosts.
     """
 
     program: train_step.Program
@@ -52,43 +70,60 @@ class Loop:
     saver: Saver | None
     evaluation: evaluation.Evaluation | None
     emit: events.Emit
+    is_stopping: Callable[[int], bool] = lambda _: False
 
     def run(
         self, state: train_step.TrainState, *, start_step: int, steps: int
-    ) -> tuple[train_step.TrainState, int]:
+    ) -> Ended:
         """Trains from step `start_step` on, until `steps` are done or the data ends.
 
         The log runs one step behind the devices, so that they never wait for it, and
         catches up before a checkpoint: what is saved is logged.
-
-        Returns:
-          The state, and the steps that are done.
         """
         recorder = _Recorder(self.log, self.emit, steps)
         done = saved = start_step
-        while done < steps:
+        stopping = False
+        while done < steps and not stopping:
+            is_new_shape = done == start_step
             if self.sizes.at(done) != self.sizes.at(max(done - 1, start_step)):
                 self.batches.resize(self.sizes.at(done))
+                is_new_shape = True
             try:
                 batch = next(self.batches)
             except StopIteration:
                 recorder.catch_up()
                 self.emit("data_ended", step=done)
                 break
-            state, report = self.program.step(state, batch)
+            if is_new_shape:
+                state, report = self._compile_and_step(done + 1, state, batch)
+            else:
+                state, report = self.program.step(state, batch)
             recorder.take(done, report)
             done += 1
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
                 self.evaluation.run(done, state)
-            if self.saver and self.saver.is_due(done, last=done == steps):
+            stopping = done < steps and self.is_stopping(done)
+            last = done == steps
+            if self.saver and (stopping or self.saver.is_due(done, last=last)):
                 recorder.catch_up()
-                self.saver.save(done, state, last=done == steps)
+                self.saver.save(done, state, last=last or stopping)
                 saved = done
         recorder.catch_up()
         if self.saver and done > saved and self.saver.is_due(done, last=True):
             self.saver.save(done, state, last=True)
-        return state, done
+        return Ended(state=state, step=done, is_stopped=stopping)
+
+    def _compile_and_step(
+        self, number: int, state: train_step.TrainState, batch: elastic_data.Batch
+    ) -> tuple[train_step.TrainState, train_step.StepReport]:
+        # The first of its shapes compiles the program, or loads it from JAX's cache.
+        self.emit("compile_started", step=number)
+        began_secs = time.monotonic()
+        outcome = self.program.step(state, batch)
+        secs = time.monotonic() - began_secs
+        self.emit("compiled", step=number, secs=secs)
+        return outcome
 
 
 class _Recorder:

@@ -1,4 +1,7 @@
 import io
+import threading
+
+import pytest
 
 from elastic_ckpt.cli import progress
 
@@ -71,3 +74,115 @@ def test_what_was_interrupted_and_restored_is_told():
         " the newest complete step is 4\n"
         "restored /r/4 in 0.2 s\n"
     )
+
+
+class Clock:
+    def __init__(self):
+        self.secs = 0.0
+
+    def __call__(self):
+        return self.secs
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def pass_secs(shown, clock, secs):
+    """Lets time pass, with a look each half second."""
+    for _ in range(2 * secs):
+        clock.secs += 0.5
+        shown.remind()
+
+
+def test_no_silence_of_a_start_is_longer_than_5_seconds(clock):
+    stream = io.StringIO()
+    shown = progress.Progress(1, stream, clock=clock)
+    pass_secs(shown, clock, 10)
+    shown("run_started", **STARTED | {"start_step": 2})
+    pass_secs(shown, clock, 5)
+    shown("compile_started", step=3)
+    pass_secs(shown, clock, 5)
+    shown("compiled", step=3, secs=5.0)
+    pass_secs(shown, clock, 5)
+    shown("step", step=4, steps=4, loss=2.0, secs=0.5)
+    pass_secs(shown, clock, 5)
+    assert stream.getvalue().splitlines() == [
+        "starting, for 4 s now",
+        "starting, for 9 s now",
+        "first: from step 2 to step 4 on 1 host, 1 slice, 2 devices",
+        "restoring step 2, for 4 s now",
+        "compiling for step 3",
+        "compiling, for 4 s now",
+        "step 3, for 4 s now",
+        "step 4/4 | loss 2.0000 | 2.0 steps/s | 1 host, 1 slice, 2 devices"
+        " | nothing saved yet",
+        "step 4 is done and is being saved, for 4 s now",
+    ]
+
+
+def test_a_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(clock):
+    stream = io.StringIO()
+    shown = progress.Progress(1000, stream, clock=clock)
+    for step in range(1, 4):
+        clock.secs += 3
+        shown("step", step=step, steps=9, loss=2.0, secs=3.0)
+    pass_secs(shown, clock, 29)
+    assert stream.getvalue() == ""
+    pass_secs(shown, clock, 1)
+    assert stream.getvalue() == "step 4/9, for 30 s now\n"
+
+
+def test_a_terminal_shows_a_slow_step_in_the_line_that_moves(clock):
+    stream = Terminal()
+    shown = progress.Progress(1000, stream, clock=clock)
+    shown("step", step=1, steps=9, loss=2.0, secs=3.0)
+    pass_secs(shown, clock, 5)
+    assert stream.getvalue().endswith("\r\033[Kstep 2/9, for 4 s now")
+    shown.close()
+    assert stream.getvalue().endswith("now\n")
+
+
+def test_a_thread_breaks_silences_while_it_is_open(monkeypatch):
+    monkeypatch.setattr(progress, "_SILENCE_SECS", 0.0)
+    reminded = threading.Event()
+
+    class Stream(io.StringIO):
+        def write(self, text):
+            reminded.set()
+            return super().write(text)
+
+    stream = Stream()
+    with progress.Progress(1, stream) as shown:
+        assert reminded.wait(60)
+    text = stream.getvalue()
+    assert text.startswith("starting, for 0 s now\n")
+    shown.remind()
+    assert stream.getvalue() == text
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "line"),
+    [
+        ("run_failed", {"why": "x"}, "the run failed after step 7; "),
+        (
+            "run_stopped",
+            {"saved": False},
+            "stopped after step 7, which was NOT saved; ",
+        ),
+        ("run_stopped", {"saved": True}, "stopped after step 7, which is saved; "),
+    ],
+)
+@pytest.mark.parametrize("has_saved", [False, True])
+def test_the_end_says_what_the_same_command_does(event, fields, line, has_saved):
+    stream = io.StringIO()
+    shown = progress.Progress(1, stream)
+    if has_saved:
+        shown("save_started", step=4)
+    shown(event, step=7, **fields)
+    if has_saved or fields.get("saved"):
+        line += "the same command continues it from the newest complete step"
+    else:
+        line += "nothing was saved, and the same command begins anew"
+    assert stream.getvalue() == f"{line}\n"

@@ -1,4 +1,5 @@
 import functools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -94,6 +95,88 @@ def test_a_failed_host_ends_the_world_with_its_own_words(tmp_path, how, message)
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [(kill, "killed by SIGKILL"), (exit_3, "ended with exit code 3"), (raise_ours, "")],
+)
+def test_a_host_that_dies_without_a_report_leaves_an_event(tmp_path, how, why):
+    heard = Heard()
+    world = supervisor.World(
+        functools.partial(fail, host=1, how=how),
+        num_hosts=2,
+        log_directory=tmp_path,
+        emit=heard,
+    )
+    with pytest.raises(errors.RunError):
+        world.run()
+    assert heard.events == ([("host_lost", {"host": 1, "why": why})] if why else [])
+
+
+def report_and_sleep(place, emit):
+    emit("save_started", step=place.host)
+    time.sleep(600)
+
+
+def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path):
+    events = []
+
+    def emit(name, **fields):
+        events.append((name, fields))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    world = supervisor.World(
+        report_and_sleep, num_hosts=2, log_directory=tmp_path, emit=emit, grace_secs=0.2
+    )
+    with pytest.raises(
+        errors.StoppedError, match=r"hosts 0, 1 did not save and end within 0\.2 s"
+    ):
+        world.run()
+    # Asked again, they get no further time.
+    assert [name for name, _ in events].count("stop_requested") == 1
+    assert ("stop_requested", {"within_secs": 0.2}) in events
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def end_the_supervisor(place, _):
+    if place.host == 0:
+        os.kill(multiprocessing.parent_process().pid, signal.SIGTERM)
+    time.sleep(600)
+
+
+def test_hosts_that_have_nothing_to_save_are_ended_at_once(tmp_path):
+    with pytest.raises(errors.StoppedError, match="SIGTERM before the first step"):
+        run(end_the_supervisor, tmp_path)
+
+
+def take_the_signal(place, emit):
+    """Emits as step what this host got: it holds the signal until it has joined."""
+    emit("save_started", step=place.host)
+    while signal.SIGTERM not in signal.sigpending():
+        time.sleep(0.01)
+    multicontroller.configure(schema.WorldSection())
+    with multicontroller.joined(place):
+        step = 0
+        while not multihost_utils.reached_preemption_sync_point(step):
+            step += 1
+            time.sleep(0.05)
+        emit("saved", step=step, secs=0.0)
+
+
+def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path):
+    heard = Heard()
+
+    def emit(name, **fields):
+        heard(name, **fields)
+        if [name for name, _ in heard.events].count("save_started") == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    supervisor.World(
+        take_the_signal, num_hosts=2, log_directory=tmp_path, emit=emit, grace_secs=600
+    ).run()
+    first, second = [fields for name, fields in heard.events if name == "saved"]
+    assert first == second
+
+
 def fail_in_turn(place, _):
     if place.host == 2:
         raise errors.DataError("the cause")
@@ -101,7 +184,9 @@ def fail_in_turn(place, _):
     raise RuntimeError(f"an echo in host {place.host}")
 
 
-def test_of_several_failures_the_cause_is_told(tmp_path):
+def test_of_several_failures_the_cause_is_told(tmp_path, monkeypatch):
+    # However slow this machine is, the cause arrives in time.
+    monkeypatch.setattr(supervisor, "_GRACE_SECS", 600)
     with pytest.raises(errors.RunError, match=r"^the cause$"):
         run(fail_in_turn, tmp_path, num_hosts=3)
 

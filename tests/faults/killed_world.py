@@ -11,9 +11,8 @@ import os
 import signal
 import sys
 
-from elastic_ckpt.cli import progress, run_directory, train
+from elastic_ckpt.cli import journal, progress, train
 from elastic_ckpt.config import load
-from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import supervisor
 
 
@@ -102,14 +101,12 @@ def main():
     point, occurrence, victim, *arguments = sys.argv[1:]
     supervisor.warm_up([*train._HOST_MODULES, "tests.faults.killed_world"])
     config = train.prepare(load.load(arguments[0], arguments[1:]))
-    supervisor.World(
-        functools.partial(_armed, point, int(occurrence), victim, config),
-        num_hosts=config.world.hosts,
-        log_directory=storage.make_unique_directory(
-            os.path.join(run_directory.of(config), run_directory.LOGS)
-        ),
-        emit=progress.Progress(config.run.log_period),
-    ).run()
+    armed = functools.partial(_armed, point, int(occurrence), victim)
+    with (
+        progress.Progress(config.run.log_period) as shown,
+        journal.kept(config, shown) as emit,
+    ):
+        train.supervise(config, armed, emit)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,12 @@ def kill_at(point, occurrence, config, hosts, victim="all"):
         assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     else:
         assert f"host {victim} failed: killed by SIGKILL" in killed.stderr
+        run = config.parent / "tiny"
+        (lost,) = runs.events(run, "host_lost")
+        assert (lost["host"], lost["why"]) == (victim, "killed by SIGKILL")
+        (failed,) = runs.events(run, "run_failed")
+        assert failed["why"] == f"host {victim} failed: killed by SIGKILL"
+        assert "; the same command continues it from the newest" in killed.stdout
 
 
 def continue_and_audit(config, run, hosts):

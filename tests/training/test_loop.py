@@ -10,6 +10,7 @@ class Journal:
 
     def __init__(self, due=()):
         self.calls = []
+        self.compiling = []
         self._due = due
 
     def step(self, state, batch):
@@ -36,6 +37,9 @@ class Journal:
     def emit(self, name, **fields):
         if name == "data_ended":
             self.calls.append(f"ended {fields['step']}")
+            return
+        if name in ("compile_started", "compiled"):
+            self.compiling.append((name, fields["step"]))
             return
         assert name == "step"
         self.calls.append(f"emit {fields['step']}/{fields['steps']}: {fields['loss']}")
@@ -69,7 +73,9 @@ def run(journal, **changes):
         "evaluation": None,
     } | changes
     loop_ = loop.Loop(program=journal, emit=journal.emit, **parts)
-    return loop_.run(0, start_step=0, steps=3)
+    ended = loop_.run(0, start_step=0, steps=3)
+    assert ended.is_stopped == ("is_stopping" in changes)
+    return ended.state, ended.step
 
 
 def test_what_is_saved_is_logged_and_durable_before(journal):
@@ -133,6 +139,41 @@ def test_the_batch_size_changes_before_the_step_that_it_is_of(journal):
     sizes = batch_size.Schedule(stages=((0, 8), (1, 16), (2, 24)))
     run(journal, sizes=sizes, log=None, saver=None)
     assert journal.calls == ["step 0", "resize 16", "step 1", "resize 24", "step 2"]
+
+
+def test_compiling_is_announced_at_the_first_step_and_at_each_new_batch_size(journal):
+    run(journal)
+    assert journal.compiling == [("compile_started", 1), ("compiled", 1)]
+    journal.compiling.clear()
+    run(journal, sizes=batch_size.Schedule(stages=((0, 8), (2, 16))))
+    assert [step for name, step in journal.compiling if name == "compiled"] == [1, 3]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_loop_that_is_to_stop_saves_the_step_and_ends_there(journal, step):
+    # Step 2 is due anyway, and is saved once.
+    assert run(journal, is_stopping=lambda done: done == step) == (step, step)
+    assert [c for c in journal.calls if c.startswith("save")] == [
+        f"save {step}: {step}"
+    ]
+    assert journal.calls.index(f"log {step - 1}") < journal.calls.index(
+        f"save {step}: {step}"
+    )
+
+
+def test_the_last_step_is_not_stopped(journal):
+    asked = []
+    ended = loop.Loop(
+        program=journal,
+        emit=journal.emit,
+        batches=Batches(journal, 100),
+        sizes=batch_size.Schedule(stages=((0, 8),)),
+        log=journal,
+        saver=journal,
+        evaluation=None,
+        is_stopping=lambda done: bool(asked.append(done)),
+    ).run(0, start_step=0, steps=3)
+    assert (ended.is_stopped, asked) == (False, [1, 2])
 
 
 class Evaluated:

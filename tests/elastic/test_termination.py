@@ -1,0 +1,109 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from elastic_ckpt.elastic import termination
+
+
+def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def handler():
+    """What is there before is there afterwards."""
+    ended = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
+    yield
+    assert not ended
+    end()
+    assert ended
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_notice_takes_the_signal_instead_of_the_handler():
+    with termination.Notice() as notice:
+        end()
+        assert notice.received()
+
+
+def test_a_notice_is_of_sigterm_alone():
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    with termination.Notice() as notice:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert not notice.received()
+        end()
+        assert notice.received()
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_wait_ends_with_the_notice():
+    answers = []
+    with termination.Notice() as notice:
+        waiting = threading.Thread(target=lambda: answers.append(notice.wait()))
+        waiting.start()
+        notice.stop()
+        waiting.join()
+    assert answers == [False]
+
+
+class Calls:
+    def __init__(self):
+        self.requested = threading.Event()
+        self.expired = threading.Event()
+
+    def agreed(self, grace_secs):
+        return termination.agreed(
+            grace_secs=grace_secs,
+            requested=self.requested.set,
+            expired=self.expired.set,
+        )
+
+
+def test_a_process_of_its_own_stops_after_the_step_under_way():
+    calls = Calls()
+    with calls.agreed(600) as is_stopping:
+        assert not is_stopping(1)
+        end()
+        assert calls.requested.wait(60)
+        assert is_stopping(2)
+    assert not calls.expired.is_set()
+
+
+def test_a_block_that_takes_longer_than_the_grace_expires():
+    calls = Calls()
+    with calls.agreed(0.01):
+        end()
+        assert calls.expired.wait(60)
+
+
+def test_without_a_signal_nothing_is_called():
+    calls = Calls()
+    with calls.agreed(0):
+        pass
+    assert not calls.requested.is_set()
+    assert not calls.expired.is_set()
+
+
+RELEASED = """
+import os, signal
+from elastic_ckpt.elastic import termination
+os.kill(os.getpid(), signal.SIGTERM)
+print(signal.sigpending() == {signal.SIGTERM}, flush=True)
+termination.release()
+print("not ended")
+"""
+
+
+def test_what_is_started_in_the_block_holds_the_signal_until_it_is_released():
+    with termination.held():
+        child = subprocess.Popen(
+            [sys.executable, "-c", RELEASED], stdout=subprocess.PIPE, text=True
+        )
+    with child:
+        assert child.stdout.read() == "True\n"
+    assert child.returncode == -signal.SIGTERM

@@ -1,0 +1,99 @@
+"""SIGTERM to a run of real host processes: it saves, or reports that it did not."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests import runs, shared_memory
+
+
+def stopped(config, *settings, everybody=False, at="step "):
+    """Starts a run, ends it by SIGTERM when it prints a line; its output and code."""
+    started = subprocess.Popen(
+        runs.command(
+            "train", config, "steps=1000000", "termination_grace_period_seconds=900",
+            *settings,
+        ),
+        cwd=runs.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+    )  # fmt: skip
+    output = ""
+    with started:
+        for line in started.stdout:
+            output += line
+            if line.startswith(at):
+                at = "never again"
+                if everybody:
+                    os.killpg(started.pid, signal.SIGTERM)
+                else:
+                    started.terminate()
+    return output, started.returncode
+
+
+def check_saved(run, output, code):
+    """The step after which the run stopped, which has to be saved."""
+    assert code == 128 + signal.SIGTERM, output
+    event = runs.events(run, "run_stopped")[-1]
+    step = event["step"]
+    assert event["saved"] is True
+    assert runs.saved_steps(run)[-1] == step
+    assert f"stopped after step {step}, which is saved; the same command" in output
+    return step
+
+
+@pytest.mark.slow(minutes=1)
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_run_that_gets_sigterm_saves_and_continues_at_the_step(
+    tmp_path, corpus, tiers
+):
+    run = tmp_path / "tiny"
+    with shared_memory.directory("stopped") as ram:
+        config = runs.write_config(
+            tmp_path,
+            corpus,
+            checkpoint_period=1000,
+            enable_multi_tier_checkpointing=tiers,
+            local_checkpoint_directory=ram,
+            local_checkpoint_period=1000,
+            multi_tier_checkpointing_backup_interval_steps=1000,
+        )
+        first = check_saved(run, *stopped(config, "hosts=2"))
+        output, code = stopped(config, "hosts=4", everybody=True)
+        second = check_saved(run, output, code)
+        assert f"from step {first} to step 1000000 on 4 hosts" in output
+        output, code = stopped(config, "hosts=1")
+        third = check_saved(run, output, code)
+        assert first < second < third
+        ended = runs.cli("train", config, "hosts=2", f"steps={third + 3}")
+        assert ended.returncode == 0, ended.stderr
+        assert f"from step {third} to step {third + 3} on 2 hosts" in ended.stdout
+        audit = runs.verb("audit", run)
+        assert "PASSED" in audit
+        # Nothing that was trained was trained again.
+        assert "trained again" not in audit
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_save_says_so(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, enable_checkpointing=False)
+    output, code = stopped(config, "hosts=2")
+    assert code == 128 + signal.SIGTERM, output
+    (event,) = runs.events(tmp_path / "tiny", "run_stopped")
+    assert event["saved"] is False
+    assert (
+        f"stopped after step {event['step']}, which was NOT saved; nothing was saved,"
+        " and the same command begins anew" in output
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus)
+    output, code = stopped(config, "hosts=2", at="starting")
+    assert code == 128 + signal.SIGTERM, output
+    assert "ended by SIGTERM before the first step" in output
