@@ -1,18 +1,28 @@
-"""`elastic-ckpt audit RUN`: the proof that a run trained on the right examples."""
+"""`elastic-ckpt audit RUN`: the proof that a run trained on the right examples.
+
+The right ones are those of the run's own pipeline, read anew by one host.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.cli import run_directory
-from elastic_ckpt.config import keys, load
+from elastic_ckpt.config import keys, load, schema
 
 if TYPE_CHECKING:
     from elastic_ckpt.training import audit
+
+_WHY_UNPROMISED = " (grain_use_elastic_iterator promises none)"
+_LIMITS = (
+    "An audit compares with the run's own pipeline, read anew by one host: what this\n"
+    "leaves out by itself (filters, truncation, incomplete batches) is outside it."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,16 +42,19 @@ def run(arguments: argparse.Namespace) -> int:
     saved = summary.steps(os.path.join(arguments.run, checkpointer.DIRECTORY))
     logged = {attempt.attempt: attempt.data for attempt in attempts}
 
-    def data_of(attempt: int) -> elastic_data.ElasticData:
+    @functools.cache
+    def section(attempt: int) -> schema.DataSection:
         values: dict[str, Any] = {**keys.values(config), **logged[attempt]}
-        return pipeline.from_config(
-            load.from_values(values, place=f"the log of attempt {attempt}").data
-        )
+        return load.from_values(values, place=f"the log of attempt {attempt}").data
+
+    def data_of(attempt: int) -> elastic_data.ElasticData:
+        return pipeline.from_config(section(attempt))
 
     last = data_of(attempts[-1].attempt)
     outcome = audit.audit(
         attempts,
         data_of,
+        is_in_order=lambda attempt: not section(attempt).grain_use_elastic_iterator,
         num_records=last.num_records()
         if isinstance(last, positional.PositionalData)
         else None,
@@ -63,18 +76,22 @@ def describe(outcome: audit.Audit) -> str:
         + (f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else "")
         + f"; hosts: {hosts}",
         f"lost: {outcome.num_lost} examples; repeated: {outcome.num_repeated}",
-        f"rows in the one-host places: {outcome.num_row_identical_steps} of"
-        f" {outcome.num_steps} batches",
+        f"batches of the one-host run: {outcome.num_batch_identical_steps} of"
+        f" {outcome.num_steps}, of which {outcome.num_row_identical_steps} have its"
+        f" order of rows, promised for {outcome.num_row_promised_steps}"
+        + _WHY_UNPROMISED
+        * (outcome.num_row_promised_steps < outcome.num_steps),
     ]
     if outcome.num_redone_steps:
         lines.append(
             f"steps trained again after an interruption: {outcome.num_redone_steps}"
         )
     if outcome.passed:
-        lines.append(
-            "PASSED: each example was used exactly once an epoch, in the batches of a"
-            " one-host run"
-        )
+        lines += [
+            "PASSED: every step used the examples and tokens of the one-host run's"
+            " batch, and none was lost or repeated",
+            _LIMITS,
+        ]
     else:
         lines.append(f"FAILED: {outcome.first_difference}")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
     "data": "write the text files below a directory as one file of training data",
-    "audit": "prove that a run used each example once, in the order of a one-host run",
+    "audit": "prove that a run had the batches of a one-host run, each example once",
     "plan": "say who would read what, for numbers of hosts and batch sizes",
     "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration",
     "maxtext": "run MaxText with elastic data, on any number of hosts",

@@ -1,4 +1,10 @@
-"""Compares what a run trained on with what one host would have trained on."""
+"""Compares what a run trained on with what one host would have trained on.
+
+The batch of a step is the examples that it was computed from, with their tokens; most
+pipelines promise the order of its rows too. The one-host run goes through the same
+pipeline, anew: what that leaves out by itself (filters, truncation, rows that fill no
+batch) is left out of both, and an audit does not judge it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,9 @@ class Audit:
         example is not a record.
       num_lost: examples that the one-host run used up to here, and the run did not.
       num_repeated: examples that the run used more often than the one-host run.
-      num_row_identical_steps: steps whose rows also stand in the one-host order.
+      num_batch_identical_steps: steps with the batch of the one-host run.
+      num_row_identical_steps: those of them with its order of rows.
+      num_row_promised_steps: steps whose pipeline promises that order.
       num_redone_steps: steps that were trained again after a crash (and count once).
       hosts: hosts of each attempt.
       first_difference: the first step that differs, in words; empty if none does.
@@ -35,14 +43,16 @@ class Audit:
     num_epochs: float | None
     num_lost: int
     num_repeated: int
+    num_batch_identical_steps: int
     num_row_identical_steps: int
+    num_row_promised_steps: int
     num_redone_steps: int
     hosts: tuple[int, ...]
     first_difference: str
 
     @property
     def passed(self) -> bool:
-        """Whether each example was used exactly once, in the one-host run's batches."""
+        """Whether each step had the batch of the one-host run, in order if promised."""
         return not (self.first_difference or self.num_lost or self.num_repeated)
 
 
@@ -50,18 +60,19 @@ def audit(
     attempts: list[step_log.Attempt],
     data_of: Callable[[int], elastic_data.ElasticData],
     *,
+    is_in_order: Callable[[int], bool],
     num_records: int | None = None,
     num_saved_steps: int = 0,
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
 
-    Batch for batch, the same examples with the same tokens have to be there; their
-    places in the batch may differ, and are counted. The one-host run is read anew from
-    the files.
+    Batch for batch, the same examples with the same tokens have to be there, and in the
+    same rows where that is promised. The one-host run is read anew from the files.
 
     Args:
       attempts: the step log.
       data_of: the data that an attempt was configured to train on, by its number.
+      is_in_order: whether these data promise the order of rows, by the same number.
       num_records: records of an epoch, if each of them is an example.
       num_saved_steps: the run's newest checkpoint; a log that ends before it has lost
         steps that were trained.
@@ -70,17 +81,22 @@ def audit(
     steps = [lineage[step] for step in sorted(lineage)]
     used: collections.Counter[int] = collections.Counter()
     expected: collections.Counter[int] = collections.Counter()
-    num_row_identical = 0
+    num_batch_identical = num_row_identical = num_row_promised = 0
     difference = ""
     oracle = _OneHost(data_of)
     for number, record in enumerate(steps):
         one_host = oracle.next(record)
         expected.update(row for row, _ in one_host)
         used.update(record.ids)
-        num_row_identical += list(record.ids) == [row for row, _ in one_host]
+        of_batch, of_rows = _difference(record, one_host), _misplaced(record, one_host)
+        num_batch_identical += not of_batch
+        num_row_identical += not (of_batch or of_rows)
+        if is_in_order(record.attempt):
+            num_row_promised += 1
+            of_batch = of_batch or of_rows
         if not difference and record.step != number:
             difference = f"step {number} is missing from the step log"
-        difference = difference or _difference(record, one_host)
+        difference = difference or of_batch
     oracle.close()
     if not difference and num_saved_steps > len(steps):
         difference = (
@@ -97,7 +113,9 @@ def audit(
         num_epochs=num_examples / num_records if num_records else None,
         num_lost=(expected - used).total(),
         num_repeated=(used - expected).total(),
+        num_batch_identical_steps=num_batch_identical,
         num_row_identical_steps=num_row_identical,
+        num_row_promised_steps=num_row_promised,
         num_redone_steps=num_logged - len(steps),
         hosts=tuple(attempt.hosts for attempt in attempts),
         first_difference=difference,
@@ -173,4 +191,15 @@ def _difference(record: step_log.StepRecord, one_host: list[tuple[int, int]]) ->
             f"step {record.step}: the examples are those of the one-host run, but their"
             f" tokens are not (digest {record.digest})"
         )
+    return ""
+
+
+def _misplaced(record: step_log.StepRecord, one_host: list[tuple[int, int]]) -> str:
+    for row, (used, (expected, _)) in enumerate(zip(record.ids, one_host, strict=True)):
+        if used != expected:
+            return (
+                f"step {record.step}, row {row}: example {used} is in the row that the"
+                f" one-host run has for {expected}, and the pipeline promises the order"
+                " of rows"
+            )
     return ""

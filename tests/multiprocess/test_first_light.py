@@ -50,6 +50,13 @@ def test_the_audit_passes_after_two_changes_of_the_number_of_hosts(resized):
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert "36 steps took 288 rows, 2.88 epochs; hosts: 4 -> 2 -> 4" in audit.stdout
     assert "PASSED" in audit.stdout
+    # One meaning of batch; the order of its rows is not promised here.
+    assert "batches of the one-host run: 36 of 36, of which" in audit.stdout
+    assert (
+        "have its order of rows, promised for 0 (grain_use_elastic_iterator promises"
+        " none)" in audit.stdout
+    )
+    assert "leaves out by itself (filters, truncation, " in audit.stdout
     outcome = json.loads(runs.verb("audit", run, "--json"))
     assert outcome["passed"] is True
     assert (outcome["num_lost"], outcome["num_repeated"]) == (0, 0)
@@ -168,7 +175,10 @@ def test_it_runs_in_process_too_and_at_another_batch_size(tmp_path, corpus):
     audit = runs.verb("audit", tmp_path / "tiny")
     assert "9 steps took 60 rows, 0.60 epochs; hosts: 2 -> 1" in audit
     # Without Grain's elastic iterator every row is in its place.
-    assert "rows in the one-host places: 9 of 9 batches" in audit
+    assert (
+        "batches of the one-host run: 9 of 9, of which 9 have its order of rows,"
+        " promised for 9\n" in audit
+    )
 
 
 @pytest.mark.slow

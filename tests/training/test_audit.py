@@ -46,9 +46,13 @@ def attempt(steps, start_step=0, hosts=1):
     )  # fmt: skip
 
 
-def run_audit(attempts, data, **options):
+def run_audit(attempts, data, *, in_order=True, **options):
     return audit.audit(
-        attempts, lambda _: data, num_records=data.num_records(), **options
+        attempts,
+        lambda _: data,
+        is_in_order=lambda _: in_order,
+        num_records=data.num_records(),
+        **options,
     )
 
 
@@ -57,19 +61,41 @@ def test_a_one_host_run_passes_over_several_epochs(data):
     assert outcome.passed
     assert (outcome.num_steps, outcome.num_examples) == (30, 240)
     assert outcome.num_epochs == 2.4
+    assert outcome.num_batch_identical_steps == 30
     assert outcome.num_row_identical_steps == 30
 
 
-def test_rows_in_other_places_of_their_batch_pass_and_are_counted(data):
-    steps = list(records(data, 4))
-    digests = dict(audit_rows(data, steps[2]))
-    ids = steps[2].ids[::-1]
-    steps[2] = dataclasses.replace(
-        steps[2], ids=ids, digest=digest.batch_digest(ids, [digests[i] for i in ids])
+def with_rows_reversed(steps, step, data):
+    digests = dict(audit_rows(data, steps[step]))
+    ids = steps[step].ids[::-1]
+    changed = dataclasses.replace(
+        steps[step], ids=ids, digest=digest.batch_digest(ids, [digests[i] for i in ids])
     )
-    outcome = run_audit([attempt(steps)], data)
+    return [*steps[:step], changed, *steps[step + 1 :]]
+
+
+def test_rows_in_other_places_of_their_batch_pass_where_no_order_is_promised(data):
+    steps = with_rows_reversed(list(records(data, 4)), 2, data)
+    outcome = run_audit([attempt(steps)], data, in_order=False)
     assert outcome.passed
+    assert outcome.num_batch_identical_steps == 4
     assert outcome.num_row_identical_steps == 3
+    assert outcome.num_row_promised_steps == 0
+
+
+def test_rows_in_other_places_fail_where_their_order_is_promised(data):
+    one_host = list(records(data, 4))
+    outcome = run_audit([attempt(with_rows_reversed(one_host, 2, data))], data)
+    assert not outcome.passed
+    assert (outcome.num_lost, outcome.num_repeated) == (0, 0)
+    assert outcome.num_batch_identical_steps == 4
+    assert outcome.num_row_identical_steps == 3
+    assert outcome.num_row_promised_steps == 4
+    first, last = one_host[2].ids[0], one_host[2].ids[-1]
+    assert outcome.first_difference == (
+        f"step 2, row 0: example {last} is in the row that the one-host run has for"
+        f" {first}, and the pipeline promises the order of rows"
+    )
 
 
 def audit_rows(data, record):
