@@ -15,6 +15,7 @@ from elastic_ckpt.core import errors
 VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
+    "config": "print the configuration that would run, and where each key is set",
     "data": "write the text files below a directory as one file of training data",
     "audit": "prove that a run had the batches of a one-host run, each example once",
     "plan": "say who would read what, for numbers of hosts and batch sizes",
@@ -36,6 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
       143 on SIGTERM, 141 if nobody reads the output any more.
     """
     parser = build_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        # A shell asks for completions; ends the process.
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.execute(parsed)
@@ -58,6 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="elastic-ckpt",
         description="Elastic data and checkpoints for JAX.",
+        epilog="To complete verbs, options and keys in bash or zsh, add to its startup"
+        ' file: eval "$(register-python-argcomplete elastic-ckpt)"',
+    )
+    parser.add_argument(
+        "--version", action=_Version, help="show the versions of what is installed"
     )
     subparsers = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb, summary in VERBS.items():
@@ -67,6 +78,25 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_arguments(subparser)
         subparser.set_defaults(execute=module.run)
     return parser
+
+
+class _Version(argparse.Action):
+    # Looks the versions up when it is asked, and not at each start.
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        names = ("jax", "orbax-checkpoint", "grain")
+        with_versions = [f"{name} {metadata.version(name)}" for name in names]
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(
+            f"elastic-ckpt {metadata.version('elastic-ckpt')}"
+            f" ({', '.join(with_versions)}, Python {python})"
+        )
+        parser.exit()
 
 
 if __name__ == "__main__":

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from elastic_ckpt.cli import overrides
 from elastic_ckpt.config import load
 from elastic_ckpt.core import storage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument(
-        "config", help="a YAML file, for example configs/deploy/pathways_v6e.yml"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings on top of the file"
-    )
+    overrides.add_arguments(parser, example="configs/deploy/pathways_v6e.yml")
     parser.add_argument("--output", help="the file to write; without it, print")
 
 

@@ -18,8 +18,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.cli import journal, listeners, progress, run_directory
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.cli import journal, listeners, overrides, progress, run_directory
+from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import termination
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from elastic_ckpt.checkpoint import checkpointer, tiered_run
+    from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import member
-    from elastic_ckpt.training import evaluation, train_step
+    from elastic_ckpt.training import evaluation, step_log, train_step
 
 # What a host imports, for the fork server to have it ready.
 _HOST_MODULES = (
@@ -39,13 +40,20 @@ _HOST_MODULES = (
     "elastic_ckpt.training.loop",
 )
 
+_EXAMPLES = """\
+Examples:
+
+  elastic-ckpt train configs/demo_cpu.yml
+  elastic-ckpt train configs/demo_cpu.yml hosts=2 steps=80    # continue on two hosts
+  elastic-ckpt config configs/demo_cpu.yml hosts=2            # what would run
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    parser.add_argument("config", help="a YAML file, for example configs/demo_cpu.yml")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings on top of the file"
-    )
+    overrides.add_arguments(parser, example="configs/demo_cpu.yml")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"{_EXAMPLES}\nKeys and their defaults:\n\n{keys.listing()}"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -119,12 +127,12 @@ def prepare(config: schema.Config) -> schema.Config:
 
     data = config.data
     directories = [part for part in data.text_directory.split(";") if part]
-    keys = ["grain_train_files"] + ["grain_eval_files"] * bool(data.eval_interval)
+    wanted = ["grain_train_files"] + ["grain_eval_files"] * bool(data.eval_interval)
     if data.grain_train_mixture_config_path:
         path = os.path.abspath(data.grain_train_mixture_config_path)
         data = dataclasses.replace(data, grain_train_mixture_config_path=path)
-        keys.remove("grain_train_files")
-    for key in keys:
+        wanted.remove("grain_train_files")
+    for key in wanted:
         of = datasets.from_list(getattr(data, key), key=key)
         for place, dataset in enumerate(of):
             directory = directories.pop(0) if directories else ""
@@ -184,10 +192,9 @@ def run_host(config: schema.Config, emit: events.Emit) -> bool:
 def _train(config: schema.Config, emit: events.Emit) -> bool:
     from elastic_ckpt.core import topology
     from elastic_ckpt.data import batch_size, pipeline
-    from elastic_ckpt.training import loop, step_log, train_step
+    from elastic_ckpt.training import loop, train_step
 
     began_secs = time.monotonic()
-    directory = run_directory.of(config)
     mesh, world = topology.make_mesh(config.world.slices)
     data = pipeline.from_config(config.data)
     sizes = batch_size.schedule(config.data, world)
@@ -213,15 +220,7 @@ def _train(config: schema.Config, emit: events.Emit) -> bool:
         train_step.check_step(state, start_step)
     else:
         state = program.init()
-    log = None
-    if topology.is_primary():
-        run_directory.write_config(directory, config)
-        log = step_log.StepLog(
-            directory,
-            start_step=start_step,
-            world=world,
-            data=dataclasses.asdict(config.data),
-        )
+    log = _step_log(config, world, start_step)
     evaluation = _evaluation(config, program, mesh, emit)
     with _stopping(config, emit) as is_stopping:
         ended = loop.Loop(
@@ -274,6 +273,24 @@ def _start_step(config: schema.Config, latest_step: int | None) -> int:
             f" above {start_step} to continue, or choose another run_name"
         )
     return start_step
+
+
+def _step_log(
+    config: schema.Config, world: topology.Topology, start_step: int
+) -> step_log.StepLog | None:
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.training import step_log
+
+    if not topology.is_primary():
+        return None
+    directory = run_directory.of(config)
+    run_directory.write_config(directory, config)
+    return step_log.StepLog(
+        directory,
+        start_step=start_step,
+        world=world,
+        data=dataclasses.asdict(config.data),
+    )
 
 
 def _saver(

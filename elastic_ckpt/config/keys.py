@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.config import schema
@@ -36,6 +37,39 @@ def values(config: schema.Config) -> dict[str, schema.Value]:
     }
 
 
+def listing() -> str:
+    """A line for each key: its default and the first sentence of its meaning."""
+    lines, described = [], ""
+    for name, (section, field) in keys().items():
+        if section != described:
+            lines += ["", f"{_title(section)}"]
+            described = section
+        default = f"{name}={render(getattr(sections()[section], name))}"
+        meaning = field.metadata["doc"].partition(". ")[0].rstrip(".")
+        lines += textwrap.wrap(
+            f"{default}: {meaning}",
+            88,
+            initial_indent="  ",
+            subsequent_indent="      ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    return "\n".join(lines[1:])
+
+
+def resolved_yaml(config: schema.Config, origins: Mapping[str, str]) -> str:
+    """`config` as a YAML file, with the origin of each key that was set."""
+    lines, described = [], ""
+    for name, value in values(config).items():
+        section, _ = keys()[name]
+        if section != described:
+            lines += ["", f"######## {_title(section)}"]
+            described = section
+        origin = f"  # {origins[name]}" if name in origins else ""
+        lines.append(f"{name}: {render(value)}{origin}")
+    return "\n".join(lines[1:]) + "\n"
+
+
 def base_yaml() -> str:
     """The text of `configs/base.yml`: every key with its meaning and its default."""
     lines = [
@@ -45,8 +79,7 @@ def base_yaml() -> str:
     described = ""
     for name, (section, field) in keys().items():
         if section != described:
-            title = (type(sections()[section]).__doc__ or "").splitlines()[0]
-            lines += ["", f"######## {title}"]
+            lines += ["", f"######## {_title(section)}"]
             described = section
         doc = field.metadata["doc"]
         if field.metadata["choices"]:
@@ -58,6 +91,10 @@ def base_yaml() -> str:
         ]
         lines.append(f"{name}: {render(getattr(sections()[section], name))}")
     return "\n".join(lines) + "\n"
+
+
+def _title(section: str) -> str:
+    return (type(sections()[section]).__doc__ or "").splitlines()[0]
 
 
 def render(value: schema.Value) -> str:

@@ -42,6 +42,22 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
     Raises:
       ConfigError: naming the file and line (or the override) and what to do.
     """
+    return _build(_settings(path, overrides))
+
+
+def origins(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Of each key that is set, the file and line, or the override, that sets it.
+
+    Raises:
+      ConfigError: as `load`, but for keys and values that `load` alone checks.
+    """
+    settings = _settings(path, overrides)
+    return {key: setting.place for key, setting in settings.items()}
+
+
+def _settings(
+    path: str | pathlib.Path, overrides: Sequence[str]
+) -> dict[str, _Setting]:
     settings = _read_file(pathlib.Path(path), below=())
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -53,7 +69,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
         except yaml.YAMLError:
             value = text
         settings[key] = _Setting(value=value, place=place)
-    return _build(settings)
+    return settings
 
 
 def from_values(values: dict[str, schema.Value], *, place: str) -> schema.Config:

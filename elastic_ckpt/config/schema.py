@@ -461,10 +461,7 @@ class DeploySection:
         10, "Times that the whole job starts again by itself.", at_least=0
     )
     termination_grace_period_seconds: int = _key(
-        60,
-        "Seconds from SIGTERM until a pod, or the process of a host, is killed. When"
-        " nine tenths of them have passed without a save, the run reports so and ends.",
-        at_least=1,
+        60, "Seconds from SIGTERM until hosts that still save are killed.", at_least=1
     )
     colocated_python_sidecar_image: str = _key(
         "", "Pathways: the image built from sidecar/Dockerfile."

@@ -81,25 +81,16 @@ def audit(
     steps = [lineage[step] for step in sorted(lineage)]
     used: collections.Counter[int] = collections.Counter()
     expected: collections.Counter[int] = collections.Counter()
-    num_batch_identical = num_row_identical = num_row_promised = 0
-    difference = ""
+    compared = _Compared()
     oracle = _OneHost(data_of)
     for number, record in enumerate(steps):
         one_host = oracle.next(record)
         expected.update(row for row, _ in one_host)
         used.update(record.ids)
-        of_batch, of_rows = _difference(record, one_host), _misplaced(record, one_host)
-        num_batch_identical += not of_batch
-        num_row_identical += not (of_batch or of_rows)
-        if is_in_order(record.attempt):
-            num_row_promised += 1
-            of_batch = of_batch or of_rows
-        if not difference and record.step != number:
-            difference = f"step {number} is missing from the step log"
-        difference = difference or of_batch
+        compared.add(number, record, one_host, in_order=is_in_order(record.attempt))
     oracle.close()
-    if not difference and num_saved_steps > len(steps):
-        difference = (
+    if not compared.difference and num_saved_steps > len(steps):
+        compared.difference = (
             f"step {len(steps)} is missing from the step log, whose end was lost:"
             f" checkpoint {num_saved_steps} was saved after it"
         )
@@ -113,13 +104,43 @@ def audit(
         num_epochs=num_examples / num_records if num_records else None,
         num_lost=(expected - used).total(),
         num_repeated=(used - expected).total(),
-        num_batch_identical_steps=num_batch_identical,
-        num_row_identical_steps=num_row_identical,
-        num_row_promised_steps=num_row_promised,
+        num_batch_identical_steps=compared.num_batch_identical,
+        num_row_identical_steps=compared.num_row_identical,
+        num_row_promised_steps=compared.num_row_promised,
         num_redone_steps=num_logged - len(steps),
         hosts=tuple(attempt.hosts for attempt in attempts),
-        first_difference=difference,
+        first_difference=compared.difference,
     )
+
+
+class _Compared:
+    """The steps so far, compared with those of the one-host run."""
+
+    def __init__(self) -> None:
+        self.num_batch_identical = 0
+        self.num_row_identical = 0
+        self.num_row_promised = 0
+        self.difference = ""
+
+    def add(
+        self,
+        number: int,
+        record: step_log.StepRecord,
+        one_host: list[tuple[int, int]],
+        *,
+        in_order: bool,
+    ) -> None:
+        """Compares step `number` of the one-host run with the record in its place."""
+        of_batch, of_rows = _difference(record, one_host), _misplaced(record, one_host)
+        self.num_batch_identical += not of_batch
+        self.num_row_identical += not (of_batch or of_rows)
+        self.num_row_promised += in_order
+        if self.difference:
+            return
+        if record.step != number:
+            self.difference = f"step {number} is missing from the step log"
+        else:
+            self.difference = of_batch or (of_rows if in_order else "")
 
 
 class _OneHost:

@@ -1,9 +1,13 @@
+import importlib.metadata
+import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
 from elastic_ckpt.cli import main
+from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.data.sources import arrayrecord, parquet, tfrecord
 from tests import runs
 
@@ -28,6 +32,104 @@ def test_help_needs_none_of_the_heavy_libraries():
     )
     assert ended.stdout.endswith("[]\n")
     assert "key=value" in ended.stdout
+
+
+def output_of(*arguments):
+    ended = runs.cli(*arguments)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return ended.stdout
+
+
+def test_the_help_of_train_has_every_key_with_its_default_and_examples():
+    text = output_of("train", "--help")
+    assert "elastic-ckpt train configs/demo_cpu.yml hosts=2 steps=80" in text
+    for name, value in keys.values(schema.Config()).items():
+        assert f"\n  {name}={keys.render(value)}: " in text
+
+
+def test_the_version_is_that_of_what_is_installed():
+    text = output_of("--version")
+    version = importlib.metadata.version
+    assert text.startswith(f"elastic-ckpt {version('elastic-ckpt')} (")
+    for name in ("jax", "orbax-checkpoint", "grain"):
+        assert f"{name} {version(name)}" in text
+
+
+def completed(line, tmp_path):
+    """What a shell would be offered at the end of a line."""
+    found = tmp_path / "found"
+    environment = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(found),
+        "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "COMP_TYPE": "9",
+        # As bash breaks words.
+        "_ARGCOMPLETE_COMP_WORDBREAKS": " \"'><=;|&(:",
+    }
+    program = pathlib.Path(sys.executable).parent / "elastic-ckpt"
+    subprocess.run([program], env=environment, cwd=tmp_path, check=True)
+    return found.read_text().split("\v") if found.exists() else []
+
+
+def test_a_shell_completes_verbs_options_files_keys_and_values(tmp_path):
+    (tmp_path / "run.yml").touch()
+    assert completed("elastic-ckpt ins", tmp_path) == ["inspect"]
+    assert "--strict" in completed("elastic-ckpt verify --", tmp_path)
+    assert completed("elastic-ckpt train ru", tmp_path) == ["run.yml"]
+    keys_found = completed("elastic-ckpt train run.yml checkpoint_p", tmp_path)
+    assert keys_found == ["checkpoint_period="]
+    # Bash takes what follows the `=` for a word of its own.
+    assert completed("elastic-ckpt train run.yml hardware=", tmp_path) == [
+        "cpu", "gpu", "tpu",
+    ]  # fmt: skip
+    assert completed("elastic-ckpt config run.yml packing=f", tmp_path) == ["false"]
+
+
+def test_completing_imports_no_library_of_the_training():
+    program = (
+        "import os, sys\n"
+        "os.environ['_ARGCOMPLETE'] = '1'\n"
+        "sys.modules['argcomplete'] = type('Stand-in', (), {\n"
+        "    'autocomplete': lambda parser: sys.exit(str(sorted(\n"
+        "        {'jax', 'grain', 'orbax', 'numpy', 'yaml'} & set(sys.modules))))\n"
+        "})\n"
+        "from elastic_ckpt.cli import main\n"
+        "main.main(['train'])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ended.stderr == "['yaml']\n"
+
+
+def test_the_config_verb_prints_what_would_run_and_where_it_is_set(tmp_path):
+    (tmp_path / "base.yml").write_text("steps: 5\nhosts: 2\n")
+    file = tmp_path / "run.yml"
+    file.write_text("base_config: base.yml\nhosts: 4\nrun_name: a\n")
+    given = [file, "packing=true", "learning_rate=1e-3"]
+    text = runs.verb("config", *given)
+    assert f"\nsteps: 5  # {tmp_path}/base.yml, line 1\n" in text
+    assert f"\nhosts: 4  # {tmp_path}/run.yml, line 2\n" in text
+    assert "\npacking: true  # command line, 'packing=true'\n" in text
+    assert "\nslices: 1\n" in text
+    # What it prints is a configuration, and the same one.
+    again = tmp_path / "again.yml"
+    again.write_text(text)
+    assert load.load(again) == load.load(file, given[1:])
+
+
+def test_the_config_verb_refuses_what_train_refuses(tmp_path):
+    file = tmp_path / "run.yml"
+    file.write_text("hots: 4\n")
+    assert "unknown key 'hots'" in runs.verb("config", file, code=1)
+    file.write_text("")
+    assert "hosts takes a whole number" in runs.verb("config", file, "hosts=x", code=1)
+
+
+def test_without_a_file_the_config_verb_prints_every_key_with_its_meaning():
+    assert runs.verb("config") == keys.base_yaml()
 
 
 def test_an_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):

@@ -1,0 +1,30 @@
+"""`elastic-ckpt config FILE key=value...`: prints the configuration that would run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from elastic_ckpt.cli import overrides
+from elastic_ckpt.config import keys, load
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    overrides.add_arguments(parser, example="configs/demo_cpu.yml", is_required=False)
+    parser.epilog = "Without a file it prints every key with its meaning and default."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints every key with its value, and where that is set."""
+    if arguments.config is None:
+        sys.stdout.write(keys.base_yaml())
+        return 0
+    given = arguments.config, arguments.overrides
+    origins = {
+        key: place.replace(os.getcwd() + os.sep, "")
+        for key, place in load.origins(*given).items()
+    }
+    sys.stdout.write(keys.resolved_yaml(load.load(*given), origins))
+    return 0
