@@ -18,6 +18,7 @@ Spec: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import urllib.parse
@@ -64,8 +65,13 @@ def chunk_file(path: str, box: boxes.Box, chunk: Sequence[int]) -> str:
       box: of the chunk, in global coordinates.
       chunk: the shape of all chunks of the leaf.
     """
-    place = [start // size for start, size in zip(box.start, chunk, strict=True)]
-    return "/".join([leaf_directory(path), "c", *map(str, place)])
+    return f"{leaf_directory(path)}/{chunk_key(box, chunk)}"
+
+
+def chunk_key(box: boxes.Box, chunk: Sequence[int]) -> str:
+    """The name of a chunk below its array, such as `c/0/1`."""
+    sizes = zip(box.start, chunk, strict=True)
+    return "c" + "".join(f"/{start // size}" for start, size in sizes)
 
 
 def chunk_shape(
@@ -147,6 +153,7 @@ def _largest_divisor(number: int, most: int) -> int:
     return max(n for n in (*low, *(number // n for n in low)) if n <= most)
 
 
+@functools.lru_cache(maxsize=2**16)
 def _safe(part: str) -> str:
     # A name in a directory that stands for `part` alone and leads nowhere else.
     quoted = urllib.parse.quote(part, safe=" ,()[]{}@+=$!'").replace("/", "%2F")

@@ -91,6 +91,28 @@ def uploads(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
     return Uploads(hosts=ordered, host=uploader, row=rows)
 
 
+def batches(
+    items: np.ndarray, sizes: np.ndarray, *, most_bytes: int, most_items: int
+) -> list[np.ndarray]:
+    """Cuts items into runs that are written at once, each as large as is allowed.
+
+    Args:
+      items: in their order.
+      sizes: of each of them in bytes, int64 `[i]`.
+      most_bytes: of a run; an item that is larger is a run of its own.
+      most_items: of a run, at least 1.
+    """
+    cuts = []
+    begin, num_bytes = 0, 0
+    for place, size in enumerate(sizes.tolist()):
+        full = num_bytes + size > most_bytes or place - begin == most_items
+        if place > begin and full:
+            cuts.append(place)
+            begin, num_bytes = place, 0
+        num_bytes += size
+    return np.split(items, cuts) if len(items) else []
+
+
 def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.ndarray]:
     # The rows of the holdings at the hosts that are there, and the number of each.
     host = holdings.host_of_rows(hosts)

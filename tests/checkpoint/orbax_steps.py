@@ -92,8 +92,8 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
         for box in layout.cut(boxes.whole(leaf.shape), chunks[leaf.path]):
             place = tuple(map(slice, box.start, box.stop))
             values = np.array(data(found[leaf.path])[place], order="C")
-            parts[turn % num_hosts].write_chunk(
-                number, box, values, digest=digest.values_digest(values)
+            parts[turn % num_hosts].write_chunks(
+                [upload.Chunk(number, box, values, digest.values_digest(values))]
             )
             turn += 1
     cursor = manifest.ComponentFile(

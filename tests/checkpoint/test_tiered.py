@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
@@ -190,6 +191,22 @@ def test_orbax_alone_loads_what_was_backed_up(make, tmp_path):
         assert bits(found) == bits(state(2))
         metadata = stock.checkpointables_metadata(2)
         assert metadata.custom_metadata == {"note": "x"}
+
+
+def test_thousands_of_small_leaves_are_backed_up_in_a_few_commits(make, tmp_path):
+    tree = {f"{n:04d}": np.full(3, n, np.float32) for n in range(1000)}
+    checkpointer = make(storage(tmp_path))
+    checkpointer.save(1, tree)
+    checkpointer.wait()
+    (store,) = (tmp_path / "steps" / "1" / "state").glob("ocdbt.process_*")
+    base = ts.KvStore.open(f"file://{store}/").result()
+    manifest = ts.ocdbt.dump(base).result()
+    # Each commit of a store is a generation of it.
+    assert manifest["versions"][-1]["generation_number"] < 10
+    loaded = ocp.training.Checkpointer(tmp_path / "steps").load(1)
+    assert {name: values.tobytes() for name, values in loaded.items()} == {
+        name: values.tobytes() for name, values in tree.items()
+    }
 
 
 def test_without_ram_a_step_is_restored_from_storage(make, tmp_path):

@@ -113,7 +113,7 @@ COLLECT = {
 BACK_UP = {
     "before_the_upload": Point(at=f"{UPLOAD}.begin", before=True),
     "with_an_empty_upload": Point(at=f"{UPLOAD}.begin"),
-    "with_the_first_chunk_uploaded": Point(at=f"{UPLOAD}.write_chunk"),
+    "with_the_first_chunks_uploaded": Point(at=f"{UPLOAD}.write_chunks"),
     "with_the_first_file_uploaded": Point(at=f"{UPLOAD}.write_file"),
     "before_the_uploaded_manifest": Point(at=f"{UPLOAD}.finish", before=True),
     "with_its_share_uploaded": Point(at=f"{BACKUP}.back_up"),

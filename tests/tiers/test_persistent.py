@@ -219,7 +219,7 @@ def test_chunks_may_be_written_by_many_threads(root, tier, world):
         leaf, box = item
         whole = uploaded.values(saved.contents.leaves[leaf].path)
         part = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
-        ours.write_chunk(leaf, box, part, digest=digest.values_digest(part))
+        ours.write_chunks([upload.Chunk(leaf, box, part, digest.values_digest(part))])
 
     chunks = uploaded.items(saved)[:-2]
     threads = [threading.Thread(target=one, args=[item]) for item in chunks]

@@ -134,3 +134,26 @@ def test_what_is_in_the_persistent_tier_alone_is_not_uploaded_from_there():
     chosen = uploads.uploads(holdings.Holdings.of([offer]), [host])
     assert chosen.missing.tolist() == [0]
     assert not len(chosen.of("host-00"))
+
+
+@given(
+    st.lists(st.integers(0, 100), max_size=60),
+    st.integers(1, 150),
+    st.integers(1, 20),
+)
+def test_batches_are_as_large_as_allowed_and_all_items_are_in_one(
+    sizes, most_bytes, most_items
+):
+    items = np.arange(100, 100 + len(sizes))
+    found = uploads.batches(
+        items, np.array(sizes, int), most_bytes=most_bytes, most_items=most_items
+    )
+    together = [item for batch in found for item in batch.tolist()]
+    assert together == items.tolist()
+    of_batch = [[sizes[item - 100] for item in batch] for batch in found]
+    for batch in of_batch:
+        assert 1 <= len(batch) <= most_items
+        assert len(batch) == 1 or sum(batch) <= most_bytes
+    for batch, after in itertools.pairwise(of_batch):
+        # The next item did not fit.
+        assert len(batch) == most_items or sum(batch) + after[0] > most_bytes

@@ -82,7 +82,7 @@ def write(root, saved, host, part, *, seed=0, finish=True, **options):
         leaf, box = item
         whole = values(saved.contents.leaves[leaf].path, seed=seed)
         found = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
-        ours.write_chunk(leaf, box, found, digest=digest.values_digest(found))
+        ours.write_chunks([upload.Chunk(leaf, box, found, digest.values_digest(found))])
     return ours.finish() if finish else None
 
 

@@ -10,8 +10,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 
+import numpy as np
+
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import retention, uploads, verified_read
+from elastic_ckpt.tiers import layout, retention, uploads, verified_read
 from elastic_ckpt.tiers.holdings import Holdings
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
@@ -21,8 +23,12 @@ from elastic_ckpt.tiers.persistent import arrange, commit, ocdbt, upload, writer
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.retries import PATIENT
 
-# Small chunks want many at a time; of large ones each is in memory.
-_THREADS = 16
+# Each thread has one batch in memory, and what TensorStore makes of it: with them a
+# backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
+_THREADS = 4
+_BATCH_BYTES = layout.CHUNK_BYTES
+# Small items are written together, but all threads have some of them.
+_BATCH_ITEMS = 2048
 
 
 class HostBackup:
@@ -242,33 +248,43 @@ def _upload_share(
     shared = uploads.uploads(holdings, hosts)
     num_boxes = len(holdings.leaf)
 
-    def write(item: int) -> int:
-        if item >= num_boxes:
-            file = holdings.files[item - num_boxes]
-            uploading.write_file(file, reader.file(file, holdings.holders(item)))
-            return file.stored_bytes
-        values = verified_read.read_item(holdings, item, reader, first=host.id)
-        fragment = holdings.fragment(int(shared.row[item]))
-        uploading.write_chunk(
-            fragment.leaf, fragment.box, values, digest=fragment.digest
-        )
-        return values.nbytes
+    def write(batch: np.ndarray) -> int:
+        chunks = []
+        for item in batch.tolist():
+            if item >= num_boxes:
+                file = holdings.files[item - num_boxes]
+                uploading.write_file(file, reader.file(file, holdings.holders(item)))
+                continue
+            values = verified_read.read_item(holdings, item, reader, first=host.id)
+            fragment = holdings.fragment(int(shared.row[item]))
+            chunks.append(
+                upload.Chunk(fragment.leaf, fragment.box, values, fragment.digest)
+            )
+        uploading.write_chunks(chunks)
+        return int(holdings.stored_bytes[batch].sum())
 
     uploading.begin()
+    items = shared.of(host.id)
+    batches = uploads.batches(
+        items,
+        holdings.stored_bytes[items],
+        most_bytes=_BATCH_BYTES,
+        most_items=_BATCH_ITEMS,
+    )
     with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:
-        num_bytes = sum(pool.map(write, shared.of(host.id).tolist()))
+        num_bytes = sum(pool.map(write, batches))
     uploading.finish()
     return num_bytes
 
 
 def _chunk_shapes(holdings: Holdings) -> dict[str, list[int]]:
     # All chunks of a leaf are of one shape; a leaf without elements has none.
-    shapes = {}
-    for number, leaf in enumerate(holdings.contents.leaves):
-        held = holdings.of_leaf(number)
-        shapes[leaf.path] = [max(1, size) for size in leaf.shape]
-        if len(held):
-            shapes[leaf.path] = list(
-                holdings.boxes[int(held[0])].shape[: len(leaf.shape)]
-            )
-    return shapes
+    leaves = holdings.contents.leaves
+    first = np.searchsorted(holdings.leaf, np.arange(len(leaves) + 1))
+    sizes = (holdings.boxes.stop - holdings.boxes.start).tolist()
+    return {
+        leaf.path: sizes[begin][: len(leaf.shape)]
+        if begin < end
+        else [max(1, size) for size in leaf.shape]
+        for leaf, begin, end in zip(leaves, first[:-1], first[1:], strict=True)
+    }

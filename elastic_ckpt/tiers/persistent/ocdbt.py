@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import boxes, digest, storage
-from elastic_ckpt.tiers import layout
+from elastic_ckpt.tiers import layout, zarr_array
 from elastic_ckpt.tiers.manifest import Leaf
 
 # What `merge` writes, besides the stores that it merges.
@@ -46,14 +46,30 @@ class StoredArray:
 
     def key(self, box: boxes.Box) -> str:
         """The key of the chunk that is `box`."""
-        sizes = zip(box.start, self.chunk, strict=True)
-        place = "".join(f"/{start // size}" for start, size in sizes)
-        return f"{self.prefix}c{place}"
+        return self.prefix + layout.chunk_key(box, self.chunk)
 
     @property
     def prefix(self) -> str:
         """What the keys of the array begin with."""
         return f"{self.name}/" if self.name else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Chunk:
+    """A chunk of a leaf, and its values.
+
+    Attributes:
+      leaf: the whole array.
+      array: where it lies.
+      box: of the chunk; of an array without elements the whole of it, and its metadata
+        alone is written.
+      values: of the box, of the leaf's dtype.
+    """
+
+    leaf: Leaf
+    array: StoredArray
+    box: boxes.Box
+    values: np.ndarray
 
 
 def store_name(host_id: str) -> str:
@@ -81,24 +97,6 @@ def open_store(directory: epath.PathLike, context: ts.Context) -> ts.KvStore:
     return ts.KvStore.open(_spec(directory), context=context).result()
 
 
-def open_array(
-    directory: epath.PathLike, leaf: Leaf, array: StoredArray, context: ts.Context
-) -> ts.TensorStore:
-    """The array of a leaf in the store in `directory`, created if need be."""
-    return ts.open(
-        {
-            "driver": "zarr3",
-            "kvstore": {**_spec(directory), "path": array.prefix},
-            "metadata": layout.array_metadata(leaf.shape, leaf.dtype, array.chunk),
-            # As in Orbax: a chunk that is missing is never one of zeros.
-            "store_data_equal_to_fill_value": True,
-        },
-        create=True,
-        open=True,
-        context=context,
-    ).result()
-
-
 def open_saved_array(
     directory: epath.PathLike, name: str, context: ts.Context
 ) -> ts.TensorStore:
@@ -119,10 +117,33 @@ def open_saved_array(
     ).result()
 
 
-def write(array: ts.TensorStore, box: boxes.Box, values: np.ndarray) -> None:
-    """Writes a chunk, durably; `values` must not change meanwhile."""
-    chunk = array[tuple(map(slice, box.start, box.stop))]
-    chunk.write(values, can_reference_source_data_indefinitely=True).result()
+def write(
+    directory: epath.PathLike, chunks: Sequence[Chunk], context: ts.Context
+) -> None:
+    """Writes chunks and the metadata of their arrays, durably, in one commit.
+
+    A commit costs as much for one chunk as for thousands: many small chunks belong into
+    one call. Until it returns, TensorStore holds a copy of the values.
+
+    Args:
+      directory: of the store.
+      chunks: of any arrays; their values must not change meanwhile.
+      context: of all calls for one store (`new_context`).
+
+    Raises:
+      ValueError: of TensorStore, if storage fails.
+    """
+    transaction = ts.Transaction(atomic=False)
+    writer = zarr_array.ArrayWriter(
+        _spec(directory), context=context, transaction=transaction
+    )
+    for chunk in {chunk.array.prefix: chunk for chunk in chunks}.values():
+        writer.describe(chunk.array.prefix, chunk.leaf, chunk.array.chunk)
+    for chunk in chunks:
+        if chunk.box.volume:
+            array = chunk.array
+            writer.write(array.prefix, chunk.leaf, array.chunk, chunk.box, chunk.values)
+    transaction.commit_async().result()
 
 
 def merge(directory: epath.Path, stores: Iterable[str]) -> None:

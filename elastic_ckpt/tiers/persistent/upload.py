@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import tensorstore as ts
 
 from elastic_ckpt.core import boxes, errors, storage
 from elastic_ckpt.tiers import layout, manifest_file
@@ -53,6 +53,22 @@ class SavedStep:
     arrays: Mapping[str, ocdbt.StoredArray]
 
 
+class Chunk(NamedTuple):
+    """A chunk to upload.
+
+    Attributes:
+      leaf: the number of its leaf in the contents.
+      box: of the chunk.
+      values: of the leaf's dtype and the box's shape.
+      digest: of the values, which the caller has verified.
+    """
+
+    leaf: int
+    box: boxes.Box
+    values: np.ndarray
+    digest: bytes
+
+
 class Upload:
     """One host's part of an upload.
 
@@ -80,7 +96,6 @@ class Upload:
         self._store = ocdbt.store_name(host.id)
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
-        self._open: dict[int, ts.TensorStore] = {}
         self._fragments: dict[Fragment, None] = {}
         self._files: dict[ComponentFile, None] = {}
 
@@ -110,41 +125,39 @@ class Upload:
             lambda: storage.make_directory(self._directory),
         )
 
-    def write_chunk(
-        self, leaf: int, box: boxes.Box, values: np.ndarray, *, digest: bytes
-    ) -> Fragment:
-        """Writes a chunk, durably.
+    def write_chunks(self, chunks: Sequence[Chunk]) -> None:
+        """Writes chunks, durably, in one commit of the host's store.
 
-        Each is a commit of the host's store, of as many chunks as are written at the
-        same time: small ones want many threads.
+        A commit takes as long for one chunk as for thousands of small ones.
 
         Args:
-          leaf: its number in the contents.
-          box: a chunk of the leaf.
-          values: of the leaf's dtype and the box's shape.
-          digest: of the values, which the caller has verified.
+          chunks: of any leaves; their values must not change meanwhile.
 
         Raises:
           CheckpointError: if storage fails for good, or longer than is waited.
         """
-        described = self._saved.contents.leaves[leaf]
-        array = self._saved.arrays[described.path]
-        place = f"{array.checkpointable}/{self._store}//{array.key(box)}"
-        self._retries.call(
-            f"writing {self._directory}/{place}",
-            lambda: ocdbt.write(self._array(leaf), box, values),
-        )
-        fragment = Fragment(
-            leaf=leaf,
-            box=box,
-            digest=digest,
-            file=place,
-            offset=0,
-            stored_bytes=layout.num_bytes(box, described.dtype),
-        )
+        stored: dict[str, list[ocdbt.Chunk]] = {}
+        fragments = []
+        for leaf, box, values, digest in chunks:
+            described = self._saved.contents.leaves[leaf]
+            array = self._saved.arrays[described.path]
+            stored.setdefault(array.checkpointable, []).append(
+                ocdbt.Chunk(leaf=described, array=array, box=box, values=values)
+            )
+            fragments.append(
+                Fragment(
+                    leaf=leaf,
+                    box=box,
+                    digest=digest,
+                    file=f"{array.checkpointable}/{self._store}//{array.key(box)}",
+                    offset=0,
+                    stored_bytes=layout.num_bytes(box, described.dtype),
+                )
+            )
+        for checkpointable, some in stored.items():
+            self._write(checkpointable, some)
         with self._lock:
-            self._fragments[fragment] = None
-        return fragment
+            self._fragments.update(dict.fromkeys(fragments))
 
     def write_file(self, file: ComponentFile, content: bytes) -> None:
         """Writes a file of a component, durably; `content` was verified by the caller.
@@ -185,23 +198,28 @@ class Upload:
     def _create_empty_arrays(self) -> None:
         # They have no chunks, and Orbax wants to find them as it does others.
         leaves = self._saved.contents.leaves
-        arrays = [self._saved.arrays[leaf.path] for leaf in leaves]
         with self._lock:
-            stores = {arrays[each.leaf].checkpointable for each in self._fragments}
-        for number, leaf in enumerate(leaves):
-            if 0 in leaf.shape and arrays[number].checkpointable in stores:
-                self._retries.call(
-                    f"creating {leaf.path} in {self._directory}",
-                    lambda number=number: self._array(number),
+            written = {leaves[each.leaf].path for each in self._fragments}
+        stores = {self._saved.arrays[path].checkpointable for path in written}
+        empty: dict[str, list[ocdbt.Chunk]] = {}
+        for leaf in leaves:
+            array = self._saved.arrays[leaf.path]
+            if 0 in leaf.shape and array.checkpointable in stores:
+                empty.setdefault(array.checkpointable, []).append(
+                    ocdbt.Chunk(
+                        leaf=leaf,
+                        array=array,
+                        box=boxes.whole(leaf.shape),
+                        values=np.empty(leaf.shape, leaf.dtype),
+                    )
                 )
+        for checkpointable, arrays in empty.items():
+            self._write(checkpointable, arrays)
 
-    def _array(self, leaf: int) -> ts.TensorStore:
-        with self._lock:
-            if leaf not in self._open:
-                described = self._saved.contents.leaves[leaf]
-                array = self._saved.arrays[described.path]
-                store = self._directory / array.checkpointable / self._store
-                self._open[leaf] = ocdbt.open_array(
-                    store, described, array, self._context
-                )
-            return self._open[leaf]
+    def _write(self, checkpointable: str, chunks: Sequence[ocdbt.Chunk]) -> None:
+        store = self._directory / checkpointable / self._store
+        several = f" and {len(chunks) - 1} more arrays" if len(chunks) > 1 else ""
+        self._retries.call(
+            f"writing {chunks[0].leaf.path}{several} to {store}",
+            lambda: ocdbt.write(store, chunks, self._context),
+        )

@@ -14,7 +14,7 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.tiers import layout
+from elastic_ckpt.tiers import layout, zarr_array
 from elastic_ckpt.tiers.capture import CapturedLeaf
 from elastic_ckpt.tiers.manifest import Contents, Fragment
 
@@ -37,7 +37,10 @@ class ChunkWriter:
         self.directory = os.fspath(directory)
         self.contents = contents
         # Nothing is read here, so nothing is kept.
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        base = {"driver": "file", "path": os.path.join(self.directory, "")}
+        self._arrays = zarr_array.ArrayWriter(
+            base, context=ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+        )
 
     def write(self, captured: dict[int, CapturedLeaf]) -> list[Fragment]:
         """Writes all boxes, by the numbers of their leaves, and waits until it is done.
@@ -51,17 +54,19 @@ class ChunkWriter:
             for leaf, part in captured.items()
             if part.boxes
         }
-        arrays = {leaf: self._open(leaf, chunk) for leaf, chunk in chunks.items()}
         fragments = []
         in_flight = _InFlight()
         try:
             for leaf, chunk in chunks.items():
+                described = self.contents.leaves[leaf]
+                prefix = layout.leaf_directory(described.path) + "/"
+                in_flight.add(self._arrays.describe(prefix, described, chunk), 0)
                 for box, values in captured[leaf].boxes:
                     for part in layout.cut(box, chunk):
                         some = values[boxes.relative(part, box)]
                         name = digest.values_digest(some)
                         fragments.append(self._fragment(leaf, part, name))
-                        write = _write(arrays[leaf].result(), part, some)
+                        write = self._arrays.write(prefix, described, chunk, part, some)
                         in_flight.add(write, some.nbytes)
         finally:
             in_flight.drain()
@@ -81,36 +86,19 @@ class ChunkWriter:
         Raises:
           WRITE_ERRORS: of TensorStore.
         """
-        array = self._open(fragment.leaf, fragment.box.shape).result()
-        _write(array, fragment.box, values).result()
+        leaf, chunk = self.contents.leaves[fragment.leaf], fragment.box.shape
+        prefix = layout.leaf_directory(leaf.path) + "/"
+        self._arrays.describe(prefix, leaf, chunk).result()
+        self._arrays.write(prefix, leaf, chunk, fragment.box, values).result()
         return self._fragment(fragment.leaf, fragment.box, fragment.digest)
 
     def put_right(self, fragment: Fragment, values: np.ndarray) -> None:
-        """Writes a chunk anew, even where the array's own metadata is spoilt.
+        """Writes a chunk anew, and the array's metadata, which may be spoilt too.
 
         Raises:
           WRITE_ERRORS: of TensorStore.
         """
-        spec = self._spec(fragment.leaf, fragment.box.shape)
-        array = ts.open(
-            spec, open=True, assume_metadata=True, context=self._context
-        ).result()
-        _write(array, fragment.box, values).result()
-
-    def _open(self, leaf: int, chunk: tuple[int, ...]) -> ts.Future[ts.TensorStore]:
-        spec = self._spec(leaf, chunk)
-        return ts.open(spec, open=True, create=True, context=self._context)
-
-    def _spec(self, leaf: int, chunk: tuple[int, ...]) -> dict[str, Any]:
-        described = self.contents.leaves[leaf]
-        place = os.path.join(self.directory, layout.leaf_directory(described.path))
-        return {
-            "driver": "zarr3",
-            "kvstore": {"driver": "file", "path": place},
-            "metadata": layout.array_metadata(described.shape, described.dtype, chunk),
-            # Chunks of zeros are files as well: what a manifest names is there.
-            "store_data_equal_to_fill_value": True,
-        }
+        self.put(fragment, values)
 
     def _fragment(self, leaf: int, box: boxes.Box, name: bytes) -> Fragment:
         described = self.contents.leaves[leaf]
@@ -157,14 +145,6 @@ class _InFlight:
             write.result()
         except WRITE_ERRORS as error:
             self._error = self._error or error
-
-
-def _write(array: ts.TensorStore, box: boxes.Box, values: np.ndarray) -> Any:
-    index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-    # Its commit: the values are not looked at afterwards.
-    return (
-        array[index].write(values, can_reference_source_data_indefinitely=True).commit
-    )
 
 
 def _item_bytes(part: CapturedLeaf) -> int:

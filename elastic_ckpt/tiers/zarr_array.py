@@ -1,0 +1,120 @@
+"""Zarr v3 arrays of leaves, written into a key-value store of TensorStore.
+
+What is stored of an array is fixed by our layout: its metadata is a function of the
+leaf, and a chunk is its values and their CRC-32C. So nothing is read or created first,
+and small chunks are encoded here: to open an array in TensorStore takes ten times as
+long as to write a kilobyte.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import tensorstore as ts
+
+from elastic_ckpt.core import boxes
+from elastic_ckpt.tiers import layout
+from elastic_ckpt.tiers.manifest import Leaf
+
+_METADATA = "zarr.json"
+# Larger chunks are encoded by TensorStore, in its threads.
+_SMALL_BYTES = 2**17
+
+
+class ArrayWriter:
+    """Writes arrays into one key-value store; any thread may call it.
+
+    Args:
+      store: TensorStore's spec of the store.
+      context: of TensorStore.
+      transaction: that all writes belong to; nothing is durable before its commit.
+    """
+
+    def __init__(
+        self,
+        store: Mapping[str, Any],
+        *,
+        context: ts.Context,
+        transaction: ts.Transaction | None = None,
+    ) -> None:
+        self._spec = store
+        self._context = context
+        self._transaction = transaction
+        opened = ts.KvStore.open(dict(store), context=context).result()
+        self._store = opened
+        if transaction is not None:
+            self._store = opened.with_transaction(transaction)
+        self._path = opened.path
+
+    def describe(self, prefix: str, leaf: Leaf, chunk: tuple[int, ...]) -> ts.Future:
+        """Begins to write the metadata of an array.
+
+        Args:
+          prefix: what the keys of the array begin with.
+          leaf: that it holds.
+          chunk: the shape of its chunks.
+        """
+        content = _metadata_file(leaf.shape, leaf.dtype, chunk)
+        return self._store.write(prefix + _METADATA, content)
+
+    def write(
+        self,
+        prefix: str,
+        leaf: Leaf,
+        chunk: tuple[int, ...],
+        box: boxes.Box,
+        values: np.ndarray,
+    ) -> ts.Future:
+        """Begins to write a chunk of an array.
+
+        Args:
+          prefix: what the keys of the array begin with.
+          leaf: that it holds.
+          chunk: the shape of its chunks.
+          box: that is one of them.
+          values: which must not change before the write is done, or committed.
+        """
+        if values.nbytes <= _SMALL_BYTES:
+            key = prefix + layout.chunk_key(box, chunk)
+            return self._store.write(key, _encoded(values))
+        array = ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {**self._spec, "path": self._path + prefix},
+                "metadata": layout.array_metadata(leaf.shape, leaf.dtype, chunk),
+                # Chunks of zeros are stored as well: a chunk that is missing is lost.
+                "store_data_equal_to_fill_value": True,
+            },
+            open=True,
+            assume_metadata=True,
+            context=self._context,
+            transaction=self._transaction,
+        ).result()
+        place = tuple(map(slice, box.start, box.stop))
+        writing = array[place].write(
+            values, can_reference_source_data_indefinitely=True
+        )
+        if self._transaction is not None:
+            writing.copy.result()
+        return writing.commit
+
+
+def _encoded(values: np.ndarray) -> bytes:
+    # Little-endian in C order, as they lie in memory here.
+    content = values.tobytes()
+    return content + google_crc32c.value(content).to_bytes(4, "little")
+
+
+@functools.lru_cache(maxsize=2**14)
+def _metadata_file(shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]) -> bytes:
+    # The `zarr.json` of such an array, as TensorStore writes it.
+    context = ts.Context()
+    spec = {"driver": "zarr3", "kvstore": "memory://"}
+    metadata = layout.array_metadata(shape, dtype, chunk)
+    ts.open({**spec, "metadata": metadata}, create=True, context=context).result()
+    store = ts.KvStore.open(spec["kvstore"], context=context).result()
+    return bytes(store.read(_METADATA).result().value)

@@ -1,0 +1,71 @@
+"""Arrays in a key-value store, as TensorStore itself would write them."""
+
+import numpy as np
+import pytest
+import tensorstore as ts
+
+from elastic_ckpt.core import boxes
+from elastic_ckpt.tiers import capture, layout, manifest, zarr_array
+from tests.tiers.test_capture import random_bits
+
+SHAPES = {"vector": ((6,), (3,)), "matrix": ((4, 6), (2, 3)), "number": ((), ())}
+
+
+def stored(dtype, shape, chunk, values):
+    """What an `ArrayWriter` stores of an array, by key."""
+    context = ts.Context()
+    spec = {"driver": "memory", "path": "below/"}
+    writer = zarr_array.ArrayWriter(spec, context=context)
+    leaf = manifest.Leaf(path="w", shape=shape, dtype=dtype)
+    writer.describe("w/", leaf, chunk).result()
+    for box in layout.cut(boxes.whole(shape), chunk):
+        part = values[tuple(map(slice, box.start, box.stop))]
+        writer.write("w/", leaf, chunk, box, part).result()
+    return content(context, "below/w/")
+
+
+def by_tensorstore(dtype, shape, chunk, values):
+    """What TensorStore stores of it."""
+    context = ts.Context()
+    array = ts.open(
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "memory", "path": "w/"},
+            "metadata": layout.array_metadata(shape, dtype, chunk),
+            "store_data_equal_to_fill_value": True,
+        },
+        create=True,
+        context=context,
+    ).result()
+    array.write(values).result()
+    return content(context, "w/")
+
+
+def content(context, path):
+    store = ts.KvStore.open({"driver": "memory", "path": path}, context=context)
+    opened = store.result()
+    keys = opened.list().result()
+    return {key: bytes(opened.read(key).result().value) for key in keys}
+
+
+@pytest.mark.parametrize("encoded_by", ["us", "TensorStore"])
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("dtype", sorted(capture.STORABLE))
+def test_what_is_stored_is_what_tensorstore_stores(
+    dtype, kind, encoded_by, monkeypatch
+):
+    if encoded_by == "TensorStore":
+        monkeypatch.setattr(zarr_array, "_SMALL_BYTES", -1)
+    shape, chunk = SHAPES[kind]
+    size = int(np.prod(shape))
+    values = random_bits(dtype, size).reshape(shape)
+    expected = by_tensorstore(dtype, shape, chunk, values)
+    assert stored(dtype, shape, chunk, values) == expected
+    num_chunks = size // max(1, int(np.prod(chunk)))
+    assert len(expected) == 1 + num_chunks
+
+
+def test_chunks_that_do_not_lie_in_one_piece_are_stored_in_their_order():
+    values = np.arange(24, dtype=np.float32).reshape(6, 4).T
+    found = stored("float32", (4, 6), (2, 3), values)
+    assert found == by_tensorstore("float32", (4, 6), (2, 3), values)
