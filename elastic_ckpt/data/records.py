@@ -22,8 +22,11 @@ RECORD = "record"
 # The field of a cursor that counts the corrupt records left out.
 _SKIPPED = "skipped"
 
-# A shard that reads as many records, and two epochs, yields no row any more.
-_MAX_FRUITLESS_RECORDS = 300_000
+# A shard that makes no row of so many records yields none any more, if they are two
+# epochs; or if they are many, and of so many units that one in a hundred is among them.
+_MIN_FRUITLESS_RECORDS = 30_000
+_MAX_FRUITLESS_RECORDS = 1_000_000
+_MAX_FRUITLESS_UNITS = 1_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,10 @@ class Records(grain.IterDataset[source.Element]):
         return _RecordsIterator(
             self._source, self._shard, self._num_shards, self._reading
         )
+
+    def epoch_records(self) -> int:
+        """Records of an epoch, those of all shards."""
+        return source.num_records(self._source)
 
     def __str__(self) -> str:
         return f"Records(shard={self._shard} of {self._num_shards})"
@@ -188,27 +195,39 @@ class _Fruitless(threading.local):
     """Records read in this thread since a shard was asked for the row that is due."""
 
     # None while no row is due: then nobody waits, and nothing is counted.
-    num_records: int | None = None
+    describe: Callable[[], str] | None = None
+    num_records = 0
+    num_units = 0
 
     def count(self, num_records: int, two_epochs: int, of: source.Source) -> None:
         """Counts the records of a unit that is opened."""
-        if self.num_records is None:
+        if self.describe is None:
             return
         self.num_records += num_records
-        if self.num_records > max(two_epochs, _MAX_FRUITLESS_RECORDS):
+        self.num_units += 1
+        enough = self.num_records > max(two_epochs, _MIN_FRUITLESS_RECORDS)
+        many = (
+            self.num_records > _MAX_FRUITLESS_RECORDS
+            and self.num_units > _MAX_FRUITLESS_UNITS
+        )
+        if enough or many:
             raise errors.DataError(
                 f"{of.files[0]} and the {len(of.files) - 1} files after it:"
-                f" {self.num_records:,} records in a row, more than two epochs, made no"
-                " example; is there a filter that rejects everything?"
+                f" {self.num_records:,} records in a row made no example;"
+                f" {self.describe()}"
             )
 
 
 _FRUITLESS = _Fruitless()
 
 
-def row_is_due(due: bool) -> None:
-    """Tells the records of this thread that a row is due, or that it has come.
+def row_is_due(describe: Callable[[], str] | None) -> None:
+    """Begins to count the records of this thread until a row has come.
 
-    While it is due, reading without end is an error, not a loop.
+    Meanwhile, reading without end is an error, not a loop.
+
+    Args:
+      describe: returns what may be the reason, in words; None once the row has come.
     """
-    _FRUITLESS.num_records = 0 if due else None
+    _FRUITLESS.describe = describe
+    _FRUITLESS.num_records = _FRUITLESS.num_units = 0

@@ -10,7 +10,14 @@ import grain
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, elastic_data, example_id, records, rows
+from elastic_ckpt.data import (
+    cursors,
+    elastic_data,
+    example_id,
+    filters,
+    records,
+    rows,
+)
 
 MakeShard = Callable[[int], grain.IterDataset]
 Rows = dict[str, np.ndarray]
@@ -101,6 +108,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         # A shard that was not opened is still where it was.
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
+        self._filters: dict[int, filters.Filters] = {}
         self._ended: dict[int, storage.Json] = {}
         # Rows that shards were asked for before it was their turn.
         self._early: dict[int, Any] = {}
@@ -157,7 +165,8 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             return self._early.pop(shard)
         if shard in self._ended:
             return None
-        records.row_is_due(True)
+        watched = self._filters.setdefault(shard, filters.Filters())
+        records.row_is_due(watched.describe)
         try:
             return next(self._open(shard))
         except StopIteration:
@@ -168,7 +177,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             error.add_note(f"in the pipeline of logical shard {shard}")
             raise
         finally:
-            records.row_is_due(False)
+            records.row_is_due(None)
         if not self._task.finite:
             raise errors.DataError(
                 f"logical shard {shard} came to its end; let make_shard repeat its"
@@ -182,7 +191,9 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         opened = self._opened.get(shard)
         if opened is None:
             cursor: Any = self._unopened[shard]
-            opened = iter(self._task.make_shard(shard))
+            made = self._task.make_shard(shard)
+            self._filters[shard].watch(made, endless=not self._task.finite)
+            opened = iter(made)
             if _is_end(cursor):
                 # It is asked again: with other weights it may go on.
                 cursor = cursor[_ENDED]
@@ -214,12 +225,15 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
 
     def _any(self) -> Any:
         # An example of any shard, for the shapes: those of this task have none.
+        found = filters.Filters()
         for shard in range(self._task.batch.num_shards):
-            for example in self._task.make_shard(shard):
+            made = self._task.make_shard(shard)
+            found.watch(made, endless=False)
+            for example in made:
                 return example
         raise errors.DataError(
             f"none of the {self._task.batch.num_shards} logical shards has an example;"
-            " is there a filter that rejects everything?"
+            f" {found.describe()}"
         )
 
 

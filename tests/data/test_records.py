@@ -209,10 +209,14 @@ def test_the_same_randomness_is_met_after_a_resume():
 
 @pytest.fixture
 def little_patience(monkeypatch):
-    monkeypatch.setattr(records, "_MAX_FRUITLESS_RECORDS", 1000)
-    records.row_is_due(True)
+    monkeypatch.setattr(records, "_MIN_FRUITLESS_RECORDS", 1000)
+    records.row_is_due(reason)
     yield
-    records.row_is_due(False)
+    records.row_is_due(None)
+
+
+def reason():
+    return "for a reason"
 
 
 @pytest.mark.usefixtures("little_patience")
@@ -221,8 +225,8 @@ def test_a_filter_that_rejects_everything_is_an_error(of, num_shards):
     rejecting = read(of, 0, num_shards).filter(lambda _: False)
     with pytest.raises(
         errors.DataError,
-        match=r"numbers-0 and the \d+ files after it: 1,0\d\d records in a row, more"
-        " than two epochs, made no example; is there a filter that rejects everything",
+        match=r"numbers-0 and the \d+ files after it: 1,0\d\d records in a row made no"
+        " example; for a reason",
     ):
         next(iter(rejecting))
 
@@ -232,9 +236,19 @@ def test_two_epochs_are_read_however_many_they_are():
     of = corpora.Numbers(blocks=((10,) * 300,))
     late = read(of, 0, 1).filter(lambda e: e["record"] == 5999)
     assert next(iter(late))["record"] == 5999
-    records.row_is_due(True)
+    records.row_is_due(reason)
     never = read(of, 0, 1).filter(lambda e: e["record"] == 6000)
     with pytest.raises(errors.DataError, match="6,010 records in a row"):
+        next(iter(never))
+
+
+@pytest.mark.usefixtures("little_patience")
+def test_of_large_data_two_epochs_are_not_waited_for(monkeypatch):
+    monkeypatch.setattr(records, "_MAX_FRUITLESS_RECORDS", 2000)
+    monkeypatch.setattr(records, "_MAX_FRUITLESS_UNITS", 250)
+    of = corpora.Numbers(blocks=((10,) * 3000,))
+    never = read(of, 0, 1).filter(lambda _: False)
+    with pytest.raises(errors.DataError, match="2,510 records in a row"):
         next(iter(never))
 
 
@@ -242,13 +256,13 @@ def test_two_epochs_are_read_however_many_they_are():
 def test_rows_that_come_now_and_then_come_for_ever():
     seldom = iter(read(mixed(), 0, 1).filter(lambda e: e["record"] % 900 == 0))
     for row in range(10):
-        records.row_is_due(True)
+        records.row_is_due(reason)
         assert next(seldom)["record"] == 900 * row
 
 
 @pytest.mark.usefixtures("little_patience")
 def test_who_reads_without_a_row_that_is_due_may_read_for_ever():
-    records.row_is_due(False)
+    records.row_is_due(None)
     seldom = read(mixed(), 0, 1).filter(lambda e: e["record"] == 6000)
     assert next(iter(seldom))["record"] == 6000
 
