@@ -6,8 +6,7 @@ import dataclasses
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping
-from concurrent import futures
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -17,31 +16,13 @@ from elastic_ckpt.checkpoint import components, restore
 from elastic_ckpt.checkpoint import metadata as metadata_of
 from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.response import Response
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.line import Line
 
 Json = storage.Json
-
-
-class Response:
-    """A save under way, as Orbax's `AsyncResponse`."""
-
-    def __init__(self, committed: futures.Future[bool]) -> None:
-        self._committed = committed
-
-    def result(self, timeout: float | None = None) -> bool:
-        """Whether the step was committed; waits for that.
-
-        Raises:
-          TimeoutError: if it is not known after `timeout` seconds.
-        """
-        return self._committed.result(timeout)
-
-    def on_complete(self, callback: Callable[[bool], None]) -> None:
-        """Has `callback` told, in some thread, whether the step was committed."""
-        self._committed.add_done_callback(lambda done: callback(done.result()))
 
 
 class TieredCheckpointer:
@@ -310,6 +291,14 @@ class TieredCheckpointer:
             )
         self.reload()
         return was_there
+
+    def is_durable(self, step: int) -> bool:
+        """Whether `step` is the newest and in persistent storage; waits for backups."""
+        self.wait()
+        latest = self.latest
+        if latest is None or latest.step != step or self._persistent is None:
+            return False
+        return self._hosts.first("backup.holds", step, latest.save)
 
     def is_saving_in_progress(self) -> bool:
         """Whether a step is being committed."""

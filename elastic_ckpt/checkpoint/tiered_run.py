@@ -9,7 +9,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint.checkpointer import DATA, STATE
 from elastic_ckpt.checkpoint.tiered import TieredCheckpointer
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import metrics
+from elastic_ckpt.core import errors, metrics
 
 
 class TieredRunCheckpointer:
@@ -31,6 +31,9 @@ class TieredRunCheckpointer:
         self._checkpointer = checkpointer
         self._section = section
         self._data = data
+        # The step that ends the run, once it is saved.
+        self._last_step: int | None = None
+        self._is_closed = False
 
     @property
     def latest_step(self) -> int | None:
@@ -50,19 +53,34 @@ class TieredRunCheckpointer:
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether a tier wants step `step`, which is done now."""
         if last and self._section.save_checkpoint_on_completion:
-            self._checkpointer.wait()
-            return self.latest_step != step
+            return not self._checkpointer.is_durable(step)
         return self._checkpointer.should_save(step)
 
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last one to every tier."""
+        self._last_step = step if last else None
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             saving = self._checkpointer.save_checkpointables_async(
-                step, {STATE: state, DATA: self._data}, force=last
+                step, {STATE: state, DATA: self._data}, force=last, overwrite=last
             )
             if saving is not None and not self._section.async_checkpointing:
                 saving.result()
 
     def close(self) -> None:
-        """Waits for all tiers, a late backup too."""
-        self._checkpointer.close()
+        """Waits for all tiers, a late backup too; a second call does nothing.
+
+        Raises:
+          CheckpointError: if the step that ends the run is not in persistent storage.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with self._checkpointer as checkpointer:
+            last = self._last_step
+            if last is not None and not checkpointer.is_durable(last):
+                raise errors.CheckpointError(
+                    f"step {last}, the last of the run, is not in persistent storage,"
+                    " and would be lost with the hosts: see why in the lines before or"
+                    " `degraded` in the run's events, make room or bring the storage"
+                    " back, and start the run once more to save it"
+                )

@@ -59,6 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         if isinstance(last, positional.PositionalData)
         else None,
         num_saved_steps=max(saved, default=0),
+        missing_checkpoint=_missing_checkpoint(
+            config,
+            finished=run_directory.is_finished(arguments.run),
+            num_steps=len(step_log.lineage(attempts)),
+            saved=max(saved, default=0),
+        ),
     )
     if arguments.json:
         content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
@@ -93,5 +99,20 @@ def describe(outcome: audit.Audit) -> str:
             _LIMITS,
         ]
     else:
-        lines.append(f"FAILED: {outcome.first_difference}")
+        problem = outcome.first_difference or outcome.missing_checkpoint
+        lines.append(f"FAILED: {problem}")
     return "\n".join(lines)
+
+
+def _missing_checkpoint(config: schema.Config, **found: Any) -> str:
+    from elastic_ckpt.training import audit
+
+    section, tiers = config.checkpoint, config.tiers
+    if not section.enable_checkpointing:
+        return ""
+    period: int | None = section.checkpoint_period
+    if tiers.enable_multi_tier_checkpointing:
+        period = tiers.multi_tier_checkpointing_backup_interval_steps or None
+    return audit.missing_checkpoint(
+        period=period, at_end=section.save_checkpoint_on_completion, **found
+    )

@@ -45,6 +45,7 @@ class Progress:
         self._is_stopping = False
         self._world = ""
         self._saved = ""
+        self._is_anything_saved = False
         self._recent_secs: collections.deque[float] = collections.deque(maxlen=10)
         # What is under way, and since when; what was last shown, or heard of a step.
         self._phase = "starting"
@@ -141,21 +142,24 @@ class Progress:
 
     def _on_run_stopped(self, **event: Any) -> None:
         if event["saved"]:
-            self._saved = f"saved step {event['step']}"
+            self._note_saved(f"saved step {event['step']}")
         kept = "which is saved" if event["saved"] else "which was NOT saved"
         self._line(f"stopped after step {event['step']}, {kept}; {self._next()}")
 
+    def _note_saved(self, saved: str) -> None:
+        self._saved, self._is_anything_saved = saved, True
+
     def _next(self) -> str:
-        if self._saved:
+        if self._is_anything_saved:
             return "the same command continues it from the newest complete step"
         return "nothing was saved, and the same command begins anew"
 
     def _on_restored(self, **event: Any) -> None:
-        self._saved = f"saved step {event['step']}"
+        self._note_saved(f"saved step {event['step']}")
         self._line(f"restored {event['path']} in {event['secs']:.1f} s")
 
     def _on_restored_from(self, **event: Any) -> None:
-        self._saved = f"saved step {event['step']}"
+        self._note_saved(f"saved step {event['step']}")
         parts = [
             f"{_bytes(event[f'{near}_bytes'])} {where}"
             for near, where in _NEARNESS.items()
@@ -170,13 +174,15 @@ class Progress:
         self._line(f"passed over: {event['why']}")
 
     def _on_degraded(self, **event: Any) -> None:
+        if self._saved == f"saving step {event['step']}" and event["tier"] == "local":
+            self._saved = f"step {event['step']} is not in RAM"
         self._line(f"{event['tier']} tier, step {event['step']}: {event['why']}")
 
     def _on_replicated(self, **event: Any) -> None:
         pass
 
     def _on_backed_up(self, **event: Any) -> None:
-        self._saved = f"backed up step {event['step']}"
+        self._note_saved(f"backed up step {event['step']}")
 
     def _on_step(self, **event: Any) -> None:
         step, steps = event["step"], event["steps"]
@@ -200,7 +206,7 @@ class Progress:
         self._saved = f"saving step {event['step']}"
 
     def _on_saved(self, **event: Any) -> None:
-        self._saved = f"saved step {event['step']}"
+        self._note_saved(f"saved step {event['step']}")
 
     def _on_evaluated(self, **event: Any) -> None:
         batches = _count(event["batches"], "batch", "es")

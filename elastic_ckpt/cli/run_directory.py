@@ -48,3 +48,12 @@ def read_config(directory: str) -> schema.Config:
             " once more to have it written anew"
         ) from None
     return load.from_values(values, place=str(path))
+
+
+def is_finished(directory: str) -> bool:
+    """Whether the last start of the run in `directory` came to its end."""
+    try:
+        log = storage.read_log(storage.absolute(directory) / EVENTS)
+    except FileNotFoundError:
+        return False
+    return bool(log) and log[-1]["event"] == "run_finished"

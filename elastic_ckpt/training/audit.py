@@ -36,6 +36,8 @@ class Audit:
       num_redone_steps: steps that were trained again after a crash (and count once).
       hosts: hosts of each attempt.
       first_difference: the first step that differs, in words; empty if none does.
+      missing_checkpoint: which checkpoint did not reach storage though it was due, in
+        words; empty if none is missing.
     """
 
     num_steps: int
@@ -49,11 +51,16 @@ class Audit:
     num_redone_steps: int
     hosts: tuple[int, ...]
     first_difference: str
+    missing_checkpoint: str
 
     @property
     def passed(self) -> bool:
-        """Whether each step had the batch of the one-host run, in order if promised."""
-        return not (self.first_difference or self.num_lost or self.num_repeated)
+        """Whether each step had the batch of the one-host run, in order if promised.
+
+        A run whose checkpoints did not reach storage does not pass.
+        """
+        problem = self.first_difference or self.missing_checkpoint
+        return not (problem or self.num_lost or self.num_repeated)
 
 
 def audit(
@@ -63,6 +70,7 @@ def audit(
     is_in_order: Callable[[int], bool],
     num_records: int | None = None,
     num_saved_steps: int = 0,
+    missing_checkpoint: str = "",
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
 
@@ -76,6 +84,7 @@ def audit(
       num_records: records of an epoch, if each of them is an example.
       num_saved_steps: the run's newest checkpoint; a log that ends before it has lost
         steps that were trained.
+      missing_checkpoint: see `Audit`.
     """
     lineage = step_log.lineage(attempts)
     steps = [lineage[step] for step in sorted(lineage)]
@@ -110,6 +119,38 @@ def audit(
         num_redone_steps=num_logged - len(steps),
         hosts=tuple(attempt.hosts for attempt in attempts),
         first_difference=compared.difference,
+        missing_checkpoint=missing_checkpoint,
+    )
+
+
+def missing_checkpoint(
+    *, period: int | None, at_end: bool, finished: bool, num_steps: int, saved: int
+) -> str:
+    """The checkpoint of a run that is not in storage though it was due, in words.
+
+    The last steps of a run that was killed, or still runs, may be on their way there:
+    of these runs only one that has saved nothing is looked at.
+
+    Args:
+      period: steps between two checkpoints in storage; None if time alone counts.
+      at_end: whether the last step is saved as well.
+      finished: whether the run came to its end.
+      num_steps: that were trained.
+      saved: the newest step in storage; 0 if there is none.
+    """
+    due = 0
+    if finished and at_end:
+        due = num_steps
+    elif finished and period:
+        due = num_steps - num_steps % period
+    elif period and num_steps >= 2 * period:
+        due = period
+    if saved >= due:
+        return ""
+    newest = f"the newest is {saved}" if saved else "there is none"
+    return (
+        f"checkpoint {due} was due in storage, and {newest}: a loss of the hosts would"
+        " take the run with it; look for `degraded` in its events"
     )
 
 

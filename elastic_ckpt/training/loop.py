@@ -81,7 +81,7 @@ class Loop:
         catches up before a checkpoint: what is saved is logged.
         """
         recorder = _Recorder(self.log, self.emit, steps)
-        done = saved = start_step
+        done, saved = start_step, -1
         stopping = False
         while done < steps and not stopping:
             is_new_shape = done == start_step
@@ -110,7 +110,8 @@ class Loop:
                 self.saver.save(done, state, last=last or stopping)
                 saved = done
         recorder.catch_up()
-        if self.saver and done > saved and self.saver.is_due(done, last=True):
+        # A run that was at its end already may lack its checkpoint in storage.
+        if self.saver and done not in (0, saved) and self.saver.is_due(done, last=True):
             self.saver.save(done, state, last=True)
         return Ended(state=state, step=done, is_stopped=stopping)
 

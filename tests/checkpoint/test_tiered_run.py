@@ -1,12 +1,15 @@
 """A run's checkpoints in tiers: weights and data state, saved and restored together."""
 
+import errno
+import os
+
 import jax
 import numpy as np
 import pytest
 
 from elastic_ckpt.checkpoint import factory, summary, tiered_run
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import metrics, topology
+from elastic_ckpt.core import errors, metrics, storage, topology
 from elastic_ckpt.data import iterator
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.checkpoint.test_checkpointer import abstract, state
@@ -84,3 +87,33 @@ def test_saves_and_restores_are_measured(make, heard):
     assert heard[metrics.CHECKPOINT_BACKUP][0] >= num_bytes
     assert heard[metrics.CHECKPOINT_READ["local"]][0] >= num_bytes
     assert heard[metrics.CHECKPOINT_BAD_COPIES] == [0]
+
+
+def fill(path):
+    """Storage in which nothing can be written from now on."""
+    os.makedirs(path, exist_ok=True)
+    write = storage.write_atomic
+
+    def write_or_fail(target, content, **options):
+        if str(target).startswith(str(path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(target, content, **options)
+
+    return write_or_fail
+
+
+def test_a_last_step_that_is_not_in_storage_is_an_error(make, tmp_path, monkeypatch):
+    run = make()
+    monkeypatch.setattr(storage, "write_atomic", fill(tmp_path / "steps"))
+    run.save(7, state(1.0), last=True)
+    with pytest.raises(errors.CheckpointError, match="step 7, the last of the run"):
+        run.close()
+    monkeypatch.undo()
+    # Started once more, it is at its end, and saves it again.
+    again = make()
+    assert again.latest_step == 7
+    assert again.is_due(7, last=True)
+    again.save(7, state(1.0), last=True)
+    again.close()
+    assert list(summary.steps(tmp_path / "steps")) == [7]
+    assert not make().is_due(7, last=True)

@@ -64,6 +64,19 @@ def test_saves_are_shown_in_the_line():
     assert second.endswith("saved step 4")
 
 
+def test_a_save_that_failed_is_not_shown_as_under_way():
+    stream = io.StringIO()
+    shown = progress.Progress(1, stream)
+    shown("save_started", step=4)
+    shown("degraded", tier="local", step=4, why="it does not fit")
+    shown("step", step=5, steps=9, loss=1.0, secs=1.0)
+    shown("backed_up", step=4, bytes=3, secs=1.0)
+    shown("step", step=6, steps=9, loss=1.0, secs=1.0)
+    _, first, second = stream.getvalue().splitlines()
+    assert first.endswith("| step 4 is not in RAM")
+    assert second.endswith("| backed up step 4")
+
+
 def test_what_was_interrupted_and_restored_is_told():
     stream = io.StringIO()
     shown = progress.Progress(1, stream)
@@ -178,8 +191,9 @@ def test_a_thread_breaks_silences_while_it_is_open(monkeypatch):
 def test_the_end_says_what_the_same_command_does(event, fields, line, has_saved):
     stream = io.StringIO()
     shown = progress.Progress(1, stream)
+    shown("save_started", step=4)
     if has_saved:
-        shown("save_started", step=4)
+        shown("saved", step=4, secs=1.0)
     shown(event, step=7, **fields)
     if has_saved or fields.get("saved"):
         line += "the same command continues it from the newest complete step"

@@ -423,7 +423,6 @@ def failing(*problems):
     "problem",
     [
         OSError(errno.EIO, "input/output error"),
-        OSError(errno.ENOSPC, "no space left"),
         TimeoutError("timed out"),
         ValueError("UNAVAILABLE: the store is away"),
     ],
@@ -453,6 +452,8 @@ def test_in_the_end_waiting_is_given_up():
     [
         PermissionError(errno.EACCES, "no"),
         OSError(errno.EROFS, "read-only"),
+        OSError(errno.ENOSPC, "no space left"),
+        ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device"),
         ValueError("PERMISSION_DENIED: no"),
     ],
 )

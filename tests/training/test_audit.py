@@ -162,3 +162,35 @@ def test_a_step_that_was_not_logged_is_a_difference(data, missing):
     steps = [record for record in records(data, 4) if record.step != missing]
     outcome = run_audit([attempt(steps)], data)
     assert outcome.first_difference == f"step {missing} is missing from the step log"
+
+
+@pytest.mark.parametrize(
+    ("found", "problem"),
+    [
+        ({"finished": True, "num_steps": 55, "saved": 55}, ""),
+        ({"finished": True, "num_steps": 55, "saved": 50}, "checkpoint 55 was due"),
+        ({"finished": True, "num_steps": 55, "saved": 0}, "and there is none"),
+        ({"finished": True, "num_steps": 55, "saved": 50, "at_end": False}, ""),
+        ({"finished": True, "num_steps": 9, "saved": 0, "at_end": False}, ""),
+        (
+            {"finished": True, "num_steps": 55, "saved": 40, "at_end": False},
+            "checkpoint 50 was due in storage, and the newest is 40",
+        ),
+        # The first may be on its way.
+        ({"finished": False, "num_steps": 19, "saved": 0}, ""),
+        ({"finished": False, "num_steps": 20, "saved": 0}, "checkpoint 10 was due"),
+        ({"finished": False, "num_steps": 55, "saved": 10}, ""),
+        ({"finished": False, "num_steps": 55, "saved": 0, "period": None}, ""),
+    ],
+)
+def test_a_checkpoint_that_did_not_reach_storage_is_named(found, problem):
+    said = audit.missing_checkpoint(**{"period": 10, "at_end": True, **found})
+    assert bool(said) == bool(problem)
+    assert problem in said
+
+
+def test_a_run_without_the_checkpoints_that_were_due_does_not_pass(data):
+    outcome = run_audit(
+        [attempt(records(data, 3))], data, missing_checkpoint="checkpoint 2 was due"
+    )
+    assert not outcome.passed

@@ -173,6 +173,21 @@ class HostBackup:
             tier.discard_aside(gone.step, gone.save)
         return removed
 
+    def holds(self, step: int, save: str) -> bool:
+        """Whether that save of a step is committed to persistent storage.
+
+        Args:
+          step: the training step.
+          save: which save of it; empty for one that Orbax alone wrote.
+
+        Raises:
+          CheckpointError: if storage cannot be reached.
+        """
+        root = self._root()
+        if not root.is_committed(step):
+            return False
+        return not save or arrange.save_of(root, step, run=self._world.run) == save
+
     def remove(self, step: int) -> bool:
         """Removes all saves of a step from persistent storage; whether there were any.
 

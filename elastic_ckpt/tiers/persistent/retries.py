@@ -22,15 +22,20 @@ Result = TypeVar("Result")
 _PERMANENT_ERRNOS = frozenset(
     {
         errno.EACCES,
+        errno.EDQUOT,
         errno.EISDIR,
         errno.EINVAL,
         errno.ENAMETOOLONG,
+        errno.ENOSPC,
         errno.ENOTDIR,
         errno.ENOTEMPTY,
         errno.EPERM,
         errno.EROFS,
     }
 )
+# How systems and TensorStore report full storage. There may be room at the next backup;
+# until then nothing waits for it.
+_FULL = ("No space left on device", "Disk quota exceeded")
 # TensorStore raises ValueErrors that begin with the name of an Abseil status, see
 # https://abseil.io/docs/cpp/guides/status-codes
 _STATUS = re.compile(r"([A-Z_]+): ")
@@ -87,7 +92,8 @@ class Retries:
                 if problem.permanent:
                     raise errors.CheckpointError(
                         f"{what} failed: {error}; no retry will mend this: check the"
-                        " path and who may write there, then upload the step again"
+                        " path, its free space and who may write there, then upload the"
+                        " step again"
                     ) from error
                 if attempt == self.attempts:
                     raise errors.CheckpointError(
@@ -118,4 +124,7 @@ def _problem(error: OSError | ValueError) -> _Problem | None:
     if isinstance(error, OSError):
         return _Problem(error.errno in _PERMANENT_ERRNOS)
     status = _STATUS.match(str(error))
-    return _Problem(status[1] in _PERMANENT_STATUSES) if status else None
+    if status is None:
+        return None
+    full = any(each in str(error) for each in _FULL)
+    return _Problem(full or status[1] in _PERMANENT_STATUSES)
