@@ -17,8 +17,8 @@ from typing import Any
 
 import grain
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import cursors
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import cursors, shard_steps
 
 # The unit interval in 64 bits; the fractions of the golden ratio and of sqrt(2) in it.
 _ONE = 2**64
@@ -122,7 +122,7 @@ def first_multiple(step: int, modulus: int, low: int, high: int) -> int:
     return -(-(low + modulus * turns) // step)
 
 
-class Mixture(grain.IterDataset):
+class Mixture(shard_steps.Step):
     """Elements of several datasets of one shard, by weight.
 
     A dataset is opened when its first element is due. If datasets end, the others go
@@ -136,6 +136,8 @@ class Mixture(grain.IterDataset):
       shard: the shard's number.
     """
 
+    describes_parents = True
+
     def __init__(
         self,
         parts: Mapping[str, grain.IterDataset],
@@ -148,10 +150,23 @@ class Mixture(grain.IterDataset):
         self._ends = bounds(weighed or dict(weights))
         super().__init__([parts[name] for name in weighed])
         self._parts = {name: parts[name] for name in weighed}
-        self._shard = shard
+        self._given = {name: (weights[name], parts[name]) for name in sorted(parts)}
+        self._shard = self.shard = shard
 
     def __iter__(self) -> grain.DatasetIterator:
         return _MixtureIterator(self._parts, self._ends, self._shard)
+
+    def __str__(self) -> str:
+        return f"Mixture(shard={self.shard}, {sorted(self._given)})"
+
+    def settings(self) -> dict[str, storage.Json]:
+        """Each dataset by its name: its weight and its steps."""
+        return {
+            "datasets": {
+                name: {"weight": weight, "steps": shard_steps.described(part)}
+                for name, (weight, part) in self._given.items()
+            }
+        }
 
 
 class _MixtureIterator(grain.DatasetIterator):

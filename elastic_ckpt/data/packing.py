@@ -12,7 +12,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import shard_steps
 
 Example = dict[str, np.ndarray]
 
@@ -20,7 +21,7 @@ Example = dict[str, np.ndarray]
 _ADDED = ("_segment_ids", "_positions")
 
 
-class ConcatThenSplit(grain.IterDataset[Example]):
+class ConcatThenSplit(shard_steps.Step[Example]):
     """Rows of L tokens without padding, but for the last row of data that ends.
 
     Beside each feature, a row has its `{feature}_segment_ids`, which count the examples
@@ -50,6 +51,10 @@ class ConcatThenSplit(grain.IterDataset[Example]):
         return _ConcatThenSplitIterator(
             iter(self._parent), features=self._features, length=self._length
         )
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The features that are packed, and the length of a row."""
+        return {"features": list(self._features), "length": self._length}
 
 
 class _ConcatThenSplitIterator(grain.DatasetIterator[Example]):

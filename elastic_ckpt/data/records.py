@@ -12,8 +12,8 @@ import grain
 import numpy as np
 from absl import logging
 
-from elastic_ckpt.core import errors
-from elastic_ckpt.data import cursors, units
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import cursors, shard_steps, units
 from elastic_ckpt.data.sources import source
 
 # Which record an element was made of: its number in the endless list of all epochs.
@@ -45,7 +45,7 @@ class Reading:
     skip_corrupt: bool = False
 
 
-class Records(grain.IterDataset[source.Element]):
+class Records(shard_steps.Step[source.Element]):
     """The records that are one shard's, as dicts of columns.
 
     Each element also has `record`, an int that no other element of the source has. The
@@ -68,8 +68,8 @@ class Records(grain.IterDataset[source.Element]):
     ) -> None:
         super().__init__()
         self._source = of
-        self._shard = shard
-        self._num_shards = num_shards
+        self._shard = self.shard = shard
+        self._num_shards = self.num_shards = num_shards
         self._reading = reading or Reading()
 
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
@@ -82,7 +82,17 @@ class Records(grain.IterDataset[source.Element]):
         return source.num_records(self._source)
 
     def __str__(self) -> str:
-        return f"Records(shard={self._shard} of {self._num_shards})"
+        return f"Records(shard={self.shard} of {self.num_shards})"
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The files, and in which order they are read until when."""
+        reading = self._reading
+        return {
+            "shuffle_seed": reading.shuffle_seed,
+            "num_epochs": reading.num_epochs,
+            # Damage that is left out does not make another file.
+            **source.identity(self._source, sampled=not reading.skip_corrupt),
+        }
 
 
 class _RecordsIterator(grain.DatasetIterator[source.Element]):
@@ -160,7 +170,7 @@ def skipped(of_shards: Iterable[cursors.Cursor]) -> int:
     return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
 
 
-class RandomMap(grain.IterDataset):
+class RandomMap(shard_steps.Step):
     """Maps elements with randomness that belongs to the example.
 
     What an example meets depends on the seed and on its `record`, which is another in
@@ -171,6 +181,8 @@ class RandomMap(grain.IterDataset):
       function: `(element, numpy.random.Generator) -> element`.
       seed: a non-negative number.
     """
+
+    runs_own_code = True
 
     def __init__(
         self,
@@ -185,6 +197,14 @@ class RandomMap(grain.IterDataset):
 
     def __iter__(self) -> grain.DatasetIterator:
         return iter(self._parent.map(self._map))
+
+    def __str__(self) -> str:
+        name = getattr(self._function, "__name__", repr(self._function))
+        return f"RandomMap({name})"
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The seed."""
+        return {"seed": self._seed}
 
     def _map(self, element: source.Element) -> Any:
         generator = np.random.default_rng([self._seed, element[RECORD]])

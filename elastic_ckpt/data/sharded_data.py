@@ -16,14 +16,22 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data import cursors, elastic_data, readers, rows, shard_rows
+from elastic_ckpt.data import (
+    cursors,
+    elastic_data,
+    readers,
+    rows,
+    shard_rows,
+    shard_steps,
+    state,
+)
 
 MakeShard = shard_rows.MakeShard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedData:
-    """A pipeline for each logical shard, elastic.
+    """A pipeline for each logical shard, elastic; `sharded` makes one.
 
     Attributes:
       make_shard: makes the pipeline of a shard from the shard's number: a Grain
@@ -47,6 +55,12 @@ class ShardedData:
     num_workers: int = 0
     per_worker_batches: int = 1
 
+    def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise errors.ConfigError(
+                f"num_shards={self.num_shards}; logical shards are counted from 1 on"
+            )
+
     @property
     def rows_of_end(self) -> int:
         """A row of each shard: before that, some may still have rows."""
@@ -60,6 +74,8 @@ class ShardedData:
     def identity(self) -> dict[str, storage.Json]:
         """What decides which example comes when."""
         own: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
+        if isinstance(self.make_shard, shard_steps.CheckedShards):
+            own[state.STEPS] = self.make_shard.steps()
         if isinstance(self.pipeline, dict):
             return own | self.pipeline
         return own | {"pipeline": self.pipeline}
@@ -79,12 +95,59 @@ class ShardedData:
 
 
 def sharded(
-    make_shard: MakeShard, *, num_shards: int, pipeline: storage.Json = "", **more: Any
+    make_shard: MakeShard,
+    *,
+    num_shards: int | None = None,
+    pipeline: storage.Json = "",
+    **more: Any,
 ) -> ShardedData:
-    """Elastic data from a pipeline for each logical shard; see `ShardedData`."""
-    return ShardedData(
-        make_shard=make_shard, num_shards=num_shards, pipeline=pipeline, **more
+    """Elastic data from a pipeline for each logical shard.
+
+    The files that `Records` reads, and the settings of our steps and Grain's, are part
+    of what a saved state is compared with; of the functions that the pipeline maps or
+    filters with, the name `pipeline` is.
+
+    Args:
+      make_shard: as in `ShardedData`.
+      num_shards: S; only where no `Records` of the pipeline has it.
+      pipeline: a name and version, JSON, of your own functions in `make_shard`; change
+        it when they give other examples. Needed if there are any.
+      **more: as in `ShardedData`.
+
+    Raises:
+      ConfigError: if S is missing or given twice and differently, if `make_shard` reads
+        another shard than it is asked for, or if `pipeline` is missing.
+    """
+    made = shard_steps.made_for(make_shard, 0)
+    given = shard_steps.numbers_of_shards(made)
+    if num_shards is not None:
+        given.add(num_shards)
+    if not given:
+        raise errors.ConfigError(
+            "sharded: no ec.data.Records in make_shard has a num_shards; give sharded"
+            " num_shards="
+        )
+    if len(given) > 1:
+        raise errors.ConfigError(
+            f"sharded: num_shards is given differently, {sorted(given)}; give it once,"
+            " to the ec.data.Records of make_shard"
+        )
+    own = shard_steps.own_code(made)
+    if own and pipeline in ("", None):
+        raise errors.ConfigError(
+            f"sharded: make_shard runs code of your own, {', '.join(own)}, which a"
+            ' saved state cannot be compared with; give pipeline="a name, version 1",'
+            " and change it when the examples change"
+        )
+    (number,) = given
+    data = ShardedData(
+        make_shard=shard_steps.CheckedShards(make_shard=make_shard, num_shards=number),
+        num_shards=number,
+        pipeline=pipeline,
+        **more,
     )
+    data.make_shard(0)
+    return data
 
 
 class _HostBatches:

@@ -11,8 +11,11 @@ from typing import Any
 import grain
 import numpy as np
 
+from elastic_ckpt.core import storage
+from elastic_ckpt.data import shard_steps
 
-class WindowShuffle(grain.IterDataset):
+
+class WindowShuffle(shard_steps.Step):
     """Each run of `window_size` elements of the parent, in an order of its own.
 
     The order of a window is a function of the seed and the window's number. The state
@@ -35,6 +38,10 @@ class WindowShuffle(grain.IterDataset):
         return _WindowShuffleIterator(
             iter(self._parent), window_size=self._window_size, seed=self._seed
         )
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The size of a window, and the seed."""
+        return {"window_size": self._window_size, "seed": self._seed}
 
 
 class _WindowShuffleIterator(grain.DatasetIterator):

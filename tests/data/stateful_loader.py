@@ -29,6 +29,7 @@ def endless():
     return sharded_data.sharded(
         functools.partial(pipelines.concatenated, num_shards=NUM_SHARDS),
         num_shards=NUM_SHARDS,
+        pipeline="concatenated",
     )
 
 

@@ -81,7 +81,9 @@ def weighed(draw, tree, weights=WEIGHTS):
 
 
 def data(make_shard, end):
-    return sharded_data.sharded(make_shard, num_shards=NUM_SHARDS, end=end)
+    return sharded_data.sharded(
+        make_shard, num_shards=NUM_SHARDS, pipeline="nested", end=end
+    )
 
 
 @st.composite

@@ -7,7 +7,16 @@ import jsonschema
 import pytest
 
 from elastic_ckpt import data as data_room
-from elastic_ckpt.data import cursors, pipeline, state
+from elastic_ckpt.config import schema
+from elastic_ckpt.data import (
+    cursors,
+    pipeline,
+    records,
+    sharded_data,
+    shuffling,
+    state,
+)
+from elastic_ckpt.data.sources import tfrecord
 from tests import formats, worlds
 
 ROOM = pathlib.Path(data_room.__file__).parent
@@ -61,6 +70,61 @@ def test_the_golden_files_are_of_the_schemas(tmp_path):
         validate(path)
 
 
+OLD = {
+    "configured": "data_state_v1_configured_before_samples.json",
+    "sharded": "data_state_v1_sharded_before_steps.json",
+}
+
+
+@pytest.fixture(params=OLD)
+def described(request, tmp_path, monkeypatch):
+    """A kind of pipeline over two small files, and the pipeline."""
+    monkeypatch.chdir(tmp_path)
+    names = ("web.tfrecord", "code.tfrecord")
+    for first, name in ((0, names[0]), (100, names[1])):
+        tfrecord.write(name, (b"text %d" % n for n in range(first, first + 40)))
+    if request.param == "configured":
+        section = schema.DataSection(
+            grain_train_files="web.tfrecord,1;code.tfrecord,3",
+            grain_file_type="tfrecord",
+            num_logical_shards=4,
+            max_target_length=16,
+        )
+        return request.param, pipeline.from_config(section)
+    source = tfrecord.TFRecord(files=names, record_format="bytes")
+
+    def make_shard(shard):
+        read = records.Records(source, shard=shard, num_shards=4)
+        return shuffling.WindowShuffle(read, window_size=5, seed=shard)
+
+    return request.param, sharded_data.sharded(make_shard, pipeline="golden, version 1")
+
+
+def test_a_pipeline_is_described_by_these_bytes(described, golden, tmp_path):
+    kind, data = described
+    content = state.to_bytes(
+        state.DataState(
+            engine=data.engine, position={"stream_row": 12}, pipeline=data.identity()
+        )
+    )
+    golden(f"data_state_v1_{kind}.json", content.decode())
+    (tmp_path / "data_state.json").write_bytes(content)
+    validate(tmp_path / "data_state.json")
+
+
+def test_the_state_of_an_older_program_loads_with_its_pipeline(described, tmp_path):
+    kind, data = described
+    path = tmp_path / "data_state.json"
+    path.write_bytes((GOLDEN / OLD[kind]).read_bytes())
+    validate(path)
+    saved = state.read(tmp_path)
+    assert saved.position == {"stream_row": 12}
+    state.check_same_pipeline(saved, "sharded", data.identity())
+    changed = data.identity() | {"num_logical_shards": 5}
+    with pytest.raises(state.errors.DataError, match="num_logical_shards: saved 4, no"):
+        state.check_same_pipeline(saved, "sharded", changed)
+
+
 def test_the_page_names_every_field_that_a_cursor_may_have(written):
     page = (ROOM / "FORMAT.md").read_text()
     saved = state.read(written)
@@ -95,16 +159,17 @@ def test_a_changed_list_of_files_is_an_error_that_names_the_change(files):
         with pytest.raises(state.errors.DataError, match=said):
             state.check_same_pipeline(before, "sharded", changed)
     # Weights may change, and datasets come and go; not all of them at once.
+    new = of["web"] | {"files": listed[1:]}
     for kept in ({"web"}, {"web", "books", "code"}, {"books"}):
-        datasets = {name: of[name] for name in kept} | {"new": of["web"]}
+        datasets = {name: of[name] for name in kept} | {"new": new}
         changed = {"datasets": {n: {"weight": 7, **own} for n, own in datasets.items()}}
         state.check_same_pipeline(before, "sharded", changed)
     with pytest.raises(state.errors.DataError, match="datasets: saved"):
-        state.check_same_pipeline(before, "sharded", saved({"new": of["web"]}))
+        state.check_same_pipeline(before, "sharded", saved({"new": new}))
     # In data that ends they may not: shards that have ended would not read them.
     finite = state.DataState(
         engine="sharded", position={}, pipeline=before.pipeline | {"num_epoch": 1}
     )
-    added = saved(of | {"new": of["web"]}) | {"num_epoch": 1}
+    added = saved(of | {"new": new}) | {"num_epoch": 1}
     with pytest.raises(state.errors.DataError, match=r"now .'books', 'code', 'new', "):
         state.check_same_pipeline(finite, "sharded", added)

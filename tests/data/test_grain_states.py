@@ -17,7 +17,7 @@ def test_processes_that_ran_grain_go_on_elastic_where_they_were(tmp_path, pipeli
     for process in processes:
         for _ in range(7):
             next(process)
-    data = sharded_data.sharded(make_shard, num_shards=NUM_PROCESSES)
+    data = sharded_data.sharded(make_shard, num_shards=NUM_PROCESSES, pipeline=pipeline)
     grain_states.adopt(
         tmp_path, data, states=[p.get_state() for p in processes], num_rows=7
     )
@@ -38,7 +38,11 @@ def test_processes_that_ran_grain_go_on_elastic_where_they_were(tmp_path, pipeli
 
 
 def test_each_shard_needs_a_state(tmp_path):
-    data = sharded_data.sharded(pipelines.plain, num_shards=3)
+    data = sharded_data.sharded(
+        functools.partial(pipelines.plain, num_shards=3),
+        num_shards=3,
+        pipeline="plain",
+    )
     with pytest.raises(errors.DataError, match="2 Grain states for 3 logical shards"):
         grain_states.adopt(tmp_path, data, states=[{}, {}], num_rows=1)
     assert not list(tmp_path.iterdir())

@@ -147,7 +147,7 @@ def as_host(monkeypatch):
 
 
 def host_of_twelve_shards(sharding, size):
-    data = sharded_data.sharded(numbers, num_shards=12)
+    data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
     return iterator.HostIterator(data, sharding=sharding, global_batch_size=size)
 
 
@@ -187,7 +187,7 @@ def test_of_hosts_that_run_the_same_shard_one_writes_it(as_host, tmp_path):
 
 def resizing(as_host, directory, num_hosts, size):
     """Hosts that have taken a batch, in turn."""
-    data = sharded_data.sharded(numbers, num_shards=12)
+    data = sharded_data.sharded(numbers, num_shards=12, pipeline="numbers")
     world = worlds.World(data, num_hosts, size)
     world.batch()
     world.write(directory)
@@ -248,7 +248,9 @@ def ending(num_shards, lengths, end):
     def make_shard(shard):
         return numbers(shard, length=lengths[shard % len(lengths)])
 
-    return sharded_data.sharded(make_shard, num_shards=num_shards, end=end)
+    return sharded_data.sharded(
+        make_shard, num_shards=num_shards, pipeline="numbers", end=end
+    )
 
 
 @pytest.mark.parametrize(

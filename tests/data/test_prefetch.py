@@ -241,7 +241,9 @@ def test_after_a_batch_that_was_broken_off_a_saved_state_has_to_be_loaded(
     read_ahead, depth, error
 ):
     data = sharded_data.sharded(
-        functools.partial(spoilt, error=error), num_shards=NUM_SHARDS
+        functools.partial(spoilt, error=error),
+        num_shards=NUM_SHARDS,
+        pipeline="spoilt",
     )
     one = read_ahead(host_batches(data), batches=depth)
     states = []

@@ -117,6 +117,7 @@ def test_a_shard_that_ends_is_named():
             .to_iter_dataset()
         ),
         num_shards=2,
+        pipeline="finite",
     )
     world = worlds.World(finite, 1, 2)
     world.next()
@@ -145,7 +146,7 @@ def named(feature):
 @pytest.mark.parametrize("end", [*elastic_data.End])
 @pytest.mark.parametrize("feature", ["mask", "example_id"])
 def test_a_feature_is_delivered_or_refused_but_never_overwritten(feature, end):
-    data = sharded_data.sharded(named(feature), num_shards=2, end=end)
+    data = sharded_data.sharded(named(feature), num_shards=2, pipeline=feature, end=end)
     world = worlds.World(data, 1, 2)
     if feature == "mask" and end is elastic_data.End.NEVER:
         assert world.batch()["mask"].tolist() == [False, True]

@@ -88,7 +88,7 @@ def test_another_pipeline_is_named_part_by_part():
     changed = current | {"data_shuffle_seed": 1, "max_target_length": 8}
     with refused(
         r"data_shuffle_seed: saved 0, now 1; max_target_length: saved null, now 8.*"
-        " set these keys back, or start a new run_name"
+        " set this back, or start a new run"
     ):
         state.check_same_pipeline(STATE, "positional", changed)
     with refused('engine: saved "positional", now "sharded"'):

@@ -162,7 +162,9 @@ def pipeline_of_the_user(shard):
 
 
 def data_of_the_user():
-    return sharded_data.sharded(pipeline_of_the_user, num_shards=8)
+    return sharded_data.sharded(
+        pipeline_of_the_user, num_shards=8, pipeline="of the user"
+    )
 
 
 def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(

@@ -1,0 +1,236 @@
+"""The steps of a shard's pipeline, and what decides its rows, read off its datasets.
+
+A pipeline is a chain of Grain datasets, each of which refers to its parents. Ours are
+`Step`s, which say what they were made of; of Grain's the settings are known by name.
+Anything else, such as a function that is mapped, is the user's own code: nothing
+describes it but the name that the user gives to the pipeline.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import grain
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+
+T = TypeVar("T")
+
+MakeShard = Callable[[int], grain.IterDataset]
+
+# The field of a step that names it.
+STEP = "name"
+
+# What decides the elements of Grain's datasets, by the names of their attributes.
+_PACKER = (
+    "_length_struct",
+    "_num_packing_bins",
+    "_seed",
+    "_shuffle_bins",
+    "_shuffle_bins_group_by_feature",
+    "_meta_features",
+    "_pack_alignment_struct",
+    "_padding_struct",
+    "_max_sequences_per_bin",
+)
+_GRAIN_SETTINGS = {
+    "BatchIterDataset": ("_batch_size", "_drop_remainder", "_batch_fn"),
+    "BestFitPackIterDataset": _PACKER,
+    "ConcatThenSplitIterDataset": ("_config",),
+    "FirstFitPackIterDataset": _PACKER,
+    "LimitIterDataset": ("_count",),
+    "MixedIterDataset": ("_proportions",),
+    "RangeMapDataset": ("start", "stop", "step"),
+    "RebatchIterDataset": ("_batch_size", "_drop_remainder"),
+    "RepeatIterDataset": ("_num_epochs",),
+    "RepeatMapDataset": ("_num_epochs", "_reseed_each_epoch"),
+    "ShuffleMapDataset": ("_seed",),
+    "SliceMapDataset": ("_start", "_stop", "_step"),
+    "WindowShuffleIterDataset": ("_window_size", "_seed"),
+    "WindowShuffleMapDataset": ("_window_size", "_seed"),
+    "ZipIterDataset": ("_strict",),
+    "ZipMapDataset": (),
+}
+# Those that give the elements of their parent.
+_GRAIN_PASSING = {
+    "PrefetchIterDataset",
+    "ThreadPrefetchIterDataset",
+    "WithOptionsIterDataset",
+    "_WithSeedIterDataset",
+    "_WithSeedMapDataset",
+}
+
+
+class Step(grain.IterDataset[T]):
+    """A dataset that says what decides its elements, beside those of its parents.
+
+    Attributes:
+      shard: the shard that it was made for; None if it is the same for each.
+      num_shards: S, if it was made for one of so many.
+      runs_own_code: whether it also runs a function of the user's.
+      describes_parents: whether its settings have the steps before it.
+    """
+
+    shard: int | None = None
+    num_shards: int | None = None
+    runs_own_code = False
+    describes_parents = False
+
+    @abc.abstractmethod
+    def settings(self) -> dict[str, storage.Json]:
+        """The settings by the names of the arguments, the same for each shard."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckedShards:
+    """A `make_shard` whose pipelines are compared with the shard that they are for.
+
+    Attributes:
+      make_shard: makes the pipeline of a shard.
+      num_shards: S.
+    """
+
+    make_shard: MakeShard
+    num_shards: int
+
+    def __call__(self, shard: int) -> grain.IterDataset:
+        """The pipeline of a shard.
+
+        Raises:
+          ConfigError: if it is no `IterDataset`, or reads another shard.
+        """
+        made = made_for(self.make_shard, shard)
+        for step in _datasets(made):
+            if not isinstance(step, Step):
+                continue
+            wrong = step.shard not in (None, shard)
+            if wrong or step.num_shards not in (None, self.num_shards):
+                raise errors.ConfigError(
+                    f"make_shard({shard}) of {self.num_shards} shards has {step}; give"
+                    " its shard= the argument of make_shard, and the same num_shards="
+                    " everywhere"
+                )
+        return made
+
+    def steps(self) -> list[storage.Json]:
+        """The steps of all shards, first to last.
+
+        A setting that depends on the shard is that of the first and of the last one.
+        """
+        first, last = (described(self(s)) for s in (0, self.num_shards - 1))
+        return _spread(first, last)
+
+
+def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
+    """What `make_shard` makes.
+
+    Raises:
+      ConfigError: if it is no `IterDataset`.
+    """
+    made = make_shard(shard)
+    if not isinstance(made, grain.IterDataset):
+        hint = ""
+        if isinstance(made, grain.MapDataset):
+            hint = "; end it with .to_iter_dataset()"
+        raise errors.ConfigError(
+            f"make_shard({shard}) returns a {type(made).__name__}, not a"
+            f" grain.IterDataset{hint}"
+        )
+    return made
+
+
+def numbers_of_shards(made: grain.IterDataset) -> set[int]:
+    """Each S that the steps of a pipeline were given."""
+    given = (step.num_shards for step in _datasets(made) if isinstance(step, Step))
+    return {number for number in given if number is not None}
+
+
+def own_code(made: grain.IterDataset) -> list[str]:
+    """The datasets of a pipeline that run the user's own code, in words."""
+    return [str(dataset) for dataset in _datasets(made) if _settings(dataset) is None]
+
+
+def described(
+    made: grain.IterDataset | grain.MapDataset,
+) -> list[dict[str, storage.Json]]:
+    """The steps of a pipeline, first to last, each with what decides its elements."""
+    parents = made.parents
+    if isinstance(made, Step) and made.describes_parents:
+        parents = ()
+    before = described(parents[0]) if len(parents) == 1 else []
+    name = type(made).__name__
+    if _is_grains(made) and name in _GRAIN_PASSING:
+        return before
+    step: dict[str, storage.Json] = {STEP: name, **(_settings(made) or {})}
+    if isinstance(made, Step):
+        step |= made.settings()
+    if len(parents) > 1:
+        step["parents"] = [described(parent) for parent in parents]
+    return [*before, step]
+
+
+def _datasets(made: Any) -> Iterator[Any]:
+    # The datasets of a pipeline, first to last.
+    for parent in made.parents:
+        yield from _datasets(parent)
+    yield made
+
+
+def _settings(dataset: Any) -> dict[str, storage.Json] | None:
+    """The settings of a dataset of Grain's; None if it runs the user's own code."""
+    if isinstance(dataset, Step):
+        return None if dataset.runs_own_code else {}
+    name = type(dataset).__name__
+    if _is_grains(dataset) and name in _GRAIN_PASSING:
+        return {}
+    if not _is_grains(dataset) or name not in _GRAIN_SETTINGS:
+        return None
+    try:
+        return {
+            attribute.lstrip("_"): _to_json(getattr(dataset, attribute))
+            for attribute in _GRAIN_SETTINGS[name]
+        }
+    except (AttributeError, TypeError):
+        # Another version of Grain, or an object of the user's.
+        return None
+
+
+def _is_grains(dataset: Any) -> bool:
+    return type(dataset).__module__.split(".")[0] == "grain"
+
+
+def _to_json(value: Any) -> storage.Json:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(of_key) for key, of_key in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return _to_json(vars(value))
+    if callable(value) and getattr(value, "__module__", "").startswith("grain."):
+        return value.__name__
+    raise TypeError(value)
+
+
+def _spread(first: Any, last: Any) -> Any:
+    if first == last:
+        return first
+    if (
+        isinstance(first, dict)
+        and isinstance(last, dict)
+        and first.keys() == last.keys()
+    ):
+        return {key: _spread(first[key], last[key]) for key in first}
+    if isinstance(first, list) and isinstance(last, list) and len(first) == len(last):
+        return [_spread(*pair) for pair in zip(first, last, strict=True)]
+    return {"first": first, "last": last}

@@ -1,0 +1,333 @@
+"""What a pipeline says of itself: its sources, its settings, and S."""
+
+import functools
+import json
+import pathlib
+import re
+
+import cloudpickle
+import grain
+import numpy as np
+import pytest
+from grain import experimental
+
+from elastic_ckpt import data as ec_data
+from elastic_ckpt.core import errors
+from elastic_ckpt.data import mixing, pipeline_changes, shard_steps, sharded_data
+from tests import corpora, pipelines, worlds
+
+NUM_SHARDS = 4
+
+
+def refused(match, error=errors.ConfigError):
+    return pytest.raises(error, match=match)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Parquet files of 40 lists of tokens each."""
+    return tuple(
+        corpora.write_parquet(
+            tmp_path / name, corpora.documents(first, first + 40), group_rows=10
+        )
+        for name, first in (("a", 100), ("b", 140))
+    )
+
+
+def rows_of(files, shard, *, num_shards=NUM_SHARDS, window=5, seed=0, length=8):
+    """Rows of tokens, by nothing but steps of ours."""
+    records = ec_data.Records(
+        ec_data.Parquet(files=files, columns=("tokens",)),
+        shard=shard,
+        num_shards=num_shards,
+        reading=ec_data.Reading(shuffle_seed=seed),
+    )
+    shuffled = ec_data.WindowShuffle(records, window_size=window, seed=seed + shard)
+    return ec_data.ConcatThenSplit(shuffled, features=("tokens",), length=length)
+
+
+def made(files, **settings):
+    return sharded_data.sharded(functools.partial(rows_of, files, **settings))
+
+
+@pytest.fixture
+def saved(files, tmp_path):
+    """A state in the middle of a run."""
+    world = worlds.World(made(files), 2, NUM_SHARDS)
+    for _ in range(3):
+        world.next()
+    world.write(tmp_path / "state")
+    return tmp_path / "state"
+
+
+def test_the_number_of_shards_is_that_of_the_records(files):
+    data = made(files)
+    assert data.num_shards == NUM_SHARDS
+    assert made(files, num_shards=7).num_shards == 7
+    again = sharded_data.sharded(functools.partial(rows_of, files), num_shards=4)
+    assert again.num_shards == NUM_SHARDS
+
+
+def test_a_run_without_a_name_resumes_with_what_it_was(files, saved):
+    one, resumed = (worlds.World(made(files), n, NUM_SHARDS) for n in (1, 4))
+    for _ in range(3):
+        one.next()
+    resumed.read(saved)
+    for _ in range(5):
+        assert resumed.next() == one.next()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 6}, "WindowShuffle.window_size: saved 5, now 6"),
+        ({"length": 9}, "ConcatThenSplit.length: saved 8, now 9"),
+        ({"num_shards": 8}, "num_logical_shards: saved 4, now 8"),
+        (
+            {"seed": 1},
+            "Records.shuffle_seed: saved 0, now 1;"
+            ' WindowShuffle.seed: saved {"first": 0, "last": 3},'
+            ' now {"first": 1, "last": 4}',
+        ),
+    ],
+    ids=str,
+)
+def test_other_settings_are_one_error_that_names_them(files, saved, change, message):
+    with refused(re.escape(f"another pipeline ({message})"), errors.DataError):
+        worlds.World(made(files, **change), 2, NUM_SHARDS).read(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((1, 0), "the files are in another order"),
+        ((0,), "b is gone"),
+        ((0, 1, 0), "a is new"),
+    ],
+    ids=["reordered", "dropped", "added"],
+)
+def test_other_files_are_one_error_that_names_them(files, saved, change, message):
+    with refused(re.escape(f"(Records.files: {message})"), errors.DataError):
+        worlds.World(made(tuple(files[n] for n in change)), 2, NUM_SHARDS).read(saved)
+
+
+def test_a_file_that_was_replaced_is_named(files, saved):
+    content = pathlib.Path(files[1]).read_bytes()
+    corpora.write_parquet(
+        pathlib.Path(files[1]), corpora.documents(180, 220), group_rows=10
+    )
+    with refused(r"\(Records.files: b had .* bytes and 40 records", errors.DataError):
+        worlds.World(made(files), 2, NUM_SHARDS).read(saved)
+    # A page that is spoilt is a replacement of the same size.
+    pathlib.Path(files[1]).write_bytes(content)
+    corpora.spoil(files[1], b"text 150 ")
+    with refused("b has other content of the same size", errors.DataError):
+        worlds.World(made(files), 2, NUM_SHARDS).read(saved)
+
+
+def test_other_steps_are_named_in_their_order(files, saved):
+    def make_shard(shard):
+        return rows_of(files, shard).batch(1)
+
+    with refused(
+        "steps: saved Records, WindowShuffle, ConcatThenSplit, now Records,"
+        " WindowShuffle, ConcatThenSplit, BatchIterDataset",
+        errors.DataError,
+    ):
+        worlds.World(sharded_data.sharded(make_shard), 2, NUM_SHARDS).read(saved)
+
+
+def test_an_own_function_needs_a_name_that_is_compared(files):
+    def make_shard(shard):
+        return rows_of(files, shard).filter(is_even)
+
+    def is_even(row):
+        return row["tokens"][0] % 2 == 0
+
+    with refused(
+        r"code of your own, FilterIterDataset\(.*is_even.*; give pipeline=\"a name"
+    ):
+        sharded_data.sharded(make_shard)
+    data = sharded_data.sharded(make_shard, pipeline="even, version 1")
+    other = sharded_data.sharded(make_shard, pipeline="even, version 2")
+    changes = pipeline_changes.between(data.identity(), other.identity())
+    assert changes == ['pipeline: saved "even, version 1", now "even, version 2"']
+
+
+def test_a_random_map_is_an_own_function(files):
+    def make_shard(shard):
+        return ec_data.RandomMap(rows_of(files, shard), lambda e, _: e, seed=1)
+
+    with refused(r"code of your own, RandomMap\(<lambda>\)"):
+        sharded_data.sharded(make_shard)
+
+
+def test_the_number_of_shards_is_not_given_twice_and_differently(files):
+    with refused(r"num_shards is given differently, \[4, 10\]; give it once"):
+        sharded_data.sharded(functools.partial(rows_of, files), num_shards=10)
+
+    def two(shard):
+        parts = {str(n): rows_of(files, shard, num_shards=n) for n in (4, 5)}
+        return mixing.Mixture(parts, {"4": 1, "5": 1}, shard=shard)
+
+    with refused(r"given differently, \[4, 5\]"):
+        sharded_data.sharded(two)
+
+
+@pytest.mark.parametrize("num_shards", [0, -3])
+def test_a_number_of_shards_is_positive(files, num_shards):
+    with refused(f"num_shards={num_shards}"):
+        made(files, num_shards=num_shards)
+
+
+def test_without_records_the_number_of_shards_has_to_be_given():
+    with refused("no ec.data.Records in make_shard has a num_shards; give sharded"):
+        sharded_data.sharded(lambda _: grain.MapDataset.range(9).to_iter_dataset())
+
+
+def test_what_is_no_pipeline_is_named():
+    with refused(r"make_shard\(0\) returns a RangeMapDataset, .*to_iter_dataset\(\)"):
+        sharded_data.sharded(lambda _: grain.MapDataset.range(9), num_shards=2)
+    with refused(r"make_shard\(0\) returns a list, not a grain.IterDataset$"):
+        sharded_data.sharded(lambda _: [1, 2], num_shards=2)
+
+
+def test_a_pipeline_that_reads_another_shard_is_refused_when_it_is_made(files):
+    always_first = sharded_data.sharded(lambda _: rows_of(files, 0))
+    with refused(
+        r"make_shard\(1\) of 4 shards has Records\(shard=0 of 4\); give its shard="
+    ):
+        next(worlds.World(always_first, 1, NUM_SHARDS).hosts[0])
+    with refused(r"make_shard\(3\) of 4 shards has Records\(shard=0 of 4\)"):
+        always_first.identity()
+    with refused(r"make_shard\(0\) of 4 shards has Records\(shard=1 of 4\)"):
+        sharded_data.sharded(lambda shard: rows_of(files, shard + 1))
+
+
+def mixed(files, shard, weights, **settings):
+    parts = {
+        name: rows_of((file,), shard, **settings)
+        for name, file in zip(("web", "code"), files, strict=True)
+        if name in weights
+    }
+    return mixing.Mixture(parts, weights, shard=shard)
+
+
+def test_of_a_mixture_weights_may_change_and_settings_of_its_datasets_may_not(files):
+    def identity(weights, **settings):
+        make_shard = functools.partial(mixed, files, weights=weights, **settings)
+        return sharded_data.sharded(make_shard).identity()
+
+    before = identity({"web": 1, "code": 2})
+    for weights in ({"web": 7, "code": 0}, {"web": 1}, {"code": 3}):
+        assert pipeline_changes.between(before, identity(weights)) == []
+        assert pipeline_changes.between(identity(weights), before) == []
+    other = identity({"web": 1}, window=6)
+    assert pipeline_changes.between(before, other) == [
+        "Mixture.datasets.web.WindowShuffle.window_size: saved 5, now 6"
+    ]
+
+
+def test_a_dataset_of_another_name_and_the_same_files_is_refused(files):
+    def identity(name):
+        def make_shard(shard):
+            parts = {name: rows_of(files[:1], shard), "b": rows_of(files[1:], shard)}
+            return mixing.Mixture(parts, {name: 1, "b": 1}, shard=shard)
+
+        return sharded_data.sharded(make_shard).identity()
+
+    assert pipeline_changes.between(identity("web"), identity("web")) == []
+    assert pipeline_changes.between(identity("web"), identity("internet")) == [
+        "Mixture.datasets: web has the name internet now, with the same files and"
+        " steps; give it its old name"
+    ]
+
+
+def ranged(shard):
+    return grain.MapDataset.range(shard, 60, NUM_SHARDS).seed(3).shuffle().repeat(2)
+
+
+def kept(shard):
+    return ranged(shard).to_iter_dataset(pipelines.IN_CALLER)
+
+
+# Each step of Grain's that has settings, by one of them.
+GRAINS = {
+    "range": lambda _, n: grain.MapDataset.range(n).to_iter_dataset(),
+    "shuffle": lambda shard, n: ranged(shard).seed(n).shuffle().to_iter_dataset(),
+    "slice": lambda shard, n: ranged(shard)[n:].to_iter_dataset(),
+    "repeat": lambda shard, n: ranged(shard).repeat(n).to_iter_dataset(),
+    "batch": lambda shard, n: kept(shard).batch(n),
+    "limit": lambda shard, n: experimental.LimitIterDataset(kept(shard), n),
+    "mix": lambda shard, n: grain.IterDataset.mix([kept(shard)] * 2, [1, n]),
+    "window shuffle": lambda shard, n: experimental.WindowShuffleIterDataset(
+        kept(shard), window_size=n, seed=1
+    ),
+    "first fit": lambda shard, n: experimental.FirstFitPackIterDataset(
+        kept(shard), length_struct={"tokens": 8}, num_packing_bins=n
+    ),
+    "best fit": lambda shard, n: experimental.BestFitPackIterDataset(
+        kept(shard), length_struct={"tokens": n}, num_packing_bins=2
+    ),
+    "concat then split": lambda shard, n: experimental.ConcatThenSplitIterDataset(
+        kept(shard), length_struct={"tokens": n}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GRAINS)
+def test_the_settings_of_grains_own_steps_need_no_name_and_are_compared(name):
+    one, other = (
+        sharded_data.sharded(
+            functools.partial(GRAINS[name], n=n), num_shards=NUM_SHARDS
+        )
+        for n in (5, 6)
+    )
+    assert json.loads(json.dumps(one.identity())) == one.identity()
+    assert pipeline_changes.between(one.identity(), one.identity()) == []
+    assert pipeline_changes.between(one.identity(), other.identity()) != []
+
+
+def test_a_batch_function_and_a_source_of_the_user_are_own_code():
+    def batched(shard):
+        return kept(shard).batch(2, batch_fn=np.stack)
+
+    def sourced(_):
+        return grain.MapDataset.source([1, 2, 3]).to_iter_dataset()
+
+    for make_shard, name in ((batched, "BatchIterDataset"), (sourced, "Source")):
+        with refused(f"code of your own, {name}"):
+            sharded_data.sharded(make_shard, num_shards=2)
+
+
+def test_reading_ahead_is_no_step():
+    def threads(shard):
+        return ranged(shard).to_iter_dataset()
+
+    one, two = (
+        sharded_data.sharded(make_shard, num_shards=2).identity()
+        for make_shard in (kept, threads)
+    )
+    assert one == two
+
+
+def test_a_state_without_steps_is_compared_by_its_name_and_number_of_shards(files):
+    now = made(files).identity()
+    assert (
+        pipeline_changes.between({"num_logical_shards": 4, "pipeline": ""}, now) == []
+    )
+    named = now | {"pipeline": "mine, version 1"}
+    for name in ("", "mine, version 1"):
+        before = {"num_logical_shards": 4, "pipeline": name}
+        assert pipeline_changes.between(before, named) == []
+    before = {"num_logical_shards": 5, "pipeline": "yours"}
+    assert pipeline_changes.between(before, named) == [
+        "num_logical_shards: saved 5, now 4",
+        'pipeline: saved "yours", now "mine, version 1"',
+    ]
+
+
+def test_checked_shards_travel_to_a_sidecar_by_cloudpickle(files):
+    copy = cloudpickle.loads(cloudpickle.dumps(made(files)))
+    assert copy.identity() == made(files).identity()
+    assert isinstance(copy.make_shard, shard_steps.CheckedShards)
