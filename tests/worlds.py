@@ -114,7 +114,11 @@ class World:
     def read(self, directory):
         """Goes to what the files of a world of any size say."""
         saved = state.read(directory)
-        state.check_same_pipeline(saved, self._data.engine, self._data.identity())
+        data = self._data.continuing(saved.pipeline)
+        state.check_same_pipeline(saved, data.engine, data.identity())
+        if data is not self._data:
+            self.close()
+            self.__init__(data, len(self.hosts), 0, self._row_hosts)
         for host in self.hosts:
             host.go_to(
                 saved.position,

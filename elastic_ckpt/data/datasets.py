@@ -9,6 +9,7 @@ have `datasets` in the place of `path`: a mixture in the mixture, whose parts ar
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import os
 from collections.abc import Iterator
@@ -41,8 +42,10 @@ class Dataset:
 def from_list(text: str, *, key: str) -> list[Dataset]:
     """The datasets of `patterns,weight;patterns,weight`, or of patterns alone.
 
-    A dataset is called by the shortest end of its first pattern that tells it from the
-    others, so that the same files elsewhere are the same dataset.
+    A dataset is called by the end of its first pattern, from the last part without a
+    wildcard on, so that the same files elsewhere are the same dataset. Of several with
+    the same end, those after the first have a longer one: a dataset that is added to
+    the list leaves the names of those before it as they are.
 
     Raises:
       ConfigError: naming `key` and the part that lacks a weight.
@@ -130,11 +133,17 @@ def _weight(part: str) -> float | None:
 
 
 def _names(parts: list[str]) -> list[str]:
-    paths = [part.split(",")[0].strip().split("/") for part in parts]
-    for length in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(path[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    raise errors.ConfigError(
-        f"mixture: {'; '.join(parts)} names the same files twice; give them one weight"
-    )
+    names: list[str] = []
+    for part in parts:
+        path = part.split(",")[0].strip().split("/")
+        literal = [n for n, name in enumerate(path) if not glob.has_magic(name)]
+        first = max(literal, default=0)
+        ends = ("/".join(path[begin:]) for begin in range(first, -1, -1))
+        name = next((end for end in ends if end not in names), None)
+        if name is None:
+            raise errors.ConfigError(
+                f"mixture: {'; '.join(parts)} names the same files twice; give them one"
+                " weight"
+            )
+        names.append(name)
+    return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import jax
@@ -80,6 +80,13 @@ class ElasticData(Protocol):
 
     def identity(self) -> dict[str, storage.Json]:
         """What decides which example comes when, named by configuration keys."""
+
+    def continuing(self, pipeline: Mapping[str, storage.Json]) -> ElasticData:
+        """This data, its datasets under the names that a saved pipeline has for them.
+
+        Args:
+          pipeline: the identity in a saved state.
+        """
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
         """Where each row of a batch stands in what the hosts load; None if in place."""

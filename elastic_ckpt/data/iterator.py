@@ -178,19 +178,29 @@ class HostIterator:
           DataError: if it cannot be read, or is of another pipeline.
         """
         saved = state.read(directory)
-        state.check_same_pipeline(saved, self._data.engine, self._identity)
+        data = self._data.continuing(saved.pipeline)
+        identity = self._identity if data is self._data else data.identity()
+        state.check_same_pipeline(saved, data.engine, identity)
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        self._rows.go_to(saved.position, read)
+        if data is self._data:
+            self._rows.go_to(saved.position, read)
+            return
+        renamed = self._begin(self._global_batch_size, data)
+        renamed.go_to(saved.position, read)
+        self._rows.close()
+        self._data, self._identity, self._rows = data, identity, renamed
 
-    def _begin(self, global_batch_size: int) -> prefetch.Prefetched[elastic_data.Batch]:
+    def _begin(
+        self, global_batch_size: int, data: elastic_data.ElasticData | None = None
+    ) -> prefetch.Prefetched[elastic_data.Batch]:
         held = delivery.RowsHeld.of(self._sharding, global_batch_size)
         group = held.group(topology.this_host())
         placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
         return prefetch.Prefetched(
-            self._data.host_batches(placement),
+            (data or self._data).host_batches(placement),
             make=_Placer(self._sharding, global_batch_size),
             read_ahead=self._read_ahead,
         )

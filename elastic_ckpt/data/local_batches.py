@@ -58,13 +58,14 @@ class LocalBatches:
                 " LocalBatches agree=, an all-reduce of a bool"
             )
         self._data = data
+        self._identity = data.identity()
         self._agree = agree or (lambda goes_on: goes_on)
         self._batches_of_end = delivery.batches_of_end(data, global_batch_size)
         self._placement = rows.Placement.in_order(
             rank, num_hosts=num_ranks, global_batch_size=global_batch_size
         )
         self._read_ahead = read_ahead
-        self._rows = self._begin()
+        self._rows = self._begin(data)
         self._at_end = False
 
     def __iter__(self) -> LocalBatches:
@@ -90,14 +91,14 @@ class LocalBatches:
     def reset(self) -> None:
         """Goes to the beginning."""
         self._rows.close()
-        self._rows, self._at_end = self._begin(), False
+        self._rows, self._at_end = self._begin(self._data), False
 
     def get_state(self) -> StateDict:
         """The state after the last batch, JSON."""
         fields: StateDict = {
             "engine": self._data.engine,
             "position": self._rows.position(),
-            "pipeline": self._data.identity(),
+            "pipeline": self._identity,
             "cursors": {str(s): c for s, c in self._rows.shard_cursors().items()},
             "at_end": self._at_end,
         }
@@ -117,6 +118,7 @@ class LocalBatches:
                 f"{saved!r} is no state of LocalBatches; load what its get_state or"
                 " state_dict returned, or a list of what those of all ranks returned"
             )
+        data, identity = self._data, self._identity
         position, at_end = self._rows.position(), False
         found: dict[int, cursors.Cursor] = {}
         for rank, of_rank in enumerate(ranks):
@@ -124,7 +126,10 @@ class LocalBatches:
             own = state.DataState(
                 **{key: fields[key] for key in ("engine", "position", "pipeline")}
             )
-            state.check_same_pipeline(own, self._data.engine, self._data.identity())
+            if not rank:
+                data = self._data.continuing(own.pipeline)
+                identity = self._identity if data is self._data else data.identity()
+            state.check_same_pipeline(own, data.engine, identity)
             if not rank:
                 position, at_end = own.position, bool(fields.get("at_end"))
             elif own.position != position:
@@ -150,7 +155,11 @@ class LocalBatches:
                 )
             return {shard: found[shard] for shard in shards}
 
-        self._rows.go_to(position, read)
+        batches = self._rows if data is self._data else self._begin(data)
+        batches.go_to(position, read)
+        if data is not self._data:
+            self._rows.close()
+            self._data, self._identity, self._rows = data, identity, batches
         self._at_end = at_end
 
     def state_dict(self) -> StateDict:
@@ -167,9 +176,11 @@ class LocalBatches:
         """Ends what reads ahead."""
         self._rows.close()
 
-    def _begin(self) -> prefetch.Prefetched[dict[str, np.ndarray]]:
+    def _begin(
+        self, data: elastic_data.ElasticData
+    ) -> prefetch.Prefetched[dict[str, np.ndarray]]:
         return prefetch.Prefetched(
-            self._data.host_batches(self._placement),
+            data.host_batches(self._placement),
             make=dict,
             read_ahead=self._read_ahead,
         )

@@ -8,6 +8,7 @@ Each arrow is a Grain dataset that saves where it is, so the whole saves where i
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -121,6 +122,14 @@ class LanguagePipeline:
             state.NUM_EPOCH: self.reading.num_epochs or 0,
             **limit,
         }
+
+    def renamed(self, names: Mapping[str, str]) -> LanguagePipeline:
+        """This pipeline with other names of its datasets."""
+        parts = tuple(
+            dataclasses.replace(part, name=names.get(part.name, part.name))
+            for part in self.parts
+        )
+        return dataclasses.replace(self, parts=parts)
 
     def _source_identity(self, part: Part) -> dict[str, storage.Json]:
         # Damage that is left out does not make another file.

@@ -8,6 +8,7 @@ gone; of files, a state of an older program has less to compare with.
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -50,21 +51,37 @@ def between(before: Pipeline, now: Pipeline) -> list[str]:
     return _changes("", before, now, ends=bool(now.get(NUM_EPOCH)))
 
 
-def renamed(before: Pipeline, now: Pipeline) -> dict[str, str]:
-    """The datasets that have another name than before, by their files.
+def kept_names(before: Pipeline, now: Pipeline) -> dict[str, str]:
+    """The names with which datasets go on that have other names than before.
+
+    A dataset is recognised by its files. One that is new gets another name if its own
+    belonged to a dataset that goes on.
 
     Returns:
-      for the name of each such dataset now, the one before.
+      for each name of today that has to change, the one to use.
     """
-    gone = {name: before[name] for name in sorted(before.keys() - now.keys())}
-    found = {}
-    for name in sorted(now.keys() - before.keys()):
-        same = (old for old in gone if not _entry_changes("", gone[old], now[name]))
-        old = next(same, None)
+    names = _renamed(before, now)
+    kept = set(names.values())
+    for name in sorted(kept & now.keys() - names.keys()):
+        free = (f"{name}#{number}" for number in itertools.count(2))
+        names[name] = next(n for n in free if n not in before and n not in now)
+    return names
+
+
+def _renamed(before: Pipeline, now: Pipeline) -> dict[str, str]:
+    # For each dataset that has another name than before, the one before.
+    def is_same(name: str, old: str) -> bool:
+        return not _entry_changes("", before[old], now[name])
+
+    moved = [n for n in sorted(now) if n not in before or not is_same(n, n)]
+    gone = [n for n in sorted(before) if n not in now or n in moved]
+    names = {}
+    for name in moved:
+        old = next((old for old in gone if is_same(name, old)), None)
         if old is not None:
-            found[name] = old
-            del gone[old]
-    return found
+            names[name] = old
+            gone.remove(old)
+    return names
 
 
 def _of_first_shard(described: Any) -> Any:
@@ -104,7 +121,7 @@ def _dataset_changes(prefix: str, before: Any, now: Any, ends: bool) -> list[str
     changed = [
         f"{prefix}: {old} has the name {new} now, with the same files and steps; give"
         " it its old name"
-        for new, old in renamed(before, now).items()
+        for new, old in _renamed(before, now).items()
     ]
     for name in sorted(common):
         changed += _entry_changes(f"{prefix}.{name}.", before[name], now[name])

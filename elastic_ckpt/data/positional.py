@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -95,6 +96,11 @@ class PositionalData:
         }
         # Without it, where there is none, the states of older programs still load.
         return found | ({"num_epoch": self.num_epochs} if self.num_epochs else {})
+
+    def continuing(self, pipeline: Mapping[str, storage.Json]) -> PositionalData:
+        """Itself: it has no named datasets."""
+        del pipeline
+        return self
 
     def examples(self) -> grain.MapDataset:
         """All examples of the run in order.

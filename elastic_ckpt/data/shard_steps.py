@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grain
@@ -159,7 +159,7 @@ def described(
     made: grain.IterDataset | grain.MapDataset,
 ) -> list[dict[str, storage.Json]]:
     """The steps of a pipeline, first to last, each with what decides its elements."""
-    parents = made.parents
+    parents = _parents(made)
     if isinstance(made, Step) and made.describes_parents:
         parents = ()
     before = described(parents[0]) if len(parents) == 1 else []
@@ -176,9 +176,14 @@ def described(
 
 def _datasets(made: Any) -> Iterator[Any]:
     # The datasets of a pipeline, first to last.
-    for parent in made.parents:
+    for parent in _parents(made):
         yield from _datasets(parent)
     yield made
+
+
+def _parents(dataset: Any) -> Sequence[Any]:
+    # A source of the user's may not have called the constructor of its base.
+    return getattr(dataset, "_parents", ())
 
 
 def _settings(dataset: Any) -> dict[str, storage.Json] | None:

@@ -11,14 +11,18 @@ is saved is the same.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
+import grain
 import numpy as np
+from absl import logging
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import (
     cursors,
     elastic_data,
+    pipeline_changes,
     readers,
     rows,
     shard_rows,
@@ -27,6 +31,17 @@ from elastic_ckpt.data import (
 )
 
 MakeShard = shard_rows.MakeShard
+
+
+@runtime_checkable
+class Renamable(Protocol):
+    """A `make_shard` whose datasets have names that do not matter to the user."""
+
+    def __call__(self, shard: int) -> grain.IterDataset:
+        """The pipeline of a shard."""
+
+    def renamed(self, names: Mapping[str, str]) -> MakeShard:
+        """The same with other names: for each of today, the one to use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +94,27 @@ class ShardedData:
         if isinstance(self.pipeline, dict):
             return own | self.pipeline
         return own | {"pipeline": self.pipeline}
+
+    def continuing(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
+        """This data, its datasets under the names that a saved pipeline has for them.
+
+        A dataset is recognised by its files. Names of the user's own mixtures stay.
+        """
+        if not isinstance(self.make_shard, Renamable):
+            return self
+        assert isinstance(self.pipeline, dict)
+        datasets = self.pipeline[state.DATASETS]
+        saved: Any = pipeline.get(state.DATASETS) or {}
+        names = pipeline_changes.kept_names(saved, datasets)
+        if not names:
+            return self
+        logging.info("datasets continue under the names of the saved state: %s", names)
+        kept = {names.get(name, name): entry for name, entry in datasets.items()}
+        return dataclasses.replace(
+            self,
+            make_shard=self.make_shard.renamed(names),
+            pipeline=self.pipeline | {state.DATASETS: kept},
+        )
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
         """Where each row of a batch stands in what the hosts load; None if in place."""

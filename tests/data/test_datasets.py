@@ -43,7 +43,9 @@ def test_a_list_gives_each_dataset_its_patterns_and_weight():
 
 
 def test_a_single_dataset_with_a_weight_is_named_after_its_files():
-    assert from_list("web/*.parquet,2") == [dataset("*.parquet", "web/*.parquet", 2.0)]
+    assert from_list("web/*.parquet,2") == [
+        dataset("web/*.parquet", "web/*.parquet", 2.0)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,12 +53,23 @@ def test_a_single_dataset_with_a_weight_is_named_after_its_files():
     [
         ("/data/web.parquet,1;/data/code.parquet,1", ["web.parquet", "code.parquet"]),
         ("/data/web/*,1;/data/code/*,1", ["web/*", "code/*"]),
-        ("/one/web/*,1;/two/web/*,1;x,1", ["one/web/*", "two/web/*", "x"]),
+        ("/one/web/*,1;/two/web/*,1;x,1", ["web/*", "two/web/*", "x"]),
+        ("/a/x,1;/b/x,1;/c/b/x,1", ["x", "b/x", "c/b/x"]),
+        ("gs://b/web/*/part-*,1", ["web/*/part-*"]),
         ("/a/*,1;/b/*,1", ["a/*", "b/*"]),
     ],
 )
 def test_a_dataset_is_called_by_what_tells_it_from_the_others(text, names):
     assert [found.name for found in from_list(text)] == names
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.integers(0, 5))
+def test_a_dataset_that_is_added_leaves_the_names_of_those_before_it(parts, more):
+    parts = [f"/{n}/{part}/{part}" for n, part in enumerate(parts)]
+    before = [found.name for found in from_list(";".join(f"{p},1" for p in parts))]
+    added = [*parts, f"/new/{more}", "/newer/a/a"]
+    now = [found.name for found in from_list(";".join(f"{p},1" for p in added))]
+    assert now[: len(before)] == before
 
 
 @given(st.sampled_from(["/mnt/one", "/mnt/two/three", "gs://bucket", "."]))

@@ -1,5 +1,6 @@
 """The iterator for loops without JAX, with both spellings of a state."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -175,7 +176,9 @@ def test_states_of_every_version_load(version):
 
 
 def test_a_state_is_that_of_the_golden_file_and_of_the_schema():
-    (one,) = world(data(), 1)
+    # Without its steps, which depend on Grain's own names for them.
+    make_shard = data().make_shard.make_shard
+    (one,) = world(dataclasses.replace(data(), make_shard=make_shard), 1)
     for _ in range(3):
         next(one)
     schema = json.loads((SCHEMAS / "local_batches.json").read_text())

@@ -8,7 +8,14 @@ import pytest
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import elastic_data, pipeline, positional, sharded_data, state
+from elastic_ckpt.data import (
+    elastic_data,
+    local_batches,
+    pipeline,
+    positional,
+    sharded_data,
+    state,
+)
 from tests import corpora, formats, worlds
 
 LENGTH = 16
@@ -321,7 +328,8 @@ def test_the_data_is_described_as_a_tree_with_shares(corpus):
     lines = described.splitlines()
     assert lines[0] == "texts.array_record, 75.0%"
     assert lines[1].startswith("arrayrecord: 1 files, 1 blocks, 100 records, finger")
-    assert "texts.array_recor?, 25.0%" in lines
+    directory = pathlib.Path(corpus).parent.name
+    assert f"{directory}/texts.array_recor?, 25.0%" in lines
 
 
 def mixture(tmp_path, parts, **weights):
@@ -397,3 +405,99 @@ def test_other_files_of_a_dataset_are_refused_at_a_resume(files, tmp_path):
     with refused("datasets.web.files: web-0.parquet is gone", errors.DataError):
         world.read(tmp_path)
     assert state.read(tmp_path).pipeline["datasets"].keys() == {"web", "code"}
+
+
+@pytest.fixture
+def parts(files):
+    return files["parquet"]
+
+
+def renamed(directory, parts):
+    """The same datasets in a JSON file, under other names."""
+    content = {
+        f"new {part.name}": {
+            "path": ",".join(part.source.files),
+            "weight": part.weight,
+        }
+        for part in parts
+    }
+    path = directory / "mixture.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("reader", ["hosts", "rank"])
+def test_datasets_of_other_names_continue_by_their_files(tmp_path, parts, reader):
+    """The names sort differently, so they would also be drawn in another order."""
+    settings = {"packing": True, "use_truncation": False}
+    data = pipeline.from_config(tokens("parquet", parts, **settings))
+    json_file = renamed(tmp_path, (*parts[1:], parts[0]))
+    other = pipeline.from_config(
+        tokens("parquet", parts, grain_train_mixture_config_path=json_file, **settings)
+    )
+    assert other.identity() != data.identity()
+
+    def make(of):
+        if reader == "hosts":
+            return worlds.World(of, 1, 4)
+        return local_batches.LocalBatches(of, global_batch_size=4)
+
+    def next_tokens(one):
+        batch = one.batch() if reader == "hosts" else next(one)
+        return batch["inputs"].tolist()
+
+    one = make(data)
+    for _ in range(9):
+        next_tokens(one)
+    resumed = make(other)
+    if reader == "hosts":
+        one.write(tmp_path / "state")
+        resumed.read(tmp_path / "state")
+    else:
+        resumed.set_state(one.get_state())
+        # The run keeps its names.
+        assert resumed.get_state() == one.get_state()
+    for _ in range(9):
+        assert next_tokens(resumed) == next_tokens(one)
+
+
+@pytest.mark.parametrize("order", ["abc", "cab", "bca"])
+def test_a_dataset_that_is_added_anywhere_in_a_list_starts_no_other_anew(
+    tmp_path, order
+):
+    for place, first in (("a", 0), ("b", 100), ("c", 200)):
+        (tmp_path / place).mkdir()
+        corpora.write_parquet(
+            tmp_path / place / "part", corpora.documents(first, first + 90)
+        )
+
+    def of(places, weights):
+        listed = (f"{tmp_path}/{place}/part,{weights[place]}" for place in places)
+        return pipeline.from_config(
+            section(";".join(listed), grain_file_type="parquet")
+        )
+
+    # Of weight 0, so that it takes no turn from the others.
+    weights = {"a": 1, "b": 2, "c": 0}
+    one, resumed = (worlds.World(of(o, weights), 2, 4) for o in ("ab", order))
+    for _ in range(5):
+        one.next()
+    one.write(tmp_path / "state")
+    resumed.read(tmp_path / "state")
+    for _ in range(9):
+        assert resumed.next() == one.next()
+
+
+def test_the_state_of_a_list_named_as_older_programs_did_continues(tmp_path, parts):
+    data = pipeline.from_config(tokens("parquet", parts))
+    older = data.make_shard.renamed(
+        {part.name: f"longer/{part.name}" for part in data.make_shard.parts}
+    )
+    old = dataclasses.replace(data, make_shard=older, pipeline=older.identity())
+    one, resumed = worlds.World(old, 1, 4), worlds.World(data, 2, 4)
+    for _ in range(3):
+        one.next()
+    one.write(tmp_path / "state")
+    resumed.read(tmp_path / "state")
+    for _ in range(5):
+        assert resumed.next() == one.next()
