@@ -12,6 +12,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import failure_domains
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice, TlsFiles
+from elastic_ckpt.tiers.peers import agent_url
 
 _QUANTITY = re.compile(r"([1-9]\d*)([KMGT]i?)?")
 _UNITS = {"": 1} | {
@@ -104,6 +105,9 @@ def _peers(section: schema.TiersSection) -> Peers:
             )
         certificate, key, authority = given
         tls = TlsFiles(certificate=certificate, key=key, authority=authority)
+    known = tuple(url for url in section.peer_urls.split(";") if url)
+    for url in known:
+        agent_url.check(url, what="peer_urls", needs_tls=tls is not None)
     bandwidth = section.peer_max_mib_per_sec * 2**20
     return Peers(
         copies=section.peer_copies,
@@ -112,7 +116,7 @@ def _peers(section: schema.TiersSection) -> Peers:
         domains=failure_domains.parse(section.peer_domains, what="peer_domains"),
         interface=section.peer_interface or os.environ.get("POD_IP", "127.0.0.1"),
         port=section.peer_port,
-        known=tuple(url for url in section.peer_urls.split(";") if url),
+        known=known,
         max_bytes_per_sec=bandwidth or None,
         tls=tls,
     )

@@ -61,6 +61,10 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
     paths = arguments.paths
     if not (paths or arguments.peer):
         raise errors.ConfigError("name a PATH, or a peer with --peer URL")
+    for url in arguments.peer:
+        from elastic_ckpt.tiers.peers import agent_url
+
+        agent_url.check(url, what="--peer", needs_tls=bool(arguments.tls_authority))
     of_runs = [os.path.join(path, checkpointer.DIRECTORY) for path in paths]
     in_tiers = [
         steps if is_run(path) else path

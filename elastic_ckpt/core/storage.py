@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
-import importlib.util
 import io
 import json
 import os
 import pathlib
+import secrets
 import socket
+import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -24,11 +24,16 @@ from typing import Any, BinaryIO
 
 from etils import epath
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import bucket_clients, errors
 
-# The packages through which object stores are read and written, by protocol, and the
-# extras that install them.
-_CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+# Of new files, where the process (its umask) and the directory allow it.
+_MODE = 0o666
+# The default ACL of a directory, as Linux encodes it: version 2, then tag, permissions
+# and id of the owner, its group and others.
+_PRIVATE_ACL = struct.pack("<I", 2) + b"".join(
+    struct.pack("<HHI", tag, permissions, 2**32 - 1)
+    for tag, permissions in ((0x01, 0o7), (0x04, 0), (0x20, 0))
+)
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -46,7 +51,7 @@ def absolute(path: epath.PathLike) -> epath.Path:
     """
     if is_local(path):
         return epath.Path(os.path.abspath(path))
-    _prepare_client(os.fspath(path))
+    bucket_clients.prepare(os.fspath(path))
     return epath.Path(path)
 
 
@@ -56,7 +61,7 @@ def canonical_json(value: Json) -> bytes:
 
 
 @contextlib.contextmanager
-def atomic_path(path: epath.PathLike, *, mode: int = 0o644) -> Iterator[str]:
+def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     """Yields a temporary local path; on success its file becomes `path`, durably.
 
     For writers that insist on a path of their own (ArrayRecord). On an exception the
@@ -64,15 +69,14 @@ def atomic_path(path: epath.PathLike, *, mode: int = 0o644) -> Iterator[str]:
 
     Args:
       path: the final place, on this machine; its directory is created.
-      mode: who may read and write the file.
+      mode: who may read and write the file, as far as the process and the directory
+        allow it of new files.
     """
     final = pathlib.Path(os.fspath(path))
-    final.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{final.name}.", dir=final.parent)
+    handle, temporary = _temporary_file(final, mode)
     os.close(handle)
     try:
         yield temporary
-        os.chmod(temporary, mode)
         _fsync(temporary)
         os.replace(temporary, final)
         _fsync(final.parent)
@@ -81,13 +85,13 @@ def atomic_path(path: epath.PathLike, *, mode: int = 0o644) -> Iterator[str]:
         raise
 
 
-def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = 0o644) -> None:
+def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> None:
     """Writes `content` so that a reader finds all of it, or what was there before.
 
     Args:
       path: the file; its directory is created.
       content: of the file.
-      mode: who may read and write it; object stores have rules of their own.
+      mode: as for `atomic_path`; object stores have rules of their own.
     """
     if not is_local(path):
         absolute(path).write_bytes(content)
@@ -96,19 +100,16 @@ def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = 0o644) -> 
         pathlib.Path(temporary).write_bytes(content)
 
 
-def create(path: epath.PathLike, content: bytes, *, mode: int = 0o644) -> bool:
+def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
     """Writes a local file unless it is there; whether it wrote.
 
     Of several processes that try at once one writes, and all find what it wrote.
     """
     final = pathlib.Path(os.fspath(path))
-    final.parent.mkdir(parents=True, exist_ok=True)
-    # Of mode 0600 until it is all there.
-    handle, temporary = tempfile.mkstemp(prefix=f".{final.name}.", dir=final.parent)
+    handle, temporary = _temporary_file(final, mode)
     try:
         with open(handle, "wb") as file:
             file.write(content)
-            os.fchmod(file.fileno(), mode)
         os.link(temporary, final)
     except FileExistsError:
         return False
@@ -129,6 +130,20 @@ def make_directory(path: epath.PathLike) -> epath.Path:
     directory = absolute(path)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+def make_private_directory(path: epath.PathLike) -> None:
+    """Creates a local directory that is its owner's alone, with all that comes into it.
+
+    Others cannot enter it. Besides, where the file system has access control lists,
+    whatever any program makes in it from now on is of mode 0600, directories of 0700.
+    A directory of another owner stays as it is.
+    """
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    with contextlib.suppress(PermissionError):
+        os.chmod(path, 0o700)
+    with contextlib.suppress(OSError):
+        os.setxattr(path, "system.posix_acl_default", _PRIVATE_ACL)
 
 
 def rename(source: epath.PathLike, target: epath.PathLike) -> None:
@@ -335,31 +350,16 @@ def _drop_torn_line(file: BinaryIO) -> None:
         file.truncate(start)
 
 
+def _temporary_file(final: pathlib.Path, mode: int) -> tuple[int, str]:
+    # A new file beside `final`, open for writing, and its path.
+    final.parent.mkdir(parents=True, exist_ok=True)
+    path = final.with_name(f".{final.name}.{secrets.token_hex(8)}")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), str(path)
+
+
 def _fsync(path: epath.PathLike) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@functools.cache
-def _prepare_protocol(protocol: str) -> None:
-    package, extra = _CLIENTS[protocol]
-    if importlib.util.find_spec(package) is None:
-        raise errors.ConfigError(
-            f"{protocol}:// needs the extra `{extra}`: pip install"
-            f" 'elastic-ckpt[{extra}]'"
-        )
-    # Not before it is needed: it takes a while.
-    import fsspec.config
-
-    # Clients keep listings, which hides what other processes have written since.
-    settings = fsspec.config.conf.setdefault(protocol, {})
-    settings.setdefault("use_listings_cache", False)
-
-
-def _prepare_client(path: str) -> None:
-    protocol = path.partition("://")[0]
-    if protocol in _CLIENTS:
-        _prepare_protocol(protocol)

@@ -10,6 +10,7 @@ from typing import TypeVar
 from etils import epath
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.peers import agent_url
 from elastic_ckpt.tiers.retention import PreservationPolicy
 
 T = TypeVar("T")
@@ -67,6 +68,9 @@ class Peers:
         that idle.
       max_bytes_per_sec: of copies to this host.
       tls: encrypts what is sent.
+
+    Raises:
+      ConfigError: if `known` has something else than URLs of agents.
     """
 
     copies: int = 2
@@ -78,6 +82,16 @@ class Peers:
     known: tuple[str, ...] = ()
     max_bytes_per_sec: float | None = None
     tls: TlsFiles | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.known, str):
+            raise errors.ConfigError(
+                f"Peers(known={self.known!r}) is one string; give a tuple of URLs"
+            )
+        for url in self.known:
+            agent_url.check(
+                url, what="Peers(known=...)", needs_tls=self.tls is not None
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def test_peers_are_told_where_they_are_and_what_they_may(monkeypatch):
         peer_domain="rack",
         peer_domains="rack=r7;zone=z",
         peer_port=8090,
-        peer_urls="http://10.0.0.1:1;http://10.0.0.2:1",
+        peer_urls="https://10.0.0.1:1;https://10.0.0.2:1",
         peer_max_mib_per_sec=2.5,
         peer_tls_certificate="c",
         peer_tls_key="k",
@@ -62,11 +62,16 @@ def test_peers_are_told_where_they_are_and_what_they_may(monkeypatch):
         domains={"rack": "r7", "zone": "z"},
         interface="10.0.0.9",
         port=8090,
-        known=("http://10.0.0.1:1", "http://10.0.0.2:1"),
+        known=("https://10.0.0.1:1", "https://10.0.0.2:1"),
         max_bytes_per_sec=2.5 * 2**20,
         tls=TlsFiles(certificate="c", key="k", authority="a"),
     )
     assert tiers(peer_interface="10.1.1.1")[1].interface == "10.1.1.1"
+
+
+def test_a_malformed_url_of_an_agent_is_named_with_its_key():
+    with pytest.raises(errors.ConfigError, match=r"peer_urls has '10\.0\.0\.1:1', which"):
+        tiers(peer_urls="http://10.0.0.2:1;10.0.0.1:1")
 
 
 @pytest.mark.parametrize(

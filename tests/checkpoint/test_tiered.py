@@ -1,6 +1,8 @@
 """A checkpointer over tiers, on one host: its verbs, its stages, what it restores."""
 
 import os
+import pathlib
+import stat
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
+from tests import shared_memory
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 SPEC = PartitionSpec("a", "b")
@@ -359,6 +362,32 @@ def test_a_leaf_that_cannot_be_saved_is_an_error_of_the_call(make):
     with pytest.raises(errors.CheckpointError, match="state/name"):
         checkpointer.save(1, {"name": "text"})
     assert checkpointer.save(1, {"w": 1})
+
+
+def test_what_is_in_ram_is_its_owners_alone(make):
+    with shared_memory.directory("private") as directory:
+        root = pathlib.Path(directory, "ram")
+        # As a volume may be given.
+        root.mkdir(mode=0o755)
+        before = os.umask(0)
+        try:
+            checkpointer = make(Peers(), local=root)
+            assert checkpointer.save_checkpointables(
+                1, {"state": state(1), "data": Counter(7)}
+            )
+            checkpointer.load_checkpointables(
+                None, {"state": abstract(state(0)), "data": Counter()}
+            )
+            found = [root, *root.rglob("*")]
+            assert {"agent.json", "agents.json", "lock", "count", "zarr.json"} <= {
+                path.name for path in found
+            }
+            checkpointer.close()
+        finally:
+            os.umask(before)
+        for path in [root, *root.rglob("*")]:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            assert mode == (0o700 if path.is_dir() else 0o600), path
 
 
 @pytest.mark.parametrize(

@@ -309,6 +309,12 @@ def test_a_peer_that_does_not_answer_is_told(saved):
     assert f"cannot be read: {url} fails" in output
 
 
+def test_a_malformed_url_of_a_peer_is_refused(saved):
+    for verb in ("verify", "inspect"):
+        output = runs.verb(verb, saved / "ram", "--peer", "10.0.0.7:8470", code=1)
+        assert "--peer has '10.0.0.7:8470', which is not the URL of an agent" in output
+
+
 def secret_of(saved):
     return ["--secret-file", saved / "ram" / "secret"]
 

@@ -1,15 +1,18 @@
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
 import pathlib
+import stat
 import subprocess
 import sys
 
 import fsspec
 import pytest
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
+from tests import shared_memory
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):
@@ -187,9 +190,9 @@ def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path
 def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
     protocol, monkeypatch
 ):
-    _, extra = storage._CLIENTS[protocol]
-    monkeypatch.setitem(storage._CLIENTS, protocol, ("no_such_package", extra))
-    storage._prepare_protocol.cache_clear()
+    _, extra = bucket_clients._CLIENTS[protocol]
+    monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
+    bucket_clients._prepare_protocol.cache_clear()
     for touch in (storage.absolute, storage.read_log, storage.AppendLog):
         with pytest.raises(errors.ConfigError, match=rf"'elastic-ckpt\[{extra}\]'"):
             touch(f"{protocol}://bucket/run")
@@ -212,3 +215,48 @@ def test_a_log_in_a_bucket_goes_on_where_it_was_synced(bucket):
         log.close()
     found = storage.read_log(f"{bucket}/log.jsonl")
     assert found == [{"number": 0}, {"number": 1}]
+
+
+def test_all_that_comes_into_a_private_directory_is_its_owners_alone():
+    with shared_memory.directory("private") as parent:
+        root = pathlib.Path(parent, "run")
+        storage.make_private_directory(root)
+        program = f"""if True:
+            import os, pathlib
+            os.umask(0)
+            made = pathlib.Path("{root}/of/another/program")
+            made.mkdir(parents=True)
+            (made / "file").write_bytes(b"")
+        """
+        subprocess.run([sys.executable, "-c", program], check=True)
+        storage.write_atomic(root / "a" / "b", b"")
+        storage.create(root / "c", b"")
+        assert modes(root) == {0o700, 0o600}
+
+
+def test_a_private_directory_without_access_control_lists_cannot_be_entered(
+    tmp_path, monkeypatch
+):
+    def unsupported(*_):
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "setxattr", unsupported)
+    (tmp_path / "run").mkdir(mode=0o777)
+    storage.make_private_directory(tmp_path / "run")
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def modes(root):
+    """Of files, and of directories, with `root`."""
+    return {stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
+
+
+def test_new_files_have_the_mode_that_the_process_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        storage.write_atomic(tmp_path / "a", b"")
+        storage.create(tmp_path / "b", b"")
+    finally:
+        os.umask(before)
+    for name in "ab":
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640

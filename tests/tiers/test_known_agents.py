@@ -1,5 +1,7 @@
 """Agents that machines have met: the last that was seen of each, and not for ever."""
 
+import json
+
 from elastic_ckpt.tiers.peers import known_agents
 
 DAY = 24 * 3600.0
@@ -20,6 +22,23 @@ def test_a_spoilt_list_is_no_list(tmp_path):
     for text in ("", "[1]", "{"):
         (tmp_path / known_agents.FILE).write_text(text)
         assert known_agents.read(tmp_path) == {}
+
+
+def test_a_spoilt_entry_is_left_out_beside_the_others(tmp_path):
+    good = agent("http://10.0.0.7:8470")
+    spoilt = [
+        None,
+        "http://a",
+        {},
+        {**good, "url": "a:1"},
+        {**good, "url": "http://a:99999"},
+        {**good, "url": None},
+        {**good, "seen": "now"},
+        {**good, "certificate_sha256": 7},
+    ]
+    agents = {f"m{number}": each for number, each in enumerate([*spoilt, good])}
+    (tmp_path / known_agents.FILE).write_text(json.dumps(agents))
+    assert known_agents.read(tmp_path) == {f"m{len(spoilt)}": good}
 
 
 def test_of_an_agent_that_moved_the_last_place_counts():

@@ -205,6 +205,7 @@ def _listening(service: Service) -> Iterator[tuple[Address, socket.socket]]:
             f"{service.root}: no such directory; name the RAM disk of a run"
             " (local_checkpoint_directory), or create it first"
         )
+    machine_id = machine.machine_id(service.root)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(
@@ -228,7 +229,7 @@ def _listening(service: Service) -> Iterator[tuple[Address, socket.socket]]:
             Address(
                 url=f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}",
                 pid=os.getpid(),
-                machine=machine.machine_id(service.root),
+                machine=machine_id,
                 certificate_sha256=_fingerprint(service),
             ),
             listening,

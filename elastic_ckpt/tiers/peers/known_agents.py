@@ -13,7 +13,8 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.peers import agent_url
 
 FILE = "agents.json"
 # Machines come and go: one that was in no world for so long is forgotten.
@@ -21,12 +22,17 @@ _REMEMBERED_SECS = 14 * 24 * 3600
 
 
 def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
-    """By machine, where its agent listens and when it was `seen`; empty at first."""
+    """By machine, where its agent listens and when it was `seen`; empty at first.
+
+    What is no such entry is left out: all of it is a hint.
+    """
     try:
         found = json.loads(pathlib.Path(root, FILE).read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    return dict(found) if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {machine: agent for machine, agent in found.items() if _is_agent(agent)}
 
 
 def write(root: epath.PathLike, agents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -55,3 +61,13 @@ def joined(
     return found | {
         machine: {**agent, "seen": now_secs} for machine, agent in present.items()
     }
+
+
+def _is_agent(agent: Any) -> bool:
+    if not isinstance(agent, dict) or not isinstance(agent.get("seen"), int | float):
+        return False
+    try:
+        agent_url.check(agent.get("url"), what=FILE)
+    except errors.ConfigError:
+        return False
+    return isinstance(agent.get("certificate_sha256"), str | None)

@@ -15,10 +15,11 @@ FILE = "machine"
 
 def machine_id(root: epath.PathLike) -> str:
     """The id of the RAM disk at `root`, 16 hex digits, made by who asks first."""
-    # What a run holds is nobody else's business.
-    os.makedirs(root, mode=0o700, exist_ok=True)
     path = os.path.join(root, FILE)
-    storage.create(path, secrets.token_hex(8).encode())
+    if not os.path.exists(path):
+        # What a run holds is nobody else's business.
+        storage.make_private_directory(root)
+        storage.create(path, secrets.token_hex(8).encode())
     return pathlib.Path(path).read_text()
 
 

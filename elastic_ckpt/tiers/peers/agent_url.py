@@ -1,0 +1,34 @@
+"""URLs of agents, checked where they are given."""
+
+from __future__ import annotations
+
+import re
+
+from elastic_ckpt.core import errors
+
+_URL = re.compile(r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_MOST_PORT = 2**16 - 1
+
+
+def check(url: object, *, what: str, needs_tls: bool = False) -> None:
+    """Checks that `url` is the URL of an agent, as an agent prints it.
+
+    Args:
+      url: that a person or another machine gave.
+      what: it was given as, for the message.
+      needs_tls: whether it has to be of `https://`.
+
+    Raises:
+      ConfigError: if it is not.
+    """
+    found = _URL.fullmatch(url) if isinstance(url, str) else None
+    if found is None or not 0 < int(found[1] or 80) <= _MOST_PORT:
+        raise errors.ConfigError(
+            f"{what} has {url!r}, which is not the URL of an agent; give it as the"
+            " agent prints it, such as http://10.0.0.7:8470"
+        )
+    if needs_tls and not found[0].startswith("https://"):
+        raise errors.ConfigError(
+            f"{what} has {url!r}, which does not encrypt, and this run does; give the"
+            " https:// URL of an agent that was started with a certificate"
+        )
