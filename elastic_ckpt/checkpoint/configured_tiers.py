@@ -48,7 +48,7 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoi
     policies = ocp.training.preservation_policies
     return [
         Local(
-            os.path.join(directory, config.run.run_name),
+            ram_directory(config),
             every=period,
             limit_bytes=num_bytes(section.local_checkpoint_size_limit),
         ),
@@ -60,6 +60,11 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoi
             keep=policies.LatestN(newest) if newest else None,
         ),
     ]
+
+
+def ram_directory(config: schema.Config) -> str:
+    """The directory of a run in the RAM of each of its machines."""
+    return os.path.join(config.tiers.local_checkpoint_directory, config.run.run_name)
 
 
 def num_bytes(quantity: str) -> int:

@@ -2,7 +2,9 @@
 
 Of the directory of a run of `elastic-ckpt train` it shows arrays and data state. Of RAM
 disks, persistent steps and peers it shows the steps, their holders, and what would be
-lost with a host or slice. Of a run whose steps are in tiers it shows both.
+lost with a host or slice. Of a run whose steps are in tiers it shows both. It shows the
+newest step briefly, with --step one step with all of its arrays, with --all every step;
+the JSON has all steps unless one is asked for.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help="another kind of failure domain than host and slice: rack, zone",
     )
-    parser.add_argument(
-        "--step",
-        type=int,
-        help="the step whose losses are shown; without it, the newest complete one",
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="show this step, and all of its arrays")
+    which.add_argument(
+        "--all",
+        action="store_true",
+        help="show every step; without it, the newest one, briefly",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -42,15 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
     content: dict[str, Any] = {}
     lines: list[str] = []
     is_run = len(arguments.paths) == 1 and where.is_run(arguments.paths[0])
+    is_brief = arguments.step is None and not arguments.all
+    newest_only = is_brief and not arguments.json
     if is_run:
-        content = collect(arguments.paths[0])
-        lines.append(describe(content))
+        content = collect(
+            arguments.paths[0], step=arguments.step, newest_only=newest_only
+        )
+        lines.append(describe(content, is_brief=is_brief))
     with where.opened(arguments) as (name, places):
         # Without manifests there are no tiers.
         if arguments.peer or places.steps or not is_run:
             domains = ["host", "slice", *arguments.domain]
-            found = survey.survey(places, domains, step=arguments.step)
-            if not (found.steps or found.leftovers or found.problems or is_run):
+            found = survey.survey(
+                places, domains, step=arguments.step, newest_only=newest_only
+            )
+            if not (found.known or found.leftovers or found.problems or is_run):
                 raise errors.RunError(
                     f"{', '.join([*arguments.paths, *arguments.peer])}: neither a run"
                     f" (no {run_directory.CONFIG} in it) nor steps in any tier; name"
@@ -58,12 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             content["tiers"] = {"run": name, **dataclasses.asdict(found)}
             lines.append(tier_report.describe(name, found))
+    _check_found(arguments.step, content)
     print(json.dumps(content, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
 
-def collect(directory: str) -> dict[str, Any]:
-    """Everything that `inspect` shows, as JSON.
+def collect(
+    directory: str, *, step: int | None = None, newest_only: bool = False
+) -> dict[str, Any]:
+    """What `inspect` shows of the steps in storage, as JSON.
+
+    Args:
+      directory: of the run.
+      step: the only one to look at, if it is there; None for all.
+      newest_only: whether the newest one is enough.
 
     Raises:
       RunError: if there is no run in `directory`.
@@ -73,21 +91,45 @@ def collect(directory: str) -> dict[str, Any]:
     run_directory.read_config(directory)
     checkpoints = os.path.join(directory, checkpointer.DIRECTORY)
     interrupted = checkpointer.interrupted_steps(checkpoints)
+    complete = summary.steps(checkpoints)
+    wanted = [each for each in complete if step in (None, each)]
+    if newest_only:
+        wanted = wanted[-1:]
     return {
         "run": directory,
-        "steps": [
-            _step(step, str(path)) for step, path in summary.steps(checkpoints).items()
-        ],
-        "interrupted": [dataclasses.asdict(step) for step in interrupted],
+        "known": list(complete),
+        "steps": [_step(each, str(complete[each])) for each in wanted],
+        "interrupted": [dataclasses.asdict(each) for each in interrupted],
     }
 
 
-def describe(content: dict[str, Any]) -> str:
-    """What `collect` found, in words."""
-    lines = [f"{content['run']}: {len(content['steps'])} complete steps"]
+def _check_found(step: int | None, content: dict[str, Any]) -> None:
+    known = {*content.get("known", ()), *content.get("tiers", {}).get("known", ())}
+    if step is not None and step not in known:
+        raise errors.CheckpointError(
+            f"there is no step {step} in these places; they have the steps"
+            f" {sorted(known)}"
+        )
+
+
+def describe(content: dict[str, Any], *, is_brief: bool = False) -> str:
+    """What `collect` found, in words.
+
+    Args:
+      content: that `collect` returned.
+      is_brief: whether arrays are counted rather than listed.
+    """
+    known = tier_report.numbered(content["known"], "in storage")
+    lines = [f"{content['run']}: {known}"]
     before: dict[str, Any] = {}
     for step in content["steps"]:
-        lines.append(f"step {step['step']}: {step['num_bytes']:,} bytes of arrays")
+        lines.append(
+            f"step {step['step']}: {len(step['state']):,} arrays,"
+            f" {step['num_bytes']:,} bytes"
+        )
+        if is_brief:
+            lines += _data_lines(step["data"], is_brief=True)
+            continue
         if step["state"] == before.get("state"):
             lines.append(f"  state: as in step {before['step']}")
         else:
@@ -105,13 +147,13 @@ def describe(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _data_lines(data: dict[str, Any]) -> list[str]:
+def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
     if "error" in data:
         return [f"  data: {data['error']}"]
     datasets = data["pipeline"].get("datasets", {})
     lines = [f"  data: {data['engine']}, position {json.dumps(data['position'])}"]
     for key, value in data["pipeline"].items():
-        if key != "datasets":
+        if key != "datasets" and not is_brief:
             lines.append(f"    {key}: {json.dumps(value)}")
     weights = sum(of["weight"] for of in datasets.values()) or 1
     taken = sum(data["taken"].values()) or 1

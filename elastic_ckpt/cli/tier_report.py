@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ _NAMED = 5
 def describe(run: str, found: survey.Survey) -> str:
     """The survey of a run, as lines."""
     named = f"run {run}" if run else "no run"
-    lines = [f"{named}: {len(found.steps)} steps in tiers"]
+    lines = [f"{named}: {numbered(found.known, 'in tiers')}"]
     save = ""
     for step in (each for each in found.steps if not each.abandoned):
         lines += _step_lines(step, goes_on=step.save != save)
@@ -35,6 +35,17 @@ def describe(run: str, found: survey.Survey) -> str:
     ]
     lines += found.problems
     return "\n".join(lines)
+
+
+def numbered(steps: Sequence[int], where: str) -> str:
+    """How many steps there are, with the numbers of the first and the last."""
+    count = f"{len(steps)} steps {where}"
+    if not steps:
+        return count
+    some = list(map(str, steps))
+    if len(some) > 2 * _NAMED:
+        some = [*some[:_NAMED], "...", *some[-_NAMED:]]
+    return f"{count}: {', '.join(some)}"
 
 
 def _step_lines(step: survey.SurveyedStep, *, goes_on: bool) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from etils import epath
 
 from elastic_ckpt.cli import run_directory
 from elastic_ckpt.core import errors, storage
@@ -21,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths",
         nargs="*",
         metavar="PATH",
-        help="a run, a RAM disk, persistent steps or one of them; several count as one",
+        help="a run (with what is in this machine's RAM of it), a RAM disk, persistent"
+        " steps or one of them; several count as one",
     )
     parser.add_argument(
         "--peer",
@@ -47,6 +50,22 @@ def is_run(path: str) -> bool:
     return (storage.absolute(path) / run_directory.CONFIG).exists()
 
 
+def ram_disk(path: str) -> epath.Path | None:
+    """Where this machine's RAM has steps of the run at `path`; None if nowhere.
+
+    Raises:
+      ConfigError: if the run's configuration cannot be read.
+    """
+    from elastic_ckpt.checkpoint import configured_tiers
+    from elastic_ckpt.tiers import places
+
+    config = run_directory.read_config(path)
+    if not config.tiers.enable_multi_tier_checkpointing:
+        return None
+    directory = storage.absolute(configured_tiers.ram_directory(config))
+    return directory if places.is_ram_disk(directory) else None
+
+
 @contextlib.contextmanager
 def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]:
     """The run, and the places, as long as the block runs.
@@ -65,11 +84,12 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
         from elastic_ckpt.tiers.peers import agent_url
 
         agent_url.check(url, what="--peer", needs_tls=bool(arguments.tls_authority))
-    of_runs = [os.path.join(path, checkpointer.DIRECTORY) for path in paths]
-    in_tiers = [
-        steps if is_run(path) else path
-        for path, steps in zip(paths, of_runs, strict=True)
-    ]
+    of_runs = {path: os.path.join(path, checkpointer.DIRECTORY) for path in paths}
+    of_runs = {path: steps for path, steps in of_runs.items() if is_run(path)}
+    # What the RAM of this machine has of a run is looked at with its directory.
+    in_ram = list(filter(None, map(ram_disk, of_runs)))
+    in_tiers = [of_runs.get(path, path) for path in paths]
+    in_tiers += [path for path in in_ram if path not in map(storage.absolute, paths)]
     run = arguments.run
     if run is None:
         run = next(filter(None, map(places.find_run, in_tiers)), None)
@@ -81,10 +101,10 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
     run = run or ""
     found: list[places.Place] = [
         # A run may have saved nothing yet.
-        places.at_steps(steps, run=run)
-        if is_run(path)
+        places.at_steps(path, run=run)
+        if path in of_runs.values()
         else places.at_path(path, run=run)
-        for path, steps in zip(paths, of_runs, strict=True)
+        for path in in_tiers
     ]
     with contextlib.ExitStack() as closing:
         if arguments.peer:
@@ -92,7 +112,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
 
             client = closing.enter_context(
                 peer_client.PeerClient(
-                    secret.read(_secret_file(arguments, paths)),
+                    secret.read(_secret_file(arguments, in_tiers)),
                     tls_ca=arguments.tls_authority,
                 )
             )
@@ -100,7 +120,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
         yield run, places.Places(found)
 
 
-def _secret_file(arguments: argparse.Namespace, paths: list[str]) -> str:
+def _secret_file(arguments: argparse.Namespace, paths: Sequence[epath.PathLike]) -> str:
     from elastic_ckpt.tiers.peers import secret
 
     candidates = [arguments.secret_file] if arguments.secret_file else []

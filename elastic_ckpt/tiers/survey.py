@@ -100,45 +100,68 @@ class Survey:
     """What was found.
 
     Attributes:
-      steps: ascending by step and save.
+      known: the numbers of all steps of which there may be something, ascending.
+      steps: that were looked at, ascending by step and save.
       coverage: of one step, by kind of failure domain; empty if none is complete.
       leftovers: what is not committed: it is being written, or was cut short.
       problems: manifests that cannot be had.
     """
 
+    known: tuple[int, ...]
     steps: tuple[SurveyedStep, ...]
     coverage: tuple[CoveredStep, ...]
     leftovers: tuple[Leftover, ...]
     problems: tuple[str, ...]
 
 
-def survey(places: Places, domains: Sequence[str], *, step: int | None) -> Survey:
-    """Looks at all steps of some places.
+def survey(
+    places: Places,
+    domains: Sequence[str],
+    *,
+    step: int | None,
+    newest_only: bool = False,
+) -> Survey:
+    """Looks at the steps of some places.
 
     Args:
       places: together.
-      domains: kinds of failure domains, whose loss is looked at.
-      step: whose loss; None for the newest that is complete.
+      domains: kinds of failure domains, whose loss is looked at: that of the newest
+        complete step, or of `step`.
+      step: the only one to look at; None for all.
+      newest_only: whether the newest complete one is enough, with those after it.
     """
     found: list[SurveyedStep] = []
     problems: list[str] = []
     covered: tuple[CoveredStep, ...] = ()
     preserved = set(places.preserved())
-    for number in sorted({*places.steps, *places.foreign_steps}):
+    known = sorted({*places.steps, *places.foreign_steps})
+    # Newest first, so that no more is read than it takes.
+    for number in reversed(known):
+        if step not in (None, number) or (newest_only and covered):
+            continue
+        of_number = []
+        is_preserved = number in preserved
         if number in places.foreign_steps:
-            found.append(_foreign(number, preserved=number in preserved))
+            of_number.append(_foreign(number, preserved=is_preserved))
         copies, unread = places.look(number)
         problems += unread
+        newest: tuple[CoveredStep, ...] = ()
         for offers in reversed(search.saves(list(copies))):
             examined = search.Step.of(offers)
             abandoned = places.line.abandons(number, examined.save)
-            found.append(
-                _surveyed(examined, preserved=number in preserved, abandoned=abandoned)
+            of_number.append(
+                _surveyed(examined, preserved=is_preserved, abandoned=abandoned)
             )
-            is_asked = step == number or (step is None and not abandoned)
-            if examined.complete and is_asked:
-                covered = tuple(_covered(examined, domain) for domain in domains)
+            is_asked = step == number or not abandoned
+            if examined.complete and is_asked and not covered:
+                newest = tuple(_covered(examined, domain) for domain in domains)
+        covered = covered or newest
+        found = [*of_number, *found]
+    if not known:
+        # Places that cannot be read have no steps, either.
+        _, problems = places.look(step or 0)
     return Survey(
+        known=tuple(known),
         steps=tuple(found),
         coverage=covered,
         leftovers=tuple(places.leftovers()),

@@ -70,7 +70,9 @@ def test_peers_are_told_where_they_are_and_what_they_may(monkeypatch):
 
 
 def test_a_malformed_url_of_an_agent_is_named_with_its_key():
-    with pytest.raises(errors.ConfigError, match=r"peer_urls has '10\.0\.0\.1:1', which"):
+    with pytest.raises(
+        errors.ConfigError, match=r"peer_urls has '10\.0\.0\.1:1', which"
+    ):
         tiers(peer_urls="http://10.0.0.2:1;10.0.0.1:1")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, digest, host_memory, storage
 from elastic_ckpt.tiers import capture, manifest, preserved
 from elastic_ckpt.tiers.ram import local, ram_disk
-from tests import runs
+from tests import runs, shared_memory
 from tests.tiers import served, tiered_steps
 
 STATE = {"w": np.arange(32, dtype=np.float32).reshape(4, 8)}
@@ -128,7 +129,7 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
     ]
     # Storage outlasts any host.
     assert all(not each["losses"] for each in found["coverage"])
-    text = runs.verb("inspect", ram, steps)
+    text = runs.verb("inspect", ram, steps, "--all")
     assert "step 2: complete, preserved\n" in text
     assert "step 5: saved by Orbax alone, without manifests\n" in text
     assert f"step 4 is being written, or was cut short: {half}\n" in text
@@ -136,7 +137,7 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
 
 def test_of_a_run_whose_steps_are_in_tiers_it_shows_arrays_and_tiers(tmp_path):
     run_directory.write_config(str(tmp_path), schema.Config())
-    assert "0 complete steps" in runs.verb("inspect", tmp_path)
+    assert "0 steps in storage" in runs.verb("inspect", tmp_path)
     steps = tmp_path / "checkpoints"
     with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
         tiered_steps.save(checkpointer, 1)
@@ -145,8 +146,69 @@ def test_of_a_run_whose_steps_are_in_tiers_it_shows_arrays_and_tiers(tmp_path):
     assert "params/w" in {leaf["path"] for leaf in step["state"]}
     assert [each["step"] for each in content["tiers"]["steps"]] == [1]
     text = runs.verb("inspect", tmp_path)
-    assert f"{tmp_path}: 1 complete steps\n" in text
-    assert "run run-7: 1 steps in tiers\n" in text
+    assert f"{tmp_path}: 1 steps in storage: 1\n" in text
+    assert "run run-7: 1 steps in tiers: 1\n" in text
+
+
+def test_of_a_run_it_shows_one_step_briefly_one_that_is_asked_for_and_all(tmp_path):
+    run_directory.write_config(str(tmp_path), schema.Config())
+    steps = tmp_path / "checkpoints"
+    with tiered_steps.checkpointer(tmp_path / "ram", steps) as checkpointer:
+        tiered_steps.save(checkpointer, 1, 2, 3)
+
+    def shown(*arguments):
+        text = runs.verb("inspect", tmp_path, *arguments)
+        named = re.findall(r"^step (\d+): \d+ arrays, [\d,]+ bytes$", text, re.M)
+        in_tiers = re.findall(r"^step (\d+): complete", text, re.M)
+        return ["".join(named), "".join(in_tiers), text.count("  params/w ")]
+
+    assert shown() == ["3", "3", 0]
+    assert shown("--step", 2) == ["2", "2", 1]
+    assert shown("--all") == ["123", "123", 1]
+    of_step = json.loads(runs.verb("inspect", tmp_path, "--step", 2, "--json"))
+    assert [each["step"] for each in of_step["steps"]] == [2]
+    assert of_step["tiers"]["known"] == [1, 2, 3]
+    output = runs.verb("inspect", tmp_path, "--step", 7, code=1)
+    assert "there is no step 7 in these places; they have the steps [1, 2, 3]" in output
+
+
+def test_of_a_run_it_shows_the_steps_in_this_machines_ram(tmp_path):
+    with shared_memory.directory("inspect") as ram:
+        tiers = schema.TiersSection(
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_directory=ram,
+            local_checkpoint_period=1,
+        )
+        named = schema.RunSection(run_name="tiny")
+        config = schema.Config(run=named, tiers=tiers)
+        run_directory.write_config(str(tmp_path), config)
+        assert "in tiers" not in runs.verb("inspect", tmp_path)
+        disk, steps = f"{ram}/tiny", tmp_path / "checkpoints"
+        with tiered_steps.checkpointer(disk, steps, every=2) as checkpointer:
+            tiered_steps.save(checkpointer, 1, 2, 3)
+        # With the RAM disk named, too, each is looked at once.
+        for paths in ([tmp_path], [tmp_path, disk]):
+            found = json.loads(runs.verb("inspect", *paths, "--json"))["tiers"]
+            shown = {each["step"]: each["tiers"] for each in found["steps"]}
+            assert [each["tier"] for each in shown[2]] == ["persistent"]
+            (in_ram,) = shown[3]
+            assert in_ram["tier"] == "local"
+            assert len(in_ram["holders"]) == 1
+        text = runs.verb("inspect", tmp_path)
+        assert f"{tmp_path}: 1 steps in storage: 2\n" in text
+        assert "run run-7: 2 steps in tiers: 2, 3\nstep 3: complete" in text
+        assert "step 3: complete, 12 copies" in runs.verb("verify", tmp_path)
+
+
+def test_a_step_that_is_not_whole_is_shown_beside_the_newest_that_is(machines):
+    root, _ = machines
+    save(root / "a", (0, 1), step=4, host="a", slice="0")
+    save(root / "a", range(4), step=2, host="a", slice="0")
+    text = runs.verb("inspect", *(root / name for name in "abc"))
+    assert "run run-7: 3 steps in tiers: 2, 3, 4\n" in text
+    assert "step 4: incomplete: lacks parts of 1 of 1 leaves" in text
+    assert "step 3: complete" in text
+    assert "step 2: " not in text
 
 
 def test_a_step_can_be_asked_for(machines):
@@ -156,6 +218,15 @@ def test_a_step_can_be_asked_for(machines):
     assert {each["step"] for each in inspect(*paths)["coverage"]} == {4}
     asked = inspect(*paths, "--step", 3)
     assert {each["step"] for each in asked["coverage"]} == {3}
+
+
+def test_a_peer_that_refuses_the_secret_is_reported(machines, tmp_path):
+    root, _ = machines
+    (tmp_path / "other").write_text("another-secret-than-the-run-has")
+    with served.agent_process(root / "c") as (_, url):
+        options = ["--secret-file", tmp_path / "other", "--run", tiered_steps.RUN]
+        text = runs.verb("inspect", "--peer", url, *options)
+    assert f"{url} does not take the run's secret" in text
 
 
 def test_where_nothing_is_it_says_so(tmp_path):

@@ -119,7 +119,9 @@ def test_inspect_shows_arrays_and_data_of_every_step(resized):
         24: "[whole] over slice=2, fsdp=1",
     }
     text = runs.verb("inspect", run)
-    assert "9 complete steps" in text
+    assert "9 steps in storage: 4, 8, 12, 16, 20, 24, 28, 32, 36\n" in text
+    assert "step 32" not in text
+    assert "params/mlp_in" not in text
     assert '"global_next_index": 288' in text
 
 
