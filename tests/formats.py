@@ -17,6 +17,7 @@ from elastic_ckpt.data import (
     records,
     sharded_data,
     shuffling,
+    token_blocks,
 )
 from elastic_ckpt.data.sources import arrayrecord, parquet, record_format, tfrecord
 
@@ -164,12 +165,7 @@ class MakeShard:
         (found, *_) = read.values()
         if len(read) > 1:
             found = mixing.Mixture(read, WEIGHTS, shard=shard)
-        found = language.Examples(
-            found,
-            documents=language.Documents(column="tokens", tokenizer=None),
-            length=LENGTH,
-            truncate=steps.truncate,
-        )
+        found = language.Examples(found, length=LENGTH, truncate=steps.truncate)
         if steps.window:
             found = shuffling.WindowShuffle(
                 found, window_size=steps.window, seed=SEED + shard
@@ -187,7 +183,10 @@ class MakeShard:
             num_shards=NUM_SHARDS,
             reading=records.Reading(shuffle_seed=SEED, num_epochs=self.num_epochs),
         )
-        return found.filter(is_kept) if self.steps.filtered else found
+        return token_blocks.Tokens(
+            found.filter(is_kept) if self.steps.filtered else found,
+            documents=language.Documents(column="tokens", tokenizer=None),
+        )
 
 
 def data(parts, name, *, num_epochs=None, **more) -> sharded_data.ShardedData:

@@ -374,8 +374,11 @@ def supervise(
 def _join_and_run(
     config: schema.Config, place: member.Member, emit: events.Emit
 ) -> None:
+    from elastic_ckpt.data import token_blocks
     from elastic_ckpt.elastic import multicontroller
 
+    # All of them are on this machine; its cores are shared.
+    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(place.num_hosts)
     multicontroller.configure(config.world)
     own = listeners.on_one_machine(config.metrics, place.host)
     with multicontroller.joined(place):

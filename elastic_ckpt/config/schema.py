@@ -70,8 +70,7 @@ class WorldSection:
     )
     slices: int = _key(
         1,
-        "Slices that the hosts are grouped into: the failure domains of a run, and the"
-        " outer axis of the mesh.",
+        "Groups of hosts: the failure domains of a run, the outer axis of the mesh.",
         at_least=1,
     )
     devices_per_host: int = _key(
@@ -190,13 +189,11 @@ class DataSection:
     )
     drop_remainder: bool = _key(
         False,
-        "Leave out the last batch if it is not full; otherwise it is padded, and the"
-        " padding masked.",
+        "Leave out the last batch if it is not full; otherwise pad and mask it.",
     )
     corrupt_records: str = _key(
         "fail",
-        "What to do with a record that is not what was written: end with an error that"
-        " names it, or skip and count it.",
+        "Whether a record that is not what was written ends the run, or is left out.",
         choices=("fail", "skip"),
     )
     tokenize_train_data: bool = _key(
@@ -208,6 +205,12 @@ class DataSection:
         choices=("bytes", "sentencepiece", "tiktoken", "huggingface"),
     )
     tokenizer_path: str = _key("", "The tokenizer's file, a path or a URI.")
+    tokenizer_threads: int = _key(
+        0,
+        "Threads of each host that tokenise, ahead of the packing. 0 takes the cores of"
+        " the machine, divided by the hosts on it. May change at a resume.",
+        at_least=0,
+    )
     add_bos: bool = _key(True, "Begin a text with the tokenizer's begin token.")
     add_eos: bool = _key(True, "End a text with the tokenizer's end token.")
     max_target_length: int = _key(256, "Tokens of a row.", at_least=1)
@@ -244,8 +247,7 @@ class DataSection:
     )
     enable_rampup_batch_size: bool = _key(
         False,
-        "Begin with smaller batches, and grow them in equal stages; needs"
-        " per_device_batch_size.",
+        "Begin with smaller batches, in equal stages; needs per_device_batch_size.",
     )
     per_device_batch_size_start: float = _key(
         4.0, "Rows a device takes each step of the first stage.", at_least=0
@@ -306,8 +308,7 @@ class DataSection:
     )
     colocated_python_data_input: bool = _key(
         False,
-        "Run the data iterator in colocated Python, beside the accelerator hosts,"
-        " where it writes its own state.",
+        "Run the data iterator, which writes its state, in colocated Python.",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -21,8 +21,11 @@ from elastic_ckpt.data import packing as packing_rows
 from elastic_ckpt.data import tokenizers
 
 Example = dict[str, np.ndarray]
+# A document's text, its tokens if it has them already, or None.
+Value = str | bytes | np.ndarray | None
 
 _BYTES = tokenizers.Bytes()
+_NO_TOKENS = np.empty(0, np.int32)
 
 FIRST_FIT = "first_fit"
 BEST_FIT = "best_fit"
@@ -53,8 +56,13 @@ class Documents:
     add_begin: bool = True
     add_end: bool = True
 
-    def tokens(self, element: dict[str, Any]) -> np.ndarray:
-        """The tokens of a record, int32 `[tokens]`; none if it has no value.
+    @property
+    def is_parallel(self) -> bool:
+        """Whether threads tokenise faster than one."""
+        return self.tokenizer is not None and self.tokenizer.is_parallel
+
+    def value(self, element: dict[str, Any]) -> Value:
+        """The text of a record, or its tokens, int32 `[tokens]`; None if it has none.
 
         Raises:
           DataError: if the column is missing or has something else.
@@ -66,7 +74,7 @@ class Documents:
             )
         value = element[self.column]
         if value is None:
-            return _as_tokens(None)
+            return None
         if self.tokenizer is None:
             found = np.asarray(value)
             if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
@@ -80,15 +88,23 @@ class Documents:
                 f"column {self.column!r} has a {type(value).__name__}, not text; set"
                 " tokenize_train_data=false if these are tokens"
             )
-        begin = self.tokenizer.begin if self.add_begin else None
-        end = self.tokenizer.end if self.add_end else None
-        return np.concatenate(
-            [_as_tokens(begin), self.tokenizer.encode(value), _as_tokens(end)]
-        )
+        return value
+
+    def tokens(self, values: Sequence[Value]) -> list[np.ndarray]:
+        """The tokens of each value, int32 `[tokens]`; those of None are none."""
+        found: list[Any] = [_NO_TOKENS if value is None else value for value in values]
+        places = [n for n, value in enumerate(values) if isinstance(value, str | bytes)]
+        if self.tokenizer and places:
+            begin = _as_tokens(self.tokenizer.begin if self.add_begin else None)
+            end = _as_tokens(self.tokenizer.end if self.add_end else None)
+            encoded = self.tokenizer.encode_batch([found[n] for n in places])
+            for place, tokens in zip(places, encoded, strict=True):
+                found[place] = np.concatenate([begin, tokens, end])
+        return found
 
 
 def _as_tokens(token: int | None) -> np.ndarray:
-    return np.array([] if token is None else [token], np.int32)
+    return _NO_TOKENS if token is None else np.array([token], np.int32)
 
 
 class Examples(grain.IterDataset[Example]):
@@ -97,32 +113,22 @@ class Examples(grain.IterDataset[Example]):
     A document of less than two tokens makes no example.
 
     Args:
-      parent: records as dicts of columns.
-      documents: how a record is made tokens.
+      parent: documents as arrays of tokens.
       length: L.
       truncate: whether a longer document is trimmed to L; if not, it makes several
         examples, one after the other.
     """
 
     def __init__(
-        self,
-        parent: grain.IterDataset,
-        *,
-        documents: Documents,
-        length: int,
-        truncate: bool,
+        self, parent: grain.IterDataset, *, length: int, truncate: bool
     ) -> None:
         super().__init__(parent)
-        self._documents = documents
         self._length = length
         self._truncate = truncate
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
         return _ExamplesIterator(
-            iter(self._parent),
-            self._documents,
-            self._length,
-            max_chunks=1 if self._truncate else None,
+            iter(self._parent), self._length, max_chunks=1 if self._truncate else None
         )
 
 
@@ -130,15 +136,9 @@ class _ExamplesIterator(grain.DatasetIterator[Example]):
     """Keeps the parent's state before the document, and the chunks taken of it."""
 
     def __init__(
-        self,
-        parent: grain.DatasetIterator,
-        documents: Documents,
-        length: int,
-        *,
-        max_chunks: int | None,
+        self, parent: grain.DatasetIterator, length: int, *, max_chunks: int | None
     ) -> None:
         super().__init__(parent)
-        self._documents = documents
         self._length = length
         self._max_chunks = max_chunks
         self._before = parent.get_state()
@@ -150,8 +150,7 @@ class _ExamplesIterator(grain.DatasetIterator[Example]):
             if self._max_chunks != 1:
                 # Else no state is ever taken in the middle of a document.
                 self._before = self._parent.get_state()
-            tokens = self._documents.tokens(next(self._parent))
-            made = chunks(tokens, self._length)
+            made = chunks(next(self._parent), self._length)
             self._chunks = list(itertools.islice(made, self._max_chunks))
             self._taken = 0
         self._taken += 1

@@ -1,6 +1,6 @@
 """The pipeline of a logical shard that a configuration describes.
 
-    units -> records -> mix -> tokens -> trim or chunk -> window shuffle -> pack or pad
+    units -> records -> tokens -> mix -> trim or chunk -> window shuffle -> pack or pad
 
 Each arrow is a Grain dataset that saves where it is, so the whole saves where it is.
 """
@@ -25,6 +25,7 @@ from elastic_ckpt.data import (
     sharded_data,
     shuffling,
     state,
+    token_blocks,
     tokenizers,
     units,
 )
@@ -61,6 +62,8 @@ class LanguagePipeline:
       packing: one of `language.PACKINGS`; empty pads each example to a row.
       max_examples: of a packed row; 0 sets no limit.
       seed: of every shuffle.
+      tokenizer_threads: threads of a host that tokenise; 0 takes its share of cores.
+      num_processes: processes of a host that share them.
     """
 
     parts: tuple[Part, ...]
@@ -73,15 +76,16 @@ class LanguagePipeline:
     packing: str = ""
     max_examples: int = 0
     seed: int = 0
+    tokenizer_threads: int = 0
+    num_processes: int = 1
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
-        read = {part.name: self._records(part, shard) for part in self.parts}
+        read = {part.name: self._tokens(part, shard) for part in self.parts}
         weights = {part.name: part.weight for part in self.parts}
         found = language.Examples(
             # Also of a single dataset: others may join it at a resume.
             mixing.Mixture(read, weights, shard=shard),
-            documents=self.documents,
             length=self.length,
             truncate=self.truncate,
         )
@@ -98,6 +102,17 @@ class LanguagePipeline:
                 max_examples=self.max_examples,
             )
         return found.map(self._pad)
+
+    def threads_of_process(self) -> int:
+        """Threads that tokenise in this process; 0 if the tokenizer has no use for any.
+
+        It may run on another machine than the one that read the configuration.
+        """
+        if not self.documents.is_parallel:
+            return 0
+        return token_blocks.num_threads(
+            self.tokenizer_threads, num_processes=self.num_processes
+        )
 
     def identity(self) -> dict[str, storage.Json]:
         """What decides which row comes when, named by configuration keys."""
@@ -135,9 +150,12 @@ class LanguagePipeline:
         # Damage that is left out does not make another file.
         return source.identity(part.source, sampled=not self.reading.skip_corrupt)
 
-    def _records(self, part: Part, shard: int) -> records.Records:
-        return records.Records(
+    def _tokens(self, part: Part, shard: int) -> token_blocks.Tokens:
+        read = records.Records(
             part.source, shard=shard, num_shards=self.num_shards, reading=self.reading
+        )
+        return token_blocks.Tokens(
+            read, documents=self.documents, num_threads=self.threads_of_process()
         )
 
     def _pad(self, example: language.Example) -> language.Example:
@@ -254,6 +272,8 @@ def _sharded(
         packing=packing,
         max_examples=data.max_segments_per_seq if packing else 0,
         seed=data.data_shuffle_seed,
+        tokenizer_threads=data.tokenizer_threads,
+        num_processes=max(num_workers, 1),
     )
     end = elastic_data.End.DROPPED if data.drop_remainder else elastic_data.End.PADDED
     return sharded_data.ShardedData(

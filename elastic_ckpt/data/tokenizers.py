@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import hashlib
 import importlib
 import itertools
@@ -74,8 +75,15 @@ class Tokenizer(Protocol):
     def end(self) -> int | None:
         """The token that ends a text, if there is one."""
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether several threads encode faster than one."""
+
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens of `text` without begin and end, int32 of shape `[tokens]`."""
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """The tokens of each text, as `encode` has them."""
 
     def identity(self) -> storage.Json:
         """What decides the tokens, the same wherever the tokenizer's file lies."""
@@ -89,12 +97,17 @@ class Bytes:
     pad: int = dataclasses.field(default=tokens.PAD, init=False)
     begin: int = dataclasses.field(default=tokens.BEGIN, init=False)
     end: int = dataclasses.field(default=tokens.END, init=False)
+    is_parallel: bool = dataclasses.field(default=False, init=False)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """One token a byte; a `str` is taken as UTF-8."""
         content = text if isinstance(text, bytes) else _readable(text).encode()
         first_byte = tokens.VOCAB_SIZE - 256
         return np.frombuffer(content, np.uint8).astype(np.int32) + first_byte
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """One text after the other."""
+        return [self.encode(text) for text in texts]
 
     def identity(self) -> storage.Json:
         """The kind alone: it has no file."""
@@ -116,11 +129,17 @@ class FileTokenizer:
     begin: int | None
     end: int | None
     pad: int = dataclasses.field(default=tokens.PAD, init=False)
+    is_parallel: bool = dataclasses.field(default=True, init=False)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """The tokens of `text`; what is not Unicode in it becomes U+FFFD."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """The tokens of each text, by one call of the library."""
         opened = _opened(self.kind, self.path, self.digest)
-        return np.array(opened.encode(_readable(text)), np.int32)
+        encoded = opened.encode([_readable(text) for text in texts])
+        return [np.array(tokens, np.int32) for tokens in encoded]
 
     def identity(self) -> storage.Json:
         """Kind, digest of the file, and the tokens of begin and end."""
@@ -170,7 +189,7 @@ def load(kind: str, path: str = "") -> Tokenizer:
 
 
 class _Opened(NamedTuple):
-    encode: Callable[[str], Sequence[int]]
+    encode: Callable[[list[str]], list[list[int]]]
     vocab_size: int
     begin: int | None
     end: int | None
@@ -217,7 +236,9 @@ def _open_sentencepiece(content: bytes) -> _Opened:
     begin, end = (
         token if token >= 0 else None for token in (model.bos_id(), model.eos_id())
     )
-    return _Opened(model.encode, model.vocab_size(), begin, end)
+    # In the thread that calls; threads of its own would be one more layer of them.
+    encode = functools.partial(model.encode, num_threads=1)
+    return _Opened(encode, model.vocab_size(), begin, end)
 
 
 def _is_whole_model(content: bytes) -> bool:
@@ -247,8 +268,12 @@ def _open_tiktoken(content: bytes) -> _Opened:
         special_tokens={"<|begin_of_text|>": begin, "<|end_of_text|>": end},
     )
 
-    def encode(text: str) -> list[int]:
-        return [n for part in _parts(text) for n in encoding.encode_ordinary(part)]
+    def encode(texts: list[str]) -> list[list[int]]:
+        # Its batch call does the same in a thread pool of its own.
+        return [
+            [n for part in _parts(text) for n in encoding.encode_ordinary(part)]
+            for text in texts
+        ]
 
     return _Opened(encode, len(ranks) + _LLAMA3_NUM_SPECIAL, begin, end)
 
@@ -290,8 +315,17 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
         **_settings(directory / "special_tokens_map.json"),
         **_settings(directory / "tokenizer_config.json"),
     }
+    # Threads of ours call it. Its own would take every core of the machine, whatever
+    # the configuration allows, and would not survive a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        # Without the offsets of tokens in the text, which nobody reads.
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
+
     return _Opened(
-        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        encode,
         max(tokenizer.get_vocab().values(), default=-1) + 1,
         _special_token(tokenizer, named, "bos_token", _USUAL_BEGINS),
         _special_token(tokenizer, named, "eos_token", _USUAL_ENDS),
@@ -335,6 +369,8 @@ def _digest(content: bytes) -> str:
 def _readable(text: str | bytes) -> str:
     # JSON can bring halves of surrogate pairs into a `str`; no library takes them.
     if isinstance(text, str):
+        if text.isascii():
+            return text
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text.decode(errors="replace")
 

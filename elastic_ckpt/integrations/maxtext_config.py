@@ -32,6 +32,7 @@ OWN_DATA_KEYS = (
     "grain_record_format",
     "drop_remainder",
     "corrupt_records",
+    "tokenizer_threads",
     "data_read_ahead_batches",
     "data_read_ahead_mib",
 )

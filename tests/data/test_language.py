@@ -39,10 +39,7 @@ def source(records):
 
 
 def examples(sizes, *, length, truncate):
-    records = [{"tokens": document, "record": 1} for document in documents(sizes)]
-    return language.Examples(
-        source(records), documents=TOKENS, length=length, truncate=truncate
-    )
+    return language.Examples(source(documents(sizes)), length=length, truncate=truncate)
 
 
 def pairs(example):
@@ -241,7 +238,12 @@ def test_documents_without_a_pair_make_no_row(packing, sizes):
 
 
 def text_tokens(text, **settings):
-    return language.Documents(**settings).tokens({"text": text}).tolist()
+    return tokens_of(language.Documents(**settings), {"text": text}).tolist()
+
+
+def tokens_of(documents, record):
+    (found,) = documents.tokens([documents.value(record)])
+    return found
 
 
 def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise():
@@ -250,28 +252,28 @@ def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise():
     assert text_tokens("ab", add_begin=False) == [100, 101, 1]
     assert text_tokens("ab", add_end=False) == [2, 100, 101]
     assert text_tokens("", add_begin=False, add_end=False) == []
-    assert language.Documents().tokens({"text": "ab"}).dtype == np.int32
+    assert tokens_of(language.Documents(), {"text": "ab"}).dtype == np.int32
 
 
 def test_a_tokenizer_without_begin_and_end_adds_none():
     class Plain:
         begin, end = None, None
 
-        def encode(self, text):
-            return tokenizers.Bytes().encode(text)
+        def encode_batch(self, texts):
+            return tokenizers.Bytes().encode_batch(texts)
 
     assert text_tokens("ab", tokenizer=Plain()) == [100, 101]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
 def test_tokens_of_any_integers_are_taken_as_they_are(dtype):
-    found = TOKENS.tokens({"tokens": np.array([5, 6], dtype)})
+    found = tokens_of(TOKENS, {"tokens": np.array([5, 6], dtype)})
     assert (found.dtype, found.tolist()) == (np.int32, [5, 6])
 
 
 @pytest.mark.parametrize("documents", [TOKENS, language.Documents(column="tokens")])
 def test_a_record_without_a_value_has_no_tokens(documents):
-    assert documents.tokens({"tokens": None}).shape == (0,)
+    assert tokens_of(documents, {"tokens": None}).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -309,4 +311,4 @@ def test_a_column_that_is_missing_or_of_another_type_is_named(
     documents, record, message
 ):
     with pytest.raises(errors.DataError, match=message):
-        documents.tokens(record)
+        documents.value(record)

@@ -506,3 +506,52 @@ def test_a_file_that_drops_merges_at_random_is_refused(tmp_path):
     path = written(tmp_path, "huggingface", tokenizer.to_str().encode())
     with pytest.raises(errors.DataError, match="dropout"):
         tokenizers.load("huggingface", path)
+
+
+# Blocks.
+
+
+def one_by_one(kind, text):
+    """The library's own tokens of a text alone."""
+    if kind == "sentencepiece":
+        model = sentencepiece.SentencePieceProcessor(model_proto=CONTENTS[kind])
+        return model.encode(text)
+    if kind == "huggingface":
+        tokenizer = hf.Tokenizer.from_str(CONTENTS[kind].decode())
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    ranks = [bytes([byte]) for byte in range(256)] + MERGES
+    encoding = tiktoken.Encoding(
+        "test",
+        pat_str=tokenizers._LLAMA3_PATTERN,
+        mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
+        special_tokens={},
+    )
+    return encoding.encode_ordinary(text)
+
+
+@pytest.fixture(scope="module", params=FILE_KINDS)
+def of_a_file(request, tmp_path_factory):
+    path = written(tmp_path_factory.mktemp("blocks"), request.param)
+    return request.param, tokenizers.load(request.param, path)
+
+
+@given(texts=st.lists(st.text("the quick\n1 \u00e9\U0001f600<s>", max_size=60)))
+def test_texts_of_a_block_have_the_tokens_that_each_has_alone(of_a_file, texts):
+    kind, tokenizer = of_a_file
+    found = tokenizer.encode_batch(texts)
+    assert [array.tolist() for array in found] == [
+        one_by_one(kind, text) for text in texts
+    ]
+    assert {array.dtype for array in found} <= {np.dtype(np.int32)}
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])
+def test_the_threads_of_the_library_are_off_unless_they_are_asked_for(
+    tmp_path, monkeypatch, before, after
+):
+    monkeypatch.setattr(tokenizers, "_opened_files", {})
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    if before:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+    tokenizers.load("huggingface", written(tmp_path, "huggingface"))
+    assert tokenizers.os.environ["TOKENIZERS_PARALLELISM"] == after

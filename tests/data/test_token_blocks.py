@@ -1,0 +1,292 @@
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import grain
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.data import language, token_blocks, tokenizers
+from tests import pipelines
+
+# More than two blocks; one is long enough to end a block alone, and some are empty.
+TEXTS = [
+    None if n == 5 else "" if n == 9 else f"{n} " * (20_000 if n == 20 else n % 7 + 1)
+    for n in range(45)
+]
+EXPECTED = [
+    [] if text is None else [2, *tokenizers.Bytes().encode(text).tolist(), 1]
+    for text in TEXTS
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class InThreads:
+    """The byte-level tokens, made by threads; counts the texts and the threads."""
+
+    texts: list = dataclasses.field(default_factory=list)
+    threads: set = dataclasses.field(default_factory=set)
+    begin, end, is_parallel = 2, 1, True
+
+    def encode_batch(self, texts):
+        self.texts.extend(texts)
+        self.threads.add(threading.current_thread())
+        return tokenizers.Bytes().encode_batch(texts)
+
+
+@pytest.fixture(autouse=True)
+def own_threads(monkeypatch):
+    """Threads of the test's own, which end with it."""
+    threads = token_blocks._Threads()
+    monkeypatch.setattr(token_blocks, "_threads", threads)
+    yield threads
+    for pool in threads._pools.values():
+        pool.shutdown()
+
+
+def source(texts):
+    def record(number):
+        return {"text": texts[number]}
+
+    numbers = grain.MapDataset.range(len(texts)).map(record)
+    return numbers.to_iter_dataset(pipelines.IN_CALLER)
+
+
+def tokens(texts=None, *, num_threads=0, tokenizer=None, parent=None):
+    return token_blocks.Tokens(
+        parent or source(TEXTS if texts is None else texts),
+        documents=language.Documents(tokenizer=tokenizer or InThreads()),
+        num_threads=num_threads,
+    )
+
+
+def lists(found):
+    return [array.tolist() for array in found]
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_the_state_before_every_document_can_be_returned_to(num_threads):
+    elements, states = iter(tokens(num_threads=num_threads)), []
+    for expected in EXPECTED:
+        states.append(json.dumps(elements.get_state()))
+        assert next(elements).tolist() == expected
+    states.append(json.dumps(elements.get_state()))
+    assert list(elements) == list(elements) == []
+    for number, saved in reversed(list(enumerate(states))):
+        for resumed in (elements, iter(tokens(num_threads=num_threads))):
+            resumed.set_state(json.loads(saved))
+            assert json.dumps(resumed.get_state()) == saved
+            assert lists(resumed) == EXPECTED[number:]
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 50, 5_000, 40_000]), max_size=50),
+    stops=st.lists(st.integers(0, 20), max_size=4),
+    data=st.data(),
+)
+def test_neither_threads_nor_stops_change_tokens_or_states(sizes, stops, data):
+    texts = [chr(97 + n % 26) * size for n, size in enumerate(sizes)]
+    one, saved = iter(tokens(texts)), None
+    for stop in [*stops, len(texts)]:
+        resumed = iter(tokens(texts, num_threads=data.draw(st.integers(0, 3))))
+        if saved:
+            resumed.set_state(saved)
+        for _ in range(stop):
+            expected = next(one, None)
+            found = next(resumed, None)
+            assert (found is None) == (expected is None)
+            if found is not None:
+                assert found.tolist() == expected.tolist()
+        saved = json.loads(json.dumps(resumed.get_state()))
+        assert saved == one.get_state()
+
+
+def test_a_state_of_the_parent_from_before_there_were_blocks_continues():
+    parent = iter(source(TEXTS))
+    for number in range(len(TEXTS) + 1):
+        before_blocks = json.loads(json.dumps(parent.get_state()))
+        next(parent, None)
+        resumed = iter(tokens(num_threads=2))
+        resumed.set_state(before_blocks)
+        assert lists(resumed) == EXPECTED[number:]
+
+
+def test_a_resume_does_not_tokenise_what_was_taken():
+    elements = iter(tokens())
+    for _ in range(13):
+        next(elements)
+    tokenizer = InThreads()
+    resumed = iter(tokens(tokenizer=tokenizer))
+    resumed.set_state(elements.get_state())
+    assert next(resumed).tolist() == EXPECTED[13]
+    assert tokenizer.texts == TEXTS[13:16]
+
+
+def test_no_thread_starts_before_the_first_document_and_the_caller_makes_none(
+    own_threads,
+):
+    tokenizer = InThreads()
+    elements = iter(tokens(tokenizer=tokenizer, num_threads=2))
+    elements.get_state()
+    assert not own_threads._pools
+    assert lists(elements) == EXPECTED
+    assert own_threads._pools.keys() == {2}
+    assert 1 <= len(tokenizer.threads) <= 2
+    assert threading.current_thread() not in tokenizer.threads
+
+
+def test_pipelines_are_tokenised_at_the_same_time_and_ahead():
+    waiting = threading.Barrier(2)
+
+    class Together(InThreads):
+        def encode_batch(self, texts):
+            if "meet" in texts:
+                waiting.wait(timeout=60)
+            return super().encode_batch(texts)
+
+    # They meet in the second block of one and in the first of the other.
+    ahead = iter(tokens(["a"] * 16 + ["meet"], tokenizer=Together(), num_threads=2))
+    for _ in range(8):
+        next(ahead)
+    beside = iter(tokens(["meet"], tokenizer=Together(), num_threads=2))
+    assert len(next(beside)) == 6
+    assert len(lists(ahead)) == 9
+
+
+class FailsAt:
+    """Passes records on, but fails at the given one: at first, or always."""
+
+    def __init__(self, number, *, once):
+        self.left = 1 if once else 1_000_000
+        self.number = number
+
+    def __call__(self, record):
+        if record["text"] == TEXTS[self.number] and self.left:
+            self.left -= 1
+            raise ValueError("cannot be read")
+        return record
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+@pytest.mark.parametrize("number", [3, 15, 16, 17, 44])
+def test_an_error_is_raised_when_its_document_is_due(number, num_threads):
+    failing = source(TEXTS).map(FailsAt(number, once=False))
+    elements = iter(tokens(parent=failing, num_threads=num_threads))
+    for expected in EXPECTED[:number]:
+        assert next(elements).tolist() == expected
+    state = elements.get_state()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be read"):
+            next(elements)
+        assert elements.get_state() == state
+    resumed = iter(tokens(num_threads=num_threads))
+    resumed.set_state(state)
+    assert lists(resumed) == EXPECTED[number:]
+
+
+def test_after_an_error_that_passes_the_document_is_read_again():
+    elements = iter(tokens(parent=source(TEXTS).map(FailsAt(18, once=True))))
+    found = []
+    while len(found) < len(EXPECTED):
+        try:
+            found.append(next(elements).tolist())
+        except ValueError:
+            assert len(found) == 18
+    assert found == EXPECTED
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_error_of_the_tokenizer_loses_no_document(num_threads):
+    class Failing(InThreads):
+        def encode_batch(self, texts):
+            if len(self.texts) == 0 and TEXTS[17] in texts:
+                self.texts.append("failed")
+                raise ValueError("cannot be tokenised")
+            return tokenizers.Bytes().encode_batch(texts)
+
+    elements = iter(tokens(tokenizer=Failing(), num_threads=num_threads))
+    found, failed = [], False
+    while not failed:
+        state = elements.get_state()
+        try:
+            found.append(next(elements).tolist())
+        except ValueError:
+            failed = True
+    assert found == EXPECTED[: len(found)]
+    resumed = iter(tokens())
+    resumed.set_state(state)
+    assert found + lists(resumed) == EXPECTED
+
+
+def test_threads_are_those_asked_for_or_the_cores_of_the_host(monkeypatch):
+    monkeypatch.setattr(token_blocks, "_num_cores", lambda: 24)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert token_blocks.num_threads(0) == 24
+    assert token_blocks.num_threads(0, num_processes=5) == 4
+    assert token_blocks.num_threads(6, num_processes=2) == 3
+    assert token_blocks.num_threads(1, num_processes=8) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert token_blocks.num_threads(0) == 8
+    assert token_blocks.num_threads(0, num_processes=4) == 2
+    # What is asked for is of a host already.
+    assert token_blocks.num_threads(6) == 6
+
+
+PROGRAM = """
+import os, sys
+import grain
+from elastic_ckpt.data import language, token_blocks, tokenizers
+
+texts = ["the quick brown fox"] * 40
+tokenizer = tokenizers.load("huggingface", sys.argv[1])
+parent = grain.MapDataset.source([{"text": text} for text in texts])
+made = token_blocks.Tokens(
+    parent.to_iter_dataset(grain.ReadOptions(num_threads=0)),
+    documents=language.Documents(tokenizer=tokenizer),
+    num_threads=2,
+)
+begun = iter(made)
+expected = [next(begun).tolist() for _ in range(15)][:1] * 40
+child = os.fork()
+if not child:
+    # What the parent has begun goes on here too, and new ones begin.
+    assert [found.tolist() for found in begun] == expected[15:]
+    assert [found.tolist() for found in made] == expected
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert [found.tolist() for found in begun] == expected[15:]
+"""
+
+
+def test_a_process_that_was_forked_while_threads_tokenise_goes_on(tmp_path):
+    from tests.data import test_tokenizers
+
+    path = test_tokenizers.written(tmp_path, "huggingface")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment.pop("TOKENIZERS_PARALLELISM", None)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, path],
+        cwd=pathlib.Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_pre_tokenised_documents_come_as_they_are():
+    arrays = [np.arange(n, dtype=np.int32) for n in range(40)]
+    records = grain.MapDataset.source([{"tokens": array} for array in arrays])
+    made = token_blocks.Tokens(
+        records.to_iter_dataset(pipelines.IN_CALLER),
+        documents=language.Documents(column="tokens", tokenizer=None),
+    )
+    assert lists(made) == lists(arrays)
