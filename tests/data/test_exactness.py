@@ -155,7 +155,7 @@ def test_an_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
 ):
     data = formats.data(files[file_format], name, num_epochs=1)
     one = worlds.World(data, 1, 24).rest()
-    assert sorted(targets(one)) == expected_targets(data.make_shard.steps)
+    assert sorted(targets(one)) == expected_targets(formats.PIPELINES[name])
     expected = list(map(worlds.content, one))
     for batch in one:
         padding = batch.pop("example_id")[~batch["mask"]]
@@ -179,7 +179,7 @@ def test_two_epochs_have_every_token_twice_also_in_batches_that_do_not_fit(files
         batches += found
         saved = world.save()
     assert sorted(targets(batches)) == sorted(
-        2 * expected_targets(data.make_shard.steps)
+        2 * expected_targets(formats.PIPELINES[name])
     )
 
 
@@ -190,7 +190,7 @@ def test_an_epoch_in_batches_that_lack_some_shards_has_every_token_once(
 ):
     data = formats.data(files["tfrecord"], name, num_epochs=1)
     found = worlds.World(data, num_hosts, size).rest()
-    assert sorted(targets(found)) == expected_targets(data.make_shard.steps)
+    assert sorted(targets(found)) == expected_targets(formats.PIPELINES[name])
     assert all(batch["mask"].any() for batch in found)
 
 
