@@ -79,7 +79,7 @@ def find(
     Args:
       hosts: of the world.
       step: None for the newest.
-      emit: hears why newer steps are passed over.
+      emit: hears why newer steps are passed over, and which peers refuse.
       without: steps and saves that proved to be unreadable.
       own_line: that the caller has saved something to.
 
@@ -93,6 +93,9 @@ def find(
     for passed_over, why in outcome["passed_over"]:
         emit("step_passed_over", step=passed_over, why=why)
     found, out_of_reach = outcome["found"], outcome["out_of_reach"]
+    for why in outcome["refusing"]:
+        logging.warning("%s", why)
+        emit("degraded", tier="peer", step=found["step"] if found else 0, why=why)
     if out_of_reach is not None:
         if found is None:
             raise errors.CheckpointError(

@@ -83,6 +83,9 @@ class SaveStages:
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
         self._backup_stage = Stage("back-up")
+        # A stage of its own: the first save does not come while a backup is made.
+        self._clean_stage = Stage("clean")
+        self._cleaned: list[futures.Future[None]] = []
         # Backed up next, and now.
         self._late: Saving | None = None
         self._in_backup: int | None = None
@@ -117,7 +120,8 @@ class SaveStages:
           step: the newest complete one, for messages; 0 if there is none.
           save: of this world, which has not backed up anything yet.
         """
-        self._backup_stage.start(functools.partial(self._clean, step, save))
+        clean = functools.partial(self._clean, step, save)
+        self._cleaned = [self._clean_stage.start(clean)]
 
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
@@ -126,6 +130,7 @@ class SaveStages:
     def wait(self) -> None:
         """Returns when all stages are done, with late copies and a late backup too."""
         self._commit_stage.wait()
+        self._clean_stage.wait()
         self._backup_stage.wait()
         self._copy_stage.wait()
         late, self._late = self._late, None
@@ -189,7 +194,9 @@ class SaveStages:
             self._late, self._in_backup = None, saving.step
             self._backed_up_secs = time.monotonic()
             self._backup_stage.start(
-                functools.partial(self._back_up, saving, after=copying)
+                functools.partial(
+                    self._back_up, saving, after=[*self._cleaned, *copying]
+                )
             )
         elif is_due:
             self._back_up_later(saving)

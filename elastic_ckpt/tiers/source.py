@@ -21,6 +21,10 @@ class ReadError(Exception):
     """Why bytes could not be had from a holder: the end of `<file> of <holder> ...`."""
 
 
+class RefusedError(ReadError):
+    """The holder does not take the run's secret; as `ReadError`."""
+
+
 def ignored(piece: memoryview) -> None:
     """Does nothing with a piece."""
     del piece

@@ -203,3 +203,29 @@ def test_of_backups_that_are_late_the_newest_is_made(stages, told):
     made.wait()
     assert [step for step, *_ in host.of("backup.back_up")] == [1, 2]
     assert [fields["step"] for name, fields in told if name == "backed_up"] == [2]
+
+
+def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
+    stages, told
+):
+    is_committed = threading.Event()
+    order = []
+
+    def clean(_):
+        assert is_committed.wait(60)
+        order.append("clean")
+        return []
+
+    def back_up(*_):
+        order.append("back_up")
+        return {"bytes": 0, "bad": []}
+
+    made, _ = stages(clean=clean, back_up=back_up)
+    made.clean(0, SAVE)
+    assert made.begin(saving(1, back_up=True)).result()
+    is_committed.set()
+    made.wait()
+    assert order == ["clean", "back_up"]
+    assert [name for name, _ in told if name in ("degraded", "backed_up")] == [
+        "backed_up"
+    ]

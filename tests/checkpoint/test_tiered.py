@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import stat
 
 import jax
@@ -15,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
+from elastic_ckpt.tiers.peers import agent
 from tests import shared_memory
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
@@ -388,6 +390,28 @@ def test_what_is_in_ram_is_its_owners_alone(make):
         for path in [root, *root.rglob("*")]:
             mode = stat.S_IMODE(path.stat().st_mode)
             assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tmp_path):
+    make(local="idle").save(3, state(3))
+    service = agent.Service(root=str(tmp_path / "idle"))
+    with agent.serving(service) as address:
+        heard = Heard()
+        new = make(Peers(known=(address.url,)), emit=heard, local="new")
+        assert new.latest is None
+        (event,) = heard.of("degraded")
+        assert (event["tier"], event["step"]) == ("peer", 0)
+        secret_file = tmp_path / "new" / "secret"
+        assert (
+            f"{address.url} does not take the secret in {secret_file}" in event["why"]
+        )
+        new.close()
+        # As it says.
+        shutil.copy(tmp_path / "idle" / "secret", secret_file)
+        heard = Heard()
+        again = make(Peers(known=(address.url,)), emit=heard, local="new")
+        assert again.latest.step == 3
+        assert heard.of("degraded") == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import find, line, read_plan, trees, verified_read
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.peers import peer, secret
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.source import Tier
 
@@ -50,7 +51,8 @@ class HostReader:
         Returns:
           What is `found`, a step, its save and its `line`, or None; what was
           `passed_over`, pairs of a step and why; why storage is `out_of_reach`, or
-          None; and the `newest_save` of all.
+          None; why peers that may have steps are `refusing`, a sentence each; and the
+          `newest_save` of all.
 
         Raises:
           CheckpointError: if a certain step is not complete.
@@ -65,6 +67,7 @@ class HostReader:
             "passed_over": [],
             "out_of_reach": out_of_reach,
             "newest_save": looking.line.save,
+            "refusing": self._refusing(tiers),
         }
         if step is None:
             return {**answer, **_newest(looking, foreign)}
@@ -243,6 +246,17 @@ class HostReader:
         except errors.CheckpointError as error:
             in_ram = [tier for tier in self._world.tiers if tier is not storage_tier]
             return in_ram, {}, str(error)
+
+    def _refusing(self, tiers: Sequence[Tier]) -> list[str]:
+        known = secret.path(self._world.disk.root)
+        return [
+            f"{url} does not take the secret in {known}, so nothing that it may hold of"
+            " this run is restored; copy that file from a machine of the run, for"
+            " example the agent's, and start again"
+            for tier in tiers
+            if isinstance(tier, peer.Peers)
+            for url in tier.refusing()
+        ]
 
     def _files(self) -> epath.Path:
         # Under one controller all machines have to name it alike.

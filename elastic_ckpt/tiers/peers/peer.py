@@ -47,6 +47,7 @@ class _Listed(NamedTuple):
 class _Listing(NamedTuple):
     of_step: Mapping[int, list[_Listed]]
     problems: Sequence[str]
+    is_refused: bool = False
 
 
 class _PeerSource:
@@ -80,6 +81,9 @@ class Peer:
       run: whose steps are wanted.
       certificate_sha256: that its agent announced; None for any certificate that is
         valid for the url's host.
+
+    Attributes:
+      url: of its agent.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Peer:
         *,
         certificate_sha256: str | None = None,
     ) -> None:
+        self.url = url
         self._endpoint = client.endpoint(url, certificate_sha256=certificate_sha256)
         self._run = run
         self._num_unreadable = 0
@@ -107,6 +112,11 @@ class Peer:
         return sorted(
             {(step, each.save) for step, found in of_step.items() for each in found}
         )
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the agent does not take the secret that this process has."""
+        return self._listing.is_refused
 
     def offers(self, step: int) -> source.Offered:
         """As `source.Tier` says."""
@@ -142,7 +152,8 @@ class Peer:
         try:
             listed_manifests = self._read_listing()
         except source.ReadError as error:
-            return _Listing({}, [f"the list of steps {error}"])
+            is_refused = isinstance(error, source.RefusedError)
+            return _Listing({}, [f"the list of steps {error}"], is_refused)
         of_step: dict[int, list[_Listed]] = {}
         for listed in listed_manifests:
             of_step.setdefault(listed.step, []).append(listed)
@@ -216,6 +227,10 @@ class Peers:
             sources.update(found.sources)
             problems += found.problems
         return source.Offered(sources, problems)
+
+    def refusing(self) -> list[str]:
+        """The urls of agents that do not take the secret that this process has."""
+        return [peer.url for peer in self._peers if peer.is_refused]
 
     def _of_each(self, ask: Callable[[Peer], Result]) -> Iterable[Result]:
         num_threads = max(1, min(_MOST_THREADS, len(self._peers)))

@@ -26,8 +26,8 @@ RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 # How long a peer is left alone after it has failed.
 SKIPPED_SECS = 30.0
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
+_REFUSED = 401
 _STATUS = {
-    401: "does not take the run's secret",
     404: "has no such file",
     416: "has a shorter file",
 }
@@ -204,6 +204,10 @@ class Endpoint:
                 )
                 response = connection.getresponse()
                 assert isinstance(response, peer_connection.Response)
+                if response.status == _REFUSED:
+                    raise source.RefusedError(
+                        f"cannot be read: {self.url} does not take the run's secret"
+                    )
                 if response.status != status:
                     says = f"answers with status {response.status}"
                     raise source.ReadError(
