@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers.host.host_world import HostWorld
+from elastic_ckpt.tiers.host.host_saver import HostSaver
 
 Files = dict[str, str]
 
@@ -23,16 +23,15 @@ class ComponentFiles:
     """Phases by which a host takes and gives files of components.
 
     Args:
-      world: the host among the others.
+      saver: of the host.
     """
 
-    def __init__(self, world: HostWorld) -> None:
-        self._world = world
+    def __init__(self, saver: HostSaver) -> None:
+        self._saver = saver
 
     def put(self, step: int, save: str, files: Mapping[str, str]) -> None:
         """Writes files into a step that is being saved, as `taken` gave them."""
-        slot = self._world.own.slot
-        write(self._world.disk.step_directory(slot, step, save), files)
+        write(self._saver.directory(step, save), files)
 
     def get(self, directory: str) -> Files:
         """The files below a directory."""

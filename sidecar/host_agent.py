@@ -75,7 +75,7 @@ class _Host(HostTiers):
                 storage=choice.persistent,
             )
         )
-        self.files = ComponentFiles(self.world)
+        self.files = ComponentFiles(self.saver)
         self.arrays = HostArrays(
             self.saver, self.reader, own=choice.device_ids, devices=devices
         )

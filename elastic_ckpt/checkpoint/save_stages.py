@@ -5,7 +5,9 @@
 * back up: hosts write their shares of a checkpoint in persistent storage
 
 A stage that is behind skips steps, and never holds up the training. What fails is told
-and tried again with the next step.
+and tried again with the next step. A step that is due in storage and does not fit into
+RAM is uploaded from the memory that it was captured in; until that is done, no other is
+committed.
 
 In every process of a world the stages do the same, in the same order: what depends on
 time, such as whether a stage is idle, hosts say to each other first.
@@ -86,6 +88,8 @@ class SaveStages:
         # A stage of its own: the first save does not come while a backup is made.
         self._clean_stage = Stage("clean")
         self._cleaned: list[futures.Future[None]] = []
+        # Whether a step that was due in storage got neither there nor to RAM.
+        self._owed = False
         # Backed up next, and now.
         self._late: Saving | None = None
         self._in_backup: int | None = None
@@ -162,16 +166,51 @@ class SaveStages:
             of_all = said[0]["time_ms"], of_hosts[0], saving.parents
             self._hosts.all("saver.commit", *place, parts, *of_all)
         except HostsFailed as error:
+            stored = self._store_captured(saving, of_hosts[0], str(error))
             self._hosts.all("saver.abandon", *place)
-            self._degraded("local", saving.step, f"it was not saved: {error}")
+            if not stored:
+                self._degraded("local", saving.step, f"it was not saved: {error}")
             self._make_room()
-            return False
+            return stored
+        self._note_committed(saving)
+        self._begin_others(saving)
+        return True
+
+    def _note_committed(self, saving: Saving) -> None:
+        place = (saving.step, saving.save)
         line = lines.after(*place, saving.parents)
         self.committed = Found(step=saving.step, save=saving.save, line=line)
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._tell("saved", step=saving.step, secs=secs)
-        self._begin_others(saving)
+
+    def _store_captured(self, saving: Saving, metrics_json: str, why: str) -> bool:
+        # Backs up a due step without RAM; whether that was done.
+        place = (saving.step, saving.save)
+        is_time = self._hosts.all("world.say", self._is_time())[0]
+        if not (saving.back_up or is_time or self._owed):
+            return False
+        # Another backup of this world is waited for: hosts upload one step at a time.
+        self._backup_stage.wait()
+        futures.wait(self._cleaned)
+        self._degraded("local", saving.step, f"{why}; it goes to storage without RAM")
+        self._owed = True
+        try:
+            said = self._hosts.all("saver.files", *place)
+            parts = components.numbered([each["files"] for each in said])
+            of_all = said[0]["time_ms"], metrics_json, saving.parents
+            self._hosts.all("saver.hold", *place, parts, *of_all)
+        except HostsFailed as error:
+            self._degraded("persistent", saving.step, f"it was not backed up: {error}")
+            return False
+        if not self._upload(saving):
+            return False
+        self._owed, self._late = False, None
+        self._backed_up_secs = time.monotonic()
+        self._note_committed(saving)
+        # Nothing of it is in RAM to be copied.
+        self._copied = self.committed
+        self._collect_backups(*place)
         return True
 
     def _begin_others(self, saving: Saving) -> None:
@@ -179,7 +218,7 @@ class SaveStages:
         said = self._hosts.all("world.say", own)
         can_copy, can_back_up, _ = (all(of) for of in zip(*said, strict=True))
         # Clocks differ: that of host 0 counts.
-        is_due = saving.back_up or said[0][2]
+        is_due = saving.back_up or said[0][2] or self._owed
         copying: list[futures.Future[None]] = []
         if can_copy:
             assert self.committed is not None
@@ -191,7 +230,7 @@ class SaveStages:
             self._degraded("peer", saving.step, why)
         # What is late is known to all hosts alike when their stages are idle.
         if can_back_up and (is_due or self._late is not None):
-            self._late, self._in_backup = None, saving.step
+            self._late, self._in_backup, self._owed = None, saving.step, False
             self._backed_up_secs = time.monotonic()
             self._backup_stage.start(
                 functools.partial(
@@ -273,6 +312,17 @@ class SaveStages:
     ) -> None:
         # Hosts share the work by who holds what, and have to see the same of that.
         futures.wait(after)
+        try:
+            if self._upload(saving):
+                self._collect_backups(saving.step, saving.save)
+            else:
+                # The next step that is committed is backed up in its place.
+                self._back_up_later(saving)
+        finally:
+            self._in_backup = None
+
+    def _upload(self, saving: Saving) -> bool:
+        # Whether a step was committed to storage.
         step, place = saving.step, (saving.step, saving.save)
         described = saving.described
         began_secs = time.monotonic()
@@ -283,20 +333,16 @@ class SaveStages:
             files = described.files(chunks)
             self._hosts.first("backup.commit", *place, names, files)
         except HostsFailed as error:
-            # The next step that is committed is backed up in its place.
-            self._back_up_later(saving)
             self._degraded("persistent", step, f"it was not backed up: {error}")
-        else:
-            num_bytes = sum(each["bytes"] for each in said)
-            secs = time.monotonic() - began_secs
-            self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
-            self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
-            self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
-            for why in dict.fromkeys(why for each in said for why in each["bad"]):
-                self._degraded("local", step, f"{why}; it was backed up from elsewhere")
-            self._collect_backups(*place)
-        finally:
-            self._in_backup = None
+            return False
+        num_bytes = sum(each["bytes"] for each in said)
+        secs = time.monotonic() - began_secs
+        self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
+        self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
+        self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
+        for why in dict.fromkeys(why for each in said for why in each["bad"]):
+            self._degraded("local", step, f"{why}; it was backed up from elsewhere")
+        return True
 
     def _record(self, metric: metrics.Metric, value: float) -> None:
         # Values of all hosts are recorded once.

@@ -311,17 +311,26 @@ def test_the_first_step_is_overwritten(run):
     assert run.stock() == [(0, 200)]
 
 
+LARGE = {"w": jnp.full(100_000, 202)}
+
+
 def test_an_overwrite_that_does_not_fit_leaves_the_step_as_it_was(run):
-    small = {"w": jnp.full(4, 102)}
-    with run.world(limit_bytes=300_000) as opened:
-        assert opened.save(2, small)
-        opened.wait()
-        large = {"w": jnp.zeros(100_000)}
-        assert not opened.save(2, large, overwrite=True)
+    options = {"stored": False, "limit_bytes": 300_000}
+    with run.world(**options) as opened:
+        run.save(opened, 2, line=1)
+        assert not opened.save(2, LARGE, overwrite=True)
         assert opened.latest.step == 2
         assert value(opened.load(None)) == 102
         run.save(opened, 3, line=1)
-    assert run.stock() == run.steps() == [(2, 102), (3, 103)]
+    assert run.newest(**options) == (3, 103)
+
+
+def test_an_overwrite_that_does_not_fit_into_ram_replaces_what_is_there(run):
+    with run.world(limit_bytes=300_000) as opened:
+        run.save(opened, 2, line=1)
+        assert opened.save(2, LARGE, overwrite=True)
+    assert run.newest() == (2, 202)
+    assert run.stock() == run.steps() == [(2, 202)]
 
 
 def test_only_the_newest_step_is_overwritten(run):

@@ -43,6 +43,16 @@ def train(config, *settings):
     return ended.stdout
 
 
+@pytest.mark.slow
+def test_a_run_whose_ram_is_too_small_is_stored_all_the_same(config, tmp_path):
+    train(config, "hosts=2", "steps=12", "local_checkpoint_size_limit=1K")
+    run = tmp_path / "tiny"
+    assert [each["step"] for each in events(run, "backed_up")] == [10, 12]
+    assert "PASSED" in runs.verb("audit", run)
+    shutil.rmtree(run / "checkpoints")
+    assert "checkpoint 12 was due in storage" in runs.verb("audit", run, code=1)
+
+
 @pytest.mark.slow(minutes=0.9)
 def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
     train(config, "hosts=4", "steps=12")

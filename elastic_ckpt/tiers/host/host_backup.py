@@ -67,7 +67,7 @@ class HostBackup:
                 f"setting aside what step {step} replaces",
                 lambda: self._arrange(holdings.contents, step, save),
             )
-        return _chunk_shapes(holdings)
+        return self._chunks(holdings, step, save)
 
     def back_up(
         self, step: int, save: str, names: Mapping[str, Sequence[str]]
@@ -216,6 +216,10 @@ class HostBackup:
     def _writing(self) -> writers.WritingWorld:
         return writers.WritingWorld(self._root(), run=self._world.run)
 
+    def _chunks(self, holdings: Holdings, step: int, save: str) -> dict[str, list[int]]:
+        captured = self._world.captured.get((step, save))
+        return _chunk_shapes(holdings) if captured is None else captured.chunk_shapes
+
     def _saved_step(
         self,
         holdings: Holdings,
@@ -223,7 +227,7 @@ class HostBackup:
         save: str,
         names: Mapping[str, Sequence[str]],
     ) -> upload.SavedStep:
-        chunks = _chunk_shapes(holdings)
+        chunks = self._chunks(holdings, step, save)
         return upload.SavedStep(
             run=self._world.run,
             step=step,

@@ -6,12 +6,23 @@ A save goes through `capture`, `write`, `commit` (or `abandon`), `replicate`, `c
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core import errors, host_memory
-from elastic_ckpt.tiers import capture, placement, retention, trees, verified_read
+from etils import epath
+
+from elastic_ckpt.core import errors, host_memory, storage
+from elastic_ckpt.tiers import (
+    capture,
+    captured_step,
+    layout,
+    placement,
+    retention,
+    trees,
+    verified_read,
+)
 from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.host import replication
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
@@ -19,6 +30,9 @@ from elastic_ckpt.tiers.line import Line
 from elastic_ckpt.tiers.manifest import ComponentFile, Contents, Host
 from elastic_ckpt.tiers.ram import step_writer
 from elastic_ckpt.tiers.source import Source
+
+# Where less is free on a RAM disk, components write elsewhere at first.
+_LEAST_BYTES = 2**20
 
 
 class HostSaver:
@@ -39,16 +53,31 @@ class HostSaver:
         Raises:
           CheckpointError: if a leaf cannot be saved.
         """
-        captured = capture.capture(trees.leaves(of_trees), self._pool)
-        saving = _Saving(captured=captured)
+        values = trees.leaves(of_trees)
+        captured = capture.capture(values, self._pool)
+        saving = _Saving(
+            captured=captured,
+            owners=captured_step.Owners(
+                values, number=self._world.number, num_hosts=len(self._world.hosts)
+            ),
+            directory=self._world.disk.step_directory(self._world.own.slot, step, save),
+        )
         self._saving[step, save] = saving
         contents = Contents(leaves=captured.leaves, components={})
         try:
             saving.writer = self._world.own.begin(step, save, contents, num_bytes=None)
+            if not self._world.disk.has_room(_LEAST_BYTES):
+                # The files of components are small, and may be all that can be kept.
+                saving.directory = saving.staging = self._staging(step, save)
         except (errors.CheckpointError, OSError) as error:
             # The others have begun: `write` says it to all.
             saving.problem = str(error)
-        return str(self._world.disk.step_directory(self._world.own.slot, step, save))
+            saving.directory = saving.staging = self._staging(step, save)
+        return str(saving.directory)
+
+    def directory(self, step: int, save: str) -> epath.Path:
+        """Where components write their files of a step that is being saved."""
+        return self._saving[step, save].directory
 
     def write(
         self, step: int, save: str, components: Sequence[str], problem: str | None
@@ -59,20 +88,76 @@ class HostSaver:
           CheckpointError: if it does not fit, or `problem` says what went wrong.
         """
         saving = self._saving[step, save]
-        problem = saving.problem or problem
         if problem is not None:
             raise errors.CheckpointError(problem)
-        assert saving.writer is not None
+        saving.components = components
+        saving.written = step_writer.written_files(saving.directory, components)
+        if self._world.storage is not None or saving.staging is not None:
+            # What does not fit takes them along when it is removed.
+            saving.contents = {
+                file.path: (saving.directory / file.path).read_bytes()
+                for file in saving.written
+            }
+        if saving.problem is not None:
+            raise errors.CheckpointError(saving.problem)
+        writer = saving.writer
+        assert writer is not None
         # To look for room takes as long as there are files: the trainer goes on.
-        self._world.own.reserve(saving.writer, saving.captured.num_bytes)
-        saving.writer.write(saving.captured)
-        saving.captured.release()
-        saving.written = saving.writer.component_files(components)
-        names: dict[str, list[str]] = {component: [] for component in components}
-        for file in saving.written:
-            component, _, name = file.path.partition("/")
-            names[component].append(name)
-        return {"files": names, "time_ms": time.time_ns() // 1_000_000}
+        self._world.own.reserve(writer, saving.captured.num_bytes)
+        if saving.staging is not None:
+            writer.put_written(saving.contents)
+        writer.write(saving.captured)
+        return self._files(saving)
+
+    def files(self, step: int, save: str) -> Answer:
+        """What `write` returns, of a step that it could not write.
+
+        Raises:
+          CheckpointError: if components could not write their files.
+        """
+        saving = self._saving[step, save]
+        if saving.components is None:
+            raise errors.CheckpointError("components have not written their files")
+        return self._files(saving)
+
+    def hold(
+        self,
+        step: int,
+        save: str,
+        parts: Mapping[str, Mapping[str, int]],
+        time_ms: int,
+        metrics: str | None,
+        parents: Sequence[Sequence[Any]] = (),
+    ) -> None:
+        """Has a backup read what was captured, in place of a RAM disk, until `abandon`.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          parts: as for `commit`; so are all others.
+          time_ms: likewise.
+          metrics: likewise.
+          parents: likewise.
+        """
+        saving = self._saving[step, save]
+        contents = Contents(
+            leaves=saving.captured.leaves,
+            components={component: len(of) for component, of in parts.items()},
+            time_ms=time_ms,
+            metrics=metrics,
+            parents=tuple((number, name) for number, name in parents),
+        )
+        files = {
+            file: saving.contents[file.path] for file in _component_files(saving, parts)
+        }
+        self._world.captured[step, save] = captured_step.CapturedStep(
+            saving.captured,
+            contents,
+            files,
+            is_own=saving.owners.is_own,
+            identity=(self._world.run, step, save),
+            host=self._world.own.host,
+        )
 
     def commit(
         self,
@@ -94,20 +179,8 @@ class HostSaver:
           parents: see `Contents`.
         """
         saving = self._saving.pop((step, save))
+        saving.release()
         assert saving.writer is not None
-        files = []
-        for file in saving.written:
-            component, _, name = file.path.partition("/")
-            part = parts[component][name]
-            files.append(
-                ComponentFile(
-                    component=component,
-                    parts=(part, part + 1),
-                    path=file.path,
-                    digest=file.digest,
-                    stored_bytes=file.stored_bytes,
-                )
-            )
         contents = dataclasses.replace(
             saving.writer.manifest.contents,
             components={component: len(of) for component, of in parts.items()},
@@ -115,15 +188,17 @@ class HostSaver:
             metrics=metrics,
             parents=tuple((number, name) for number, name in parents),
         )
+        files = _component_files(saving, parts)
         saving.writer.commit(files, contents=contents)
 
     def abandon(self, step: int, save: str) -> None:
         """Takes back what this host wrote of a step, committed or not."""
+        self._world.captured.pop((step, save), None)
         saving = self._saving.pop((step, save), None)
         if saving is None:
             self._world.own.remove(step, save)
             return
-        saving.captured.release()
+        saving.release()
         if saving.writer is not None:
             saving.writer.abandon()
         else:
@@ -229,6 +304,19 @@ class HostSaver:
             self._world.own.remove(each.step, each.save)
         return bool(found)
 
+    def _staging(self, step: int, save: str) -> epath.Path:
+        # Under one controller all hosts have to name it alike.
+        name = f"elastic_ckpt-{self._world.run}-{self._world.own.slot}"
+        temporary = epath.Path(tempfile.gettempdir()) / name
+        return temporary / layout.step_directory(step, save)
+
+    def _files(self, saving: _Saving) -> Answer:
+        names: dict[str, list[str]] = {name: [] for name in saving.components or ()}
+        for file in saving.written:
+            component, _, name = file.path.partition("/")
+            names[component].append(name)
+        return {"files": names, "time_ms": time.time_ns() // 1_000_000}
+
     def _take(
         self,
         holdings: Holdings,
@@ -256,9 +344,40 @@ class HostSaver:
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Saving:
     captured: capture.Captured
+    owners: captured_step.Owners
+    # Where components write, and the same if that is outside of the RAM disk.
+    directory: epath.Path
+    staging: epath.Path | None = None
     writer: step_writer.StepWriter | None = None
     problem: str | None = None
+    # What components wrote, once they all have.
+    components: Sequence[str] | None = None
     written: Sequence[step_writer.WrittenFile] = ()
+    contents: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    def release(self) -> None:
+        self.captured.release()
+        if self.staging is not None:
+            storage.remove(self.staging)
+
+
+def _component_files(
+    saving: _Saving, parts: Mapping[str, Mapping[str, int]]
+) -> list[ComponentFile]:
+    files = []
+    for file in saving.written:
+        component, _, name = file.path.partition("/")
+        part = parts[component][name]
+        files.append(
+            ComponentFile(
+                component=component,
+                parts=(part, part + 1),
+                path=file.path,
+                digest=file.digest,
+                stored_bytes=file.stored_bytes,
+            )
+        )
+    return files
 
 
 def _diverged(holdings: Holdings, item: int) -> str:

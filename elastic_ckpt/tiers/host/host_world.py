@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import failure_domains
+from elastic_ckpt.tiers.captured_step import CapturedStep
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Host
@@ -53,6 +54,9 @@ class HostWorld:
       persistent: the steps there; None if there is none.
       own: this host's part of the RAM disk, once it has joined.
       hosts: all of the world, once they have met.
+      number: of this host in its world, from 0.
+      captured: what this host backs up from the memory that it was captured in, by step
+        and save.
     """
 
     own: local.LocalHost
@@ -75,13 +79,14 @@ class HostWorld:
         self.disk = ram_disk.RamDisk(
             local_tier.directory, run=run, limit_bytes=local_tier.limit_bytes
         )
+        self.number = number
+        self.captured: dict[tuple[int, str], CapturedStep] = {}
         self.storage = storage
         self.root: persistent_root.PersistentRoot | None = None
         self.persistent: persistent_tier.PersistentTier | None = None
         if storage is not None:
             self.root = persistent_root.PersistentRoot.of(storage.directory)
             self.persistent = persistent_tier.PersistentTier(self.root, run=run)
-        self._number = number
         self._slice_name = slice_name
         self._client: peer_client.PeerClient | None = None
         # By the url of another machine's agent, the certificate that it announced.
@@ -103,6 +108,9 @@ class HostWorld:
         Raises:
           CheckpointError: if that is nothing.
         """
+        captured = self.captured.get((step, save))
+        if captured is not None:
+            return {captured.offer: captured}, []
         sources: dict[Offer, Source] = {}
         problems: list[str] = []
         for tier in self._ram_tiers():
@@ -139,7 +147,7 @@ class HostWorld:
         Returns:
           The `host` that this is from now on, and of slot 0 where its `agent` listens.
         """
-        slot = slots[self._number]
+        slot = slots[self.number]
         secret.adopt(self.disk.root, shared_secret)
         domains = {
             "host": self.disk.machine,
@@ -148,7 +156,7 @@ class HostWorld:
             **self.peers.domains,
         }
         self.own = self._closing.enter_context(
-            local.LocalHost(self.disk, slot=slot, domains=domains, number=self._number)
+            local.LocalHost(self.disk, slot=slot, domains=domains, number=self.number)
         )
         listens = None
         if slot == 0 and not (self._is_alone and len(slots) == 1):

@@ -146,6 +146,11 @@ class RamDisk:
             }
         )
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the file system has so much free, at a glance."""
+        system = os.statvfs(self.root)
+        return system.f_bavail * system.f_frsize >= num_bytes
+
     def free_bytes(self) -> int:
         """What the limit and the file system leave, less what is reserved in them."""
         used = promised = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,21 +114,17 @@ class StepWriter:
         Args:
           components: by whose names their directories are called.
         """
-        written = []
-        for place in components:
-            storage.sync_tree(self.directory / place)
-            for directory, _, names in os.walk(self.directory / place):
-                for name in names:
-                    path = os.path.join(directory, name)
-                    content = np.fromfile(path, np.uint8)
-                    written.append(
-                        WrittenFile(
-                            path=os.path.relpath(path, self.directory),
-                            digest=digest.values_digest(content),
-                            stored_bytes=content.nbytes,
-                        )
-                    )
-        return sorted(written)
+        return written_files(self.directory, components)
+
+    def put_written(self, contents: Mapping[str, bytes]) -> None:
+        """Writes files that components have written elsewhere, by path.
+
+        Raises:
+          CheckpointError: as `write`.
+        """
+        with self._abandoned_on_failure():
+            for path, content in contents.items():
+                storage.write_atomic(self.directory / path, content)
 
     def commit(
         self,
@@ -185,6 +181,30 @@ class StepWriter:
                 f" ({error}); {free} bytes were free there: give it more, or keep fewer"
                 " steps"
             ) from error
+
+
+def written_files(root: epath.Path, components: Iterable[str]) -> list[WrittenFile]:
+    """The files that components have written by now, durable, ordered by path.
+
+    Args:
+      root: of the step; paths are relative to it.
+      components: by whose names their directories are called.
+    """
+    written = []
+    for place in components:
+        storage.sync_tree(root / place)
+        for directory, _, names in os.walk(root / place):
+            for name in names:
+                path = os.path.join(directory, name)
+                content = np.fromfile(path, np.uint8)
+                written.append(
+                    WrittenFile(
+                        path=os.path.relpath(path, root),
+                        digest=digest.values_digest(content),
+                        stored_bytes=content.nbytes,
+                    )
+                )
+    return sorted(written)
 
 
 def sweep(path: epath.Path) -> list[str]:

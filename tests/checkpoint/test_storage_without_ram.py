@@ -1,0 +1,114 @@
+"""Steps that are due in storage get there where the RAM disk does not take them."""
+
+import errno
+import os
+
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.core import storage as files
+from elastic_ckpt.tiers.ram import ram_disk
+from tests.checkpoint.test_tiered import (  # noqa: F401
+    Counter,
+    Heard,
+    abstract,
+    bits,
+    make,
+    state,
+    storage,
+)
+
+# Orbax warns when it is not told where arrays shall lie.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+TOO_SMALL = {"limit_bytes": 100}
+
+
+def save(checkpointer, step, **options):
+    parts = {"state": state(step), "data": Counter(10 * step)}
+    return checkpointer.save_checkpointables(step, parts, **options)
+
+
+def check(checkpointer, step):
+    """The newest step is `step`, and comes back as it was saved."""
+    counter = Counter()
+    found = checkpointer.load_checkpointables(
+        None, {"state": abstract(state(0)), "data": counter}
+    )
+    assert checkpointer.latest.step == step
+    assert bits(found["state"]) == bits(state(step))
+    assert counter.count == 10 * step
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_due_steps_are_stored_and_others_are_not(make, tmp_path, monkeypatch, is_full):  # noqa: F811
+    heard = Heard()
+    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: not is_full)
+    checkpointer = make(storage(tmp_path, every=2), emit=heard, **TOO_SMALL)
+    saved = [save(checkpointer, step) for step in range(1, 6)]
+    assert saved == [False, True, False, True, False]
+    assert checkpointer.latest.step == 4
+    assert checkpointer.is_durable(4)
+    check(checkpointer, 4)
+    assert [each["step"] for each in heard.of("backed_up")] == [2, 4]
+    assert [each["step"] for each in heard.of("saved")] == [2, 4]
+    reasons = {each["step"]: each["why"] for each in heard.of("degraded")}
+    assert all("limit 100 bytes" in each for each in reasons.values())
+    assert [step for step, why in reasons.items() if "without RAM" in why] == [2, 4]
+    checkpointer.close()
+    check(make(storage(tmp_path, every=2), local="other"), 4)
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        assert [each.step for each in stock.checkpoints] == [2, 4]
+        found = stock.load_checkpointables(4, {"state": abstract(state(0))})["state"]
+        assert bits(found) == bits(state(4))
+
+
+def test_the_next_step_is_stored_if_a_due_one_could_not_be(
+    make,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    heard = Heard()
+    checkpointer = make(storage(tmp_path, every=2), emit=heard, **TOO_SMALL)
+    write = files.write_atomic
+
+    def fail(target, content, **options):
+        if os.fspath(target).startswith(str(tmp_path / "steps")):
+            raise OSError(errno.EROFS, "read-only")
+        write(target, content, **options)
+
+    monkeypatch.setattr(files, "write_atomic", fail)
+    assert not save(checkpointer, 2)
+    monkeypatch.undo()
+    assert save(checkpointer, 3)
+    assert not save(checkpointer, 5)
+    assert [each["step"] for each in heard.of("backed_up")] == [3]
+    checkpointer.close()
+    check(make(storage(tmp_path, every=2), local="other"), 3)
+
+
+def test_a_step_goes_to_ram_again_when_it_fits(make, tmp_path, monkeypatch):  # noqa: F811
+    checkpointer = make(storage(tmp_path, every=2))
+    with monkeypatch.context() as patch:
+        patch.setattr(ram_disk.RamDisk, "free_bytes", lambda _: -1)
+        assert save(checkpointer, 2)
+    assert not os.listdir(tmp_path / "ram" / "hosts" / "0") or not list(
+        (tmp_path / "ram" / "hosts" / "0").glob("2-*")
+    )
+    assert save(checkpointer, 3)
+    check(checkpointer, 3)
+    assert list((tmp_path / "ram" / "hosts" / "0").glob("3-*"))
+
+
+def test_components_write_elsewhere_while_the_ram_disk_is_all_but_full(
+    make,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    os.makedirs(tmp_path / "elsewhere")
+    checkpointer = make()
+    assert save(checkpointer, 1)
+    check(checkpointer, 1)
+    assert not list((tmp_path / "elsewhere").rglob("count"))
