@@ -1,12 +1,12 @@
 """Fixtures for every test, and the check that none leaves anything behind."""
 
 import collections
-import contextlib
 import os
 import pathlib
-import re
+import runpy
 import signal
 import time
+from collections.abc import Callable
 
 import hypothesis
 import jax
@@ -25,8 +25,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 # A shell that starts the tests in the background has them ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-MARK = f"ELASTIC_CKPT_TEST_SESSION={os.getpid()}"
-os.environ.update([MARK.split("=")])
+MARK = f"{shared_memory.SESSION}={os.getpid()}"
+# Processes that tests start are known by their environment, and what they make in
+# /dev/shm by its name.
+SITE = pathlib.Path(__file__).parent / "site"
+os.environ[shared_memory.SESSION] = str(os.getpid())
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+runpy.run_path(str(SITE / "sitecustomize.py"))
 
 # Speed is for the benchmarks: no test fails because the machine is busy.
 hypothesis.settings.register_profile(
@@ -122,32 +129,18 @@ def heard():
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing_behind():
     """Fails the last test of a file whose tests leave a process, or one in /dev/shm."""
-    shared = set(os.listdir("/dev/shm"))
     yield
-    deadline = time.monotonic() + 5
-    while (left := _descendants()) and time.monotonic() < deadline:
+    assert not _rest(_descendants), "processes left behind"
+    # What killed processes had is taken away a little later.
+    assert not _rest(shared_memory.left_behind), "left behind in /dev/shm"
+
+
+def _rest(look: Callable[[], list[str]]) -> list[str]:
+    # What is still there after a while that is long for a slow machine too.
+    deadline = time.monotonic() + 120
+    while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left, f"processes left behind: {left}"
-    # What killed processes of tests beside these had is taken away a little later.
-    deadline = time.monotonic() + 20
-    while (
-        names := _shared_by_nobody_else(set(os.listdir("/dev/shm")) - shared)
-    ) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not names
-
-
-def _shared_by_nobody_else(names):
-    """Those of the files in /dev/shm that no process of another program has open."""
-    held = set()
-    for process in pathlib.Path("/proc").glob("[0-9]*") if names else ():
-        with contextlib.suppress(OSError):
-            if MARK.encode() in (process / "environ").read_bytes():
-                continue
-            maps = (process / "maps").read_text()
-            if process.name != str(os.getpid()):
-                held |= set(re.findall(r"/dev/shm/(\S+)", maps))
-    return {name for name in names - held if not shared_memory.is_anothers(name)}
+    return found
 
 
 def _descendants() -> list[str]:

@@ -17,7 +17,7 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "elastic_ckpt.cli.main", *map(str, arguments)]
 
 
-def cli(*arguments: object, cwd=ROOT, timeout_secs=120) -> subprocess.CompletedProcess:
+def cli(*arguments: object, cwd=ROOT, timeout_secs=1800) -> subprocess.CompletedProcess:
     return subprocess.run(
         command(*arguments),
         cwd=cwd,

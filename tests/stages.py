@@ -38,7 +38,7 @@ class Stage:
 
 
 @st.composite
-def stages(draw, max_hosts=12, max_workers=0):
+def stages(draw, max_hosts=12, num_workers=(0,)):
     size = draw(st.sampled_from(SIZES))
     fitting = [h for h in HOSTS if size % h == 0 and h <= max_hosts]
     return Stage(
@@ -47,7 +47,7 @@ def stages(draw, max_hosts=12, max_workers=0):
         num_batches=draw(st.integers(0, 4)),
         order_seed=draw(st.integers(0, 3)),
         read_ahead_batches=draw(st.integers(0, 2)),
-        num_workers=draw(st.integers(0, max_workers)),
+        num_workers=draw(st.sampled_from(num_workers)),
         in_files=draw(st.booleans()),
     )
 

@@ -137,12 +137,12 @@ def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, to
 
     def replicate(step, _):
         copying.set()
-        assert step != 1 or go_on.wait(60)
+        assert step != 1 or go_on.wait(600)
         return COPIES
 
     made, host = stages(replicate=replicate)
     made.begin(saving(1)).result()
-    assert copying.wait(60)
+    assert copying.wait(600)
     assert made.begin(saving(2)).result()
     go_on.set()
     made.wait()
@@ -174,12 +174,12 @@ def test_a_backup_begins_when_no_holder_changes_any_more(stages):
     def replicate(step, _):
         del step
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(600)
         return COPIES
 
     made, host = stages(replicate=replicate)
     made.begin(saving(1, back_up=True)).result()
-    assert begun.wait(60)
+    assert begun.wait(600)
     assert not host.of("backup.chunk_shapes")
     go_on.set()
     made.wait()
@@ -191,12 +191,12 @@ def test_of_backups_that_are_late_the_newest_is_made(stages, told):
 
     def back_up(step, *_):
         backing_up.set()
-        assert step != 1 or go_on.wait(60)
+        assert step != 1 or go_on.wait(600)
         return "storage is gone" if step == 1 else {"bytes": 3, "bad": []}
 
     made, host = stages(back_up=back_up)
     made.begin(saving(1, back_up=True)).result()
-    assert backing_up.wait(60)
+    assert backing_up.wait(600)
     made.begin(saving(2, back_up=True)).result()
     made.begin(saving(3)).result()
     go_on.set()

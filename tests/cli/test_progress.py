@@ -168,7 +168,7 @@ def test_a_thread_breaks_silences_while_it_is_open(monkeypatch):
 
     stream = Stream()
     with progress.Progress(1, stream) as shown:
-        assert reminded.wait(60)
+        assert reminded.wait(600)
     text = stream.getvalue()
     assert text.startswith("starting, for 0 s now\n")
     shown.remind()

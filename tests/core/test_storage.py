@@ -105,7 +105,7 @@ def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tm
     program = (
         "import sys, time; from elastic_ckpt.core import storage\n"
         "with storage.exclusive_lock(sys.argv[1]):\n"
-        "    print('held', flush=True); time.sleep(60)\n"
+        "    print('held', flush=True); time.sleep(3600)\n"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", program, path], stdout=subprocess.PIPE, text=True

@@ -122,7 +122,12 @@ def test_any_of_many_runs_has_the_bytes_of_one_host(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),
     num_epochs=st.sampled_from([None, 1]),
-    run=st.lists(stages.stages(max_hosts=2, max_workers=2), min_size=2, max_size=3),
+    run=st.lists(
+        # Simple examples come first, and these have workers too.
+        stages.stages(max_hosts=2, num_workers=(1, 2, 0)),
+        min_size=2,
+        max_size=3,
+    ).filter(lambda run: any(stage.num_workers and stage.num_batches for stage in run)),
 )
 def test_any_run_with_worker_processes_has_the_bytes_of_one_host(
     files, tmp_path_factory, file_format, name, num_epochs, run
@@ -296,7 +301,7 @@ def test_the_workers_of_a_host_that_is_killed_end_by_themselves(tmp_path):
     host.send_signal(signal.SIGKILL)
     host.wait()
     host.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600
     while any(map(is_alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_alive, workers))

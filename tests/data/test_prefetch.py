@@ -287,18 +287,18 @@ def test_closing_does_not_wait_for_a_read_that_hangs(read_ahead, monkeypatch):
         def __next__(self):
             if self.read == 1:
                 reading.set()
-                assert may_go_on.wait(10)
+                assert may_go_on.wait(600)
             return super().__next__()
 
     hanging = Hanging()
     one = read_ahead(hanging, batches=2)
     next(one)
     taking = futures.ThreadPoolExecutor().submit(next, one)
-    assert reading.wait(10)
+    assert reading.wait(600)
     one.close()
     assert hanging.closed == 0
     may_go_on.set()
-    assert number(taking.result(10)) == 1
+    assert number(taking.result(600)) == 1
 
 
 def test_rows_are_closed_once_in_the_thread_that_reads_them(read_ahead):

@@ -69,7 +69,7 @@ def test_a_process_of_its_own_stops_after_the_step_under_way():
     with calls.agreed(600) as is_stopping:
         assert not is_stopping(1)
         end()
-        assert calls.requested.wait(60)
+        assert calls.requested.wait(600)
         assert is_stopping(2)
     assert not calls.expired.is_set()
 
@@ -78,7 +78,7 @@ def test_a_block_that_takes_longer_than_the_grace_expires():
     calls = Calls()
     with calls.agreed(0.01):
         end()
-        assert calls.expired.wait(60)
+        assert calls.expired.wait(600)
 
 
 def test_without_a_signal_nothing_is_called():

@@ -26,7 +26,7 @@ _MOMENT_SECS = 0.01
 
 def impatient():
     """Has this process wait for peers for a moment alone."""
-    peer_client.PeerClient.__init__.__kwdefaults__["timeout_secs"] = 0.5
+    peer_client.PeerClient.__init__.__kwdefaults__["timeout_secs"] = 5.0
     peer_endpoint.RETRY_SECS = (0.0, 0.05)
     peer_endpoint.SKIPPED_SECS = 0.1
 

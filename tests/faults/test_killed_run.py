@@ -32,7 +32,7 @@ def kill_at(point, occurrence, config, hosts, victim="all"):
         start_new_session=True,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=1800,
         check=False,
     )  # fmt: skip
     if victim == "all":

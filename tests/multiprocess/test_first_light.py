@@ -161,7 +161,7 @@ def test_the_same_program_runs_under_an_outer_launcher(tmp_path, corpus):
             )
             for n in range(2)
         ]
-        outputs = [task.communicate(timeout=100) for task in tasks]
+        outputs = [task.communicate(timeout=1800) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert "to step 12 on 2 hosts, 1 slice, 2 devices" in outputs[0][0]
     assert "step" not in outputs[1][0]

@@ -14,7 +14,7 @@ from elastic_ckpt.data import sharded_data
 from tests import pipelines
 
 NUM_SHARDS = 8
-SOON_SECS = 20
+SOON_SECS = 600
 
 
 class Valve:

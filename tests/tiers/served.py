@@ -73,7 +73,7 @@ def connect(url, *, source="127.0.0.1"):
     """A connection to an agent without TLS."""
     at = urllib.parse.urlsplit(url)
     return socket.create_connection(
-        (at.hostname, at.port), timeout=30, source_address=(source, 0)
+        (at.hostname, at.port), timeout=600, source_address=(source, 0)
     )
 
 

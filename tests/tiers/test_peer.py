@@ -58,7 +58,7 @@ def url(root):
 @pytest.fixture
 def client():
     # No test of anything else waits for it, however busy the machine is.
-    with peer_client.PeerClient(SECRET, timeout_secs=60) as made:
+    with peer_client.PeerClient(SECRET, timeout_secs=600) as made:
         yield made
 
 
@@ -337,7 +337,7 @@ class TestLies:
             connection.shutdown(2)
 
         with (
-            peer_client.PeerClient(SECRET, timeout_secs=60) as client,
+            peer_client.PeerClient(SECRET, timeout_secs=600) as client,
             ScriptedPeer(says) as lying,
             pytest.raises(source.ReadError),
         ):
