@@ -231,6 +231,7 @@ def _train(config: schema.Config, emit: events.Emit) -> bool:
             saver=saver,
             evaluation=evaluation,
             emit=emit,
+            meet=_meeting(),
             is_stopping=is_stopping,
         ).run(state, start_step=start_step, steps=config.run.steps)
         # Only here: after an error the other hosts may be gone, and closing waits for
@@ -243,6 +244,15 @@ def _train(config: schema.Config, emit: events.Emit) -> bool:
     else:
         emit("run_finished", step=ended.step, secs=time.monotonic() - began_secs)
     return ended.is_stopped
+
+
+def _meeting() -> Callable[[], object]:
+    from elastic_ckpt.checkpoint import exchange
+
+    # If a host dies meanwhile, the coordination service ends the others.
+    return functools.partial(
+        exchange.of_this_world().gather, "compiled", None, timeout_secs=24 * 3600
+    )
 
 
 @contextlib.contextmanager

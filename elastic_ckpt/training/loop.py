@@ -59,6 +59,8 @@ class Loop:
       saver: None trains without checkpoints.
       evaluation: None trains without evaluating.
       emit: called with each step, and around compiling.
+      meet: returns when all hosts have called it, after compiling: in a collective on
+        CPU they would wait 30 s for each other, and fail.
       is_stopping: called after each step; whether to save and end there, the same on
         all hosts.
     """
@@ -70,6 +72,7 @@ class Loop:
     saver: Saver | None
     evaluation: evaluation.Evaluation | None
     emit: events.Emit
+    meet: Callable[[], object] = lambda: None
     is_stopping: Callable[[int], bool] = lambda _: False
 
     def run(
@@ -83,6 +86,7 @@ class Loop:
         recorder = _Recorder(self.log, self.emit, steps)
         done, saved = start_step, -1
         stopping = False
+        step = self.program.step
         while done < steps and not stopping:
             is_new_shape = done == start_step
             if self.sizes.at(done) != self.sizes.at(max(done - 1, start_step)):
@@ -95,9 +99,8 @@ class Loop:
                 self.emit("data_ended", step=done)
                 break
             if is_new_shape:
-                state, report = self._compile_and_step(done + 1, state, batch)
-            else:
-                state, report = self.program.step(state, batch)
+                step = self._compiled(done + 1, state, batch)
+            state, report = step(state, batch)
             recorder.take(done, report)
             done += 1
             if self.evaluation and self.evaluation.is_due(done):
@@ -115,16 +118,16 @@ class Loop:
             self.saver.save(done, state, last=True)
         return Ended(state=state, step=done, is_stopped=stopping)
 
-    def _compile_and_step(
+    def _compiled(
         self, number: int, state: train_step.TrainState, batch: elastic_data.Batch
-    ) -> tuple[train_step.TrainState, train_step.StepReport]:
-        # The first of its shapes compiles the program, or loads it from JAX's cache.
+    ) -> train_step.Step:
         self.emit("compile_started", step=number)
         began_secs = time.monotonic()
-        outcome = self.program.step(state, batch)
+        step = self.program.compile(state, batch)
         secs = time.monotonic() - began_secs
         self.emit("compiled", step=number, secs=secs)
-        return outcome
+        self.meet()
+        return step
 
 
 class _Recorder:

@@ -34,6 +34,9 @@ class StepReport(NamedTuple):
     row_digests: jax.Array
 
 
+Step = Callable[[TrainState, elastic_data.Batch], tuple[TrainState, StepReport]]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """What is compiled for one mesh.
@@ -42,13 +45,15 @@ class Program:
       abstract_state: shapes, dtypes and shardings of the train state.
       init: makes the initial state, sharded.
       step: `(state, batch) -> (state, StepReport)`; takes the state over (donates it).
+      compile: makes the `step` of a state and a batch, without running it.
       evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats, and the
         number of targets that it is of.
     """
 
     abstract_state: TrainState
     init: Callable[[], TrainState]
-    step: Callable[[TrainState, elastic_data.Batch], tuple[TrainState, StepReport]]
+    step: Step
+    compile: Callable[[TrainState, elastic_data.Batch], Step]
     evaluate: Callable[[TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -93,25 +98,27 @@ def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
 
     shapes = jax.eval_shape(init)
     shardings = jax.tree.map(lambda leaf: _state_sharding(leaf.shape, mesh), shapes)
+    jitted_step = jax.jit(
+        step,
+        out_shardings=(shardings, topology.replicated(mesh)),
+        donate_argnums=0,
+    )
     return Program(
-        abstract_state=jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=sharding
-            ),
-            shapes,
-            shardings,
-        ),
+        abstract_state=jax.tree.map(_abstract, shapes, shardings),
         init=jax.jit(init, out_shardings=shardings),
-        step=jax.jit(
-            step,
-            out_shardings=(shardings, topology.replicated(mesh)),
-            donate_argnums=0,
-        ),
+        step=jitted_step,
+        compile=lambda state, batch: jitted_step.lower(state, batch).compile(),
         evaluate=jax.jit(
             lambda state, batch: summed_loss(state["params"], batch),
             out_shardings=topology.replicated(mesh),
         ),
     )
+
+
+def _abstract(
+    leaf: jax.ShapeDtypeStruct, sharding: NamedSharding
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def check_step(state: TrainState, step: int) -> None:

@@ -20,6 +20,10 @@ class Journal:
         )
         return state + 1, report
 
+    def compile(self, state, batch):
+        del state, batch
+        return self.step
+
     def is_due(self, step, *, last):
         return step in self._due or last
 
@@ -147,6 +151,15 @@ def test_compiling_is_announced_at_the_first_step_and_at_each_new_batch_size(jou
     journal.compiling.clear()
     run(journal, sizes=batch_size.Schedule(stages=((0, 8), (2, 16))))
     assert [step for name, step in journal.compiling if name == "compiled"] == [1, 3]
+
+
+def test_hosts_meet_when_they_have_compiled_and_before_they_step(journal):
+    calls = journal.calls
+    compile_ = journal.compile
+    journal.compile = lambda *of: calls.append("compile") or compile_(*of)
+    run(journal, meet=lambda: calls.append("meet"))
+    assert calls[:4] == ["compile", "meet", "step 0", "step 1"]
+    assert calls.count("meet") == 1
 
 
 @pytest.mark.parametrize("step", [1, 2])
