@@ -196,14 +196,11 @@ def _train(config: schema.Config, emit: events.Emit) -> bool:
 
     began_secs = time.monotonic()
     mesh, world = topology.make_mesh(config.world.slices)
-    data = pipeline.from_config(config.data)
+    vocab_size = _vocab_size(config)
+    data = pipeline.from_config(config.data, vocab_size=vocab_size)
     sizes = batch_size.schedule(config.data, world)
     batches = _batches(config, data, mesh=mesh, global_batch_size=sizes.at(0))
-    program = train_step.build(
-        config,
-        mesh,
-        vocab_size=config.model.vocab_size or pipeline.vocab_size(config.data),
-    )
+    program = train_step.build(config, mesh, vocab_size=vocab_size)
     saver = _saver(config, batches, emit)
     start_step = _start_step(config, saver.latest_step if saver else None)
     if sizes.at(start_step) != sizes.at(0):
@@ -340,7 +337,9 @@ def _evaluation(
         return None
     _, world = topology.make_mesh(config.world.slices)
     rows = batch_size.global_batch_size(config.data, world)
-    data = pipeline.eval_from_config(config.data, global_batch_size=rows)
+    data = pipeline.eval_from_config(
+        config.data, global_batch_size=rows, vocab_size=_vocab_size(config)
+    )
     return evaluation.Evaluation(
         evaluate=program.evaluate,
         batches=_batches(config, data, mesh=mesh, global_batch_size=rows),
@@ -348,6 +347,12 @@ def _evaluation(
         max_batches=config.data.eval_steps,
         emit=emit,
     )
+
+
+def _vocab_size(config: schema.Config) -> int:
+    from elastic_ckpt.data import pipeline
+
+    return config.model.vocab_size or pipeline.vocab_size(config.data)
 
 
 def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:

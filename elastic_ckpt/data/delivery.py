@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,11 @@ class RowsHeld:
         """The rows that `sharding` gives to each host.
 
         Raises:
-          ConfigError: if two hosts share some of their rows and not all.
+          ConfigError: if the batch does not divide over the devices, or two hosts share
+            some of their rows and not all.
         """
         held: dict[int, set[int]] = {}
-        shape = (global_batch_size,)
-        for device, index in sharding.devices_indices_map(shape).items():
+        for device, index in _rows_of_devices(sharding, global_batch_size).items():
             part = (index or (slice(None),))[0]
             held.setdefault(device.process_index, set()).update(
                 range(*part.indices(global_batch_size))
@@ -72,6 +72,21 @@ class RowsHeld:
         for number, held in enumerate(self.groups):
             found[list(held)] = number
         return found
+
+
+def _rows_of_devices(sharding: Sharding, global_batch_size: int) -> Mapping[Any, Any]:
+    try:
+        if global_batch_size > 0:
+            return sharding.devices_indices_map((global_batch_size,))
+    except ValueError:
+        pass
+    # Any batch with a row for each device divides.
+    ranges = sharding.devices_indices_map((sharding.num_devices,)).values()
+    parts = len({str(index) for index in ranges})
+    raise errors.ConfigError(
+        f"global_batch_size={global_batch_size} does not divide over the {parts} parts"
+        f" into which the mesh cuts a batch; choose a positive multiple of {parts}"
+    )
 
 
 def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> int:

@@ -214,6 +214,8 @@ class _Placer:
         self._global_batch_size = global_batch_size
 
     def __call__(self, loaded: dict[str, np.ndarray]) -> elastic_data.Batch:
+        for name, feature in loaded.items():
+            _check_fits(name, feature)
         return {name: self._place(feature) for name, feature in loaded.items()}
 
     def _place(self, feature: np.ndarray) -> jax.Array:
@@ -248,6 +250,20 @@ class _Placer:
         rows_of_device = index[0] if index else slice(None)
         start, stop, _ = rows_of_device.indices(self._global_batch_size)
         return start, stop
+
+
+def _check_fits(name: str, feature: np.ndarray) -> None:
+    # Without jax_enable_x64 JAX would keep the low half of a large number.
+    dtype = jax.dtypes.canonicalize_dtype(feature.dtype)
+    if dtype == feature.dtype or dtype.kind not in "iu" or not feature.size:
+        return
+    limits = np.iinfo(dtype)
+    for value in (feature.min(), feature.max()):
+        if not limits.min <= value <= limits.max:
+            raise errors.DataError(
+                f"feature {name!r} has the value {value}, and JAX would hold it as"
+                f" {dtype}; make it smaller, or set jax_enable_x64"
+            )
 
 
 class Batches:

@@ -19,6 +19,7 @@ from grain import experimental
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import packing as packing_rows
 from elastic_ckpt.data import tokenizers
+from elastic_ckpt.data import tokens as token_numbers
 
 Example = dict[str, np.ndarray]
 # A document's text, its tokens if it has them already, or None.
@@ -82,7 +83,7 @@ class Documents:
                     f"column {self.column!r} has {found.dtype}{list(found.shape)}, not"
                     " a list of tokens; set tokenize_train_data=true if it is text"
                 )
-            return found.astype(np.int32, copy=False)
+            return token_numbers.narrowed(found, place=f"column {self.column!r}")
         if not isinstance(value, str | bytes):
             raise errors.DataError(
                 f"column {self.column!r} has a {type(value).__name__}, not text; set"

@@ -52,6 +52,16 @@ class LocalBatches:
         agree: Callable[[bool], bool] | None = None,
         read_ahead: prefetch.ReadAhead = prefetch.IN_CALLER,
     ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise errors.ConfigError(
+                f"LocalBatches: rank={rank} of num_ranks={num_ranks}; ranks are"
+                " numbered from 0 to num_ranks - 1"
+            )
+        if global_batch_size < 1 or global_batch_size % num_ranks:
+            raise errors.ConfigError(
+                f"LocalBatches: global_batch_size={global_batch_size} does not divide"
+                f" over num_ranks={num_ranks}; choose a positive multiple of it"
+            )
         if data.end is not elastic_data.End.NEVER and num_ranks > 1 and agree is None:
             raise errors.ConfigError(
                 f"data that ends has to end on all {num_ranks} ranks at once; give"

@@ -145,6 +145,11 @@ class Mixture(shard_steps.Step):
         *,
         shard: int,
     ) -> None:
+        if parts.keys() != weights.keys():
+            raise errors.ConfigError(
+                f"Mixture: parts are named {sorted(parts)}, and weights"
+                f" {sorted(weights)}; give each part a weight"
+            )
         # In the order of names, so that a list in another order is the same mixture.
         weighed = {name: weights[name] for name in sorted(parts) if weights[name]}
         self._ends = bounds(weighed or dict(weights))

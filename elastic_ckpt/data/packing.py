@@ -38,6 +38,11 @@ class ConcatThenSplit(shard_steps.Step[Example]):
         self, parent: grain.IterDataset, *, features: tuple[str, ...], length: int
     ) -> None:
         super().__init__(parent)
+        if isinstance(features, str) or not features or length < 1:
+            raise errors.ConfigError(
+                f"ConcatThenSplit: features={features!r}, length={length}; give a tuple"
+                " of names, and 1 or more tokens"
+            )
         clashing = {f"{name}{end}" for name in features for end in _ADDED} & {*features}
         if clashing:
             raise errors.ConfigError(

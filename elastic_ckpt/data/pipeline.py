@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import grain
+import numpy as np
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
@@ -64,6 +65,8 @@ class LanguagePipeline:
       seed: of every shuffle.
       tokenizer_threads: threads of a host that tokenise; 0 takes its share of cores.
       num_processes: processes of a host that share them.
+      vocab_size: rows of the model's embedding. Tokens that the column has are compared
+        with it; 0 compares none.
     """
 
     parts: tuple[Part, ...]
@@ -78,6 +81,7 @@ class LanguagePipeline:
     seed: int = 0
     tokenizer_threads: int = 0
     num_processes: int = 1
+    vocab_size: int = 0
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The rows of a shard."""
@@ -94,14 +98,17 @@ class LanguagePipeline:
         if self.window:
             found = shuffling.WindowShuffle(found, window_size=self.window, seed=seed)
         if self.packing:
-            return language.packed(
+            rows = language.packed(
                 found,
                 packing=self.packing,
                 length=self.length,
                 seed=seed,
                 max_examples=self.max_examples,
             )
-        return found.map(self._pad)
+        else:
+            rows = found.map(self._pad)
+        compared = self.vocab_size and not self.documents.tokenizer
+        return rows.map(self._in_vocabulary) if compared else rows
 
     def threads_of_process(self) -> int:
         """Threads that tokenise in this process; 0 if the tokenizer has no use for any.
@@ -158,19 +165,40 @@ class LanguagePipeline:
             read, documents=self.documents, num_threads=self.threads_of_process()
         )
 
+    def _in_vocabulary(self, row: language.Example) -> language.Example:
+        for name in ("inputs", "targets"):
+            # As unsigned numbers, those below zero are the largest.
+            if row[name].view(np.uint32).max() >= self.vocab_size:
+                wrong = row[name][row[name].view(np.uint32) >= self.vocab_size][0]
+                raise errors.DataError(
+                    f"column {self.documents.column!r} has the token {wrong}, and the"
+                    f" model's vocabulary tokens from 0 to {self.vocab_size - 1}; set"
+                    " vocab_size to that of the tokenizer which made the tokens"
+                )
+        return row
+
     def _pad(self, example: language.Example) -> language.Example:
         return language.padded(example, self.length)
 
 
-def from_config(data: schema.DataSection) -> elastic_data.ElasticData:
+def from_config(
+    data: schema.DataSection, *, vocab_size: int = 0
+) -> elastic_data.ElasticData:
     """The training data that a configuration describes.
 
     With `num_logical_shards` it is sharded, else positional.
 
+    Args:
+      data: the configuration.
+      vocab_size: rows of the model's embedding: for a token that it has no row for, JAX
+        would take another row in silence. 0 if it is not known.
+
     Raises:
-      ConfigError: if the engine cannot do what is asked.
+      ConfigError: if the engine cannot do what is asked, or the tokenizer has more
+        tokens than `vocab_size`.
       DataError: if files are missing or not of their format.
     """
+    _check_vocabulary(data, vocab_size)
     if data.num_logical_shards:
         if data.grain_use_elastic_iterator:
             raise errors.ConfigError(
@@ -183,6 +211,7 @@ def from_config(data: schema.DataSection) -> elastic_data.ElasticData:
             of=_datasets(data),
             num_epochs=data.num_epoch,
             num_workers=data.grain_worker_count,
+            vocab_size=vocab_size,
         )
     needs = _needs_shards(data)
     if needs:
@@ -194,9 +223,10 @@ def from_config(data: schema.DataSection) -> elastic_data.ElasticData:
 
 
 def eval_from_config(
-    data: schema.DataSection, *, global_batch_size: int
+    data: schema.DataSection, *, global_batch_size: int, vocab_size: int = 0
 ) -> elastic_data.ElasticData:
     """The evaluation data: one epoch of `grain_eval_files`, in order, padded."""
+    _check_vocabulary(data, vocab_size)
     ordered = dataclasses.replace(
         data,
         enable_data_shuffling=False,
@@ -209,6 +239,7 @@ def eval_from_config(
         key="grain_eval_files",
         num_epochs=1,
         num_workers=0,
+        vocab_size=vocab_size,
     )
 
 
@@ -228,6 +259,14 @@ def describe(data: schema.DataSection) -> str:
     )
 
 
+def _check_vocabulary(data: schema.DataSection, rows: int) -> None:
+    if rows and data.tokenize_train_data and vocab_size(data) > rows:
+        raise errors.ConfigError(
+            f"vocab_size={rows}, but the tokenizer has {vocab_size(data)} tokens; set"
+            f" vocab_size to {vocab_size(data)} or more"
+        )
+
+
 def _datasets(data: schema.DataSection) -> list[datasets.Dataset]:
     if data.grain_train_mixture_config_path:
         return datasets.from_file(data.grain_train_mixture_config_path)
@@ -241,6 +280,7 @@ def _sharded(
     key: str = "grain_train_files",
     num_epochs: int,
     num_workers: int,
+    vocab_size: int,
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
     packing = data.grain_packing_type if data.packing else ""
@@ -274,6 +314,7 @@ def _sharded(
         seed=data.data_shuffle_seed,
         tokenizer_threads=data.tokenizer_threads,
         num_processes=max(num_workers, 1),
+        vocab_size=vocab_size,
     )
     end = elastic_data.End.DROPPED if data.drop_remainder else elastic_data.End.PADDED
     return sharded_data.ShardedData(

@@ -26,7 +26,7 @@ from grain import experimental as grain_experimental
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
 from elastic_ckpt.data import cursors, elastic_data, example_id, rows, tokens
-from elastic_ckpt.data.sources import arrayrecord, files
+from elastic_ckpt.data.sources import arrayrecord, files, source
 
 Example = dict[str, np.ndarray]
 
@@ -61,6 +61,9 @@ class PositionalData:
     prefetch_records: int = 16
     num_epochs: int | None = None
     drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        source.take_names(self, required="files")
 
     @property
     def end(self) -> elastic_data.End:

@@ -44,6 +44,13 @@ class Reading:
     num_epochs: int | None = None
     skip_corrupt: bool = False
 
+    def __post_init__(self) -> None:
+        if self.num_epochs is not None and self.num_epochs < 1:
+            raise errors.ConfigError(
+                f"Reading: num_epochs={self.num_epochs}; give 1 or more, or None to"
+                " read without end"
+            )
+
 
 class Records(shard_steps.Step[source.Element]):
     """The records that are one shard's, as dicts of columns.
@@ -67,6 +74,11 @@ class Records(shard_steps.Step[source.Element]):
         reading: Reading | None = None,
     ) -> None:
         super().__init__()
+        if not 0 <= shard < num_shards:
+            raise errors.ConfigError(
+                f"Records: shard={shard} of num_shards={num_shards}; shards are"
+                " numbered from 0 to num_shards - 1"
+            )
         self._source = of
         self._shard = self.shard = shard
         self._num_shards = self.num_shards = num_shards

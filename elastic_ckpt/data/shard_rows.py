@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grain
@@ -242,13 +243,30 @@ def _is_end(cursor: cursors.Cursor) -> bool:
 
 
 def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
+    if not isinstance(examples[0], Mapping):
+        raise errors.DataError(
+            f"make_shard gives a {type(examples[0]).__name__} as a row; give dicts of"
+            " arrays, by the names of features"
+        )
     clashing = added & examples[0].keys()
     if clashing:
         raise errors.DataError(
             f"the examples of make_shard have features named {sorted(clashing)}, as"
             " those that batches add to them; rename them in make_shard"
         )
-    return {name: np.stack([e[name] for e in examples]) for name in examples[0]}
+    features = examples[0].keys()
+    if all(example.keys() == features for example in examples):
+        with contextlib.suppress(ValueError):
+            return {name: np.stack([e[name] for e in examples]) for name in features}
+    for name in {name: None for example in examples for name in example}:
+        shapes = {np.shape(e[name]) if name in e else None for e in examples}
+        if len(shapes) > 1:
+            raise errors.DataError(
+                f"the rows of a batch have a feature {name!r} of several shapes,"
+                f" {', '.join(sorted(map(str, shapes)))} (None: without it); pad or"
+                " pack them to one shape in make_shard"
+            )
+    return {name: np.stack([e[name] for e in examples]) for name in features}
 
 
 def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:

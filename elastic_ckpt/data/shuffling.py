@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import shard_steps
 
 
@@ -31,6 +31,10 @@ class WindowShuffle(shard_steps.Step):
         self, parent: grain.IterDataset, *, window_size: int, seed: int
     ) -> None:
         super().__init__(parent)
+        if window_size < 1:
+            raise errors.ConfigError(
+                f"WindowShuffle: window_size={window_size}; give 1 or more"
+            )
         self._window_size = window_size
         self._seed = seed
 

@@ -7,11 +7,31 @@ from __future__ import annotations
 
 import numpy as np
 
+from elastic_ckpt.core import errors
+
 PAD = 0
 END = 1
 BEGIN = 2
 _NUM_SPECIAL = 3
 VOCAB_SIZE = 256 + _NUM_SPECIAL
+
+
+def narrowed(values: np.ndarray, *, place: str) -> np.ndarray:
+    """Integers of any type as tokens, int32 of the same shape.
+
+    Raises:
+      DataError: naming `place` and the number, if there is one that int32 cannot hold.
+    """
+    if values.dtype == np.int32:
+        return values
+    found = values.astype(np.int32)
+    if values.dtype.itemsize >= found.itemsize and (found != values).any():
+        wrong = values[found != values][0]
+        raise errors.DataError(
+            f"{place} has the token {wrong}, which is no number of 32 bits; write the"
+            " data again with tokens below the size of the vocabulary"
+        )
+    return found
 
 
 def encode(text: bytes, length: int) -> np.ndarray:

@@ -140,7 +140,7 @@ class Taken:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
         rows = maxtext_config.global_batch_size(config, num_devices=global_mesh.size)
         batches = place.configured(
-            pipeline.from_config(section),
+            pipeline.from_config(section, vocab_size=config.vocab_size),
             section,
             mesh=global_mesh,
             global_batch_size=rows,
@@ -159,7 +159,9 @@ class Taken:
             config, num_devices=global_mesh.size, evaluation=True
         )
         batches = place.configured(
-            pipeline.eval_from_config(section, global_batch_size=rows),
+            pipeline.eval_from_config(
+                section, global_batch_size=rows, vocab_size=config.vocab_size
+            ),
             section,
             mesh=global_mesh,
             global_batch_size=rows,

@@ -501,3 +501,65 @@ def test_the_state_of_a_list_named_as_older_programs_did_continues(tmp_path, par
     resumed.read(tmp_path / "state")
     for _ in range(5):
         assert resumed.next() == one.next()
+
+
+def token_file(tmp_path, *documents):
+    """A Parquet file of tokens, int64."""
+    return corpora.write_parquet(
+        tmp_path / "a",
+        [{"text": "", "tokens": np.array(document)} for document in documents],
+    )
+
+
+def first_row(file, *, vocab_size, **settings):
+    data = pipeline.from_config(
+        section(
+            file,
+            grain_file_type="parquet",
+            train_data_columns="tokens",
+            tokenize_train_data=False,
+            num_logical_shards=1,
+            **settings,
+        ),
+        vocab_size=vocab_size,
+    )
+    return next(local_batches.LocalBatches(data, global_batch_size=1))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("wrong", [300, 2**31 - 1, -1, -100])
+def test_a_token_that_is_not_in_the_vocabulary_is_an_error(tmp_path, packing, wrong):
+    for document in ([wrong, 1, 2], [1, wrong, 2], [1, 2, wrong]):
+        file = token_file(tmp_path, document)
+        with refused(
+            f"column 'tokens' has the token {wrong}, and the model's vocabulary tokens"
+            " from 0 to 299; set vocab_size",
+            errors.DataError,
+        ):
+            first_row(file, vocab_size=300, packing=packing)
+
+
+def test_every_token_of_the_vocabulary_is_taken(tmp_path):
+    file = token_file(tmp_path, [0, 299, 5])
+    row = first_row(file, vocab_size=300)
+    assert row["targets"][0, :2].tolist() == [299, 5]
+    # Of a vocabulary that is not known, nothing is said.
+    file = token_file(tmp_path, [0, 2**31 - 1, 5])
+    assert first_row(file, vocab_size=0)["targets"][0, 0] == 2**31 - 1
+
+
+@pytest.mark.parametrize("wrong", [2**40, 2**31, -(2**31) - 1])
+def test_a_token_that_is_no_number_of_32_bits_is_an_error(tmp_path, wrong):
+    file = token_file(tmp_path, [1, wrong, 2])
+    with refused(f"column 'tokens' has the token {wrong}, which", errors.DataError):
+        first_row(file, vocab_size=0)
+
+
+def test_a_model_with_fewer_tokens_than_the_tokenizer_is_refused(corpus):
+    for shards in (0, 4):
+        wanted = section(corpus, num_logical_shards=shards, grain_eval_files=corpus)
+        pipeline.from_config(wanted, vocab_size=259)
+        with refused("vocab_size=258, but the tokenizer has 259 tokens; set"):
+            pipeline.from_config(wanted, vocab_size=258)
+        with refused("vocab_size=258, but the tokenizer has 259 tokens; set"):
+            pipeline.eval_from_config(wanted, global_batch_size=4, vocab_size=258)

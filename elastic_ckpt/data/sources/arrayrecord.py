@@ -36,6 +36,10 @@ class ArrayRecord:
     columns: tuple[str, ...] = ()
     record_format: str = record_format.BYTES
 
+    def __post_init__(self) -> None:
+        source.take_names(self, required="files", optional="columns")
+        record_format.check(self.record_format, of="ArrayRecord")
+
     def settings(self) -> dict[str, storage.Json]:
         """The format and what is read of a record."""
         return {

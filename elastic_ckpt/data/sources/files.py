@@ -9,7 +9,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import fsspec
 from absl import logging
@@ -72,6 +72,30 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
     if not found:
         raise errors.DataError(f"{key} is empty; set it to the files to read")
     return tuple(found)
+
+
+def names(value: Any, *, of: str, required: bool = False) -> tuple[str, ...]:
+    """A tuple of names, such as `files` or `columns`, from what a caller gave.
+
+    Args:
+      value: names or paths.
+      of: the class and argument that they were given to, for messages.
+      required: whether there has to be one.
+
+    Raises:
+      ConfigError: if it is a single text, something else than names, or empty.
+    """
+    if isinstance(value, str | bytes | os.PathLike):
+        raise errors.ConfigError(
+            f"{of}={value!r} is a single name; give a tuple: ({value!r},)"
+        )
+    try:
+        found = tuple(str(os.fspath(name)) for name in value)
+    except TypeError as error:
+        raise errors.ConfigError(f"{of}={value!r}: {error}; give names") from None
+    if required and not found:
+        raise errors.ConfigError(f"{of} is empty; give at least one")
+    return found
 
 
 def absolute(patterns: str) -> str:

@@ -59,6 +59,9 @@ class Parquet:
     files: tuple[str, ...]
     columns: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        source.take_names(self, required="files", optional="columns")
+
     def settings(self) -> dict[str, storage.Json]:
         """The format and what is read of a record."""
         return {"format": "parquet", "columns": list(self.columns)}
@@ -70,7 +73,8 @@ class Parquet:
         if missing:
             raise errors.DataError(
                 f"{file}: no column {sorted(missing)}, it has"
-                f" {metadata.schema.to_arrow_schema().names}; set train_data_columns"
+                f" {metadata.schema.to_arrow_schema().names}; set columns, which is"
+                " train_data_columns in a configuration"
             )
         return source.FileIndex(
             content=files.content(file),
@@ -280,7 +284,7 @@ def _metadata(file: str) -> pq.FileMetaData:
             raise
         raise errors.DataError(
             f"{file}: not a whole Parquet file ({error}); restore it from a copy, or"
-            " set grain_file_type to its format"
+            " read it as what it is (grain_file_type)"
         ) from None
 
 

@@ -30,6 +30,14 @@ _LISTS = (("bytes_list", 1, 12), ("float_list", 2, 2), ("int64_list", 3, 3))
 Decode = Callable[[bytes], source.Element]
 
 
+def check(record_format: str, *, of: str) -> None:
+    """Raises a ConfigError if `of` was given a format that there is none of."""
+    if record_format not in FORMATS:
+        raise errors.ConfigError(
+            f"{of}: record_format={record_format!r}; choose one of {', '.join(FORMATS)}"
+        )
+
+
 def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
     """How to make an element of a record.
 
@@ -56,7 +64,10 @@ def decoded(decode: Decode, record: bytes, place: str) -> source.Read:
     except ValueError as error:
         return source.corrupt(place, error)
     except LookupError as error:
-        raise errors.DataError(f"{place}: {error}; set train_data_columns") from None
+        raise errors.DataError(
+            f"{place}: {error}; set columns, which is train_data_columns in a"
+            " configuration"
+        ) from None
 
 
 def encode(features: source.Element) -> bytes:

@@ -104,9 +104,26 @@ def corrupt(place: str, problem: object, *, num_records: int = 1) -> CorruptErro
     """The error of `num_records` records that begin at `place`."""
     return CorruptError(
         f"{place}: corrupt ({problem}); restore the file from a copy, or set"
-        " corrupt_records=skip to leave such records out and count them",
+        " corrupt_records=skip, which is Reading(skip_corrupt=True), to leave such"
+        " records out and count them",
         num_records=num_records,
     )
+
+
+def take_names(of: Any, **fields: str) -> None:
+    """Makes tuples of the fields of a source that a caller may have given as lists.
+
+    Args:
+      of: the source, in its construction.
+      **fields: the fields by whether they are `required` or `optional`.
+
+    Raises:
+      ConfigError: as `files.names` says.
+    """
+    for kind, field in fields.items():
+        what = f"{type(of).__name__}: {field}"
+        taken = files.names(getattr(of, field), of=what, required=kind == "required")
+        object.__setattr__(of, field, taken)
 
 
 @functools.lru_cache(maxsize=256)

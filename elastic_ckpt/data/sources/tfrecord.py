@@ -46,6 +46,10 @@ class TFRecord:
     columns: tuple[str, ...] = ()
     record_format: str = record_format.TF_EXAMPLE
 
+    def __post_init__(self) -> None:
+        source.take_names(self, required="files", optional="columns")
+        record_format.check(self.record_format, of="TFRecord")
+
     def settings(self) -> dict[str, storage.Json]:
         """The format and what is read of a record."""
         return {
@@ -206,7 +210,7 @@ def _foreign(file: str, offset: int, header: bytes) -> str:
         )
     return (
         f"{file}, byte {offset}: not a TFRecord file, or damaged there; restore it"
-        " from a copy, or set grain_file_type to its format"
+        " from a copy, or read it as what it is (grain_file_type)"
     )
 
 

@@ -130,5 +130,6 @@ def test_the_error_of_corrupt_records_says_where_how_many_and_the_way_out():
     assert isinstance(error, errors.DataError)
     assert str(error) == (
         "/data/a, record 3: corrupt (its checksum differs); restore the file from a"
-        " copy, or set corrupt_records=skip to leave such records out and count them"
+        " copy, or set corrupt_records=skip, which is Reading(skip_corrupt=True), to"
+        " leave such records out and count them"
     )
