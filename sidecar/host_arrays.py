@@ -95,15 +95,12 @@ class HostArrays:
         }
         return self._saver.capture(step, save, shards)
 
-    def want(
-        self, layout: int, components: Sequence[str], whole: Sequence[str]
-    ) -> None:
+    def want(self, layout: int, components: Sequence[str]) -> None:
         """Turns to what a layout has on this host of the step that was opened.
 
         Args:
           layout: its number.
           components: that are wanted besides.
-          whole: the names of trees of which no leaf may be lacking.
 
         Raises:
           CheckpointError: if the step has it not.
@@ -112,7 +109,6 @@ class HostArrays:
         saved = self._reader.want(
             [_wanted(leaf, self._boxes[layout][leaf.path]) for leaf in leaves],
             components,
-            whole,
         )
         self._dtypes = {
             leaf.path: saved[leaf.path] for leaf in leaves if leaf.dtype is None

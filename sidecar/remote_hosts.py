@@ -23,8 +23,10 @@ from jax.sharding import Mesh, NamedSharding
 from elastic_ckpt.core import ahead, storage, topology
 from elastic_ckpt.data import first_contact
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+from elastic_ckpt.tiers.manifest import Contents, Leaf
 from elastic_ckpt.tiers.ram import machine
-from elastic_ckpt.tiers.trees import asked, leaves, rebuilt
+from elastic_ckpt.tiers.trees import arrays as captured_leaves
+from elastic_ckpt.tiers.trees import asked, rebuilt
 from sidecar import component_files, failures, head_arrays, host_agent, letters, worker
 from sidecar.array_layout import Group
 from sidecar.head_arrays import HostDevices
@@ -111,7 +113,7 @@ class RemoteHosts:
 
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
-        groups, values = self._arrays.to_save(leaves(trees))
+        groups, values = self._arrays.to_save(captured_leaves(trees))
         layout = self._layout(groups)
         for number, (group, of_group) in enumerate(zip(groups, values, strict=True)):
             content = {
@@ -128,13 +130,19 @@ class RemoteHosts:
             raise
         return self._directory
 
-    def check(
-        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
-    ) -> None:
+    def opened(self) -> Contents:
+        """See `Hosts`."""
+        told = self.first("reader.contents")
+        leaves = [
+            Leaf(path=path, shape=tuple(shape), dtype=dtype)
+            for path, shape, dtype in told.pop("leaves")
+        ]
+        return Contents(leaves=tuple(leaves), **told)
+
+    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """See `Hosts`."""
         groups, _ = self._arrays.to_restore(asked(trees))
-        whole = [] if partial else list(trees)
-        self.all("arrays.want", self._layout(groups), components, whole)
+        self.all("arrays.want", self._layout(groups), components)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

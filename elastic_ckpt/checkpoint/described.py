@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from elastic_ckpt.checkpoint import orbax_format
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
+from elastic_ckpt.tiers.trees import AbstractArray
 
 Chunks = Mapping[str, Sequence[int]]
 
@@ -21,24 +22,24 @@ class Described:
     """A step without its values.
 
     Attributes:
-      trees: pytrees by name, with abstract arrays.
-      components: the names of other parts.
+      trees: pytrees by name, with abstract arrays, and any number for a number.
+      components: the names of other parts, ordered.
       metrics_json: the metrics that it was saved with, as text.
-      custom_metadata: that it was saved with.
+      custom_json: the metadata that a user added, as text.
       init_timestamp_nsecs: when its save began, since 1970.
     """
 
     trees: Mapping[str, Any]
-    components: Collection[str]
+    components: Sequence[str]
     metrics_json: str | None
-    custom_metadata: Mapping[str, Any] | None
+    custom_json: str | None
     init_timestamp_nsecs: int
 
     @classmethod
     def of(
         cls,
         trees: Mapping[str, Any],
-        components: Collection[str],
+        components: Mapping[str, Any],
         *,
         metrics: Mapping[str, Any] | None,
         custom_metadata: Mapping[str, Any] | None,
@@ -46,15 +47,59 @@ class Described:
         """Describes what is saved now; refers to no array of it.
 
         Raises:
-          CheckpointError: if the metrics are not JSON.
+          CheckpointError: if a leaf cannot be saved, or what a user adds is not JSON.
         """
+        saveable.check(trees, components)
         return cls(
             trees={name: jax.tree.map(_abstract, tree) for name, tree in trees.items()},
             components=sorted(components),
-            metrics_json=None if metrics is None else _json(metrics),
-            custom_metadata=custom_metadata,
+            metrics_json=saveable.json_of("metrics", metrics),
+            custom_json=saveable.json_of("custom metadata", custom_metadata),
             init_timestamp_nsecs=time.time_ns(),
         )
+
+    @property
+    def metrics(self) -> Any:
+        """The metrics that it was saved with; None if there are none."""
+        return _parsed(self.metrics_json)
+
+    @property
+    def custom_metadata(self) -> Any:
+        """The metadata that a user added; None if there is nothing."""
+        return _parsed(self.custom_json)
+
+    @property
+    def of_host(self) -> dict[str, Any]:
+        """What other hosts may have noted otherwise: metrics, metadata and texts."""
+        return {
+            "metrics": self.metrics_json,
+            "custom_metadata": self.custom_json,
+            "texts": [
+                leaf for leaf in jax.tree.leaves(self.trees) if isinstance(leaf, str)
+            ],
+        }
+
+    def agreed(self, of_host: Mapping[str, Any]) -> Described:
+        """This step with what the host `of_host` noted of it: a step has it once."""
+        if of_host == self.of_host:
+            return self
+        texts = iter(of_host["texts"])
+        return dataclasses.replace(
+            self,
+            trees=jax.tree.map(
+                lambda leaf: next(texts) if isinstance(leaf, str) else leaf, self.trees
+            ),
+            metrics_json=of_host["metrics"],
+            custom_json=of_host["custom_metadata"],
+        )
+
+    def notes(self) -> dict[str, str | None]:
+        """The texts that manifests have of it, by their names in `Contents`."""
+        return {
+            "metrics": self.metrics_json,
+            "custom_metadata": self.custom_json,
+            "trees": tree_structure.to_json(self.trees),
+        }
 
     def names(self, chunks: Chunks) -> dict[str, list[str]]:
         """By the path of a leaf, the checkpointable and the name that Orbax uses."""
@@ -69,7 +114,6 @@ class Described:
         Args:
           chunks: by the path of a leaf, the shape of its chunks.
         """
-        text = self.metrics_json
         files = orbax_format.metadata_files(
             self.trees,
             self.components,
@@ -77,24 +121,23 @@ class Described:
             step=orbax_format.StepMetadata(
                 init_timestamp_nsecs=self.init_timestamp_nsecs,
                 commit_timestamp_nsecs=time.time_ns(),
-                metrics=None if text is None else json.loads(text),
+                metrics=self.metrics,
                 custom=self.custom_metadata,
             ),
         )
         return {path: content.decode() for path, content in files.items()}
 
 
-def _json(metrics: Mapping[str, Any]) -> str:
-    try:
-        return storage.canonical_json(dict(metrics)).decode()
-    except (TypeError, ValueError) as error:
-        raise errors.CheckpointError(
-            f"the metrics {dict(metrics)} are not JSON ({error}); give plain numbers,"
-            " such as float(loss)"
-        ) from None
+def _parsed(text: str | None) -> Any:
+    return None if text is None else json.loads(text)
 
 
 def _abstract(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array):
-        return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    if isinstance(leaf, jax.Array):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    if isinstance(leaf, np.ndarray):
+        return AbstractArray(shape=leaf.shape, dtype=leaf.dtype)
+    for kind in (bool, int, float):
+        if isinstance(leaf, kind):
+            return kind(0)
+    return leaf

@@ -18,6 +18,7 @@ from elastic_ckpt.checkpoint import exchange
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.host.host_tiers import HostTiers
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+from elastic_ckpt.tiers.manifest import Contents
 
 # How long hosts wait for each other. What storage or a network takes its time for may
 # take hours; of a host that dies the coordination service tells at once.
@@ -57,18 +58,19 @@ class Hosts(Protocol):
         """
         ...
 
-    def check(
-        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
-    ) -> None:
-        """Checks that the step which was opened has what is wanted of it.
+    def opened(self) -> Contents:
+        """The contents of the step that was opened (`reader.open_step`)."""
+        ...
+
+    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+        """Turns to what is wanted of the step that was opened.
 
         Args:
-          trees: that are wanted.
+          trees: that are wanted; the step has all of their leaves, in their shapes.
           components: that are wanted.
-          partial: whether trees may lack leaves that were saved.
 
         Raises:
-          HostsFailed: with what it has instead.
+          HostsFailed: if it has no such component.
         """
         ...
 
@@ -113,11 +115,13 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._own.saver.capture(step, save, trees)
 
-    def check(
-        self, trees: Mapping[str, Any], components: Sequence[str], *, partial: bool
-    ) -> None:
+    def opened(self) -> Contents:
         """See `Hosts`."""
-        self.all("reader.check", trees, components, partial)
+        return self._own.reader.opened()
+
+    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+        """See `Hosts`."""
+        self.all("reader.check", trees, components)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as orbax
+from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import summary
+from elastic_ckpt.checkpoint import summary, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.restore import Found
+from elastic_ckpt.checkpoint.tree_structure import Text
+from elastic_ckpt.tiers.manifest import Contents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,12 +20,14 @@ class CheckpointMetadata(Found):
     """A step, and what it holds.
 
     Attributes:
-      metadata: of a pytree, nested dicts of `jax.ShapeDtypeStruct`, or by the name of
-        each checkpointable such a tree, and None of a component. Of a step that Orbax
-        alone saved, what Orbax tells.
+      metadata: of a pytree, the same tree with abstract leaves, or by the name of each
+        checkpointable such a tree, and None of a component. A text is `"string"`. Of a
+        step that Orbax alone saved, what Orbax has.
+      init_timestamp_nsecs: when its save began, since 1970, if that is known.
     """
 
     metadata: Any
+    init_timestamp_nsecs: int | None = None
 
 
 def of_step(hosts: Hosts, found: Found, directory: str | None) -> CheckpointMetadata:
@@ -38,20 +41,32 @@ def of_step(hosts: Hosts, found: Found, directory: str | None) -> CheckpointMeta
     Raises:
       HostsFailed: if it is not complete any more.
     """
-    if found.save:
-        told = hosts.first("reader.contents", found.step, found.save)
-        held = dict.fromkeys(told["components"]) | _trees(told["leaves"])
-    else:
-        held = summary.read_parts(f"{directory}/{found.step}")
+    if not found.save:
+        return _of_orbax(found, f"{directory}/{found.step}")
+    hosts.all("reader.open_step", found.step, found.save)
+    contents = hosts.opened()
+    hosts.all("reader.forget")
+    return of_contents(found, contents)
+
+
+def of_contents(found: Found, contents: Contents) -> CheckpointMetadata:
+    """What a step with some contents holds."""
+    trees = tree_structure.saved_trees(contents)
     return CheckpointMetadata(
-        step=found.step, save=found.save, line=found.line, metadata=held
+        **vars(found),
+        metadata=dict.fromkeys(contents.components) | jax.tree.map(_described, trees),
     )
 
 
-def _trees(leaves: list[Any]) -> dict[str, Any]:
-    # Sequences have become dicts, whose leaves have the same paths.
-    flat = {
-        path: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
-        for path, shape, dtype in leaves
-    }
-    return orbax.tree.from_flat_dict(flat, sep="/")
+def _of_orbax(found: Found, path: str) -> CheckpointMetadata:
+    told = ocp.checkpointables_metadata(path)
+    return CheckpointMetadata(
+        **vars(found),
+        init_timestamp_nsecs=told.init_timestamp_nsecs,
+        metadata=summary.read_parts(path),
+    )
+
+
+def _described(leaf: Any) -> Any:
+    # As Orbax describes texts.
+    return "string" if isinstance(leaf, Text) else leaf

@@ -26,8 +26,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.persistent import ocdbt
-
-KeyPath = tuple[Any, ...]
+from elastic_ckpt.tiers.trees import AbstractArray, KeyPath, leaf_path
 
 # How Orbax numbers the kinds of keys in `_METADATA`.
 _SEQUENCE, _DICT = 1, 2
@@ -57,37 +56,39 @@ def stored_arrays(
     """Where Orbax looks for each leaf, by the leaf's path in manifests.
 
     Args:
-      checkpointables: pytrees by name; leaves may be abstract.
+      checkpointables: pytrees by name, which `saveable` has checked; leaves may be
+        abstract.
       chunks: by the path of a leaf (`state/params/w`), the shape of its chunks.
-
-    Raises:
-      CheckpointError: if two leaves have the same path or the same name in Orbax.
     """
     found: dict[str, ocdbt.StoredArray] = {}
-    names: dict[tuple[str, str], str] = {}
     for checkpointable, tree in checkpointables.items():
         for key_path, leaf in jax.tree.leaves_with_path(tree):
             if isinstance(leaf, str):
                 continue
             path = leaf_path(checkpointable, key_path)
-            name = _name(key_path)
-            if path in found or (checkpointable, name) in names:
-                raise errors.CheckpointError(
-                    f"two leaves of {checkpointable!r} would be saved under one name"
-                    f" ({path!r}, in Orbax {name!r}): rename the key that contains a"
-                    " '/' or '.'"
-                )
-            names[checkpointable, name] = path
+            name = array_name(key_path)
             found[path] = ocdbt.StoredArray(
                 checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
             )
     return found
 
 
-def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
-    """The path of a leaf in manifests, such as `state/params/w`."""
-    below = jax.tree_util.keystr(key_path, simple=True, separator="/")
-    return f"{checkpointable}/{below}" if key_path else checkpointable
+def entries(tree: Any) -> list[tuple[KeyPath, Any]]:
+    """The leaves of a tree, and its nodes without children: Orbax notes those too."""
+    return jax.tree.leaves_with_path(tree, is_leaf=_is_entry)
+
+
+def key_name(key: Any) -> tuple[bool, str]:
+    """Whether a key is the place of an item in a sequence, and its name in Orbax."""
+    is_item = isinstance(
+        key, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey
+    )
+    return is_item, jax.tree_util.keystr((key,), simple=True)
+
+
+def array_name(key_path: KeyPath) -> str:
+    """The name of a leaf in Orbax's stores, such as `params.w`."""
+    return ".".join(key_name(key)[1] for key in key_path)
 
 
 def metadata_files(
@@ -145,13 +146,13 @@ def _handler(name: str) -> str:
 def _tree_files(
     checkpointable: str, tree: Any, chunks: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    entries, arrays, shardings, strings = {}, [], {}, {}
-    for key_path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_entry):
-        name = _name(key_path)
-        kind = _kind(leaf, leaf_path(checkpointable, key_path))
+    listed, arrays, shardings, strings = {}, [], {}, {}
+    for key_path, leaf in entries(tree):
+        name = array_name(key_path)
+        kind = leaf_kind(leaf, leaf_path(checkpointable, key_path))
         value: dict[str, Any] = {
             "value_type": kind,
-            "skip_deserialize": kind in _EMPTY.values(),
+            "skip_deserialize": kind in EMPTY_KINDS,
         }
         if kind == "jax.Array":
             chunk = list(chunks[leaf_path(checkpointable, key_path)])
@@ -164,13 +165,13 @@ def _tree_files(
         if kind == "string":
             strings[name] = leaf
         keys = tuple(_key(key) for key in key_path)
-        entries[str(tuple(key["key"] for key in keys))] = {
+        listed[str(tuple(key["key"] for key in keys))] = {
             "key_metadata": keys,
             "value_metadata": value,
         }
     files: dict[str, Any] = {
         "_METADATA": {
-            "tree_metadata": entries,
+            "tree_metadata": listed,
             "use_ocdbt": True,
             "use_zarr3": True,
             "store_array_data_equal_to_fill_value": True,
@@ -182,8 +183,34 @@ def _tree_files(
     if shardings:
         files["_sharding"] = shardings
     if strings:
-        files["_strings.json"] = strings
+        files["_strings.json"] = strings_file(strings)
     return files
+
+
+def strings_file(named: Mapping[str, str]) -> dict[str, Any]:
+    """The content of `_strings.json`: a name is the JSON pointer to its text.
+
+    Args:
+      named: texts by the name of their leaf.
+
+    Raises:
+      CheckpointError: if a text would lie inside of another.
+    """
+    content: dict[str, Any] = {}
+    for name, text in named.items():
+        *above, last = [
+            part.replace("~1", "/").replace("~0", "~") for part in name.split("/")
+        ]
+        node: Any = content
+        for part in above:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            raise errors.CheckpointError(
+                f"the text {name!r} would be saved inside of another in Orbax's"
+                " _strings.json; rename a key with a '/' or '~'"
+            )
+        node[last] = text
+    return content
 
 
 def _is_entry(node: Any) -> bool:
@@ -191,28 +218,29 @@ def _is_entry(node: Any) -> bool:
     return jax.tree.structure(node).num_nodes == 1
 
 
-def _name(key_path: KeyPath) -> str:
-    return ".".join(_key(key)["key"] for key in key_path)
-
-
 def _key(key: Any) -> dict[str, Any]:
-    if isinstance(key, jax.tree_util.SequenceKey):
-        return {"key": str(key.idx), "key_type": _SEQUENCE}
-    if isinstance(key, jax.tree_util.FlattenedIndexKey):
-        return {"key": str(key.key), "key_type": _SEQUENCE}
-    if isinstance(key, jax.tree_util.GetAttrKey):
-        return {"key": key.name, "key_type": _DICT}
-    return {"key": str(key.key), "key_type": _DICT}
+    is_item, name = key_name(key)
+    return {"key": name, "key_type": _SEQUENCE if is_item else _DICT}
 
 
 _EMPTY = {list: "List", tuple: "Tuple", dict: "Dict", None: "None"}
+EMPTY_KINDS = frozenset(_EMPTY.values())
 
 
-def _kind(leaf: Any, path: str) -> str:
-    # Orbax's name of the type of a leaf or empty node.
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+def is_jax(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX, or stands for one."""
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+
+
+def leaf_kind(leaf: Any, path: str) -> str:
+    """Orbax's name of the type of a leaf or empty node.
+
+    Raises:
+      CheckpointError: if Orbax does not save it; it names `path`.
+    """
+    if is_jax(leaf):
         return "jax.Array"
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray | AbstractArray):
         return "np.ndarray"
     if isinstance(leaf, str):
         return "string"
@@ -229,17 +257,23 @@ def _kind(leaf: Any, path: str) -> str:
     return _EMPTY.get(type(leaf), _EMPTY[None])
 
 
-def _is_random_key(leaf: Any) -> bool:
+def is_random_key(leaf: Any) -> bool:
+    """Whether an array of JAX is one of typed random keys."""
     return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def random_key_impl(leaf: Any) -> str:
+    """The name of the generator of an array of typed random keys."""
+    # Of abstract keys only a traced function can ask.
+    kinds: list[Any] = []
+    jax.eval_shape(lambda keys: kinds.append(jax.random.key_impl(keys)), leaf)
+    return str(kinds[0])
 
 
 def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
     more = None
-    if _is_random_key(leaf):
-        # Of abstract keys only a traced function can ask.
-        kinds: list[Any] = []
-        jax.eval_shape(lambda keys: kinds.append(jax.random.key_impl(keys)), leaf)
-        more = {"random_key_impl": str(kinds[0])}
+    if is_random_key(leaf):
+        more = {"random_key_impl": random_key_impl(leaf)}
     described = {
         "param_name": name,
         "write_shape": chunk,
@@ -253,23 +287,29 @@ def _sharding(leaf: Any) -> dict[str, Any] | None:
     # None of shardings that Orbax notes nothing of.
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
-        mesh = sharding.mesh
-        ids = np.vectorize(lambda device: {"id": device.id}, otypes=[object])
-        spec = list(sharding.spec)
-        if _is_random_key(leaf):
+        described = sharding_metadata(sharding)
+        spec = described["partition_spec"]
+        if is_random_key(leaf):
             # Its data has one more dim, which is whole everywhere.
             while spec and spec[-1] is None:
                 spec.pop()
             spec.append(None)
-        return {
-            "sharding_type": "NamedSharding",
-            "shape": list(mesh.shape.values()),
-            "axis_names": list(mesh.axis_names),
-            "axis_types": [str(each) for each in mesh.axis_types],
-            "partition_spec": spec,
-            "device_mesh": {"mesh": ids(mesh.devices).tolist()},
-        }
+        return described
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return {"sharding_type": "SingleDeviceSharding", "device_str": str(device)}
     return None
+
+
+def sharding_metadata(sharding: NamedSharding) -> dict[str, Any]:
+    """A sharding as Orbax describes it."""
+    mesh = sharding.mesh
+    ids = np.vectorize(lambda device: {"id": device.id}, otypes=[object])
+    return {
+        "sharding_type": "NamedSharding",
+        "shape": list(mesh.shape.values()),
+        "axis_names": list(mesh.axis_names),
+        "axis_types": [str(each) for each in mesh.axis_types],
+        "partition_spec": list(sharding.spec),
+        "device_mesh": {"mesh": ids(mesh.devices).tolist()},
+    }

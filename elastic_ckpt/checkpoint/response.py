@@ -16,10 +16,13 @@ class Response:
         """Waits until the step is committed or given up; whether it was committed.
 
         Raises:
+          Exception: if the commit failed otherwise than hosts report it.
           TimeoutError: if that takes more than `timeout` seconds.
         """
         return self._committed.result(timeout)
 
     def on_complete(self, callback: Callable[[bool], None]) -> None:
-        """Calls `callback(committed)` from a background thread."""
-        self._committed.add_done_callback(lambda done: callback(done.result()))
+        """Calls `callback(committed)` from a background thread, also after an error."""
+        self._committed.add_done_callback(
+            lambda done: callback(done.exception() is None and done.result())
+        )

@@ -14,7 +14,7 @@ from typing import Any
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import components
+from elastic_ckpt.checkpoint import asked_trees, components
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.tiers.host import recovery
@@ -22,8 +22,15 @@ from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 from elastic_ckpt.tiers.line import Line
 
 _NAMED = 5
-# How much was read from how near, and where the files of each component are.
-_Read = tuple[dict[str, int], dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Read:
+    # What was asked for, how much was read from how near, and where the files of each
+    # component are.
+    asked: asked_trees.AskedTrees
+    num_bytes: dict[str, int]
+    directories: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,17 +42,24 @@ class Found:
       save: which save of it; empty if Orbax alone saved it.
       line: the steps, with their saves, from which later saves of its line went on,
         oldest first, and last this one.
+      metrics: that it was saved with; None if there are none.
+      custom_metadata: that a user added; None if there is nothing.
+      commit_timestamp_nsecs: when it was committed, since 1970.
     """
 
     step: int
     save: str
     line: tuple[tuple[int, str], ...] = ()
+    metrics: Any = dataclasses.field(default=None, compare=False)
+    custom_metadata: Any = dataclasses.field(default=None, compare=False)
+    commit_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def of(cls, place: Mapping[str, Any]) -> Found:
         """What a host has found: see `HostReader.find`."""
         line = tuple((step, save) for step, save in place["line"])
-        return cls(step=place["step"], save=place["save"], line=line)
+        others = {name: value for name, value in place.items() if name != "line"}
+        return cls(line=line, **others)
 
     def before(self) -> tuple[tuple[int, str], ...]:
         """The parents of a save that replaces this step: the line without it."""
@@ -138,17 +152,17 @@ def restore(
     found = search.found
     assert found is not None
     if read is None:
-        return search, _restore_foreign(found, wanted, directory, emit)
-    read_bytes, directories = read
+        return search, _restore_foreign(found, wanted, partial, directory, emit)
     bad = _repair(hosts)
     for name, component in stateful.items():
-        components.load(component, directories[name])
-    restored = {**hosts.arrays(trees), **stateful}
+        components.load(component, read.directories[name])
+    filled = read.asked.filled(hosts.arrays(read.asked.read))
+    restored = {**filled, **stateful}
     hosts.all("reader.forget")
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
-        _record(read_bytes, bad)
-    emit("restored_from", step=found.step, **read_bytes, **bad)
+        _record(read.num_bytes, bad)
+    emit("restored_from", step=found.step, **read.num_bytes, **bad)
     return search, restored
 
 
@@ -215,8 +229,10 @@ def _read(
     partial: bool,
 ) -> _Read:
     hosts.all("reader.open_step", found.step, found.save)
+    contents = hosts.opened()
+    asked = asked_trees.resolve(trees, contents, step=found.step, partial=partial)
     try:
-        hosts.check(trees, sorted(stateful), partial=partial)
+        hosts.check(asked.read, sorted(stateful))
     except HostsFailed as error:
         # An older step would not have it either: it is asked for the wrong thing.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
@@ -229,12 +245,13 @@ def _read(
         f"{near}_bytes": sum(each["read_bytes"].get(near, 0) for each in said)
         for near in recovery.NEARNESS
     }
-    return read_bytes, directories
+    return _Read(asked=asked, num_bytes=read_bytes, directories=directories)
 
 
 def _restore_foreign(
     found: Found,
     wanted: Mapping[str, Any],
+    partial: bool,
     directory: str | None,
     emit: events.Emit,
 ) -> dict[str, Any]:
@@ -243,4 +260,7 @@ def _restore_foreign(
     why = "plain Orbax saved it, and its values cannot be verified"
     emit("degraded", tier="persistent", step=found.step, why=why)
     path = f"{directory}/{found.step}"
-    return dict(ocp.load_checkpointables(path, dict(wanted)))
+    context = ocp.Context()
+    context.pytree.loading.partial_load = partial
+    with context:
+        return dict(ocp.load_checkpointables(path, dict(wanted)))

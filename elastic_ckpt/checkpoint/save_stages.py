@@ -19,8 +19,9 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from typing import Any, TypeVar
 
 from absl import logging
 
@@ -32,6 +33,8 @@ from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.tiers import line as lines
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,8 @@ class SaveStages:
         self._covered: int | None = None
         self._lacking: list[str] = []
         self._preserved: list[int] = []
+        # Whether a stage failed otherwise than hosts report it, and no save since.
+        self._is_broken = False
 
     def go_on_from(self, step: int) -> None:
         """A step was restored: it is kept until another one has its copies."""
@@ -115,7 +120,8 @@ class SaveStages:
         Returns:
           Whether the step is committed, or given up, once that is known.
         """
-        return self._commit_stage.start(functools.partial(self._commit, saving))
+        work = functools.partial(self._commit, saving)
+        return self._start(self._commit_stage, "local", saving.step, work)
 
     def clean(self, step: int, save: str) -> None:
         """Begins to remove what dead worlds left in persistent storage.
@@ -125,7 +131,7 @@ class SaveStages:
           save: of this world, which has not backed up anything yet.
         """
         clean = functools.partial(self._clean, step, save)
-        self._cleaned = [self._clean_stage.start(clean)]
+        self._cleaned = [self._start(self._clean_stage, "persistent", step, clean)]
 
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
@@ -137,21 +143,50 @@ class SaveStages:
         self._clean_stage.wait()
         self._backup_stage.wait()
         self._copy_stage.wait()
+        if self._is_broken:
+            # Hosts that are gone would be waited for.
+            return
         late, self._late = self._late, None
         if late is not None:
-            self._back_up(late)
+            work = functools.partial(self._back_up, late)
+            self._start(self._backup_stage, "persistent", late.step, work)
+            self._backup_stage.wait()
         if self.committed is not None and self.committed != self._copied:
             self._copied = self.committed
-            self._replicate(self.committed)
+            copy = functools.partial(self._replicate, self.committed)
+            self._start(self._copy_stage, "peer", self.committed.step, copy)
+            self._copy_stage.wait()
+
+    def _start(
+        self, stage: Stage, tier: str, step: int, work: Callable[[], T]
+    ) -> futures.Future[T]:
+        # An error of a stage never reaches the training but as an event, and through
+        # the response of its own save.
+        def guarded() -> T:
+            try:
+                return work()
+            except Exception as error:
+                logging.exception("step %d, %s tier", step, tier)
+                self._is_broken = True
+                named = isinstance(error, errors.ElasticCkptError)
+                why = str(error) if named else f"{error!r}; see this host's log"
+                self._degraded(tier, step, why)
+                raise
+
+        return stage.start(guarded)
 
     def _commit(self, saving: Saving) -> bool:
         place = (saving.step, saving.save)
         problem = None
         # Hosts that share a machine leave its cores to those that still capture. And a
-        # step has one set of metrics, whatever each host has measured: that of host 0.
-        of_hosts = self._hosts.all("world.say", saving.described.metrics_json)
+        # step has one set of notes, whatever each host has measured: that of host 0.
+        of_hosts = self._hosts.all("world.say", saving.described.of_host)
+        described = saving.described.agreed(of_hosts[0])
+        saving = dataclasses.replace(saving, described=described)
+        notes: dict[str, Any] = {}
         try:
             saving.write_components()
+            notes = {**described.notes(), "parents": saving.parents}
         except (errors.ElasticCkptError, OSError) as error:
             problem = str(error)
         except Exception as error:
@@ -163,28 +198,38 @@ class SaveStages:
                 "saver.write", *place, sorted(saving.described.components), problem
             )
             parts = components.numbered([each["files"] for each in said])
-            of_all = said[0]["time_ms"], of_hosts[0], saving.parents
-            self._hosts.all("saver.commit", *place, parts, *of_all)
+            notes["time_ms"] = said[0]["time_ms"]
+            self._hosts.all("saver.commit", *place, parts, notes)
         except HostsFailed as error:
-            stored = self._store_captured(saving, of_hosts[0], str(error))
+            stored = self._store_captured(saving, notes, str(error))
             self._hosts.all("saver.abandon", *place)
             if not stored:
                 self._degraded("local", saving.step, f"it was not saved: {error}")
             self._make_room()
             return stored
-        self._note_committed(saving)
+        self._note_committed(saving, notes)
         self._begin_others(saving)
         return True
 
-    def _note_committed(self, saving: Saving) -> None:
+    def _note_committed(self, saving: Saving, notes: Mapping[str, Any]) -> None:
         place = (saving.step, saving.save)
         line = lines.after(*place, saving.parents)
-        self.committed = Found(step=saving.step, save=saving.save, line=line)
+        self.committed = Found(
+            step=saving.step,
+            save=saving.save,
+            line=line,
+            metrics=saving.described.metrics,
+            custom_metadata=saving.described.custom_metadata,
+            commit_timestamp_nsecs=1_000_000 * notes["time_ms"],
+        )
+        self._is_broken = False
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._tell("saved", step=saving.step, secs=secs)
 
-    def _store_captured(self, saving: Saving, metrics_json: str, why: str) -> bool:
+    def _store_captured(
+        self, saving: Saving, notes: Mapping[str, Any], why: str
+    ) -> bool:
         # Backs up a due step without RAM; whether that was done.
         place = (saving.step, saving.save)
         is_time = self._hosts.all("world.say", self._is_time())[0]
@@ -198,8 +243,8 @@ class SaveStages:
         try:
             said = self._hosts.all("saver.files", *place)
             parts = components.numbered([each["files"] for each in said])
-            of_all = said[0]["time_ms"], metrics_json, saving.parents
-            self._hosts.all("saver.hold", *place, parts, *of_all)
+            notes = {**notes, "time_ms": said[0]["time_ms"]}
+            self._hosts.all("saver.hold", *place, parts, notes)
         except HostsFailed as error:
             self._degraded("persistent", saving.step, f"it was not backed up: {error}")
             return False
@@ -207,7 +252,7 @@ class SaveStages:
             return False
         self._owed, self._late = False, None
         self._backed_up_secs = time.monotonic()
-        self._note_committed(saving)
+        self._note_committed(saving, notes)
         # Nothing of it is in RAM to be copied.
         self._copied = self.committed
         self._collect_backups(*place)
@@ -224,7 +269,9 @@ class SaveStages:
             assert self.committed is not None
             self._copied = self.committed
             replicate = functools.partial(self._replicate, self.committed)
-            copying.append(self._copy_stage.start(replicate))
+            copying.append(
+                self._start(self._copy_stage, "peer", saving.step, replicate)
+            )
         else:
             why = "copies of an earlier step are not done; it gets none yet"
             self._degraded("peer", saving.step, why)
@@ -232,11 +279,9 @@ class SaveStages:
         if can_back_up and (is_due or self._late is not None):
             self._late, self._in_backup, self._owed = None, saving.step, False
             self._backed_up_secs = time.monotonic()
-            self._backup_stage.start(
-                functools.partial(
-                    self._back_up, saving, after=[*self._cleaned, *copying]
-                )
-            )
+            after = [*self._cleaned, *copying]
+            back_up = functools.partial(self._back_up, saving, after=after)
+            self._start(self._backup_stage, "persistent", saving.step, back_up)
         elif is_due:
             self._back_up_later(saving)
             why = "the backup of an earlier step is not done; it comes next"
@@ -247,7 +292,8 @@ class SaveStages:
         idle = self._hosts.all("world.say", self._copy_stage.idle)
         if self.committed is not None and all(idle):
             self._covered = None
-            self._copy_stage.start(functools.partial(self._collect, self.committed))
+            collect = functools.partial(self._collect, self.committed)
+            self._start(self._copy_stage, "local", self.committed.step, collect)
 
     def _is_time(self) -> bool:
         secs = self._back_up_every_secs

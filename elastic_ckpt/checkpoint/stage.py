@@ -29,14 +29,14 @@ class Stage:
         return self._doing is None or self._doing.done()
 
     def start(self, work: Callable[[], T]) -> futures.Future[T]:
-        """Begins `work`, once what it does now is done and raised no error."""
+        """Begins `work`, once what it does now is done, whether or not that failed."""
         self.wait()
         doing: futures.Future[T] = futures.Future()
 
         def run() -> None:
             try:
                 doing.set_result(work())
-            # The root of a thread: whoever waits for it raises this.
+            # The root of a thread: the future raises it to the holder of a response.
             except BaseException as error:
                 doing.set_exception(error)
 
@@ -45,7 +45,7 @@ class Stage:
         return doing
 
     def wait(self) -> None:
-        """Returns when what it was given is done, and raises what that raised, once."""
+        """Returns when what it was given is done, whether or not that failed."""
         doing, self._doing = self._doing, None
         if doing is not None:
-            doing.result()
+            futures.wait([doing])

@@ -18,6 +18,7 @@ from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
+from elastic_ckpt.checkpoint.step_errors import StepAlreadyExistsError
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.tiers.choices import Local, Persistent
 from elastic_ckpt.tiers.line import Line
@@ -108,9 +109,10 @@ class TieredCheckpointer:
           custom_metadata: goes into the checkpoint in persistent storage.
 
         Returns:
-          None if no tier is due, or the step is there.
+          None if no tier is due, or a later step is there.
 
         Raises:
+          StepAlreadyExistsError: if the step is there, and not to be overwritten.
           CheckpointError: if a leaf cannot be saved, the metrics are not JSON, or an
             older step is to be overwritten.
           Exception: as `save` of a component; an OSError fails the step alone.
@@ -214,10 +216,11 @@ class TieredCheckpointer:
         Args:
           step: None takes the newest complete one; if it proves to be unreadable, the
             one before.
-          abstract_checkpointables: by name, trees of what is wanted (see
-            `tiers.trees.wanted`) and components, which go there. What was saved under
-            other names is left alone. None takes all pytrees, as nested dicts of arrays
-            that are whole on a device of each host.
+          abstract_checkpointables: by name, trees of what is wanted (`asked_trees`) and
+            components, which move there. What was saved under other names is left
+            alone. None in the place of a tree takes it as it was saved; None for all
+            takes all trees so. Then an array is under the sharding that it had, if its
+            devices are there, otherwise whole on a device of each host.
           partial: whether trees may lack leaves that were saved.
 
         Raises:
@@ -225,10 +228,12 @@ class TieredCheckpointer:
             copy of a part of it is left.
         """
         self.wait()
-        if abstract_checkpointables is None:
+        if isinstance(abstract_checkpointables, metadata_of.CheckpointMetadata):
+            abstract_checkpointables = abstract_checkpointables.metadata
+        if not abstract_checkpointables:
             held = self.checkpointables_metadata(step).metadata
             abstract_checkpointables = {
-                name: tree for name, tree in held.items() if tree is not None
+                name: None for name, tree in held.items() if tree is not None
             }
         self._own_line = None
         search, restored = restore.restore(
@@ -251,9 +256,6 @@ class TieredCheckpointer:
         partial: bool = False,
     ) -> Any:
         """Restores one pytree; otherwise as `load_checkpointables`."""
-        if abstract_state is None:
-            name = checkpointable_name
-            abstract_state = self.metadata(step, checkpointable_name=name).metadata
         wanted = {checkpointable_name: abstract_state}
         restored = self.load_checkpointables(step, wanted, partial=partial)
         return restored[checkpointable_name]
@@ -357,11 +359,16 @@ class TieredCheckpointer:
         return Line(save=self._save, parents=parents)
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
-        # That a step is saved to; None if it is there.
+        # That a step is saved to; None if it is behind the latest.
         latest = self.latest
         if latest is None or step > latest.step:
             return self._line
         if not overwrite:
+            if step == latest.step or step in [each.step for each in self.checkpoints]:
+                raise StepAlreadyExistsError(
+                    f"step {step} exists already; save it with overwrite=True, or save"
+                    " a later step"
+                )
             return None
         if step < latest.step:
             raise errors.CheckpointError(

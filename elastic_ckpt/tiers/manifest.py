@@ -52,6 +52,9 @@ class Contents:
         text, which equals itself also if a loss is not a number.
       parents: the steps, with their saves, from which the saves of its line went on,
         oldest first (see `line`); empty before the first restore.
+      trees: JSON of how the leaves make trees (FORMAT.md); None in manifests of before,
+        whose paths have keys as they are, without `escaped`.
+      custom_metadata: JSON of what a user added to the step; None if there is nothing.
     """
 
     leaves: tuple[Leaf, ...]
@@ -59,6 +62,14 @@ class Contents:
     time_ms: int = 0
     metrics: str | None = None
     parents: tuple[tuple[int, str], ...] = ()
+    trees: str | None = None
+    custom_metadata: str | None = None
+
+    def listed_path(self, path: str) -> str:
+        """The path under which a leaf is listed here, by its path with escaped keys."""
+        if self.trees is not None:
+            return path
+        return path.replace("~1", "/").replace("~0", "~")
 
     @property
     def rank(self) -> int:
@@ -216,6 +227,11 @@ class Manifest:
     contents: Contents
     fragments: Fragments
     component_files: tuple[ComponentFile, ...]
+
+
+def escaped(key: str) -> str:
+    """A key of a tree as a part of a leaf's path, in which `/` joins the parts."""
+    return key.replace("~", "~0").replace("/", "~1")
 
 
 def padded(of_leaves: Sequence[boxes.Box], *, rank: int) -> boxes.Boxes:

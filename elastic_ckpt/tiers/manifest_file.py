@@ -32,6 +32,8 @@ VALUES_DIGEST = "xxh3-128"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(rf"manifest-{_ID.pattern}\.json")
 _DIGEST_BYTES = 16
+# Texts that the first manifests of this version do not have.
+_ADDED = ("trees", "custom_metadata")
 # What content of another kind raises where it is taken for a manifest's.
 _NOT_A_MANIFEST = (
     AttributeError,
@@ -56,8 +58,9 @@ def is_file_name(name: str) -> bool:
 def to_bytes(manifest: Manifest) -> bytes:
     """The one content that stands for `manifest`."""
     contents, host = manifest.contents, manifest.host
-    # The first version had no parents.
+    # The first manifests of this version did not have these.
     parents = {"parents": list(map(list, contents.parents))} if contents.parents else {}
+    texts = {name: getattr(contents, name) for name in _ADDED}
     fields: dict[str, storage.Json] = {
         "run": manifest.run,
         "step": manifest.step,
@@ -77,6 +80,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "time_ms": contents.time_ms,
         "metrics": contents.metrics,
         **parents,
+        **{name: text for name, text in texts.items() if text is not None},
         "values_digest": VALUES_DIGEST,
         "fragments": _fragments_to_json(manifest.fragments, contents),
         "component_files": [
@@ -93,15 +97,20 @@ def to_bytes(manifest: Manifest) -> bytes:
     return checked_json.to_bytes(fields, version=VERSION)
 
 
-def parse(text: bytes) -> Manifest:
+def parse(text: bytes, *, stores: bool = False) -> Manifest:
     """The manifest that `to_bytes` made into `text`, checked.
+
+    Args:
+      text: the content of its file.
+      stores: whether fragments may be in key-value stores, of which a key may be
+        anything, `../w/c` too. Where they are files it would lead to other files.
 
     Raises:
       Unreadable: if it is cut short, altered, of another version, or not a manifest.
     """
     content = checked_json.parse(text, what="manifest", version=VERSION, exact=True)
     try:
-        return _manifest(content)
+        return _manifest(content, stores=stores)
     except _NOT_A_MANIFEST as error:
         raise checked_json.Unreadable(f"is not a manifest ({error!r})") from None
 
@@ -112,20 +121,23 @@ def write(step_directory: epath.PathLike, manifest: Manifest) -> None:
     storage.write_atomic(path, to_bytes(manifest))
 
 
-def read(path: epath.PathLike, *, run: str, step: int) -> Manifest:
+def read(
+    path: epath.PathLike, *, run: str, step: int, stores: bool = False
+) -> Manifest:
     """The manifest of a host at `path`.
 
     Args:
       path: as `file_name` names it.
       run: that it has to be of.
       step: that it has to be of.
+      stores: as for `parse`.
 
     Raises:
       CheckpointError: if it is missing, `parse` refuses it, or it is of another run,
         step or host; what it lists then does not exist.
     """
     try:
-        found = parse(epath.Path(path).read_bytes())
+        found = parse(epath.Path(path).read_bytes(), stores=stores)
     except FileNotFoundError:
         problem = "is missing"
     except checked_json.Unreadable as error:
@@ -163,12 +175,13 @@ def _fragments_to_json(
     }
 
 
-def _manifest(content: Mapping[str, Any]) -> Manifest:
+def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
     host = content["host"]
     _require(bool(_ID.fullmatch(host["id"])), "the host's id")
     _require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
     listed = [content[each] for each in ("leaves", "components", "time_ms", "metrics")]
     listed.append(content.get("parents", []))
+    listed.append({name: content[name] for name in _ADDED if name in content})
     contents = _contents(storage.canonical_json(listed))
     return Manifest(
         run=str(content["run"]),
@@ -176,7 +189,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         save=str(content["save"]),
         host=Host(id=host["id"], number=host["number"], domains=host["domains"]),
         contents=contents,
-        fragments=_fragments(content["fragments"], contents),
+        fragments=_fragments(content["fragments"], contents, stores=stores),
         component_files=tuple(
             _component_file(each, contents) for each in content["component_files"]
         ),
@@ -186,7 +199,7 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
 @functools.lru_cache(maxsize=64)
 def _contents(listed: bytes) -> Contents:
     # All hosts of a step list the same: it is made once, and is the same object.
-    leaves, components, time_ms, metrics, parents = json.loads(listed)
+    leaves, components, time_ms, metrics, parents, added = json.loads(listed)
     made = tuple(
         Leaf(path=path, shape=tuple(shape), dtype=dtype)
         for path, shape, dtype in leaves
@@ -201,12 +214,21 @@ def _contents(listed: bytes) -> Contents:
         all(isinstance(step, int) and isinstance(save, str) for step, save in line),
         "the parents",
     )
+    for name, text in added.items():
+        _require(isinstance(json.loads(text), dict), f"the {name}")
     return Contents(
-        leaves=made, components=counts, time_ms=time_ms, metrics=metrics, parents=line
+        leaves=made,
+        components=counts,
+        time_ms=time_ms,
+        metrics=metrics,
+        parents=line,
+        **added,
     )
 
 
-def _fragments(columns: Mapping[str, Any], contents: Contents) -> Fragments:
+def _fragments(
+    columns: Mapping[str, Any], contents: Contents, *, stores: bool
+) -> Fragments:
     leaf = np.array(columns["leaf"], np.int32)
     _require(_within(leaf, len(contents.leaves)), "the numbers of the leaves")
     real = contents.has_dim[leaf]
@@ -219,7 +241,8 @@ def _fragments(columns: Mapping[str, Any], contents: Contents) -> Fragments:
     _require(bool(inside.all()), "a box inside of its leaf")
     files = tuple(columns["files"])
     file = np.array(columns["file"], np.int32)
-    _require(_within(file, len(files)) and all(map(_is_below, files)), "the files")
+    paths = [each.partition("//")[0] for each in files] if stores else files
+    _require(_within(file, len(files)) and all(map(_is_below, paths)), "the files")
     digests = bytes.fromhex("".join(columns["digest"]))
     found = Fragments(
         leaf=leaf,

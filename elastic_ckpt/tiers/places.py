@@ -332,7 +332,9 @@ def find_run(path: epath.PathLike) -> str | None:
     for directory in _step_directories(storage.absolute(path)):
         for name in persistent_root.manifest_names(directory):
             try:
-                return manifest_file.parse((directory / name).read_bytes()).run
+                return manifest_file.parse(
+                    (directory / name).read_bytes(), stores=True
+                ).run
             except (OSError, checked_json.Unreadable):
                 continue
     return None

@@ -1,7 +1,7 @@
 """Trees: the leaves of what is saved, and arrays made of boxes when it is restored.
 
-The path of a leaf is the name of its checkpointable and its path in that tree:
-`state/params/layers/0/kernel`.
+The path of a leaf is the name of its checkpointable and its keys in that tree:
+`state/params/layers/0/kernel`. In a key, `/` is written `~1` and `~` is written `~0`.
 
 A typed PRNG key is saved as the numbers that it consists of, under one more dim.
 """
@@ -17,17 +17,43 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from elastic_ckpt.core import boxes, errors
-from elastic_ckpt.tiers.manifest import Contents
+from elastic_ckpt.tiers.manifest import Contents, escaped
+
+KeyPath = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbstractArray:
+    """An array of NumPy without its values.
+
+    Attributes:
+      shape: of the array.
+      dtype: of the array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+def leaf_path(checkpointable: str, key_path: KeyPath) -> str:
+    """The path of a leaf, such as `state/params/w`."""
+    keys = [jax.tree_util.keystr((key,), simple=True) for key in key_path]
+    return "/".join([checkpointable, *map(escaped, keys)])
 
 
 def leaves(trees: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of some trees by their paths; `None` is no leaf."""
     return {
-        "/".join([name, jax.tree_util.keystr(path, simple=True, separator="/")])
-        if path
-        else name: leaf
+        leaf_path(name, path): leaf
         for name, tree in trees.items()
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves that hosts capture: all but texts, which are in manifests."""
+    return {
+        path: leaf for path, leaf in leaves(trees).items() if not isinstance(leaf, str)
     }
 
 
@@ -71,8 +97,10 @@ class WantedLeaf:
 def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
     """What a caller wants, for each leaf of some abstract trees.
 
-    A leaf is an array or a `jax.ShapeDtypeStruct`, whose sharding says where it goes (a
-    device of this host, if it has none), a NumPy array, or a Python scalar.
+    A leaf is an array, a `jax.ShapeDtypeStruct` or what else has their shape, dtype and
+    sharding, which says where it goes (a device of this host, if it is None); what has
+    shape and dtype alone, which becomes an array of NumPy; or a number, which becomes
+    one of its type.
 
     Raises:
       CheckpointError: if a leaf is of another kind.
@@ -90,24 +118,27 @@ def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
 
 
 def check(
-    wanted: Sequence[WantedLeaf],
+    asked: Sequence[AskedLeaf],
     contents: Contents,
     *,
     step: int,
     whole: Collection[str] = (),
+    skipped: Collection[str] = (),
 ) -> None:
-    """Raises a CheckpointError unless a step has all that is wanted, in those shapes.
+    """Raises a CheckpointError unless a step has all that is asked, in those shapes.
 
     Args:
-      wanted: the leaves.
+      asked: the leaves.
       contents: of the step.
       step: its number.
-      whole: the names of trees of which all leaves that were saved have to be wanted.
+      whole: the names of trees of which all leaves that were saved have to be asked.
+      skipped: the paths of leaves that need not be.
     """
     saved = {leaf.path: str(list(leaf.shape)) for leaf in contents.leaves}
-    now = {leaf.path: str(list(leaf.shape)) for leaf in wanted}
-    asked = {path for path in saved if path.partition("/")[0] in whole}
-    kept = {path: saved[path] for path in saved.keys() & (asked | now.keys())}
+    now = {contents.listed_path(leaf.path): str(list(leaf.shape)) for leaf in asked}
+    needed = {path for path in saved if path.partition("/")[0] in whole}
+    needed -= {contents.listed_path(path) for path in skipped}
+    kept = {path: saved[path] for path in saved.keys() & (needed | now.keys())}
     check_same_model(f"step {step}", kept, now)
 
 
@@ -152,14 +183,19 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
             sharding=None,
             finish=lambda number: kind(number.item()),
         )
-    if isinstance(leaf, np.ndarray):
-        return AskedLeaf(
-            path=path, shape=leaf.shape, dtype=leaf.dtype, sharding=None, finish=_itself
-        )
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
             f"{path} is to be restored as a {type(leaf).__name__}; give an array, a"
             " jax.ShapeDtypeStruct with a sharding, a NumPy array or a number"
+        )
+    if not hasattr(leaf, "sharding"):
+        dtype = np.dtype(leaf.dtype)
+        return AskedLeaf(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=dtype if dtype.isnative else dtype.newbyteorder("="),
+            sharding=None,
+            finish=_itself,
         )
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

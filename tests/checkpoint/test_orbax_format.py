@@ -190,13 +190,6 @@ def test_leaves_are_named_as_in_manifests_and_as_in_orbax():
     }
 
 
-@pytest.mark.parametrize("tree", [{"a/b": 1, "a": {"b": 2}}, {"a.b": 1, "a": {"b": 2}}])
-def test_two_leaves_of_one_name_are_refused(tree):
-    trees = {"state": tree}
-    with pytest.raises(errors.CheckpointError, match="two leaves of 'state'"):
-        orbax_format.stored_arrays(trees, chunks(trees))
-
-
 def test_a_leaf_that_orbax_does_not_save_is_named():
     trees = {"state": {"a": [np.float32(1)]}}
     with pytest.raises(errors.CheckpointError, match="state/a/0 is a float32"):

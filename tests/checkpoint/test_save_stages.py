@@ -9,6 +9,7 @@ from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 SAVE = "7"
+TIERS = ("local", "peer", "persistent")
 COPIES = {
     "copies": 1,
     "bytes": 10,
@@ -59,7 +60,7 @@ def stages(told):
     """Makes the stages of a world of one host that answers so."""
 
     def make(**answers):
-        host = OneHost(**{"replicate": COPIES, "chunk_shapes": {}, **answers})
+        host = OneHost(**{"replicate": COPIES, "chunk_shapes": {"n": []}, **answers})
         tell = lambda name, **fields: told.append((name, fields))  # noqa: E731
         return save_stages.SaveStages(host, tell=tell), host
 
@@ -67,7 +68,7 @@ def stages(told):
 
 
 def saving(step, *, write_components=lambda: None, back_up=False):
-    described = Described.of({}, (), metrics=None, custom_metadata=None)
+    described = Described.of({"n": 1}, {}, metrics=None, custom_metadata=None)
     return save_stages.Saving(
         step=step,
         save=SAVE,
@@ -229,3 +230,40 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
     assert [name for name, _ in told if name in ("degraded", "backed_up")] == [
         "backed_up"
     ]
+
+
+@pytest.mark.parametrize("stage", ["replicate", "back_up", "collect", "write"])
+def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
+    stages, told, stage
+):
+    def fail(step, *_):
+        if step == 1:
+            raise TypeError("a bug")
+        return {**COPIES, **WRITTEN, "bytes": 0, "bad": []}
+
+    made, _ = stages(**{stage: fail})
+    response = made.begin(saving(1, back_up=True))
+    if stage == "write":
+        with pytest.raises(TypeError, match="a bug"):
+            response.result()
+    else:
+        assert response.result()
+    made.wait()
+    assert made.begin(saving(2, back_up=True)).result()
+    made.wait()
+    events = [each for tier in TIERS for each in reasons(told, tier)]
+    assert events
+    assert all("a bug" in why for _, why in events)
+    assert [each["step"] for name, each in told if name == "backed_up"][-1:] == [2]
+
+
+def test_what_cannot_be_described_is_given_up_on_all_hosts(stages, told, monkeypatch):
+    made, host = stages(write=lambda *arguments: arguments[-1] or WRITTEN)
+    with monkeypatch.context() as patch:
+        patch.setattr(Described, "notes", lambda _: 1 / 0)
+        assert not save(made, 1)
+    ((step, why),) = reasons(told, "local")
+    assert step == 1
+    assert "ZeroDivisionError" in why
+    assert host.of("saver.abandon") == [[1, SAVE]]
+    assert save(made, 2)

@@ -309,7 +309,7 @@ def test_a_leaf_that_cannot_be_saved_is_named(machines):
     with simulated_hosts.world(machines, 2, apart=True) as (checkpointer, mesh, _):
         elsewhere = jax.device_put(1.0, jax.devices()[7])
         for leaf, why in (
-            ("text", "leaf 'state/x' is a str"),
+            (b"bytes", "state/x is a bytes"),
             (elsewhere, "leaf 'state/x' is on .* over other devices"),
         ):
             with pytest.raises(errors.CheckpointError, match=why):

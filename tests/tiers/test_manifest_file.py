@@ -34,6 +34,16 @@ def small():
     return saved_worlds.offer(of, whole, held, files=files, step=40).manifest
 
 
+def described():
+    """The same host, of a step with trees and metadata."""
+    trees = '{"shardings":[],"trees":{"params":{"b":"array","w":"numpy"}}}'
+    found = small()
+    contents = dataclasses.replace(
+        found.contents, trees=trees, custom_metadata='{"note":"x"}'
+    )
+    return dataclasses.replace(found, contents=contents)
+
+
 def rows(found):
     every = range(len(found.fragments))
     return [found.fragments.row(number, contents=found.contents) for number in every]
@@ -61,6 +71,12 @@ def test_a_manifest_is_read_as_it_was_written_and_has_one_content(offers, random
 
 def test_version_1_has_these_bytes(golden):
     golden("manifest_v1.json", manifest_file.to_bytes(small()).decode())
+
+
+def test_version_1_with_trees_has_these_bytes(golden):
+    text = manifest_file.to_bytes(described())
+    golden("manifest_v1_trees.json", text.decode())
+    assert same(manifest_file.parse(text), described())
 
 
 def test_the_first_version_still_loads():
@@ -96,6 +112,7 @@ def validate(text):
 @given(saved_worlds.saved())
 def test_what_is_written_is_of_the_schema(offers):
     validate(manifest_file.to_bytes(offers[0].manifest))
+    validate(manifest_file.to_bytes(described()))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +132,7 @@ def test_the_schema_refuses_what_is_not_of_the_format(change, said):
 
 def test_the_page_names_every_field():
     page = (ROOM / "FORMAT.md").read_text()
-    content = json.loads(GOLDEN.read_bytes())
+    content = json.loads(manifest_file.to_bytes(described()))
     names = {*content, "parents", *content["host"], *content["fragments"]}
     names |= {name for each in content["component_files"] for name in each}
     names |= {name for each in content["components"].values() for name in each}
@@ -173,6 +190,10 @@ def component_file(**changes):
         {"metrics": "[]"},
         {"metrics": "[" * 10**5},
         {"metrics": {}},
+        {"trees": "{"},
+        {"trees": "[" * 10**5},
+        {"trees": {}},
+        {"custom_metadata": "[]"},
         {"fragments": {}},
         {"fragments": fragments(leaf=[0, 2, 3])},
         {"fragments": fragments(leaf=[0, 2])},
@@ -197,6 +218,17 @@ def test_what_cannot_be_is_refused_though_its_digest_is_right(changes):
     assert forged() == GOLDEN.read_bytes()
     with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
         manifest_file.parse(forged(**changes))
+
+
+@pytest.mark.parametrize("file", ["a/b//../c/0", "a//../../../etc/passwd", "a//.."])
+def test_only_keys_of_stores_may_look_like_other_directories(file):
+    text = forged(fragments=fragments(files=[file]))
+    assert manifest_file.parse(text, stores=True).fragments.files == (file,)
+    with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
+        manifest_file.parse(text)
+    outside = forged(fragments=fragments(files=[f"../{file}"]))
+    with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
+        manifest_file.parse(outside, stores=True)
 
 
 @pytest.mark.parametrize(

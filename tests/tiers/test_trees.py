@@ -31,12 +31,13 @@ def restored(abstract, saved):
 
 
 def test_leaves_are_named_by_checkpointable_and_path():
-    tree = {"params": [1, (2, None)], "point": Point(3, {"a/b": 4})}
+    tree = {"params": [1, (2, None)], "point": Point(3, {"a/b": 4, "~": 5})}
     assert trees.leaves({"state": tree, "rng": 5}) == {
         "state/params/0": 1,
         "state/params/1/0": 2,
         "state/point/x": 3,
-        "state/point/y/a/b": 4,
+        "state/point/y/a~1b": 4,
+        "state/point/y/~0": 5,
         "rng": 5,
     }
 

@@ -6,6 +6,7 @@ A restore goes through `find`, `open_step`, `check`, `read`, `materialise`, `rep
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers import find, line, read_plan, trees, verified_read
 from elastic_ckpt.tiers.host import recovery
 from elastic_ckpt.tiers.host.host_world import Answer, HostWorld
+from elastic_ckpt.tiers.manifest import Contents
 from elastic_ckpt.tiers.peers import peer, secret
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.source import Tier
@@ -70,29 +72,34 @@ class HostReader:
             "refusing": self._refusing(tiers),
         }
         if step is None:
-            return {**answer, **_newest(looking, foreign)}
+            outcome = looking.newest()
+            passed_over = [list(each) for each in outcome.passed_over.items()]
+            place = None if outcome.found is None else _place(outcome.found)
+            counted = _counted(looking, foreign)
+            if counted and (place is None or counted[-1] > place["step"]):
+                place = self._foreign_place(counted[-1], foreign)
+            return {**answer, "passed_over": passed_over, "found": place}
         if step in foreign:
-            return {**answer, "found": _foreign_place(step, foreign)}
+            return {**answer, "found": self._foreign_place(step, foreign)}
         if save:
             return {**answer, "found": _place(find.of_save(tiers, step, save))}
         return {**answer, "found": _place(looking.of_step(step))}
 
     def complete_steps(self) -> list[Answer]:
-        """The steps that are complete, ascending, without those that are abandoned."""
-        tiers, _, _ = self._within_reach()
-        return [_place(each) for each in find.Search(tiers).complete_steps()]
+        """The steps that are complete, ascending, without those that are abandoned.
 
-    def contents(self, step: int, save: str) -> Answer:
-        """What a step holds: `leaves`, of each path, shape and dtype, and `components`.
-
-        Raises:
-          CheckpointError: if it is not complete.
+        Those that Orbax alone saved are among them.
         """
-        contents = find.of_save(self._world.tiers, step, save).step.holdings.contents
-        return {
-            "leaves": [[of.path, list(of.shape), of.dtype] for of in contents.leaves],
-            "components": sorted(contents.components),
-        }
+        tiers, foreign, _ = self._within_reach()
+        looking = find.Search(tiers)
+        complete = [_place(each) for each in looking.complete_steps()]
+        others = {each["step"] for each in complete}
+        complete += [
+            self._foreign_place(step, foreign)
+            for step in _counted(looking, foreign)
+            if step not in others
+        ]
+        return sorted(complete, key=lambda place: place["step"])
 
     def open_step(self, step: int, save: str) -> None:
         """Turns to a step that is to be read.
@@ -105,34 +112,43 @@ class HostReader:
         self.forget()
         self._restoring = _Restoring(found=found, reader=reader)
 
-    def check(
-        self, of_trees: Mapping[str, Any], components: Sequence[str], partial: bool
-    ) -> None:
+    def opened(self) -> Contents:
+        """The contents of the step that was opened."""
+        return self._opened().found.step.holdings.contents
+
+    def contents(self) -> Answer:
+        """As `opened`, in JSON: the arguments of `Contents`."""
+        contents = self.opened()
+        leaves = [[of.path, list(of.shape), of.dtype] for of in contents.leaves]
+        return {
+            "leaves": leaves,
+            **{
+                field.name: getattr(contents, field.name)
+                for field in dataclasses.fields(contents)
+                if field.name != "leaves"
+            },
+        }
+
+    def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """Turns to what is wanted of the step, for the devices of this process.
 
         Args:
-          of_trees: that are wanted.
+          of_trees: that are wanted; the step has all of their leaves, in their shapes.
           components: that are wanted.
-          partial: whether trees may lack leaves that were saved.
 
         Raises:
-          CheckpointError: if the step has it not.
+          CheckpointError: if the step has no such component.
         """
-        whole = () if partial else tuple(of_trees)
-        self.want(trees.wanted(of_trees), components, whole)
+        self.want(trees.wanted(of_trees), components)
 
     def want(
-        self,
-        wanted: Sequence[trees.WantedLeaf],
-        components: Sequence[str],
-        whole: Sequence[str],
+        self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
     ) -> dict[str, str]:
         """As `check`; the dtypes of the leaves, as they were saved.
 
         Args:
           wanted: the leaves.
           components: that are wanted.
-          whole: the names of trees of which no leaf may be lacking.
         """
         restoring = self._opened()
         held = restoring.found.step
@@ -143,10 +159,9 @@ class HostReader:
                 f"step {held.step} has no parts {missing}; it has"
                 f" {sorted(contents.components)}: restore what it has"
             )
-        trees.check(wanted, contents, step=held.step, whole=whole)
         restoring.wanted = wanted
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
-        return {leaf.path: saved[leaf.path] for leaf in wanted}
+        return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
 
     def read(self) -> Answer:
         """Reads and verifies what this host's devices need of the step.
@@ -258,6 +273,15 @@ class HostReader:
             for url in tier.refusing()
         ]
 
+    def _foreign_place(self, step: int, foreign: Mapping[int, str]) -> Answer:
+        assert self._world.persistent is not None
+        return {
+            "step": step,
+            "save": "",
+            "line": line.after(step, foreign[step], ()),
+            **self._world.persistent.notes(step),
+        }
+
     def _files(self) -> epath.Path:
         # Under one controller all machines have to name it alike.
         slot = self._world.disk.host_directory(self._world.own.slot)
@@ -276,28 +300,24 @@ class _Restoring:
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
-def _newest(looking: find.Search, foreign: Mapping[int, str]) -> Answer:
-    outcome = looking.newest()
-    place = None if outcome.found is None else _place(outcome.found)
-    counted = [n for n, save in foreign.items() if not looking.line.abandons(n, save)]
-    if counted and (place is None or max(counted) > place["step"]):
-        place = _foreign_place(max(counted), foreign)
-    passed_over = [list(each) for each in outcome.passed_over.items()]
-    return {"found": place, "passed_over": passed_over}
+def _counted(looking: find.Search, foreign: Mapping[int, str]) -> list[int]:
+    # The steps of Orbax alone that are not abandoned, ascending.
+    return sorted(
+        step for step, save in foreign.items() if not looking.line.abandons(step, save)
+    )
 
 
 def _place(found: find.FoundStep) -> Answer:
     step = found.step
-    parents = step.holdings.contents.parents
+    contents = step.holdings.contents
     return {
         "step": step.step,
         "save": step.save,
-        "line": line.after(step.step, step.save, parents),
+        "line": line.after(step.step, step.save, contents.parents),
+        "metrics": json.loads(contents.metrics or "null"),
+        "custom_metadata": json.loads(contents.custom_metadata or "null"),
+        "commit_timestamp_nsecs": 1_000_000 * contents.time_ms,
     }
-
-
-def _foreign_place(step: int, foreign: Mapping[int, str]) -> Answer:
-    return {"step": step, "save": "", "line": line.after(step, foreign[step], ())}
 
 
 def _line(save: str, parents: Sequence[Sequence[Any]]) -> line.Line:

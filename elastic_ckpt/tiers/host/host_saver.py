@@ -53,7 +53,7 @@ class HostSaver:
         Raises:
           CheckpointError: if a leaf cannot be saved.
         """
-        values = trees.leaves(of_trees)
+        values = trees.arrays(of_trees)
         captured = capture.capture(values, self._pool)
         saving = _Saving(
             captured=captured,
@@ -125,28 +125,18 @@ class HostSaver:
         step: int,
         save: str,
         parts: Mapping[str, Mapping[str, int]],
-        time_ms: int,
-        metrics: str | None,
-        parents: Sequence[Sequence[Any]] = (),
+        notes: Mapping[str, Any],
     ) -> None:
         """Has a backup read what was captured, in place of a RAM disk, until `abandon`.
 
         Args:
           step: the training step.
           save: which save of it.
-          parts: as for `commit`; so are all others.
-          time_ms: likewise.
-          metrics: likewise.
-          parents: likewise.
+          parts: as for `commit`.
+          notes: likewise.
         """
         saving = self._saving[step, save]
-        contents = Contents(
-            leaves=saving.captured.leaves,
-            components={component: len(of) for component, of in parts.items()},
-            time_ms=time_ms,
-            metrics=metrics,
-            parents=tuple((number, name) for number, name in parents),
-        )
+        contents = _contents(saving, parts, notes)
         files = {
             file: saving.contents[file.path] for file in _component_files(saving, parts)
         }
@@ -164,9 +154,7 @@ class HostSaver:
         step: int,
         save: str,
         parts: Mapping[str, Mapping[str, int]],
-        time_ms: int,
-        metrics: str | None,
-        parents: Sequence[Sequence[Any]] = (),
+        notes: Mapping[str, Any],
     ) -> None:
         """Makes this host's part exist.
 
@@ -174,20 +162,13 @@ class HostSaver:
           step: the training step.
           save: which save of it.
           parts: by component and file, the number of the part that a file is.
-          time_ms: when that is, for all hosts; see `Contents`.
-          metrics: see `Contents`.
-          parents: see `Contents`.
+          notes: the `time_ms`, `metrics`, `trees`, `custom_metadata` and `parents` of
+            `Contents`.
         """
         saving = self._saving.pop((step, save))
-        saving.release()
         assert saving.writer is not None
-        contents = dataclasses.replace(
-            saving.writer.manifest.contents,
-            components={component: len(of) for component, of in parts.items()},
-            time_ms=time_ms,
-            metrics=metrics,
-            parents=tuple((number, name) for number, name in parents),
-        )
+        contents = _contents(saving, parts, notes)
+        saving.release()
         files = _component_files(saving, parts)
         saving.writer.commit(files, contents=contents)
 
@@ -359,6 +340,18 @@ class _Saving:
         self.captured.release()
         if self.staging is not None:
             storage.remove(self.staging)
+
+
+def _contents(
+    saving: _Saving, parts: Mapping[str, Mapping[str, int]], notes: Mapping[str, Any]
+) -> Contents:
+    texts = {name: of for name, of in notes.items() if name != "parents"}
+    return Contents(
+        leaves=saving.captured.leaves,
+        components={component: len(of) for component, of in parts.items()},
+        parents=tuple((number, name) for number, name in notes["parents"]),
+        **texts,
+    )
 
 
 def _component_files(

@@ -40,7 +40,11 @@ def read_leaves(
       CheckpointError: if no good copy of a part is left.
     """
     contents = found.step.holdings.contents
-    listed = [(0, leaf.path, box) for leaf in wanted for box in leaf.boxes]
+    listed = [
+        (0, contents.listed_path(leaf.path), box)
+        for leaf in wanted
+        for box in leaf.boxes
+    ]
     plan = read_plan.plan(
         found.step,
         [host],

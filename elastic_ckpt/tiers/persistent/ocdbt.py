@@ -51,7 +51,12 @@ class StoredArray:
     @property
     def prefix(self) -> str:
         """What the keys of the array begin with."""
-        return f"{self.name}/" if self.name else ""
+        return array_prefix(self.name)
+
+
+def array_prefix(name: str) -> str:
+    """What the keys of the array `name` begin with, as TensorStore completes paths."""
+    return f"{name}/" if name and not name.endswith("/") else name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,7 +113,7 @@ def open_saved_array(
     return ts.open(
         {
             "driver": "zarr3",
-            "kvstore": {**_spec(directory), "path": f"{name}/" if name else ""},
+            "kvstore": {**_spec(directory), "path": array_prefix(name)},
             "fill_missing_data_reads": False,
         },
         open=True,

@@ -76,7 +76,7 @@ class OrbaxView:
             yield f"does not list arrays as Orbax does ({error!r})"
             return
         for name in sorted(saved - listed):
-            yield f"does not list the array {name!r}, so Orbax does not load it"
+            yield f"does not list the array {_shown(name)!r}, so Orbax does not load it"
         for name in sorted(listed - saved):
             # Of arrays without elements there are no chunks.
             try:
@@ -84,18 +84,18 @@ class OrbaxView:
                     self._directory / part, name, self._context
                 )
             except (OSError, ValueError):
-                yield f"lists the array {name!r}, which is not in the store"
+                yield f"lists the array {_shown(name)!r}, which is not in the store"
                 continue
             if 0 not in found.shape:
-                yield f"lists the array {name!r}, which was not saved"
+                yield f"lists the array {_shown(name)!r}, which was not saved"
 
     def _array(self, fragment: Fragment) -> ts.TensorStore:
         leaf = self._contents.leaves[fragment.leaf]
         store, _, key = fragment.file.partition("//")
         checkpointable = store.rpartition("/")[0]
-        # Behind the name of the array, a `c` and a number for each dim.
+        # Behind the prefix of the array, a `c` and a number for each dim.
         parts = key.split("/")
-        name = "/".join(parts[: -len(leaf.shape) - 1])
+        name = "/".join([*parts[: -len(leaf.shape) - 1], ""])
         with self._lock:
             self._names.setdefault(checkpointable, set()).add(name)
             if fragment.leaf not in self._open:
@@ -116,7 +116,12 @@ def _array_names(tree: dict[str, Any]) -> Iterator[str]:
     for entry in tree["tree_metadata"].values():
         value = entry["value_metadata"]
         if not value["skip_deserialize"] and value["value_type"] != "string":
-            yield ".".join(key["key"] for key in entry["key_metadata"])
+            name = ".".join(key["key"] for key in entry["key_metadata"])
+            yield ocdbt.array_prefix(name)
+
+
+def _shown(prefix: str) -> str:
+    return prefix.removesuffix("/")
 
 
 def _first_line(error: Exception) -> str:

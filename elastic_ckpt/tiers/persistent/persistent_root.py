@@ -108,7 +108,9 @@ class PersistentRoot:
             there = "one that Orbax saved without elastic_ckpt"
             older = self.foreign_save(step) < save
         else:
-            found = manifest_file.read(final / names[0], run=run, step=step)
+            found = manifest_file.read(
+                final / names[0], run=run, step=step, stores=True
+            )
             if found.save == save:
                 return False
             there = f"its save {found.save!r}"
@@ -247,7 +249,7 @@ def read_manifests(
 
     def read(name: str) -> Manifest | errors.CheckpointError:
         try:
-            return manifest_file.read(directory / name, run=run, step=step)
+            return manifest_file.read(directory / name, run=run, step=step, stores=True)
         except errors.CheckpointError as error:
             return error
         except OSError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from typing import Any
 
 import tensorstore as ts
 from etils import epath
@@ -73,6 +74,21 @@ class PersistentTier:
     def foreign_saves(self) -> dict[int, str]:
         """The same with the saves that they count as."""
         return {step: self._root.foreign_save(step) for step in self.foreign_steps()}
+
+    def notes(self, step: int) -> dict[str, Any]:
+        """What Orbax noted of a committed step as a whole.
+
+        Returns:
+          `metrics`, `custom_metadata` and `commit_timestamp_nsecs`, each None if there
+          is none.
+        """
+        directory = self._root.final(step)
+        described = read_json(directory / "_CHECKPOINT_METADATA")
+        return {
+            "metrics": read_json(directory / "metrics" / "metrics") or None,
+            "custom_metadata": described.get("custom_metadata") or None,
+            "commit_timestamp_nsecs": described.get("commit_timestamp_nsecs"),
+        }
 
     def offers(self, step: int) -> Offered:
         """What there is of a step; nothing if it is not committed, or out of reach."""

@@ -1,0 +1,178 @@
+"""What a caller asks for in a restore, in terms of what was saved.
+
+A tree that is asked for has, in the place of a leaf, what it shall become: an abstract
+array, a number or the type of one, `str`; `...` or None, which stay, and nothing is
+read; or the type of arrays, for an array as it was saved. Here that becomes trees that
+hosts can read, and afterwards what they read becomes what was asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint.tree_structure import Text
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import trees
+from elastic_ckpt.tiers.manifest import Contents
+
+# In the place of a leaf that hosts read.
+_READ = object()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AskedTrees:
+    """Trees that are asked for.
+
+    Attributes:
+      read: by name, trees of what hosts read; where nothing is read stands None.
+      given: by name, the same trees with what is not read.
+    """
+
+    read: Mapping[str, Any]
+    given: Mapping[str, Any]
+
+    def filled(self, read: Mapping[str, Any]) -> dict[str, Any]:
+        """What was asked for, of what hosts read in the place of `self.read`."""
+        return {
+            name: jax.tree.map(
+                lambda given, leaf: leaf if given is _READ else given,
+                tree,
+                read[name],
+                is_leaf=_is_none,
+            )
+            for name, tree in self.given.items()
+        }
+
+
+def resolve(
+    asked: Mapping[str, Any], contents: Contents, *, step: int, partial: bool
+) -> AskedTrees:
+    """What hosts have to read for the trees that are asked for.
+
+    Args:
+      asked: trees by name; None takes a whole tree as it was saved.
+      contents: of the step.
+      step: its number.
+      partial: whether leaves that were saved need not be asked for; what was not saved
+        then stays as it is given.
+
+    Raises:
+      CheckpointError: if the step has it not, or not in that form; it names the leaf.
+    """
+    saved = tree_structure.saved_trees(contents)
+    missing = sorted(asked.keys() - saved.keys())
+    if missing:
+        there = sorted(saved.keys() | contents.components.keys())
+        raise errors.CheckpointError(
+            f"step {step} has no parts {missing} that are trees; it has {there}:"
+            " restore what it has, and a component by an object that loads it"
+        )
+    given: dict[str, Any] = {}
+    read: dict[str, Any] = {}
+    skipped: list[str] = []
+    for name, tree in asked.items():
+        abstract = saved[name] if tree is None else tree
+        leaves = {
+            contents.listed_path(path): leaf
+            for path, leaf in _leaves(name, saved[name]).items()
+        }
+        paths = _leaves(name, abstract)
+        found = {
+            path: _resolved(path, leaf, leaves, contents, partial=partial)
+            for path, leaf in paths.items()
+        }
+        skipped += [path for path, (stays, _) in found.items() if stays is not _READ]
+        structure = jax.tree.structure(abstract, is_leaf=_is_none)
+        stays, needed = zip(*found.values(), strict=True) if found else ((), ())
+        given[name] = jax.tree.unflatten(structure, stays)
+        read[name] = jax.tree.unflatten(structure, needed)
+        if not partial:
+            _check_texts(leaves, paths, step=step)
+    trees.check(
+        trees.asked(read),
+        contents,
+        step=step,
+        whole=() if partial else tuple(asked),
+        skipped=skipped,
+    )
+    return AskedTrees(read=read, given=given)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _leaves(name: str, tree: Any) -> dict[str, Any]:
+    # None among them.
+    return {
+        trees.leaf_path(name, path): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_none)
+    }
+
+
+def _resolved(
+    path: str,
+    leaf: Any,
+    saved: Mapping[str, Any],
+    contents: Contents,
+    *,
+    partial: bool,
+) -> tuple[Any, Any]:
+    # What stands in its place before the hosts have read, and what they read.
+    if leaf is None or leaf is ...:
+        return leaf, None
+    was = saved.get(contents.listed_path(path))
+    if was is None:
+        # `check` names it where that is an error.
+        return (leaf, None) if partial else (_READ, leaf)
+    if isinstance(was, Text) != (leaf is str or isinstance(leaf, str | Text)):
+        raise errors.CheckpointError(
+            f"{path} was saved as {was!r}, and is to be restored as {leaf!r}; give"
+            " `str` for a text, and for texts alone"
+        )
+    if isinstance(was, Text):
+        return was.value, None
+    if not isinstance(leaf, type):
+        return _READ, _placed(leaf, was)
+    if issubclass(leaf, bool | int | float):
+        return _READ, leaf(0)
+    return _READ, _of_type(path, leaf, was)
+
+
+def _placed(leaf: Any, was: Any) -> Any:
+    # Where nobody says where an array goes it goes where it was.
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        sharding = getattr(was, "sharding", None)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return leaf
+
+
+def _of_type(path: str, kind: type, was: Any) -> Any:
+    # An array in the form of a type, of what was saved as an array or number.
+    shape = getattr(was, "shape", ())
+    dtype = was.dtype if hasattr(was, "dtype") else np.asarray(was).dtype
+    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    if issubclass(kind, np.ndarray) and not is_key:
+        return trees.AbstractArray(shape=shape, dtype=dtype)
+    if issubclass(kind, jax.Array | jax.ShapeDtypeStruct):
+        sharding = getattr(was, "sharding", None)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    raise errors.CheckpointError(
+        f"{path} is to be restored as {kind.__name__}; give jax.Array, np.ndarray,"
+        " bool, int, float or str, or an abstract array"
+    )
+
+
+def _check_texts(
+    saved: Mapping[str, Any], asked: Mapping[str, Any], *, step: int
+) -> None:
+    texts = {path: "text" for path, leaf in saved.items() if isinstance(leaf, Text)}
+    trees.check_same_model(
+        f"step {step}", texts, dict.fromkeys(texts.keys() & asked.keys(), "text")
+    )

@@ -1,0 +1,141 @@
+"""Whether a state can be saved in every tier, checked before anything is captured.
+
+A step that RAM takes and Orbax does not could never be backed up. So the call refuses
+what Orbax refuses: leaves of other types, trees without a leaf. It also refuses two
+leaves that Orbax would write under one name, of which one would be lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import manifest_file, preserved
+from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, persistent_root
+from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.trees import leaf_path
+
+# Names of Orbax's own, and of files that lie beside the directories of checkpointables.
+_RESERVED = frozenset(
+    {
+        "AUTO",
+        "_CHECKPOINT_DELETION",
+        "_CHECKPOINT_METADATA",
+        "metrics",
+        orbax_digests.FILE,
+        persistent_root.COMMIT_FILE,
+        preserved.FILE,
+        ram_disk.RESERVED,
+    }
+)
+# Trees that were checked, by name, structure and types of their leaves: those of a run
+# are the same at every step.
+_KNOWN_TREES = 64
+_known: set[tuple[str, Any, tuple[type, ...]]] = set()
+
+
+def check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> None:
+    """Raises a CheckpointError that names what cannot be saved.
+
+    Args:
+      checkpointables: pytrees by name.
+      components: other parts by name.
+    """
+    if not (checkpointables or components):
+        raise errors.CheckpointError("there is nothing to save; give a checkpointable")
+    for name in [*checkpointables, *components]:
+        _check_name(name)
+    for name, tree in checkpointables.items():
+        leaves, structure = jax.tree.flatten(tree)
+        texts = [leaf for leaf in leaves if isinstance(leaf, str)]
+        key = (name, structure, tuple(map(type, leaves)))
+        try:
+            if key not in _known:
+                _check_tree(name, tree)
+                if len(_known) >= _KNOWN_TREES:
+                    _known.clear()
+                _known.add(key)
+        except TypeError:
+            # Nodes with data that has no hash.
+            _check_tree(name, tree)
+        if not all(map(_is_unicode, texts)):
+            raise errors.CheckpointError(
+                f"a text of {name!r} is not Unicode, and no tier can store it;"
+                f" its texts are {texts[:5]}"
+            )
+
+
+def json_of(what: str, value: Mapping[str, Any] | None) -> str | None:
+    """The JSON of what a user adds to a step; None of None.
+
+    Args:
+      what: it is, in the message.
+      value: as it was given.
+
+    Raises:
+      CheckpointError: if it is not JSON.
+    """
+    if value is None:
+        return None
+    try:
+        text = storage.canonical_json(dict(value)).decode()
+        json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise errors.CheckpointError(
+            f"the {what} {str(value)[:200]} are not JSON ({error}); give plain numbers,"
+            " such as float(loss), texts, lists and dicts"
+        ) from None
+    return text
+
+
+def _check_name(name: str) -> None:
+    refused = name in ("", ".", "..") or "/" in name or name in _RESERVED
+    if refused or manifest_file.is_file_name(name) or not _is_unicode(name):
+        raise errors.CheckpointError(
+            f"a checkpointable cannot be called {name!r}: its name is that of a"
+            f" directory, and {sorted(_RESERVED)} are taken; rename it"
+        )
+
+
+def _check_tree(checkpointable: str, tree: Any) -> None:
+    found = orbax_format.entries(tree)
+    if not jax.tree.leaves(tree) and not tree:
+        raise errors.CheckpointError(
+            f"{checkpointable!r} is empty, and Orbax does not save it; leave it out"
+        )
+    paths: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    for key_path, leaf in found:
+        path = leaf_path(checkpointable, key_path)
+        kind = orbax_format.leaf_kind(leaf, path)
+        if kind in orbax_format.EMPTY_KINDS:
+            continue
+        name = orbax_format.array_name(key_path)
+        if not _is_unicode(name):
+            raise errors.CheckpointError(
+                f"the name of the leaf {path!r} is not Unicode, and no tier can store"
+                " it; rename its key"
+            )
+        prefix = ocdbt.array_prefix(name)
+        if prefix in paths:
+            raise errors.CheckpointError(
+                f"the leaves {paths[prefix]!r} and {path!r} would both be saved as"
+                f" {name!r} in Orbax, and one of them lost; rename a key with a '.'"
+            )
+        paths[prefix] = path
+        if kind == "string":
+            texts[name] = path
+    orbax_format.strings_file(texts)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,246 @@
+"""The structure of trees as text in manifests: how leaves make trees, without values.
+
+    {"shardings": [...], "trees": {"state": {"w": "array 0", "opt": ["int", null]}}}
+
+An object is a dict (a named tuple, a dataclass), a list a list or tuple, null is None,
+and a text is a leaf: its kind, and what it takes to make it again.
+
+    array, array 3              an array of JAX, under the sharding with this number
+    key threefry2x32            a typed random key; behind it, maybe, its sharding
+    numpy                       an array of NumPy
+    bool, int, float            a number
+    text hello                  a text
+    ()                          a tuple without elements
+
+FORMAT.md in `tiers` is the page of the format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from elastic_ckpt.checkpoint import orbax_format
+from elastic_ckpt.core import errors, storage, topology
+from elastic_ckpt.tiers import trees
+from elastic_ckpt.tiers.manifest import Contents, Leaf, escaped
+
+_NUMBERS = {"bool": bool, "int": int, "float": float}
+_EMPTY_TUPLE = "()"
+# What another text raises where it is taken for a structure.
+_NO_STRUCTURE = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text among the leaves of a tree, which is in manifests as it is.
+
+    Attributes:
+      value: the text.
+    """
+
+    value: str
+
+
+def to_json(checkpointables: Mapping[str, Any]) -> str:
+    """The structure of some trees, of which leaves may be abstract."""
+    leaves, structure = jax.tree.flatten(dict(checkpointables))
+    # The states of a run differ in their values alone. The types are a part of the key
+    # because 0 equals 0.0.
+    key = (structure, tuple(leaves), tuple(map(type, leaves)))
+    try:
+        hash(key)
+    except TypeError:
+        return _to_json.__wrapped__(*key)
+    return _to_json(*key)
+
+
+@functools.lru_cache(maxsize=4)
+def _to_json(structure: Any, leaves: tuple[Any, ...], types: tuple[type, ...]) -> str:
+    del types
+    checkpointables = jax.tree.unflatten(structure, leaves)
+    shardings: dict[NamedSharding, int] = {}
+    structures = {
+        name: _structure(tree, shardings) for name, tree in checkpointables.items()
+    }
+    listed = [orbax_format.sharding_metadata(each) for each in shardings]
+    return storage.canonical_json({"shardings": listed, "trees": structures}).decode()
+
+
+def saved_trees(contents: Contents) -> dict[str, Any]:
+    """The trees that were saved, by name, with abstract leaves.
+
+    Arrays are under the sharding under which they were saved, if all of its devices are
+    there, and texts are `Text`s. Of manifests without structures all containers are
+    dicts, and all leaves are arrays.
+
+    Raises:
+      CheckpointError: if the manifests describe them in a way that is not known here.
+    """
+    if contents.trees is None:
+        return _nested(contents)
+    leaves = {leaf.path: leaf for leaf in contents.leaves}
+    try:
+        found = json.loads(contents.trees)
+        shardings = [_sharding(each) for each in found["shardings"]]
+        return {
+            name: _tree(node, name, leaves, shardings)
+            for name, node in found["trees"].items()
+        }
+    except _NO_STRUCTURE as error:
+        raise errors.CheckpointError(
+            "the manifest of a step has trees that cannot be read"
+            f" ({type(error).__name__}: {error}); continue with the program that wrote"
+            " it, or restore another step"
+        ) from error
+
+
+def _structure(tree: Any, shardings: dict[NamedSharding, int]) -> Any:
+    # Node by node, as Orbax names its keys.
+    root: list[Any] = [None]
+    made: dict[tuple[Any, ...], Any] = {}
+    for key_path, leaf in orbax_format.entries(tree):
+        parent: Any = root
+        place: Any = 0
+        for depth, key in enumerate(key_path):
+            is_item, name = orbax_format.key_name(key)
+            at = key_path[:depth]
+            if at not in made:
+                made[at] = [] if is_item else {}
+                _put(parent, place, made[at])
+            parent, place = made[at], name
+        _put(parent, place, _leaf(leaf, shardings))
+    return root[0]
+
+
+def _put(parent: Any, place: Any, node: Any) -> None:
+    if isinstance(parent, list) and int(place) == len(parent):
+        parent.append(node)
+    elif isinstance(parent, list):
+        parent[int(place)] = node
+    else:
+        parent[place] = node
+
+
+def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
+    if orbax_format.is_jax(leaf):
+        words = ["array"]
+        if orbax_format.is_random_key(leaf):
+            words = ["key", orbax_format.random_key_impl(leaf)]
+        if _is_of_all_hosts(leaf.sharding):
+            words.append(str(shardings.setdefault(leaf.sharding, len(shardings))))
+        return " ".join(words)
+    if isinstance(leaf, str):
+        return f"text {leaf}"
+    for name, kind in _NUMBERS.items():
+        if isinstance(leaf, kind):
+            return name
+    if isinstance(leaf, np.ndarray | trees.AbstractArray):
+        return "numpy"
+    if isinstance(leaf, Mapping):
+        return {}
+    # Empty named tuples, such as optax's EmptyState, are nothing to Orbax.
+    empty = {list: [], tuple: _EMPTY_TUPLE}
+    return empty.get(type(leaf))
+
+
+def _is_of_all_hosts(sharding: Any) -> bool:
+    # What is on a host's own devices alone is called otherwise on each.
+    return isinstance(sharding, NamedSharding) and (
+        topology.num_hosts() == 1 or not sharding.is_fully_addressable
+    )
+
+
+def _tree(
+    node: Any, path: str, leaves: Mapping[str, Leaf], shardings: list[Sharding | None]
+) -> Any:
+    if isinstance(node, dict):
+        return {
+            key: _tree(of, f"{path}/{escaped(key)}", leaves, shardings)
+            for key, of in node.items()
+        }
+    if isinstance(node, list):
+        return [
+            _tree(of, f"{path}/{n}", leaves, shardings) for n, of in enumerate(node)
+        ]
+    if node is None:
+        return None
+    if node == _EMPTY_TUPLE:
+        return ()
+    kind, *words = node.split(" ")
+    if kind == "text":
+        return Text(node.removeprefix("text "))
+    if kind in _NUMBERS:
+        return _NUMBERS[kind](0)
+    leaf = leaves[path]
+    if kind == "numpy":
+        return trees.AbstractArray(shape=leaf.shape, dtype=np.dtype(leaf.dtype))
+    if kind == "key":
+        shape, dtype = _key(leaf, words.pop(0))
+    else:
+        shape, dtype = leaf.shape, np.dtype(leaf.dtype)
+    sharding = shardings[int(words[0])] if words else None
+    if sharding is not None and kind == "key":
+        sharding = _of_keys(sharding, len(shape))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _key(leaf: Leaf, impl: str) -> tuple[tuple[int, ...], Any]:
+    # The last dims are the numbers of which a key consists.
+    one = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    numbers = jax.eval_shape(jax.random.key_data, one)
+    return leaf.shape[: len(leaf.shape) - len(numbers.shape)], one.dtype
+
+
+def _of_keys(sharding: Sharding, rank: int) -> Sharding:
+    assert isinstance(sharding, NamedSharding)
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]))
+
+
+def _sharding(described: Mapping[str, Any]) -> Sharding | None:
+    devices = {device.id: device for device in jax.devices()}
+    mesh = np.array(described["device_mesh"]["mesh"], object)
+    ids = [each["id"] for each in mesh.flat]
+    if not devices.keys() >= set(ids):
+        return None
+    grid = np.array([devices[each] for each in ids], object).reshape(described["shape"])
+    axes = [
+        tuple(each) if isinstance(each, list) else each
+        for each in described["partition_spec"]
+    ]
+    types = tuple(AxisType[each.rpartition(".")[2]] for each in described["axis_types"])
+    named = Mesh(grid, described["axis_names"], axis_types=types)
+    return NamedSharding(named, PartitionSpec(*axes))
+
+
+def _nested(contents: Contents) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for leaf in contents.leaves:
+        *above, last = leaf.path.split("/")
+        node = found
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = _array(leaf)
+    return found
+
+
+def _array(leaf: Leaf) -> Any:
+    # One of NumPy if JAX would narrow it in this process.
+    dtype = np.dtype(leaf.dtype)
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return trees.AbstractArray(shape=leaf.shape, dtype=dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -1,0 +1,294 @@
+"""Trees of all kinds: the same calls give the same with Orbax's checkpointer and ours.
+
+Where Orbax saves and loads a tree, ours does; where Orbax refuses, or loses a leaf,
+ours refuses in the call and names the leaf.
+"""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers.choices import Local, Persistent
+from tests.checkpoint.test_orbax_format import TREES
+
+# What Orbax says when it is not told where arrays shall lie.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+Point = collections.namedtuple("Point", "x y")
+
+MORE_TREES = {
+    "keys with a slash": {"a/b": 1, "a": {"b": 2}, "c": {"/": jnp.ones(2)}},
+    "texts with a slash": {"a/b": "x", "a": {"b": "y", "~1": "z"}, "n": 1},
+    "dots": {"..": 1, ".": jnp.ones(2), "a": {"..": {"b": jnp.ones(3)}}},
+    "an empty key": {"": jnp.ones(2), "a": {"": 2}},
+    "tildes": {"~": 1, "~1": 2, "a~1b": jnp.ones(1), "~0": {"~": 3}},
+    "keys that are no texts": {"i": {0: 1, 1: jnp.ones(2)}, "t": {(0, 1): 1}},
+    "a long key": {"x" * 300: jnp.ones(2)},
+    "strange letters": {"a\0b": 1, "日本": jnp.ones(1), "a b%2F": 2, "c?": 3},
+    "names of files": {"zarr.json": jnp.ones(1), "c": {"0": 1}, "manifest": 2},
+    "an array in an array": {"a": jnp.ones(2), "a/c/0": jnp.ones(4)},
+    "texts alone": {"a": "x", "b": {"c": ""}},
+    "a number": 5,
+    "nothing": {"a": None},
+    "empty containers": {"a": {}, "b": [], "c": (), "d": {"e": None}},
+    "large numbers": {"i": 2**40, "u": 2**63, "f": float("inf"), "t": True},
+    "another byte order": {"a": np.arange(3, dtype=">i4")},
+    "small numbers": {"a": jnp.ones(4, jnp.int4), "b": jnp.ones(3, jnp.float8_e5m2)},
+    "tuples": ({"a": (1, 2)}, [Point(1, jnp.ones(2))]),
+}
+
+
+def bits(tree):
+    """A tree as plain containers, its leaves as type, dtype, shape, bytes and place."""
+
+    def of(leaf):
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            return type(leaf), repr(leaf)
+        numbers, place = leaf, None
+        if isinstance(leaf, jax.Array):
+            place = leaf.sharding
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                numbers = jax.random.key_data(leaf)
+        numbers = np.asarray(numbers)
+        return type(leaf), str(leaf.dtype), leaf.shape, numbers.tobytes(), place
+
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [of(leaf) for leaf in leaves]
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(local="ram"):
+        tiers = [Local(tmp_path / local), Persistent(tmp_path / "steps", every=1)]
+        made.append(factory.Checkpointer(tiers, run="run"))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+@pytest.fixture
+def stock(tmp_path):
+    """What Orbax loads of a tree that Orbax has saved."""
+
+    def load(tree, *arguments):
+        with ocp.training.Checkpointer(tmp_path / "stock") as checkpointer:
+            if checkpointer.latest is None:
+                assert checkpointer.save(1, tree)
+            return bits(checkpointer.load(1, *arguments))
+
+    return load
+
+
+@pytest.mark.parametrize("name", [*TREES, *MORE_TREES])
+def test_a_tree_comes_back_as_from_orbax(name, make, stock, tmp_path):
+    tree = TREES[name]() if name in TREES else MORE_TREES[name]
+    checkpointer = make()
+    assert checkpointer.save(1, tree)
+    checkpointer.wait()
+    expected = stock(tree), stock(tree, tree)
+    assert (bits(checkpointer.load()), bits(checkpointer.load(1, tree))) == expected
+    described = checkpointer.metadata(1).metadata
+    assert bits(checkpointer.load(1, described)) == expected[0]
+    checkpointer.close()
+    from_storage = make("other ram")
+    assert (bits(from_storage.load()), bits(from_storage.load(1, tree))) == expected
+    with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+        assert (bits(orbax.load()), bits(orbax.load(1, tree))) == expected
+
+
+def test_a_number_of_numpy_that_is_a_float_is_one(make, stock):
+    checkpointer = make()
+    checkpointer.save(1, {"a": np.float64(1.5)})
+    assert (
+        bits(checkpointer.load()) == bits({"a": 1.5}) == stock({"a": np.float64(1.5)})
+    )
+
+
+REFUSED = {
+    "state/a": [
+        {"a": np.float32(1)},
+        {"a": np.int64(1)},
+        {"a": np.bool_(True)},
+        {"a": 1j},
+        {"a": b"bytes"},
+        {"a": object()},
+        {"a": ...},
+        {"a": jax.tree.structure({"b": 1})},
+        {"a": np.array(["text"])},
+        {"a": np.array([None])},
+        {"a": np.array(["2020-01-01"], "datetime64[D]")},
+        {"a": 2**70},
+    ],
+    "state/a/0/b": [{"a": [{"b": np.uint8(3)}]}],
+    "'state/a/b' and 'state/a.b'": [
+        {"a": {"b": 1}, "a.b": 2},
+        {"a": {"b": jnp.ones(2)}, "a.b": jnp.zeros(3)},
+        {"a": {"b": "x"}, "a.b": "y"},
+    ],
+    "'state/a/' and 'state/a/~1'": [{"a": {"": 1, "/": 2}}],
+    "is not Unicode": [{"\ud800": 1}, {"a": "\ud800"}],
+    "'state' is empty": [{}, [], None],
+}
+
+
+@pytest.mark.parametrize(
+    ("leaf", "tree"),
+    [(leaf, tree) for leaf, trees in REFUSED.items() for tree in trees],
+)
+def test_a_tree_that_orbax_does_not_save_is_refused_in_the_call(leaf, tree, make):
+    checkpointer = make()
+    for _ in range(2):
+        with pytest.raises(errors.CheckpointError, match=leaf):
+            checkpointer.save(1, tree)
+    assert checkpointer.latest is None
+    # The steps after it are saved and backed up.
+    assert checkpointer.save(2, {"w": jnp.ones(2)})
+    checkpointer.close()
+    assert make("other ram").latest.step == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "a/b", "metrics", "AUTO", "manifest-a.json", "preserve", "\ud800"],
+)
+def test_a_checkpointable_that_cannot_be_a_directory_is_refused(name, make):
+    checkpointer = make()
+    with pytest.raises(errors.CheckpointError, match="cannot be called"):
+        checkpointer.save_checkpointables(1, {name: {"w": jnp.ones(2)}})
+    with pytest.raises(errors.CheckpointError, match="nothing to save"):
+        checkpointer.save_checkpointables(1, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"metrics": {"loss": jnp.ones(2)}}, {"custom_metadata": {"a": object()}}],
+)
+def test_what_is_added_to_a_step_and_is_not_json_is_refused(options, make):
+    checkpointer = make()
+    with pytest.raises(errors.CheckpointError, match="are not JSON"):
+        checkpointer.save(1, {"w": jnp.ones(2)}, **options)
+    assert checkpointer.save(2, {"w": jnp.ones(2)})
+
+
+MESH = jax.make_mesh((4, 2), ("a", "b"))
+SAVED = {
+    "a": jnp.arange(3.0),
+    "n": np.arange(3),
+    "i": 5,
+    "f": 1.5,
+    "b": True,
+    "s": "x",
+    "k": jax.random.key(3),
+    "l": [1, {"z": jnp.ones(2)}],
+    "none": None,
+    "e": {},
+    "t": (1, 2),
+    "w": jax.device_put(np.ones((8, 4)), NamedSharding(MESH, PartitionSpec("a", "b"))),
+}
+ASKED = {
+    "a": jax.ShapeDtypeStruct((3,), np.float32),
+    "n": np.zeros(3, int),
+    "i": int,
+    "f": float,
+    "b": bool,
+    "s": str,
+    "k": jax.random.key(0),
+    "l": [0, {"z": jnp.zeros(2)}],
+    "none": None,
+    "e": {},
+    "t": (int, int),
+    "w": jax.ShapeDtypeStruct((8, 4), np.float32),
+}
+CHANGES = {
+    "types": {},
+    "numbers": {"i": 0, "f": 0.0, "b": False},
+    "an int as a float": {"i": float},
+    "a float as an int": {"f": 0},
+    "a bool as an int": {"b": int},
+    "an int as a bool": {"i": bool},
+    "an int as an array of NumPy": {"i": np.zeros((), np.int32)},
+    "an array as one of NumPy": {"a": np.zeros(3), "w": np.ndarray},
+    "an array as it was saved": {"a": jax.Array, "w": jax.ShapeDtypeStruct},
+    "another dtype": {"a": jax.ShapeDtypeStruct((3,), jnp.bfloat16)},
+    "a text by a text": {"s": "another"},
+    "an abstract key": {"k": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)},
+    "placeholders": {"a": ..., "n": ..., "i": ..., "k": ..., "s": ..., "e": ...},
+    "placeholders in a list": {"l": [..., {"z": ...}], "t": (int, ...)},
+    "nothing in the place of a leaf": {"a": None, "i": None, "s": None},
+    "a list as a tuple": {"l": (int, {"z": jnp.zeros(2)}), "t": [int, int]},
+}
+PARTS = {
+    "a leaf": {"a": ASKED["a"]},
+    "numbers and texts": {"i": int, "s": str, "none": None},
+    "one that was not saved": {"f": float, "another": 7},
+    "all": ASKED,
+}
+REFUSED_FORMS = {
+    "state/a: saved": [{**ASKED, "a": jax.ShapeDtypeStruct((5,), np.float32)}],
+    "state/a is to be restored as a bytes": [{**ASKED, "a": b""}],
+    "state/a is to be restored as a object": [{**ASKED, "a": object()}],
+    "state/s was saved as": [{**ASKED, "s": int}],
+    "state/i was saved as": [{**ASKED, "i": str}, {**ASKED, "i": "any"}],
+    "state/extra: saved nothing": [{**ASKED, "extra": 1}],
+    "state/l/1/z: saved": [{**ASKED, "l": None}, {**ASKED, "l": ...}],
+    "state/s: saved": [{key: ASKED[key] for key in ASKED if key != "s"}],
+    "state/i: saved": [{key: ASKED[key] for key in ASKED if key != "i"}],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_leaves_are_restored_in_the_forms_that_orbax_takes(change, make, stock):
+    asked = {**ASKED, **CHANGES[change]}
+    checkpointer = make()
+    checkpointer.save(1, SAVED)
+    assert bits(checkpointer.load(1, asked)) == stock(SAVED, asked)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_is_restored_as_orbax_does(part, make, tmp_path):
+    checkpointer = make()
+    checkpointer.save(1, SAVED)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with ocp.training.Checkpointer(tmp_path / "stock", context=context) as stock:
+        stock.save(1, SAVED)
+        expected = bits(stock.load(1, PARTS[part]))
+    assert bits(checkpointer.load(1, PARTS[part], partial=True)) == expected
+
+
+@pytest.mark.parametrize(
+    ("why", "asked"),
+    [(why, asked) for why, forms in REFUSED_FORMS.items() for asked in forms],
+)
+def test_a_form_that_orbax_does_not_restore_is_refused(why, asked, make, stock):
+    checkpointer = make()
+    checkpointer.save(1, SAVED)
+    with pytest.raises(errors.CheckpointError, match=why):
+        checkpointer.load(1, asked)
+    assert bits(checkpointer.load(1, ASKED)) == stock(SAVED, ASKED)
+
+
+def test_checkpointables_are_chosen_as_in_orbax(make, tmp_path):
+    parts = {"state": SAVED, "ema": {"w": jnp.ones(2), "n": None}}
+    checkpointer = make()
+    checkpointer.save_checkpointables(1, parts)
+    choices = [None, {}, {"state": None}, {"ema": None, "state": ASKED}]
+    choices += [{"ema": {"w": ..., "n": None}}]
+    with ocp.training.Checkpointer(tmp_path / "stock") as stock:
+        stock.save_checkpointables(1, parts)
+        for chosen in choices:
+            expected = bits(stock.load_checkpointables(1, chosen))
+            assert bits(checkpointer.load_checkpointables(1, chosen)) == expected
+    with pytest.raises(errors.CheckpointError, match="has no parts"):
+        checkpointer.load_checkpointables(1, {"none": None})

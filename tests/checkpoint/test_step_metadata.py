@@ -1,0 +1,134 @@
+"""What `latest`, `checkpoints` and `metadata` have of a step, as Orbax has it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors
+from elastic_ckpt.tiers import manifest, manifest_file
+from elastic_ckpt.tiers.choices import Local, Persistent
+
+PRESERVE = ocp.training.preservation_policies.PreserveAll()
+METRICS = {"loss": 0.5, "nested": {"a": [1, 2]}}
+CUSTOM = {"note": "x", "numbers": [1, 2.5, None]}
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(local="ram", *, every=1):
+        tiers = [
+            Local(tmp_path / local, keep=PRESERVE),
+            Persistent(tmp_path / "steps", every=every),
+        ]
+        made.append(factory.Checkpointer(tiers, run="run"))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def noted(found):
+    return found.step, found.metrics, found.custom_metadata
+
+
+def test_a_step_has_its_metrics_and_metadata_wherever_it_is_found(make, tmp_path):
+    checkpointer = make(every=2)
+    checkpointer.save(1, {"w": jnp.ones(2)})
+    checkpointer.save(2, {"w": jnp.ones(2)}, metrics=METRICS, custom_metadata=CUSTOM)
+    expected = [(1, None, None), (2, METRICS, CUSTOM)]
+    assert noted(checkpointer.latest) == expected[1]
+    assert list(map(noted, checkpointer.checkpoints)) == expected
+    assert noted(checkpointer.metadata()) == expected[1]
+    assert noted(checkpointer.checkpointables_metadata(1)) == expected[0]
+    checkpointer.close()
+    from_ram, from_storage = make(), make("other ram")
+    assert noted(from_ram.latest) == noted(from_storage.latest) == expected[1]
+    assert list(map(noted, from_ram.checkpoints)) == expected
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        assert stock.latest.metrics == METRICS
+        ours, theirs = from_storage.metadata(2), stock.metadata(2)
+        assert noted(theirs) == noted(ours)
+        seconds = theirs.commit_timestamp_nsecs - ours.commit_timestamp_nsecs
+        assert 0 <= seconds < 600e9
+
+
+def test_steps_that_orbax_alone_saved_are_listed_with_what_they_have(make, tmp_path):
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        for step in (3, 7):
+            stock.save(
+                step, {"n": step}, metrics={"loss": step}, custom_metadata=CUSTOM
+            )
+        expected = [(3, {"loss": 3}, CUSTOM), (7, {"loss": 7}, CUSTOM)]
+        committed = [
+            each.commit_timestamp_nsecs for each in map(stock.metadata, (3, 7))
+        ]
+    checkpointer = make()
+    assert list(map(noted, checkpointer.checkpoints)) == expected
+    found = [each.commit_timestamp_nsecs for each in checkpointer.checkpoints]
+    assert found == committed
+    assert noted(checkpointer.latest) == noted(checkpointer.metadata()) == expected[1]
+    assert checkpointer.save(8, {"n": 8})
+    checkpointer.wait()
+    assert [each.step for each in checkpointer.checkpoints] == [3, 7, 8]
+    assert checkpointer.load(3) == {"n": 3}
+
+
+def test_a_step_that_exists_is_saved_only_to_overwrite_it(make, tmp_path):
+    checkpointer = make()
+    with ocp.training.Checkpointer(tmp_path / "stock") as stock:
+        for each in (stock, checkpointer):
+            for step in (2, 4):
+                assert each.save(step, {"n": step})
+            for step, force in [(2, False), (4, False), (4, True)]:
+                with pytest.raises(ocp.training.errors.StepAlreadyExistsError):
+                    each.save(step, {"n": 0}, force=force)
+            assert not each.save(3, {"n": 3})
+            assert each.load(4) == {"n": 4}
+    with pytest.raises(errors.CheckpointError, match="step 2 exists already"):
+        checkpointer.save_checkpointables(2, {"state": {"n": 0}})
+    assert checkpointer.save(4, {"n": 5}, overwrite=True)
+    assert checkpointer.load() == {"n": 5}
+
+
+def test_a_checkpoint_of_before_loads_whatever_its_keys_are(make, monkeypatch):
+    tree = {
+        "a/b": jnp.arange(3.0),
+        "~": {"c": np.arange(2), "k": jax.random.key(1)},
+        "l": [1, (2, None)],
+    }
+    checkpointer = make()
+    with monkeypatch.context() as patch:
+        # As manifests were written before they had trees and escaped keys.
+        patch.setattr(manifest_file, "_ADDED", ())
+        patch.setattr("elastic_ckpt.tiers.trees.escaped", lambda key: key)
+        checkpointer.save(1, tree)
+        checkpointer.close()
+    for local in ("ram", "other ram"):
+        manifest_file._contents.cache_clear()
+        found = make(local)
+        assert found.checkpointables_metadata(1).metadata["state"]["l"]["0"].shape == ()
+        loaded = found.load(1, tree)
+        assert loaded["a/b"].tolist() == [0, 1, 2]
+        assert loaded["~"]["c"].tolist() == [0, 1]
+        assert loaded["~"]["k"] == jax.random.key(1)
+        assert loaded["l"] == [1, (2, None)]
+        as_it_was = found.load()
+        assert as_it_was["a"]["b"].tolist() == [0, 1, 2]
+        assert as_it_was["l"]["1"]["0"].tolist() == 2
+        with pytest.raises(errors.CheckpointError, match="state/a/b: saved"):
+            found.load(1, {**tree, "a/b": jnp.ones(5)})
+
+
+def test_paths_of_before_are_those_without_escapes():
+    old = manifest.Contents(leaves=(), components={})
+    new = manifest.Contents(leaves=(), components={}, trees=json.dumps({}))
+    assert old.listed_path("a~1b/~0~01") == "a/b/~~1"
+    assert new.listed_path("a~1b/~0~01") == "a~1b/~0~01"
