@@ -206,6 +206,10 @@ class HostIterator:
         )
 
 
+# What JAX makes of integers without jax_enable_x64.
+_NARROWED = {np.dtype("int64"): "int32", np.dtype("uint64"): "uint32"}
+
+
 class _Placer:
     """Puts a host's rows on its devices, the same on the same ones every time."""
 
@@ -254,8 +258,9 @@ class _Placer:
 
 def _check_fits(name: str, feature: np.ndarray) -> None:
     # Without jax_enable_x64 JAX would keep the low half of a large number.
-    dtype = jax.dtypes.canonicalize_dtype(feature.dtype)
-    if dtype == feature.dtype or dtype.kind not in "iu" or not feature.size:
+    dtype = _NARROWED.get(feature.dtype)
+    wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
+    if dtype is None or wide or not feature.size:
         return
     limits = np.iinfo(dtype)
     for value in (feature.min(), feature.max()):
