@@ -9,7 +9,7 @@ from benchmarks import report
 
 SUITES = {
     "first_light": "the demo: secs until it computes and ends; colocated next()",
-    "data": "packed tokens a second from Parquet, beside Grain and every peer",
+    "data": "packed tokens a second from Parquet and from text, beside every peer",
     "sidecar": "how long a loop waits for its data, beside MaxText's own sidecar",
     "scale": "decisions on copies, search, reads, removal: 10,000 hosts, 1e6 boxes",
     "tiers": "saves and restores in RAM, beside plain copies and Orbax; peers, digests",

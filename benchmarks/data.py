@@ -1,8 +1,9 @@
-"""Suite `data`: tokens a second out of pre-tokenised Parquet, beside every peer.
+"""Suite `data`: tokens a second out of Parquet, beside every peer.
 
 All sides read the same documents (`benchmarks.peers.documents`), in one process each,
 without worker processes, in turns; every array is copied once, as on its way to a
-device. A ratio is ours over the peer's in the same round.
+device. A ratio is ours over the peer's in the same round. Ours is the pipeline that
+`from_config` builds: inputs and targets, each with segmentation and position.
 
 * `packed_parquet_mtok_per_sec`: 64 logical shards of Parquet, joined and cut to rows of
   2048 tokens, in global batches of 64 rows.
@@ -13,6 +14,7 @@ device. A ratio is ours over the peer's in the same round.
   less in `packed`: LitData joins documents when it writes, and cuts rows out of a
   mapped file; HF datasets over Arrow tables drops the tail of every 1000 documents.
   Neither says where a document begins.
+* `text_...`: from text, see `benchmarks.text`.
 * `elastic_overhead_percent`: the same pipelines of 64 shards called in turn by hand,
   without a stream, positions or cursors, against them in the elastic engine; and
   `read_ahead_overhead_percent` likewise, with a thread that is a batch ahead.
@@ -21,29 +23,27 @@ device. A ratio is ours over the peer's in the same round.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import grain
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, text
 from benchmarks.peers import measure as sides
 from benchmarks.peers import peer
 from benchmarks.peers.documents import COLUMN, Documents
-from elastic_ckpt.data import packing, prefetch, records, rows, shuffling
-from elastic_ckpt.data.sharded_data import ShardedData
-from elastic_ckpt.data.sources import parquet
+from elastic_ckpt.config import schema
+from elastic_ckpt.data import pipeline, prefetch, rows, sharded_data
 
 NUM_SHARDS = 64
 _ROUNDS = 5
 _OVERHEAD_ROUNDS = 15
 
 _OURS = "ours"
+_INPUTS = "inputs"
 _RATES: dict[peer.Setting, str] = {
     "packed": "packed_parquet_mtok_per_sec",
     "packed_shuffled": "packed_shuffled_mtok_per_sec",
@@ -65,41 +65,40 @@ _BOUNDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shard:
-    """The pipeline of a shard: Parquet, perhaps a window shuffle, perhaps packed.
-
-    Attributes:
-      files: Parquet files with a column of tokens.
-      window: examples shuffled at a time; 0 shuffles none.
-      packed: whether documents are packed; if not, they are rows already.
-    """
-
-    files: tuple[str, ...]
-    window: int = 0
-    packed: bool = True
-
-    def __call__(self, shard: int) -> grain.IterDataset:
-        """The rows of `shard`."""
-        found: grain.IterDataset = records.Records(
-            parquet.Parquet(files=self.files, columns=(COLUMN,)),
-            shard=shard,
-            num_shards=NUM_SHARDS,
-            reading=records.Reading(shuffle_seed=0),
-        )
-        if self.window:
-            found = shuffling.WindowShuffle(found, window_size=self.window, seed=shard)
-        if self.packed:
-            return packing.ConcatThenSplit(
-                found, features=(COLUMN,), length=peer.ROW_LENGTH
-            )
-        return found
-
-
 def measure() -> dict[str, report.Figure]:
     """Runs the suite, with its files on the RAM disk."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        return _measure(pathlib.Path(directory))
+        figures = _measure(pathlib.Path(directory))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        return figures | text.measure(pathlib.Path(directory))
+
+
+def configured(
+    files: Sequence[str], *, window: int = 0, packed: bool = True
+) -> sharded_data.ShardedData:
+    """What `from_config` builds of files that have a column of tokens.
+
+    Args:
+      files: Parquet files.
+      window: examples shuffled at a time; 0 shuffles none.
+      packed: whether documents are packed; if not, they are rows already.
+    """
+    built = pipeline.from_config(
+        schema.DataSection(
+            grain_train_files=",".join(files),
+            grain_file_type="parquet",
+            train_data_columns=COLUMN,
+            tokenize_train_data=False,
+            num_logical_shards=NUM_SHARDS,
+            max_target_length=peer.ROW_LENGTH,
+            use_truncation=not packed,
+            packing=packed,
+            grain_packing_type="concat_then_split",
+            grain_shuffle_buffer_size=window,
+        )
+    )
+    assert isinstance(built, sharded_data.ShardedData)
+    return built
 
 
 def _measure(directory: pathlib.Path) -> dict[str, report.Figure]:
@@ -107,9 +106,9 @@ def _measure(directory: pathlib.Path) -> dict[str, report.Figure]:
     source.write()
     files = tuple(source.files)
     ours = {
-        "packed": Shard(files=files),
-        "packed_shuffled": Shard(files=files, window=peer.SHUFFLE_WINDOW),
-        "fixed_rows": Shard(files=_fixed_rows(source, directory), packed=False),
+        "packed": configured(files),
+        "packed_shuffled": configured(files, window=peer.SHUFFLE_WINDOW),
+        "fixed_rows": configured(_fixed_rows(source, directory), packed=False),
     }
     figures: dict[str, report.Figure] = {}
     for setting in peer.SETTINGS:
@@ -145,12 +144,12 @@ def _figures(
     return figures
 
 
-def _overhead(shard: Shard) -> dict[str, report.Figure]:
+def _overhead(data: sharded_data.ShardedData) -> dict[str, report.Figure]:
     samples = sides.in_turns(
         [
-            sides.Side(name="elastic", make=_elastic(shard)),
-            sides.Side(name="ahead", make=_elastic(shard, read_ahead=1)),
-            sides.Side(name="by hand", make=_by_hand(shard)),
+            sides.Side(name="elastic", make=_elastic(data)),
+            sides.Side(name="ahead", make=_elastic(data, read_ahead=1)),
+            sides.Side(name="by hand", make=_by_hand(data)),
         ],
         num_tokens=8_000_000,
         num_rounds=_OVERHEAD_ROUNDS,
@@ -171,9 +170,10 @@ def _overhead(shard: Shard) -> dict[str, report.Figure]:
     }
 
 
-def _elastic(shard: Shard, *, read_ahead: int = 0) -> Callable[[], Iterator[Any]]:
+def _elastic(
+    data: sharded_data.ShardedData, *, read_ahead: int = 0
+) -> Callable[[], Iterator[Any]]:
     def make() -> Iterator[Any]:
-        data = ShardedData(make_shard=shard, num_shards=NUM_SHARDS)
         placement = rows.Placement.in_order(
             0, num_hosts=1, global_batch_size=NUM_SHARDS
         )
@@ -184,18 +184,18 @@ def _elastic(shard: Shard, *, read_ahead: int = 0) -> Callable[[], Iterator[Any]
         )
         with contextlib.closing(rows_of_host) as batches:
             while True:
-                yield next(batches)[COLUMN]
+                yield next(batches)[_INPUTS]
 
     return make
 
 
-def _by_hand(shard: Shard) -> Callable[[], Iterator[Any]]:
+def _by_hand(data: sharded_data.ShardedData) -> Callable[[], Iterator[Any]]:
     def make() -> Iterator[Any]:
-        pipelines = [iter(shard(number)) for number in range(NUM_SHARDS)]
+        pipelines = [iter(data.make_shard(number)) for number in range(NUM_SHARDS)]
         while True:
             drawn = [next(pipeline) for pipeline in pipelines]
             batch = {name: np.stack([row[name] for row in drawn]) for name in drawn[0]}
-            yield batch[COLUMN]
+            yield batch[_INPUTS]
 
     return make
 
@@ -204,8 +204,10 @@ def _fixed_rows(source: Documents, directory: pathlib.Path) -> tuple[str, ...]:
     import pyarrow as pa
     from pyarrow import parquet as pq
 
-    packed = np.stack(list(source.packed(peer.ROW_LENGTH)))
-    offsets = np.arange(0, packed.size + 1, peer.ROW_LENGTH, dtype=np.int32)
+    # A row of inputs has a target after each.
+    length = peer.ROW_LENGTH + 1
+    packed = np.stack(list(source.packed(length)))
+    offsets = np.arange(0, packed.size + 1, length, dtype=np.int32)
     column = pa.ListArray.from_arrays(offsets, packed.reshape(-1))
     path = directory / "fixed_rows.parquet"
     pq.write_table(

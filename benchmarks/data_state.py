@@ -51,6 +51,7 @@ from elastic_ckpt.data import (
 from elastic_ckpt.data.sharded_data import ShardedData
 from elastic_ckpt.data.sources import parquet
 
+_MakeShard = Callable[[int], grain.IterDataset]
 _NUM_SHARDS = data_suite.NUM_SHARDS
 _ROUNDS = 7
 _NUM_DATASETS = 35
@@ -80,7 +81,7 @@ def measure() -> dict[str, report.Figure]:
         source = Documents(directory=directory / "corpus")
         source.write()
         files = tuple(source.files)
-        shuffled = data_suite.Shard(files=files, window=100)
+        shuffled = data_suite.configured(files, window=100).make_shard
         idle = [_in_new_process(_idle_mib, shuffled) for _ in range(3)]
         mixed = _in_new_process(_mixture, _mixed(directory))
         large = Documents(
@@ -90,7 +91,7 @@ def measure() -> dict[str, report.Figure]:
         )
         large.write()
         idle_large = _in_new_process(
-            _idle_mib, data_suite.Shard(files=tuple(large.files), window=100)
+            _idle_mib, data_suite.configured(large.files, window=100).make_shard
         )
         return {
             "state_bytes_per_shard": _figure(
@@ -123,15 +124,13 @@ def _first_tokens(element: dict[str, Any]) -> dict[str, np.ndarray]:
     return {COLUMN: np.resize(element[COLUMN], _CHUNK)}
 
 
-def _host(make_shard: Callable[[int], grain.IterDataset]) -> elastic_data.HostBatches:
+def _host(make_shard: _MakeShard) -> elastic_data.HostBatches:
     placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=_NUM_SHARDS)
     made = ShardedData(make_shard=make_shard, num_shards=_NUM_SHARDS)
     return made.host_batches(placement)
 
 
-def _advanced(
-    make_shard: Callable[[int], grain.IterDataset], num_batches: int
-) -> elastic_data.HostBatches:
+def _advanced(make_shard: _MakeShard, num_batches: int) -> elastic_data.HostBatches:
     host = _host(make_shard)
     for _ in range(num_batches):
         next(host)
@@ -167,7 +166,7 @@ def _state_bytes(files: tuple[str, ...], directory: pathlib.Path) -> float:
     return largest
 
 
-def _get_state_ms(make_shard: data_suite.Shard) -> list[float]:
+def _get_state_ms(make_shard: _MakeShard) -> list[float]:
     host = _advanced(make_shard, 50)
     samples = []
     for _ in range(_ROUNDS * 10):
@@ -180,7 +179,7 @@ def _get_state_ms(make_shard: data_suite.Shard) -> list[float]:
 
 
 def _resume(
-    make_shard: data_suite.Shard, source: Documents, directory: pathlib.Path
+    make_shard: _MakeShard, source: Documents, directory: pathlib.Path
 ) -> dict[str, report.Figure]:
     epoch = source.num_tokens // 2048 // _NUM_SHARDS
     figures = {}
@@ -201,7 +200,7 @@ def _resume(
     return {"resume_64_shards_secs": slowest} | figures
 
 
-def _resume_secs(state: tuple[data_suite.Shard, str, str]) -> float:
+def _resume_secs(state: tuple[_MakeShard, str, str]) -> float:
     make_shard, directory, text = state
     position = json.loads(text)
     began = time.perf_counter()
@@ -252,7 +251,7 @@ def _mixture(make_shard: Mixed) -> tuple[float, float]:
     return found
 
 
-def _idle_mib(make_shard: data_suite.Shard) -> float:
+def _idle_mib(make_shard: _MakeShard) -> float:
     # What one shard needs, all 64 share: modules, footers.
     _advanced(make_shard, 0).close()
     next(iter(make_shard(0)))

@@ -54,12 +54,12 @@ def _rows_from_lists(
     setting: Setting, source: Documents, directory: pathlib.Path
 ) -> Iterator[Tokens]:
     if setting == "fixed_rows":
-        rows = _streamed([str(directory / _FILE)])
+        rows = streamed([str(directory / _FILE)])
         for batch in _loaded(rows.with_format("numpy").batch(ROWS_A_BATCH)):
             yield np.asarray(batch[COLUMN]).astype(np.int32)  # a tensor of int64
         return
     rows = _documents(setting, source).map(
-        _group_texts, batched=True, batch_size=_DOCUMENTS_AT_A_TIME
+        group_texts, batched=True, batch_size=_DOCUMENTS_AT_A_TIME
     )
     for row in _loaded(rows):
         yield np.asarray(row[COLUMN], np.int32)
@@ -69,7 +69,7 @@ def _rows_from_arrow(
     setting: Setting, source: Documents, directory: pathlib.Path
 ) -> Iterator[Tokens]:
     if setting == "fixed_rows":
-        rows = _streamed([str(directory / _FILE)]).with_format("arrow")
+        rows = streamed([str(directory / _FILE)]).with_format("arrow")
     else:
         documents = _documents(setting, source).with_format("arrow")
         rows = documents.map(
@@ -80,7 +80,8 @@ def _rows_from_arrow(
         yield lists.flatten().flatten().to_numpy().reshape(-1, ROW_LENGTH)
 
 
-def _streamed(files: list[str]) -> Any:
+def streamed(files: list[str]) -> Any:
+    """The records of Parquet files, one file after the other."""
     import datasets
 
     # Once another peer has imported torchvision, each row would be held against a class
@@ -92,7 +93,7 @@ def _streamed(files: list[str]) -> Any:
 
 
 def _documents(setting: Setting, source: Documents) -> Any:
-    documents = _streamed(source.files)
+    documents = streamed(source.files)
     if setting == "packed_shuffled":
         return documents.shuffle(seed=0, buffer_size=SHUFFLE_WINDOW)
     return documents
@@ -115,8 +116,8 @@ def _loaded(dataset: Any) -> Iterator[Any]:
         gc.collect()
 
 
-def _group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    # The function of this name in the language modelling examples of Transformers.
+def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+    """The function of this name in the language modelling examples of Transformers."""
     tokens = list(itertools.chain(*examples[COLUMN]))
     end = len(tokens) // ROW_LENGTH * ROW_LENGTH
     return {COLUMN: [tokens[at : at + ROW_LENGTH] for at in range(0, end, ROW_LENGTH)]}

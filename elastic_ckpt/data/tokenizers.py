@@ -43,7 +43,7 @@ _WANTED = {
 KINDS = (_BYTES, *_WANTED)
 
 # Llama 3's. `begin` and `end` are the first two of its special tokens.
-_LLAMA3_PATTERN = (
+LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -263,7 +263,7 @@ def _open_tiktoken(content: bytes) -> _Opened:
     begin, end = len(ranks), len(ranks) + 1
     encoding = _package("tiktoken").Encoding(
         name="llama3",
-        pat_str=_LLAMA3_PATTERN,
+        pat_str=LLAMA3_PATTERN,
         mergeable_ranks=ranks,
         special_tokens={"<|begin_of_text|>": begin, "<|end_of_text|>": end},
     )

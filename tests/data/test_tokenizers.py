@@ -522,7 +522,7 @@ def one_by_one(kind, text):
     ranks = [bytes([byte]) for byte in range(256)] + MERGES
     encoding = tiktoken.Encoding(
         "test",
-        pat_str=tokenizers._LLAMA3_PATTERN,
+        pat_str=tokenizers.LLAMA3_PATTERN,
         mergeable_ranks={token: rank for rank, token in enumerate(ranks)},
         special_tokens={},
     )
