@@ -1,8 +1,10 @@
 import importlib.metadata
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -130,6 +132,35 @@ def test_the_config_verb_refuses_what_train_refuses(tmp_path):
 
 def test_without_a_file_the_config_verb_prints_every_key_with_its_meaning():
     assert runs.verb("config") == keys.base_yaml()
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_a_wheel_alone_runs_a_file_that_builds_on_the_defaults(tmp_path):
+    uv, site = shutil.which("uv"), tmp_path / "site"
+    build = [uv, "build", "--quiet", "--wheel", "--out-dir", tmp_path, runs.ROOT]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(site)
+    (tmp_path / "run.yml").write_text("base_config: base.yml\nhosts: 4\n")
+    program = (
+        "import elastic_ckpt, sys\n"
+        "from elastic_ckpt.cli import main\n"
+        "print(elastic_ckpt.__file__)\n"
+        "sys.exit(main.main(['config', 'run.yml']))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(str(site))
+    assert "\nhosts: 4  # run.yml, line 2\n" in ended.stdout
+    assert "\nslices: 1\n" in ended.stdout
 
 
 def test_an_interrupted_verb_says_so_and_returns_130(monkeypatch, capsys):

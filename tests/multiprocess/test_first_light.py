@@ -2,16 +2,14 @@
 
 import collections
 import json
-import os
 import shutil
-import socket
-import subprocess
 
 import numpy as np
 import pytest
 
 from elastic_ckpt.core import metrics, storage
 from tests import runs
+from tests.multiprocess import outer_launcher
 
 # The same float32 sums in another order: over hosts, devices and rows of a batch. Over
 # the 120 steps of the README's demo the largest relative difference was 9e-7.
@@ -142,25 +140,7 @@ def test_every_host_leaves_its_metrics_of_every_start(resized):
 def test_the_same_program_runs_under_an_outer_launcher(tmp_path, corpus):
     # What `srun --ntasks=2` sets, on one node; JAX itself recognises it as Slurm.
     config = runs.write_config(tmp_path, corpus, hosts=7)
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("127.0.0.1", 0))
-        common = os.environ | {
-            "SLURM_JOB_ID": "1",
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_NTASKS": "2",
-            "JAX_COORDINATOR_PORT": str(reserved.getsockname()[1]),
-        }
-        tasks = [
-            subprocess.Popen(
-                runs.command("train", config),
-                env=common | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for n in range(2)
-        ]
+    with outer_launcher.tasks(config) as tasks:
         outputs = [task.communicate(timeout=1800) for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert "to step 12 on 2 hosts, 1 slice, 2 devices" in outputs[0][0]

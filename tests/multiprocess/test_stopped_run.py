@@ -3,10 +3,12 @@
 import os
 import signal
 import subprocess
+from concurrent import futures
 
 import pytest
 
 from tests import runs, shared_memory
+from tests.multiprocess import outer_launcher
 
 
 def stopped(config, *settings, everybody=False, at="step "):
@@ -76,6 +78,21 @@ def test_a_run_that_gets_sigterm_saves_and_continues_at_the_step(
         assert "PASSED" in audit
         # Nothing that was trained was trained again.
         assert "trained again" not in audit
+
+
+@pytest.mark.slow
+def test_under_an_outer_launcher_one_host_that_gets_sigterm_stops_all(tmp_path, corpus):
+    config = runs.write_config(tmp_path, corpus, checkpoint_period=1000, log_period=1)
+    with outer_launcher.tasks(config, "steps=1000000") as tasks:
+        for line in tasks[0].stdout:
+            if line.startswith("step "):
+                break
+        tasks[1].terminate()
+        # Both pipes are read to the end, so that neither fills.
+        with futures.ThreadPoolExecutor() as reading:
+            (output, _), _ = reading.map(lambda task: task.communicate(), tasks)
+    check_saved(tmp_path / "tiny", output, tasks[0].returncode)
+    assert tasks[1].returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
