@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from elastic_ckpt.cli import run_directory
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 
 if TYPE_CHECKING:
     from elastic_ckpt.tiers import places
@@ -46,8 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_run(path: str) -> bool:
-    """Whether `path` is the directory of a run of `elastic-ckpt train`."""
-    return (storage.absolute(path) / run_directory.CONFIG).exists()
+    """Whether `path` is the directory of a run of `elastic-ckpt train`.
+
+    Raises:
+      RunError: if it cannot be read.
+    """
+    config = storage.absolute(path) / run_directory.CONFIG
+    try:
+        return config.exists()
+    except bucket_clients.failures() as error:
+        raise errors.RunError(
+            f"{config} cannot be read ({error}); check the path, the network and who"
+            " may read there"
+        ) from error
 
 
 def ram_disk(path: str) -> epath.Path | None:

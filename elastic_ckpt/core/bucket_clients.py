@@ -1,14 +1,37 @@
-"""The clients of object stores, which are installed by extras and set up before use."""
+"""The clients of object stores: installed by extras, set up before use, and failing."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 
 from elastic_ckpt.core import errors
 
 # The package that reads and writes under a protocol, and the extra that installs it.
 _CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+
+# What clients raise besides OSErrors, by module.
+_FAILURES = {
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "gcsfs.retry": ("HttpError",),
+    "google.auth.exceptions": ("GoogleAuthError",),
+}
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What is raised where storage is out of reach, or refuses what it is asked for.
+
+    OSErrors, and what the clients that this process uses raise besides; made anew for
+    each `except` clause, since clients are imported when they are needed.
+    """
+    of_clients = [
+        getattr(sys.modules[module], name)
+        for module, names in _FAILURES.items()
+        if module in sys.modules
+        for name in names
+    ]
+    return (OSError, *of_clients)
 
 
 def prepare(url: str) -> None:

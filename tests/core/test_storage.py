@@ -11,7 +11,7 @@ import sys
 import fsspec
 import pytest
 
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import errors, storage
 from tests import shared_memory
 
 
@@ -184,18 +184,6 @@ def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path
     with pytest.raises(OSError, match="not empty"):
         storage.rename(tmp_path / "other", tmp_path / "step")
     assert (tmp_path / "step" / "file").read_bytes() == b"new"
-
-
-@pytest.mark.parametrize("protocol", ["gs", "s3"])
-def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
-    protocol, monkeypatch
-):
-    _, extra = bucket_clients._CLIENTS[protocol]
-    monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
-    bucket_clients._prepare_protocol.cache_clear()
-    for touch in (storage.absolute, storage.read_log, storage.AppendLog):
-        with pytest.raises(errors.ConfigError, match=rf"'elastic-ckpt\[{extra}\]'"):
-            touch(f"{protocol}://bucket/run")
 
 
 def test_what_another_process_has_written_into_a_bucket_is_listed(bucket):

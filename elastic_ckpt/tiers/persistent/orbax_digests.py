@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import checked_json, digest
+from elastic_ckpt.core import bucket_clients, checked_json, digest
 
 FILE = "orbax-digests.json"
 _VERSION = 1
@@ -38,7 +38,7 @@ def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
     except FileNotFoundError:
         yield FILE, "is missing, so Orbax's own files cannot be compared"
         return
-    except (OSError, checked_json.Unreadable) as error:
+    except (*bucket_clients.failures(), checked_json.Unreadable) as error:
         yield FILE, str(error)
         return
     for path, expected in listed.items():
@@ -46,7 +46,7 @@ def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
             found = (directory / path).read_bytes()
         except FileNotFoundError:
             yield path, "is missing"
-        except OSError as error:
+        except bucket_clients.failures() as error:
             yield path, f"cannot be read ({error})"
         else:
             if _digest(found) != expected:

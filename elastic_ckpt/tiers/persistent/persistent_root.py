@@ -27,7 +27,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.tiers import layout, manifest_file
 from elastic_ckpt.tiers.manifest import Manifest
 
@@ -220,7 +220,7 @@ class PersistentRoot:
             if not directory.exists():
                 return []
             return [child.name for child in directory.iterdir()]
-        except OSError as error:
+        except bucket_clients.failures() as error:
             raise errors.CheckpointError(
                 f"the steps in {directory} cannot be listed ({error}); check the path"
                 " and who may read there, or try again when the storage is back"
@@ -252,7 +252,7 @@ def read_manifests(
             return manifest_file.read(directory / name, run=run, step=step, stores=True)
         except errors.CheckpointError as error:
             return error
-        except OSError as error:
+        except bucket_clients.failures() as error:
             return errors.CheckpointError(
                 f"manifest {directory / name} cannot be read ({error}); try again when"
                 " the storage is back"

@@ -14,7 +14,7 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.tiers import preserved, retention, search
 from elastic_ckpt.tiers.holdings import Offer
 from elastic_ckpt.tiers.manifest import Manifest
@@ -99,7 +99,7 @@ class PersistentTier:
                 offered = self._offers(step, directory)
                 sources.update(offered.sources)
                 problems += offered.problems
-        except (errors.CheckpointError, OSError) as error:
+        except (errors.CheckpointError, *bucket_clients.failures()) as error:
             directory = self._root.final(step)
             problems.append(f"{directory} cannot be read ({error})")
         return Offered(sources=sources, problems=tuple(problems))
@@ -194,7 +194,7 @@ class PersistentTier:
                 (step, manifest_names(self._root.final(step)))
                 for step in self._root.steps()
             ]
-        except OSError as error:
+        except bucket_clients.failures() as error:
             raise errors.CheckpointError(
                 f"the steps in {self._root.path} cannot be listed ({error}); try again"
                 " when the storage is back"
@@ -245,7 +245,7 @@ class _StepSource:
         except FileNotFoundError:
             raise ReadError("is missing") from None
         # TensorStore raises ValueErrors.
-        except (OSError, ValueError) as error:
+        except (*bucket_clients.failures(), ValueError) as error:
             raise ReadError(f"cannot be read ({error})") from error
         if len(content) != len(into):
             raise ReadError(f"ends after {offset + len(content)} bytes, before {end}")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import bucket_clients, errors
 
 Result = TypeVar("Result")
 
@@ -85,7 +85,7 @@ class Retries:
         for attempt in range(1, self.attempts + 1):
             try:
                 return act()
-            except (OSError, ValueError) as error:
+            except (*bucket_clients.failures(), ValueError) as error:
                 problem = _problem(error)
                 if problem is None:
                     raise
@@ -119,10 +119,12 @@ class _Problem:
     permanent: bool
 
 
-def _problem(error: OSError | ValueError) -> _Problem | None:
+def _problem(error: Exception) -> _Problem | None:
     # None of what storage did not say.
     if isinstance(error, OSError):
         return _Problem(error.errno in _PERMANENT_ERRNOS)
+    if not isinstance(error, ValueError):
+        return _Problem(permanent=False)
     status = _STATUS.match(str(error))
     if status is None:
         return None

@@ -1,0 +1,81 @@
+"""Clients of object stores: set up once, and their failures known for what they are."""
+
+import botocore.exceptions
+import gcsfs.retry
+import google.auth.exceptions
+import pytest
+from etils import epath
+
+from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier, retries
+from tests import runs
+
+FAILURES = [
+    botocore.exceptions.EndpointConnectionError(endpoint_url="http://store"),
+    botocore.exceptions.NoCredentialsError(),
+    gcsfs.retry.HttpError({"code": 503, "message": "later"}),
+    google.auth.exceptions.DefaultCredentialsError("none"),
+    PermissionError(13, "Permission denied"),
+]
+failing = pytest.mark.parametrize("failure", FAILURES, ids=lambda it: type(it).__name__)
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """Has every look at a path fail."""
+
+    def away(failure):
+        def fails(*_):
+            raise failure
+
+        for name in ("exists", "iterdir", "read_bytes"):
+            monkeypatch.setattr(type(epath.Path("gs://bucket/run")), name, fails)
+
+    return away
+
+
+@pytest.mark.parametrize("protocol", ["gs", "s3"])
+def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
+    protocol, monkeypatch
+):
+    _, extra = bucket_clients._CLIENTS[protocol]
+    monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
+    bucket_clients._prepare_protocol.cache_clear()
+    for touch in (storage.absolute, storage.read_log, storage.AppendLog):
+        with pytest.raises(errors.ConfigError, match=rf"'elastic-ckpt\[{extra}\]'"):
+            touch(f"{protocol}://bucket/run")
+
+
+@failing
+def test_steps_that_are_out_of_reach_are_an_error_of_storage(failure, away):
+    root = persistent_root.PersistentRoot.of("gs://bucket/run")
+    tier = persistent_tier.PersistentTier(root, run="run")
+    away(failure)
+    with pytest.raises(errors.CheckpointError, match="cannot be listed"):
+        tier.steps()
+    (problem,) = tier.offers(3).problems
+    assert "cannot be" in problem
+
+
+@failing
+def test_a_run_that_is_out_of_reach_is_one_clear_error(failure, away):
+    away(failure)
+    for verb in ("inspect", "verify"):
+        output = runs.verb(verb, "gs://bucket/run", code=1)
+        assert output.startswith(f"elastic-ckpt {verb}: gs://bucket/run/config.json")
+        assert "cannot be read" in output
+        assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("failure", FAILURES[:-1], ids=lambda it: type(it).__name__)
+def test_a_write_is_tried_again_when_a_client_fails(failure):
+    failures = [failure, failure]
+
+    def write():
+        if failures:
+            raise failures.pop()
+        return "written"
+
+    policy = retries.Retries(sleep=lambda _: None)
+    assert policy.call("writing /a", write) == "written"
+    assert not failures
