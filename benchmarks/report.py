@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import statistics
+from collections.abc import Iterable
 
 _PACKAGES = (
     "elastic-ckpt",
@@ -53,6 +54,16 @@ class Figure:
     def value(self) -> float:
         """The median."""
         return statistics.median(self.samples)
+
+
+def figure(unit: str, against: str, samples: Iterable[float]) -> Figure:
+    """A figure of some samples."""
+    return Figure(unit=unit, against=against, samples=tuple(samples))
+
+
+def ratio(above: Iterable[float], below: Iterable[float], against: str) -> Figure:
+    """A figure of the ratios of samples, pair by pair."""
+    return figure("ratio", against, (a / b for a, b in zip(above, below, strict=True)))
 
 
 def table(figures: dict[str, Figure]) -> str:

@@ -10,8 +10,7 @@ Blocked, in the steady state: the save before is done, and no waiting is counted
 * `save_block_ratio_copy`: the trainer is blocked by a save, over `np.copyto` of the
   same shards to memory that was written before; `..._ratio_fresh_copy` to memory that
   was not; `first_save_block_ratio_fresh_copy` of the first save of a process. Hosts
-  have processors of their own, and here they share some: no host begins to write before
-  all have copied. `..._ratio_copy_shared_cores` is without that, as are those below.
+  share the cores here: the first ones write while the last one is still blocked.
 * `save_block_ratio_orbax`: over what Orbax's save of that state blocks.
 
 Checked, in a world of its own, in turns with digests that cost nothing:
@@ -43,6 +42,15 @@ Sent:
 
 Started: see `tiers_fake_steps`.
 
+In one process, on the devices that JAX finds, beside Orbax (`tiers_alone`):
+
+* `small_..._ratio_orbax`: 20,000 leaves of 1 kB, ours by way of RAM into storage.
+* `huge_block_ratio_orbax_donated`, `..._kept`: one leaf of 1 GiB blocks the trainer,
+  over Orbax, where each step donates it and where none does. A view that is held makes
+  a step copy what it donates: `huge_block_and_step_ratio_orbax_...` counts the next
+  step too, and `huge_step_ms_...` is a step without a save.
+* `huge_memory_mib_...`: the most that such a save and its backup add to the process.
+
 Beside Orbax's own managers of RAM tiers, on state that they want, of two replicas:
 
 * `save_block_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's save.
@@ -65,6 +73,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks import (
     report,
+    tiers_alone,
     tiers_fake_steps,
     tiers_hosts,
     tiers_managers,
@@ -96,6 +105,9 @@ class Size:
       rounds: that are counted.
       check_pairs: of a save and a load with and without digests.
       file_bytes: read from an agent at once.
+      small_alone: leaves of 1 kB that one process saves.
+      huge_mib: of the one leaf that one process saves.
+      rounds_alone: of both that are counted.
       managers: whether Orbax's managers take part, one of which hangs now and then.
     """
 
@@ -105,6 +117,9 @@ class Size:
     rounds: int
     check_pairs: int
     file_bytes: int
+    small_alone: int
+    huge_mib: int
+    rounds_alone: int
     managers: bool = True
 
 
@@ -115,6 +130,9 @@ FULL = Size(
     rounds=7,
     check_pairs=31,
     file_bytes=_GIB,
+    small_alone=20_000,
+    huge_mib=1024,
+    rounds_alone=3,
 )
 # Shows that the suite runs, and measures nothing.
 SMALL = Size(
@@ -124,6 +142,9 @@ SMALL = Size(
     rounds=1,
     check_pairs=1,
     file_bytes=2**20,
+    small_alone=20,
+    huge_mib=2,
+    rounds_alone=1,
     managers=False,
 )
 
@@ -156,6 +177,14 @@ def measure(size: Size = FULL) -> dict[str, report.Figure]:
         shutil.rmtree(place.orbax)
         figures |= _checked(_run_anew(tiers_hosts.check, place))
         figures |= _sent(_run_anew(tiers_hosts.replicate, place))
+        alone = tiers_alone.measure(
+            f"{d}/alone",
+            leaves=size.small_alone,
+            mib=size.huge_mib,
+            rounds=size.rounds_alone,
+        )
+        shutil.rmtree(f"{d}/alone")
+        figures |= tiers_alone.figures(**alone)
         if size.managers:
             # As large on each host, of which two have the same.
             halved = dataclasses.replace(place, num_leaves=size.num_leaves // 2)
@@ -169,26 +198,25 @@ def _saved(secs: Samples) -> dict[str, report.Figure]:
     warm = {side: took[1:] for side, took in secs.items()}
     first = secs["block"][0] / secs["copy_to_fresh"][0]
     return {
-        "save_block_ratio_copy": _ratio(
-            warm["block_apart"], warm["copy"], "at most 1.2; over a copy to warm memory"
+        "save_block_ratio_copy": report.ratio(
+            warm["block"], warm["copy"], "at most 1.2; over a copy to warm memory"
         ),
-        "save_block_ratio_fresh_copy": _ratio(
-            warm["block_apart"], warm["copy_to_fresh"], "over a copy to fresh memory"
+        "save_block_ratio_fresh_copy": report.ratio(
+            warm["block"], warm["copy_to_fresh"], "over a copy to fresh memory"
         ),
-        "save_block_ratio_copy_shared_cores": _ratio(
-            warm["block"], warm["copy"], "the first hosts write on the last one's cores"
-        ),
-        "first_save_block_ratio_fresh_copy": _figure(
+        "first_save_block_ratio_fresh_copy": report.figure(
             "ratio", "the first save, over a first copy", [first]
         ),
-        "save_block_ratio_orbax": _ratio(
+        "save_block_ratio_orbax": report.ratio(
             warm["block"], warm["block_orbax"], "below 1; over Orbax's"
         ),
-        "save_block_ms": _figure(
-            "ms", "the copy is save_block_copy_ms", _millis(warm["block_apart"])
+        "save_block_ms": report.figure(
+            "ms", "the copy is save_block_copy_ms", _millis(warm["block"])
         ),
-        "save_block_copy_ms": _figure("ms", "warm memory", _millis(warm["copy"])),
-        "save_block_orbax_ms": _figure("ms", "Orbax", _millis(warm["block_orbax"])),
+        "save_block_copy_ms": report.figure("ms", "warm memory", _millis(warm["copy"])),
+        "save_block_orbax_ms": report.figure(
+            "ms", "Orbax", _millis(warm["block_orbax"])
+        ),
     }
 
 
@@ -196,13 +224,13 @@ def _restored(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
     warm = {side: took[1:] for side, took in secs.items()}
     first = secs["copy"][0] / secs["load"][0]
     return {
-        "ram_restore_ratio_copy": _ratio(
+        "ram_restore_ratio_copy": report.ratio(
             warm["copy"], warm["load"], "at least 0.5; over the speed of cp"
         ),
-        "first_ram_restore_ratio_copy": _figure(
+        "first_ram_restore_ratio_copy": report.figure(
             "ratio", "the first load of a process", [first]
         ),
-        "ram_restore_ratio_orbax": _ratio(
+        "ram_restore_ratio_orbax": report.ratio(
             warm["load_orbax"], warm["load"], "over the speed of Orbax"
         ),
         "ram_restore": _speed(num_gib, warm["load"], "on four hosts"),
@@ -219,12 +247,12 @@ def _checked(of_hosts: list[Samples]) -> dict[str, report.Figure]:
         )
         all_secs = _summed(of_hosts, f"{of}_cpu")[1:]
         spent = _summed(of_hosts, f"{of}_digests_cpu")[1:]
-        figures[f"check_share_percent_{of}"] = _figure(
+        figures[f"check_share_percent_{of}"] = report.figure(
             "%",
             "processors' time in digests, over all else",
             [100 * a / (b - a) for a, b in zip(spent, all_secs, strict=True)],
         )
-    save_secs = _figure("secs", "until it is committed", secs["save"][1:])
+    save_secs = report.figure("secs", "until it is committed", secs["save"][1:])
     return figures | {"save_secs": save_secs}
 
 
@@ -240,10 +268,10 @@ def _half(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
             warm["read_peers_files"],
             "the peers' files, read alone",
         ),
-        "ram_restore_half_ratio_transfer": _ratio(
+        "ram_restore_half_ratio_transfer": report.ratio(
             warm["read_files"], warm["load"], "over the speed of the files alone"
         ),
-        "ram_restore_half_ratio_peers_transfer": _ratio(
+        "ram_restore_half_ratio_peers_transfer": report.ratio(
             [each / _OF_PEERS for each in warm["read_peers_files"]],
             warm["load"],
             "over the speed of the peers' files alone",
@@ -255,10 +283,10 @@ def _beside(secs: Samples) -> dict[str, report.Figure]:
     warm = {side: took[1:] for side, took in secs.items()}
     figures = {}
     for name in ("p2p", "emergency", "replicator"):
-        figures[f"save_block_ratio_{name}"] = _ratio(
+        figures[f"save_block_ratio_{name}"] = report.ratio(
             warm["block_ours"], warm[f"block_{name}"], f"over Orbax's {name} manager"
         )
-        figures[f"ram_restore_ratio_{name}"] = _ratio(
+        figures[f"ram_restore_ratio_{name}"] = report.ratio(
             warm[f"load_{name}"], warm["load_ours"], f"over the speed of {name}"
         )
     return figures
@@ -267,13 +295,13 @@ def _beside(secs: Samples) -> dict[str, report.Figure]:
 def _sent(counts: list[Samples]) -> dict[str, report.Figure]:
     total = {name: [sum(of[name][0] for of in counts)] for name in counts[0]}
     return {
-        "dp_bytes_sent": _figure(
+        "dp_bytes_sent": report.figure(
             "bytes", "0; for copies of replicated state", total["replicated_parts"]
         ),
-        "dp_listing_bytes_sent": _figure(
+        "dp_listing_bytes_sent": report.figure(
             "bytes", "manifests and lists", total["replicated_listings"]
         ),
-        "sharded_bytes_sent": _figure(
+        "sharded_bytes_sent": report.figure(
             "bytes", "for two copies of sharded state", total["sharded_parts"]
         ),
     }
@@ -281,10 +309,10 @@ def _sent(counts: list[Samples]) -> dict[str, report.Figure]:
 
 def _transferred(secs: Samples) -> dict[str, report.Figure]:
     return {
-        "peer_ratio_curl": _ratio(
+        "peer_ratio_curl": report.ratio(
             secs["curl"], secs["client"], "at least 0.5; over the speed of curl"
         ),
-        "peer_tensorstore_ratio_curl": _ratio(
+        "peer_tensorstore_ratio_curl": report.ratio(
             secs["curl"], secs["tensorstore"], "TensorStore's driver for HTTP"
         ),
     }
@@ -361,21 +389,12 @@ def _millis(secs: list[float]) -> list[float]:
     return [1000 * each for each in secs]
 
 
-def _ratio(above: list[float], below: list[float], against: str) -> report.Figure:
-    pairs = zip(above, below, strict=True)
-    return _figure("ratio", against, [a / b for a, b in pairs])
-
-
 def _percent(
     checked: list[float], unchecked: list[float], against: str
 ) -> report.Figure:
     pairs = list(zip(checked, unchecked, strict=True))[1:]
-    return _figure("%", against, [100 * (a / b - 1) for a, b in pairs])
+    return report.figure("%", against, [100 * (a / b - 1) for a, b in pairs])
 
 
 def _speed(num_gib: float, secs: list[float], against: str) -> report.Figure:
-    return _figure("GiB/s", against, [num_gib / each for each in secs])
-
-
-def _figure(unit: str, against: str, samples: list[float]) -> report.Figure:
-    return report.Figure(unit=unit, against=against, samples=tuple(samples))
+    return report.figure("GiB/s", against, [num_gib / each for each in secs])

@@ -27,7 +27,6 @@ from benchmarks import tiers_turns
 from benchmarks.tiers_turns import Place, Secs, State
 from elastic_ckpt.core import digest, events
 from elastic_ckpt.elastic import member
-from elastic_ckpt.tiers.host import host_saver
 from elastic_ckpt.tiers.peers import peer_client, peer_endpoint
 
 # Threads that read files without any more ado.
@@ -66,19 +65,16 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
             "copy": copy,
             "copy_to_fresh": copy_to_fresh,
             "block": save_ours,
-            "block_apart": save_ours,
             "block_orbax": save_orbax,
         }
         secs: Secs = {name: [] for name in sides}
         for name in tiers_turns.turns(sides, place.rounds):
             state = fresh_state()
-            with _writes_held_back(until_all_have_copied=name == "block_apart"):
-                took, done = tiers_turns.timed(
-                    place, functools.partial(sides[name], state)
-                )
-                secs[name].append(took)
-                if callable(done):
-                    done()
+            turn = functools.partial(sides[name], state)
+            took, done = tiers_turns.timed(place, turn)
+            secs[name].append(took)
+            if callable(done):
+                done()
             ours.wait()
         orbax.close()
         # The last one is restored.
@@ -278,22 +274,6 @@ def _orbax(place: Place) -> ocp.training.Checkpointer:
         place.orbax,
         preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(1)),
     )
-
-
-@contextlib.contextmanager
-def _writes_held_back(*, until_all_have_copied: bool) -> Iterator[None]:
-    # Hosts have processors of their own: none writes while another still copies.
-    if not until_all_have_copied:
-        yield
-        return
-    write = host_saver.HostSaver.write
-
-    def write_later(self: host_saver.HostSaver, *arguments: Any) -> Any:
-        tiers_turns.meet()
-        return write(self, *arguments)
-
-    with mock.patch.object(host_saver.HostSaver, "write", write_later):
-        yield
 
 
 @contextlib.contextmanager

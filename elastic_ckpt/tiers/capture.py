@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from elastic_ckpt.core import boxes, errors, host_memory
+from elastic_ckpt.tiers import views
 from elastic_ckpt.tiers.manifest import Leaf
 
 Whole = np.ndarray | np.generic | int | float | bool
@@ -105,10 +106,12 @@ class Captured:
         *,
         memory: np.ndarray,
         pool: host_memory.Pool,
+        held: views.Views | None,
     ) -> None:
         self.parts = tuple(parts)
         self._memory: np.ndarray | None = memory
         self._pool = pool
+        self._held = held
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -125,30 +128,37 @@ class Captured:
         memory, self._memory, self.parts = self._memory, None, ()
         if memory is not None:
             self._pool.give_back(memory)
+            if self._held is not None:
+                self._held.release()
 
 
-def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
+def capture(
+    leaves: Mapping[str, Value],
+    pool: host_memory.Pool,
+    held: views.Views | None = None,
+) -> Captured:
     """Copies what this process holds of a state; arrays may be donated afterwards.
 
-    All of it lies in one piece of memory, so that the next capture of such a state
+    All copies lie in one piece of memory, so that the next capture of such a state
     touches pages that are warm. What a device other than the host hands out is a copy
-    already, and is not copied again.
+    already, and is not copied again; of arrays in the host's memory views may do.
 
     Args:
       leaves: by path: arrays of JAX under any sharding, typed random keys (their data
         is captured), what is whole in every process: arrays of NumPy and numbers, and
         what a host holds of an array.
       pool: where the memory is from, and goes to.
+      held: of which leaves views are held until the release; None copies all.
 
     Raises:
       CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
         it names the leaf.
     """
     with _no_collection():
-        held = [_held(path, leaves[path]) for path in sorted(leaves)]
         parts = []
         num_bytes = 0
-        for leaf, shard_shape, shards, kept in held:
+        here = [_held(path, leaves[path], held) for path in sorted(leaves)]
+        for leaf, shard_shape, shards, kept in here:
             found = []
             for box, shard in shards:
                 values = np.asarray(shard)
@@ -168,7 +178,7 @@ def capture(leaves: Mapping[str, Value], pool: host_memory.Pool) -> Captured:
             )
             for leaf, shard_shape, found in parts
         ]
-    return Captured(captured, memory=memory, pool=pool)
+    return Captured(captured, memory=memory, pool=pool, held=held)
 
 
 def numbers(value: Any) -> Any:
@@ -225,9 +235,11 @@ def _no_collection() -> Iterator[None]:
 _Shards = Sequence[tuple[boxes.Box, jax.Array | np.ndarray]]
 
 
-def _held(path: str, value: Value) -> tuple[Leaf, tuple[int, ...], _Shards, bool]:
+def _held(
+    path: str, value: Value, held: views.Views | None
+) -> tuple[Leaf, tuple[int, ...], _Shards, bool]:
     # The leaf, the shape of its shards, those that are here, without replicas, and
-    # whether they are nobody else's.
+    # whether they need no copy.
     if isinstance(value, Shards):
         return value.leaf, value.shard_shape, value.boxes, value.kept
     value = numbers(value)
@@ -241,13 +253,14 @@ def _held(path: str, value: Value) -> tuple[Leaf, tuple[int, ...], _Shards, bool
     shards = value.addressable_shards
     if not places.far:
         # Views; keeping JAX's objects instead would cost rounds of garbage collection.
-        held = [(box, np.asarray(shards[n].data)) for n, box in places.boxes]
-        return leaf, places.shard_shape, held, False
+        in_place = [(box, np.asarray(shards[n].data)) for n, box in places.boxes]
+        kept = held is not None and held.allow(path, value)
+        return leaf, places.shard_shape, in_place, kept
     for number, _ in places.boxes:
         # Devices send while the first arrays are being copied.
         shards[number].data.copy_to_host_async()
-    held = [(box, shards[number].data) for number, box in places.boxes]
-    return leaf, places.shard_shape, held, False
+    far = [(box, shards[number].data) for number, box in places.boxes]
+    return leaf, places.shard_shape, far, False
 
 
 class _Places(NamedTuple):

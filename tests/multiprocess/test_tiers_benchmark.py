@@ -13,6 +13,10 @@ def test_the_suite_of_tiers_runs_and_replicas_send_nothing():
     assert {
         "save_block_ratio_copy",
         "save_block_ratio_orbax",
+        "small_backup_ratio_orbax",
+        "huge_block_ratio_orbax_kept",
+        "huge_block_and_step_ratio_orbax_donated",
+        "huge_memory_mib_donated_ours",
         "ram_restore_ratio_copy",
         "ram_restore_half_hosts",
         "ram_restore_ratio_orbax",

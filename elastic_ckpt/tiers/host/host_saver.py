@@ -22,6 +22,7 @@ from elastic_ckpt.tiers import (
     retention,
     trees,
     verified_read,
+    views,
 )
 from elastic_ckpt.tiers.holdings import Holdings, Offer
 from elastic_ckpt.tiers.host import replication
@@ -45,6 +46,7 @@ class HostSaver:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._pool = host_memory.Pool()
+        self._views = views.Views()
         self._saving: dict[tuple[int, str], _Saving] = {}
 
     def capture(self, step: int, save: str, of_trees: Mapping[str, Any]) -> str:
@@ -54,7 +56,7 @@ class HostSaver:
           CheckpointError: if a leaf cannot be saved.
         """
         values = trees.arrays(of_trees)
-        captured = capture.capture(values, self._pool)
+        captured = capture.capture(values, self._pool, self._views)
         saving = _Saving(
             captured=captured,
             owners=captured_step.Owners(
