@@ -126,16 +126,19 @@ class RemoteIterator:
         return write()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Has the workers go to the state in `directory`, on any number of hosts."""
+        """Has the workers go to the state in `directory`, on any number of hosts.
 
-        async def read() -> None:
-            with metrics.DATA_LOAD.timed():
-                await asyncio.to_thread(
-                    self._in_turn, self._worker.load_state, directory=str(directory)
-                )
-            self._begin_anew()
-
-        return read()
+        That is done at once: an error of the awaitable would reach the caller of Orbax
+        as one of an incompatible handler.
+        """
+        with metrics.DATA_LOAD.timed():
+            await asyncio.to_thread(
+                self._in_turn, self._worker.load_state, directory=str(directory)
+            )
+        self._begin_anew()
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def close(self) -> None:
         """Lets go of the workers; the iterator cannot be used any more.

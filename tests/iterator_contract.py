@@ -178,6 +178,18 @@ class IteratorContract:
             run(other.load(epath.Path(tmp_path)))
         other.close()
 
+    def test_stock_orbax_reports_a_refused_state_in_its_own_words(
+        self, batches, data, tmp_path
+    ):
+        other_data, difference = self.other(data)
+        other = self.make(other_data)
+        weights = {"w": np.arange(4.0)}
+        with ocp.training.Checkpointer(tmp_path / "steps") as checkpointer:
+            checkpointer.save_checkpointables(1, {"state": weights, "data": batches})
+            with pytest.raises(errors.DataError, match=difference):
+                checkpointer.load_checkpointables(1, {"data": other})
+        other.close()
+
     def other(self, data):
         """Other data that fits the same mesh, and how it differs, in words."""
         other = positional.PositionalData(

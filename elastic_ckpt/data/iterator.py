@@ -334,14 +334,17 @@ class Batches:
         return write()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Goes to the data state in `directory`, on any number of hosts."""
+        """Goes to the data state in `directory`, on any number of hosts.
 
-        async def read() -> None:
-            with metrics.DATA_LOAD.timed():
-                await asyncio.to_thread(self._host.load, directory)
-            self._deliver.begin()
-
-        return read()
+        That is done at once: an error of the awaitable would reach the caller of Orbax
+        as one of an incompatible handler.
+        """
+        with metrics.DATA_LOAD.timed():
+            await asyncio.to_thread(self._host.load, directory)
+        self._deliver.begin()
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def close(self) -> None:
         """Ends what reads ahead."""
