@@ -78,10 +78,10 @@ def keep(agent_class: type, choice: object) -> str:
     agent.hold(letters.letter({**called, "kept": False}, over), array)
     ask("arrays.capture", 1, "0", 0)
     ask("saver.write", 1, "0", [], None)
-    ask("saver.commit", 1, "0", {}, 0, None)
+    ask("saver.commit", 1, "0", {}, {"time_ms": 0, "metrics": None, "parents": []})
     found = ask("reader.find", None, [])["found"]
     ask("reader.open_step", found["step"], found["save"])
-    ask("arrays.want", 0, [], ["w"])
+    ask("arrays.want", 0, [])
     ask("reader.read")
     (restored,) = agent.arrays(letters.letter(called, over))
     ask("close")
