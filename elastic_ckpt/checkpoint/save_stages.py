@@ -26,38 +26,15 @@ from typing import Any, TypeVar
 from absl import logging
 
 from elastic_ckpt.checkpoint import components
-from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.restore import Found
+from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.tiers import line as lines
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Saving:
-    """A step that was captured.
-
-    Attributes:
-      step: the training step.
-      save: which save of it.
-      write_components: has them write their files.
-      back_up: whether it goes to persistent storage.
-      described: for retention and persistent storage.
-      parents: of the save; see `tiers.line`.
-      began_secs: when it was begun, on the monotonic clock.
-    """
-
-    step: int
-    save: str
-    write_components: Callable[[], None]
-    back_up: bool
-    described: Described
-    parents: Sequence[tuple[int, str]]
-    began_secs: float
 
 
 class SaveStages:
@@ -148,6 +125,7 @@ class SaveStages:
             return
         late, self._late = self._late, None
         if late is not None:
+            logging.warning("the backup of step %d is made now", late.step)
             work = functools.partial(self._back_up, late)
             self._start(self._backup_stage, "persistent", late.step, work)
             self._backup_stage.wait()
@@ -255,7 +233,7 @@ class SaveStages:
         self._note_committed(saving, notes)
         # Nothing of it is in RAM to be copied.
         self._copied = self.committed
-        self._collect_backups(*place)
+        self._collect_backups(saving)
         return True
 
     def _begin_others(self, saving: Saving) -> None:
@@ -360,7 +338,7 @@ class SaveStages:
         futures.wait(after)
         try:
             if self._upload(saving):
-                self._collect_backups(saving.step, saving.save)
+                self._collect_backups(saving)
             else:
                 # The next step that is committed is backed up in its place.
                 self._back_up_later(saving)
@@ -404,11 +382,13 @@ class SaveStages:
         for path in removed:
             logging.info("removed %s: its upload was cut short", path)
 
-    def _collect_backups(self, step: int, save: str) -> None:
+    def _collect_backups(self, saving: Saving) -> None:
+        place = (saving.step, saving.save)
         try:
-            self._hosts.first("backup.collect", step, save)
+            self._hosts.first("backup.collect", *place, saving.overwrite)
         except HostsFailed as error:
-            self._degraded("persistent", step, f"older steps were not removed: {error}")
+            why = f"older steps were not removed: {error}"
+            self._degraded("persistent", saving.step, why)
 
     def _degraded(self, tier: str, step: int, why: str) -> None:
         logging.warning("step %d, %s tier: %s", step, tier, why)

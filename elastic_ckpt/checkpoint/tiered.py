@@ -113,8 +113,7 @@ class TieredCheckpointer:
 
         Raises:
           StepAlreadyExistsError: if the step is there, and not to be overwritten.
-          CheckpointError: if a leaf cannot be saved, the metrics are not JSON, or an
-            older step is to be overwritten.
+          CheckpointError: of a leaf, of metrics, of an older step to be overwritten.
           Exception: as `save` of a component; an OSError fails the step alone.
         """
         self._stages.wait_for_commit()
@@ -138,6 +137,7 @@ class TieredCheckpointer:
                 save=line.save,
                 write_components=write_components,
                 back_up=self._is_backup_due(step, force=force or overwrite),
+                overwrite=overwrite,
                 described=described,
                 parents=line.parents,
                 began_secs=began_secs,

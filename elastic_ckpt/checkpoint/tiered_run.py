@@ -59,9 +59,11 @@ class TieredRunCheckpointer:
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last one to every tier."""
         self._last_step = step if last else None
+        # A run that was at its end already saves its last step anew.
+        overwrite = last and self.latest_step == step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             saving = self._checkpointer.save_checkpointables_async(
-                step, {STATE: state, DATA: self._data}, force=last, overwrite=last
+                step, {STATE: state, DATA: self._data}, force=last, overwrite=overwrite
             )
             if saving is not None and not self._section.async_checkpointing:
                 saving.result()

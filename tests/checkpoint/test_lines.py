@@ -288,6 +288,7 @@ def test_an_overwritten_step_is_replaced_everywhere(run):
         assert [each.step for each in opened.checkpoints] == [1, 2]
     assert run.newest() == (2, 202)
     assert run.stock() == run.steps() == [(1, 101), (2, 202)]
+    assert run.set_aside() == []
     run.lose_ram()
     assert run.newest() == (2, 202)
 

@@ -75,6 +75,7 @@ def saving(step, *, write_components=lambda: None, back_up=False):
         write_components=write_components,
         back_up=back_up,
         described=described,
+        overwrite=False,
         parents=(),
         began_secs=0,
     )

@@ -135,7 +135,7 @@ class HostBackup:
                 make_way=lambda: self._arrange(holdings.contents, step, save),
             )
 
-    def collect(self, step: int, save: str) -> list[int]:
+    def collect(self, step: int, save: str, overwrite: bool = False) -> list[int]:
         """Removes what is not to be kept now that a step is committed; host 0 does it.
 
         Never the newest complete step there, nor one that is preserved by hand, nor one
@@ -144,6 +144,7 @@ class HostBackup:
         Args:
           step: the training step.
           save: which save of it.
+          overwrite: whether older saves of the step that were set aside go too.
 
         Returns:
           The steps that were removed.
@@ -152,6 +153,10 @@ class HostBackup:
         storage, tier = self._world.storage, self._world.persistent
         assert storage is not None
         assert tier is not None
+        for number, name in self._root().set_aside_steps() if overwrite else ():
+            replaced = number == step and name < save
+            if replaced and step not in tier.preserved_aside():
+                tier.discard_aside(number, name)
         if storage.keep is None:
             return []
         held = tier.held()

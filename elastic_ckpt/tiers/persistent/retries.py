@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from absl import logging
+
 from elastic_ckpt.core import bucket_clients, errors
 
 Result = TypeVar("Result")
@@ -50,8 +52,8 @@ _PERMANENT_STATUSES = frozenset(
 )
 
 
-def _ignored(message: str) -> None:
-    del message
+def _warn(message: str) -> None:
+    logging.warning("%s", message)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,14 +64,15 @@ class Retries:
       attempts: of each write, in all, at least 1.
       first_secs: the longest wait before the second attempt; it doubles from then on.
       longest_secs: the most that is ever waited at once.
-      report: hears of each attempt that failed and will be repeated.
+      report: called with each attempt that failed and will be repeated; by default it
+        is logged.
       sleep: waits so many seconds.
     """
 
     attempts: int = 8
     first_secs: float = 0.5
     longest_secs: float = 30.0
-    report: Callable[[str], None] = _ignored
+    report: Callable[[str], None] = _warn
     sleep: Callable[[float], None] = time.sleep
 
     def call(self, what: str, act: Callable[[], Result]) -> Result:

@@ -1,0 +1,33 @@
+"""A step on its way through the stages of a save."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from elastic_ckpt.checkpoint.described import Described
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saving:
+    """A step that was captured.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+      write_components: has them write their files.
+      back_up: whether it goes to persistent storage.
+      overwrite: whether other saves of the step are removed from there.
+      described: for retention and persistent storage.
+      parents: of the save; see `tiers.line`.
+      began_secs: when it was begun, on the monotonic clock.
+    """
+
+    step: int
+    save: str
+    write_components: Callable[[], None]
+    back_up: bool
+    overwrite: bool
+    described: Described
+    parents: Sequence[tuple[int, str]]
+    began_secs: float
