@@ -341,7 +341,8 @@ class _Saving:
     def release(self) -> None:
         self.captured.release()
         if self.staging is not None:
-            storage.remove(self.staging)
+            # One step at a time is saved.
+            storage.remove(self.staging.parent)
 
 
 def _contents(
