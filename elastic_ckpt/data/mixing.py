@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 import fractions
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -30,6 +30,13 @@ _NEAR_TURNS = 100
 
 # The field of a cursor that counts what was taken of each dataset.
 TAKEN = "taken"
+# The field with the stages that elements after the state were chosen in; and of a stage
+# the turn before which it ended, its weights, whether all of its datasets had ended,
+# and the first states of the mixtures that were opened in it.
+SCHEDULE = "schedule"
+_UNTIL, _WEIGHTS, _ENDED, _OPENED = "until", "weights", "ended", "opened"
+# Marks the state of a mixture that another one reads again; it is not saved.
+_READ_AGAIN = "read_again"
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
@@ -130,6 +137,10 @@ class Mixture(shard_steps.Step):
     names: at a resume, one may be new, one gone, and the weights others. It does not
     record which datasets have ended: after a resume they are asked again.
 
+    A shuffle or a packer saves the state of its parent before the elements that it has
+    in its buffer, and reads them again at a resume. So a state has the weights by which
+    these were chosen; those of now apply to the elements after them.
+
     Args:
       parts: the datasets by name.
       weights: a number from 0 on for each name; only their ratios count.
@@ -150,16 +161,16 @@ class Mixture(shard_steps.Step):
                 f"Mixture: parts are named {sorted(parts)}, and weights"
                 f" {sorted(weights)}; give each part a weight"
             )
+        check_weights(weights)
         # In the order of names, so that a list in another order is the same mixture.
-        weighed = {name: weights[name] for name in sorted(parts) if weights[name]}
-        self._ends = bounds(weighed or dict(weights))
-        super().__init__([parts[name] for name in weighed])
-        self._parts = {name: parts[name] for name in weighed}
-        self._given = {name: (weights[name], parts[name]) for name in sorted(parts)}
+        self._parts = {name: parts[name] for name in sorted(parts)}
+        super().__init__(list(self._parts.values()))
+        self._given = {name: weights[name] for name in self._parts}
+        self._weights = {name: weight for name, weight in self._given.items() if weight}
         self._shard = self.shard = shard
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _MixtureIterator(self._parts, self._ends, self._shard)
+        return _MixtureIterator(self._parts, self._weights, self._shard)
 
     def __str__(self) -> str:
         return f"Mixture(shard={self.shard}, {sorted(self._given)})"
@@ -168,8 +179,11 @@ class Mixture(shard_steps.Step):
         """Each dataset by its name: its weight and its steps."""
         return {
             "datasets": {
-                name: {"weight": weight, "steps": shard_steps.described(part)}
-                for name, (weight, part) in self._given.items()
+                name: {
+                    "weight": weight,
+                    "steps": shard_steps.described(self._parts[name]),
+                }
+                for name, weight in self._given.items()
             }
         }
 
@@ -178,26 +192,87 @@ class _MixtureIterator(grain.DatasetIterator):
     def __init__(
         self,
         parts: dict[str, grain.IterDataset],
-        ends: list[tuple[int, str]],
+        weights: dict[str, float],
         shard: int,
     ) -> None:
         super().__init__()
         self._parts = parts
-        self._ends = ends
+        self._weights = weights
         self._shard = shard
         self._turn = 0
         self._opened: dict[str, grain.DatasetIterator] = {}
-        self._going_on = set(parts)
         self._taken: dict[str, int] = {}
         # Where the datasets are that were not opened since.
         self._saved: dict[str, Any] = {}
+        # The state as it is now, if it was asked for.
+        self._state: dict[str, Any] | None = None
+        # Stages of other weights that are read again, and last the one of now.
+        self._schedule = _continued([], turn=0, weights=weights)
+        self._now = self._schedule[-1]
+        self._read_again_until = 0
+        self._begin(0)
 
     def __next__(self) -> Any:
+        if self._state is not None:
+            # Whoever holds it may come back to it, and then has to read the same.
+            self._state[SCHEDULE] = self._schedule[self._number :]
+            self._state = None
+        while self._stage is not self._now:
+            for element in self._draw(self._stage[_UNTIL]):
+                return element
+            self._turn = self._stage[_UNTIL]
+            self._begin(self._number + 1)
+        for element in self._draw(None):
+            self._now[_UNTIL] = max(self._now[_UNTIL], self._turn)
+            return element
+        self._now[_ENDED] = True
+        raise StopIteration
+
+    def get_state(self) -> dict[str, Any]:
+        if self._state is None:
+            now = {name: opened.get_state() for name, opened in self._opened.items()}
+            self._state = {"turn": self._turn, TAKEN: dict(self._taken)}
+            self._state["parts"] = self._saved | now
+            if self._stage is not self._now or self._now.get(_ENDED):
+                self._state[SCHEDULE] = self._schedule[self._number :]
+        return self._state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._turn = state["turn"]
+        self._taken = dict(state[TAKEN])
+        self._saved = dict(state["parts"])
+        past = state.get(SCHEDULE, [])
+        for stage in past:
+            self._saved = stage.get(_OPENED, {}) | self._saved
+        self._check_datasets(past, is_read_again=state.pop(_READ_AGAIN, False))
+        self._schedule = _continued(past, turn=self._turn, weights=self._weights)
+        self._now = self._schedule[-1]
+        self._read_again_until = max((stage[_UNTIL] for stage in past), default=0)
+        self._state = state
+        self._begin(0)
+
+    def close(self) -> None:
+        for opened in self._opened.values():
+            opened.close()
+        self._opened = {}
+
+    def _begin(self, number: int) -> None:
+        self._number, self._stage = number, self._schedule[number]
+        weights = self._stage[_WEIGHTS]
+        self._ends = bounds(weights)
+        # Also those that had ended: the weights inside them may be others now.
+        self._going_on = weights.keys() & self._parts.keys()
+
+    def _draw(self, until: int | None) -> list[Any]:
+        # The next element, if there is one at a turn before `until`.
         while self._going_on:
             # The turns of those that have ended pass by, and the others keep theirs.
             turn, name = next_chosen(
                 self._turn, shard=self._shard, ends=self._ends, among=self._going_on
             )
+            if until is not None and turn >= until:
+                break
             try:
                 element = next(self._open(name))
             except StopIteration:
@@ -205,43 +280,80 @@ class _MixtureIterator(grain.DatasetIterator):
                 continue
             self._turn = turn + 1
             self._taken[name] = self._taken.get(name, 0) + 1
-            return element
-        raise StopIteration
-
-    def get_state(self) -> dict[str, Any]:
-        now = {name: opened.get_state() for name, opened in self._opened.items()}
-        state: dict[str, Any] = {"turn": self._turn, TAKEN: dict(self._taken)}
-        state["parts"] = self._saved | now
-        return state
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.close()
-        self._turn = state["turn"]
-        self._taken = dict(state[TAKEN])
-        self._saved = dict(state["parts"])
-        # Those that had ended are asked again: weights inside them may be others now.
-        self._going_on = set(self._parts)
-
-    def close(self) -> None:
-        for opened in self._opened.values():
-            opened.close()
-        self._opened = {}
+            return [element]
+        return []
 
     def _open(self, name: str) -> grain.DatasetIterator:
         opened = self._opened.get(name)
         if opened is None:
             opened = iter(self._parts[name])
             if name in self._saved:
-                opened.set_state(self._saved.pop(name))
+                saved = self._saved.pop(name)
+                if self._turn < self._read_again_until:
+                    for part in _mixtures(saved):
+                        part[_READ_AGAIN] = True
+                opened.set_state(saved)
+            else:
+                first = opened.get_state()
+                if any(_mixtures(first)):
+                    # It is to be read again by the same weights.
+                    self._stage.setdefault(_OPENED, {})[name] = first
             self._opened[name] = opened
         return opened
+
+    def _check_datasets(
+        self, past: Sequence[dict[str, Any]], *, is_read_again: bool
+    ) -> None:
+        # Raises a DataError if what is to be read again cannot be as it was.
+        turn = self._turn
+        for stage in past:
+            until, weights = stage[_UNTIL], stage[_WEIGHTS]
+            gone = weights.keys() - self._parts.keys()
+            if gone and turn < until:
+                due, name = next_chosen(
+                    turn, shard=self._shard, ends=bounds(weights), among=gone
+                )
+                if due < until:
+                    raise errors.DataError(
+                        f"mixture: dataset {name} is gone, but examples of it are in a"
+                        " shuffle window or in rows that are not complete; give it back"
+                        " with weight 0 until they were used"
+                    )
+            new = sorted(self._weights.keys() - weights.keys())
+            if stage.get(_ENDED) and new and (turn < until or is_read_again):
+                raise errors.DataError(
+                    f"mixture: the weights of {new} were raised from 0 when the other"
+                    " datasets had ended, and the last examples of these are in a"
+                    " shuffle window or in rows that are not complete; set the weights"
+                    " to 0 until they were used"
+                )
+            turn = max(turn, until)
+
+
+def _continued(
+    past: Sequence[dict[str, Any]], *, turn: int, weights: dict[str, float]
+) -> list[dict[str, Any]]:
+    # The stages of a saved schedule that are to be read again from `turn` on, and last
+    # the stage of now.
+    found = []
+    for stage in past:
+        if stage[_UNTIL] > turn:
+            found.append({k: value for k, value in stage.items() if k != _ENDED})
+            turn = stage[_UNTIL]
+    if found and found[-1][_WEIGHTS] == weights:
+        return found
+    return [*found, {_UNTIL: turn, _WEIGHTS: weights}]
+
+
+def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
+    # The states of mixtures in that of a pipeline.
+    return (part for part in cursors.parts(state) if TAKEN in part and "parts" in part)
 
 
 def taken(of_shards: Iterable[cursors.Cursor]) -> dict[str, int]:
     """Elements taken of each dataset, by the cursors of all shards."""
     found: collections.Counter[str] = collections.Counter()
     for cursor in of_shards:
-        for part in cursors.parts(cursor):
-            if TAKEN in part and "parts" in part:
-                found.update(part[TAKEN])
+        for part in _mixtures(cursor):
+            found.update(part[TAKEN])
     return dict(found)

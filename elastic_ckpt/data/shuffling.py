@@ -68,6 +68,10 @@ class _WindowShuffleIterator(grain.DatasetIterator):
         return element
 
     def get_state(self) -> dict[str, Any]:
+        if self._taken == len(self._window):
+            # Nothing is left in it, and nothing has to be read again.
+            parent = self._parent.get_state()
+            return {"parent": parent, "window": self._window_number, "taken": 0}
         return {
             "parent": self._state_at_begin,
             "window": self._window_number,

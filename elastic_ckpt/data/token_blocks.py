@@ -182,7 +182,8 @@ class _Block(NamedTuple):
     end: Exception | None
 
     def is_used_up(self, taken: int) -> bool:
-        return taken == self.num_documents and self.end is None
+        at_end = self.end is None or isinstance(self.end, StopIteration)
+        return taken == self.num_documents and at_end
 
 
 class _Part:

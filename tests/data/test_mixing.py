@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import mixing
+from elastic_ckpt.data import mixing, shuffling
 from tests import pipelines
 
 NAMES = ["books", "code", "mathematics", "news", "web"]
@@ -346,3 +346,73 @@ def test_what_was_taken_of_each_dataset_is_added_up_over_shards():
 
 def test_of_data_without_a_mixture_nothing_is_said():
     assert mixing.taken([None, {"turn": 3, "taken": 4}, {"ended": True}]) == {}
+
+
+def in_windows(weights, *names, **lengths):
+    mixture = mixing.Mixture(parts(*names, **lengths), weights, shard=1)
+    return shuffling.WindowShuffle(mixture, window_size=20, seed=3)
+
+
+@pytest.mark.parametrize("count", [20, 33, 59])
+def test_what_is_in_a_window_is_read_again_by_the_weights_of_then(count):
+    run = [{"a": 1, "b": 1}, {"a": 1, "b": 9}, {"a": 5, "b": 1}, {"a": 0, "b": 1}]
+    state, found = None, []
+    for weights in run:
+        elements = iter(in_windows(weights, a=100, b=100))
+        if state:
+            elements.set_state(state)
+        found += take(elements, count)
+        state = saved(elements)
+        # Nothing is kept of weights that are not needed any more.
+        assert len(cursors_of(state).get("schedule", [])) <= 1 + (count < 20)
+    elements = resumed(in_windows({"a": 1, "b": 1}, a=100, b=100), state)
+    found += list(elements)
+    assert sorted(found) == [*parts_of("a", 100), *parts_of("b", 100)]
+
+
+def cursors_of(state):
+    """The cursor of the mixture in a window."""
+    return state["parent"]
+
+
+def test_a_state_has_no_schedule_where_nothing_is_in_a_buffer():
+    elements = iter(mixing.Mixture(parts("a", "b"), {"a": 1, "b": 1}, shard=0))
+    take(elements, 7)
+    assert saved(elements).keys() == {"turn", "taken", "parts"}
+    elements = iter(in_windows({"a": 1, "b": 1}, "a", "b"))
+    take(elements, 20)
+    assert "schedule" not in cursors_of(saved(elements))
+    take(elements, 1)
+    assert cursors_of(saved(elements))["schedule"] == [
+        {"until": 40, "weights": {"a": 1, "b": 1}}
+    ]
+
+
+def test_a_dataset_of_which_examples_are_in_a_window_cannot_be_gone():
+    elements = iter(in_windows({"a": 1, "b": 1}, "a", "b"))
+    found = take(elements, 21)
+    state = saved(elements)
+    message = (
+        "dataset b is gone, but examples of it .*; give it back with weight 0 until"
+    )
+    with pytest.raises(errors.DataError, match=message):
+        resumed(in_windows({"a": 1}, "a"), state)
+    elements = resumed(in_windows({"a": 1, "b": 0}, "a", "b"), state)
+    found += take(elements, 20)
+    elements = resumed(in_windows({"a": 1}, "a"), saved(elements))
+    found += take(elements, 20)
+    numbers = [number for of, number in sorted(found) if of == "b"]
+    assert numbers == list(range(len(numbers)))
+
+
+def test_weights_cannot_be_raised_while_the_end_of_data_is_in_a_window():
+    elements = iter(in_windows({"a": 1, "b": 0}, a=30, b=30))
+    found = take(elements, 25)
+    state = saved(elements)
+    message = r"weights of \['b'\] were raised from 0 when the other datasets had ended"
+    with pytest.raises(errors.DataError, match=message):
+        resumed(in_windows({"a": 1, "b": 1}, a=30, b=30), state)
+    elements = resumed(in_windows({"a": 1, "b": 0}, a=30, b=30), state)
+    found += list(elements)
+    found += list(resumed(in_windows({"a": 1, "b": 1}, a=30, b=30), saved(elements)))
+    assert sorted(found) == [*parts_of("a", 30), *parts_of("b", 30)]
