@@ -150,6 +150,8 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
             try:
                 value = self._documents.value(next(self._parent))
             except Exception as error:  # raised when the document is due
+                if num_documents < first:
+                    raise  # it was due before
                 end = error
                 break
             num_documents += 1

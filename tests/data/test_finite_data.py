@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import elastic_data, mixing, packing, sharded_data, shuffling
+from elastic_ckpt.data import (
+    elastic_data,
+    language,
+    mixing,
+    packing,
+    sharded_data,
+    shuffling,
+    token_blocks,
+)
 from tests import pipelines, stages, worlds
 
 NUM_SHARDS = 12
@@ -41,6 +49,12 @@ def fitted(of, packer):
     return packer(of, length_struct={"x": 6}, num_packing_bins=3)
 
 
+def tokens(of, num_threads):
+    documents = language.Documents(column="x", tokenizer=None)
+    made = token_blocks.Tokens(of, documents=documents, num_threads=num_threads)
+    return made.map(lambda found: {"x": found})
+
+
 # What may be done with the elements of a mixture, most of it by way of a buffer.
 STEPS = {
     "nothing": lambda of: of.map(padded),
@@ -49,6 +63,8 @@ STEPS = {
     "filter": lambda of: windows(of.filter(is_kept)).map(padded),
     "first_fit": lambda of: fitted(of, experimental.FirstFitPackIterDataset),
     "best_fit": lambda of: fitted(windows(of), experimental.BestFitPackIterDataset),
+    "tokens": lambda of: windows(tokens(of, num_threads=1)).map(padded),
+    "blocks": lambda of: tokens(of, num_threads=0).map(padded),
     "concat": lambda of: packing.ConcatThenSplit(of, features=("x",), length=4),
 }
 
@@ -166,7 +182,7 @@ def values(batches):
     return sorted(number for rows in real for number in rows[rows > 0].tolist())
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(runs())
 def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, drawn):
     run, shards = drawn
@@ -174,7 +190,7 @@ def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, dr
     assert values(found) == shards[0].expected()
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(runs(WEIGHTS.filter(bool)))
 def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
     run, shards = drawn
@@ -183,7 +199,7 @@ def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
     assert values(found) == shards[0].expected()
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(runs())
 def test_what_fills_no_batch_is_dropped_on_any_hosts(tmp_path_factory, drawn):
     run, shards = drawn
@@ -192,6 +208,10 @@ def test_what_fills_no_batch_is_dropped_on_any_hosts(tmp_path_factory, drawn):
     too_many = collections.Counter(values(batches))
     too_many.subtract(shards[0].expected())
     assert max(too_many.values()) <= 0
+
+
+def expected(of, *datasets):
+    return of.make_shard.make_shard.expected(*datasets)
 
 
 def flat(lengths, weights, end):
@@ -204,7 +224,7 @@ def test_nothing_comes_after_the_end_of_data_that_drops_the_remainder(num_hosts)
     # Shards 4 to 7 have a row more than the others; a batch has rows of 4 shards.
     ending = flat({"a": 28}, {"a": 1}, elastic_data.End.DROPPED)
     world = worlds.World(ending, num_hosts, 4)
-    assert values(world.rest()) == ending.make_shard.expected()[:FILLING]
+    assert values(world.rest()) == expected(ending)[:FILLING]
     for _ in range(6):
         with pytest.raises(StopIteration):
             world.batch()
@@ -225,7 +245,7 @@ def test_nothing_comes_after_the_end_where_processes_read(num_workers):
         if saved:
             world.load(saved)
         else:
-            assert values(world.rest()) == ending.make_shard.expected()[:FILLING]
+            assert values(world.rest()) == expected(ending)[:FILLING]
         for _ in range(13):
             with pytest.raises(StopIteration):
                 world.batch()
@@ -239,7 +259,7 @@ def test_a_weight_that_is_raised_when_all_have_ended_loses_nothing(end, size):
     lengths = {"a": 36, "b": 60}
     first_data = flat(lengths, {"a": 1, "b": 0}, end)
     first = worlds.World(first_data, 1, size)
-    assert values(first.rest()) == first_data.make_shard.expected("a")
+    assert values(first.rest()) == expected(first_data, "a")
     second = worlds.World(flat(lengths, {"a": 1, "b": 1}, end), 4, size)
     second.load(first.save())
-    assert values(second.rest()) == first_data.make_shard.expected("b")
+    assert values(second.rest()) == expected(first_data, "b")
