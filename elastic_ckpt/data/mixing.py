@@ -338,7 +338,7 @@ def _continued(
     found = []
     for stage in past:
         if stage[_UNTIL] > turn:
-            found.append({k: value for k, value in stage.items() if k != _ENDED})
+            found.append(dict(stage))
             turn = stage[_UNTIL]
     if found and found[-1][_WEIGHTS] == weights:
         return found
