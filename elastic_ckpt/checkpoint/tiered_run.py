@@ -77,12 +77,24 @@ class TieredRunCheckpointer:
         if self._is_closed:
             return
         self._is_closed = True
-        with self._checkpointer as checkpointer:
-            last = self._last_step
-            if last is not None and not checkpointer.is_durable(last):
-                raise errors.CheckpointError(
-                    f"step {last}, the last of the run, is not in persistent storage,"
-                    " and would be lost with the hosts: see why in the lines before or"
-                    " `degraded` in the run's events, make room or bring the storage"
-                    " back, and start the run once more to save it"
-                )
+        close(self._checkpointer, last_step=self._last_step)
+
+
+def close(checkpointer: TieredCheckpointer, *, last_step: int | None) -> None:
+    """Waits for all tiers, a late backup too, and releases the hosts.
+
+    Args:
+      checkpointer: that the run has saved to.
+      last_step: the step that ends the run; None if the run did not save it.
+
+    Raises:
+      CheckpointError: if that step is not in persistent storage.
+    """
+    with checkpointer:
+        if last_step is not None and not checkpointer.is_durable(last_step):
+            raise errors.CheckpointError(
+                f"step {last_step}, the last of the run, is not in persistent storage,"
+                " and would be lost with the hosts: see why in the lines before or"
+                " `degraded` in the run's events, make room or bring the storage"
+                " back, and start the run once more to save it"
+            )

@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import tiered
+from elastic_ckpt.checkpoint import tiered, tiered_run
 from elastic_ckpt.core import storage
 
 # The name under which MaxText saves its iterator.
@@ -49,6 +49,7 @@ class TieredManager:
         self._directory = storage.absolute(directory)
         self._data = data
         self._last_step = last_step
+        self._has_ended = False
         self._guard = guard
         # MaxText reads this attribute, which it sets on Orbax's.
         self.use_async = use_async
@@ -88,7 +89,8 @@ class TieredManager:
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> Any:
         """As `TieredCheckpointer.save_checkpointables_async`."""
-        options["force"] = options.get("force", False) or step == self._last_step
+        self._has_ended = step == self._last_step
+        options["force"] = options.get("force", False) or self._has_ended
         with self._guard():
             return self._checkpointer.save_checkpointables_async(
                 step, checkpointables, **options
@@ -123,8 +125,13 @@ class TieredManager:
             self._checkpointer.wait()
 
     def close(self) -> None:
-        """Waits, and releases the hosts."""
-        self._checkpointer.close()
+        """Waits for all tiers, and releases the hosts.
+
+        Raises:
+          CheckpointError: if the step that ends the run is not in persistent storage.
+        """
+        last_step = self._last_step if self._has_ended else None
+        tiered_run.close(self._checkpointer, last_step=last_step)
 
     def abandon(self, error: BaseException) -> None:
         """Releases the hosts without a wait for them, for some may be gone."""

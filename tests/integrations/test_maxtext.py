@@ -9,10 +9,11 @@ from absl import logging as absl_logging
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import iterator, pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_seams
 from tests import corpora, shared_memory
+from tests.checkpoint import test_tiered_run
 from tests.integrations import stand_in
 
 
@@ -153,6 +154,22 @@ def test_in_tiers_other_data_is_one_line_and_nothing_waits(install, files, capfd
         assert "another pipeline (max_target_length: saved 24, now 32)" in line
         # The hosts and the RAM disk are free again.
         assert len(trained(files, steps=9, **tiers(ram))) == 6
+
+
+def test_in_tiers_a_last_step_that_is_not_in_storage_is_an_error(
+    install, files, capfd, monkeypatch
+):
+    install()
+    with shared_memory.directory("maxtext") as ram:
+        write = storage.write_atomic
+        full = test_tiered_run.fill(files / "checkpoints")
+        monkeypatch.setattr(storage, "write_atomic", full)
+        assert main.main(arguments(files, **tiers(ram))) == 1
+        assert "step 2, the last of the run, is not in" in printed_lines(capfd)[-1]
+        monkeypatch.setattr(storage, "write_atomic", write)
+        # It goes on from RAM, and its next last step gets there.
+        assert len(trained(files, steps=5, **tiers(ram))) == 2
+        assert (files / "checkpoints" / "4").is_dir()
 
 
 def test_tiers_that_do_not_fit_together_are_one_line(install, files, capfd):
