@@ -93,7 +93,7 @@ def find(
     Args:
       hosts: of the world.
       step: None for the newest.
-      emit: hears why newer steps are passed over, and which peers refuse.
+      emit: called when newer steps are passed over, and for peers that refuse.
       without: steps and saves that proved to be unreadable.
       own_line: that the caller has saved something to.
 
@@ -196,13 +196,13 @@ def _read_newest(
     without: list[list[Any]] = []
     reasons: dict[int, str] = {}
 
-    def hear(name: str, **fields: Any) -> None:
+    def noted(name: str, **fields: Any) -> None:
         if name == "step_passed_over":
             reasons.setdefault(fields["step"], fields["why"])
         emit(name, **fields)
 
     while True:
-        search = find(hosts, step, without=without, emit=hear)
+        search = find(hosts, step, without=without, emit=noted)
         found = search.found
         if found is None:
             told = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
@@ -218,7 +218,7 @@ def _read_newest(
             if step is not None:
                 raise
             without.append([found.step, found.save])
-            hear("step_passed_over", step=found.step, why=str(error))
+            noted("step_passed_over", step=found.step, why=str(error))
 
 
 def _read(

@@ -1,6 +1,6 @@
 """The journal of a run: its events, shown to people and kept in `events.jsonl`.
 
-Whoever leads a run (the supervisor, or the first host under another launcher) keeps it,
+The leader of a run (the supervisor, or the first host under another launcher) keeps it,
 together with the run's lock, and adds how the run ended.
 """
 

@@ -11,14 +11,20 @@ import contextlib
 import dataclasses
 import functools
 import os
-import pathlib
 import signal
 import time
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.cli import journal, listeners, overrides, progress, run_directory
+from elastic_ckpt.cli import (
+    journal,
+    listeners,
+    overrides,
+    progress,
+    run_directory,
+    training_files,
+)
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import termination
@@ -79,7 +85,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         from elastic_ckpt.elastic import single_controller
 
         single_controller.initialize()
-        return _run_here(prepare(config), shown)
+        return _run_here(training_files.prepare(config), shown)
     from elastic_ckpt.elastic import supervisor
 
     # At once, though an outer launcher may yet be found: importing takes seconds.
@@ -89,9 +95,9 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
 
     multicontroller.configure(config.world)
     if multicontroller.join_outer_launcher():
-        return _run_here(prepare(config), shown)
+        return _run_here(training_files.prepare(config), shown)
     check_world(config)
-    config = prepare(config)
+    config = training_files.prepare(config)
     run = _run_here if config.world.hosts == 1 else _run_supervised
     is_stopped = run(config, shown)
     print(f"check it: elastic-ckpt audit {run_directory.of(config)}")
@@ -119,52 +125,6 @@ def check_world(config: schema.Config) -> None:
     )
     expected.check()
     batch_size.schedule(config.data, expected)
-
-
-def prepare(config: schema.Config) -> schema.Config:
-    """Writes training files if that is asked for; names them absolutely."""
-    from elastic_ckpt.data import datasets
-
-    data = config.data
-    directories = [part for part in data.text_directory.split(";") if part]
-    wanted = ["grain_train_files"] + ["grain_eval_files"] * bool(data.eval_interval)
-    if data.grain_train_mixture_config_path:
-        path = os.path.abspath(data.grain_train_mixture_config_path)
-        data = dataclasses.replace(data, grain_train_mixture_config_path=path)
-        wanted.remove("grain_train_files")
-    for key in wanted:
-        of = datasets.from_list(getattr(data, key), key=key)
-        for place, dataset in enumerate(of):
-            directory = directories.pop(0) if directories else ""
-            of[place] = dataclasses.replace(
-                dataset,
-                patterns=_written(dataset.patterns, directory, data.grain_file_type),
-            )
-        changed: dict[str, Any] = {key: datasets.to_list(of)}
-        data = dataclasses.replace(data, **changed)
-    return dataclasses.replace(config, data=data)
-
-
-def _written(patterns: str, directory: str, file_type: str) -> str:
-    # The patterns, absolute; their one file is written if it is not there.
-    from elastic_ckpt.data import text
-    from elastic_ckpt.data.sources import files
-
-    file = pathlib.Path(patterns)
-    is_one_file = not set("*?[,") & set(patterns) and storage.is_local(patterns)
-    if directory and is_one_file and not file.exists():
-        named = text.file_type(patterns) or file_type
-        if named != file_type:
-            raise errors.ConfigError(
-                f"text_directory is to be written to {patterns}, whose name is that of"
-                f" {named}, as grain_file_type={file_type}; set grain_file_type={named}"
-                " or another name"
-            )
-        written = text.write(directory, str(file), file_type=file_type)
-        print(f"wrote {file}: {written.num_documents:,} documents", flush=True)
-    absolute = files.absolute(patterns)
-    files.find_files(absolute)
-    return absolute
 
 
 def _run_here(config: schema.Config, shown: progress.Progress) -> bool:

@@ -13,7 +13,7 @@ class ElasticCkptError(Exception):
 
 
 class ConfigError(ElasticCkptError):
-    """A configuration that cannot be meant: an unknown key, a value of a wrong type."""
+    """An invalid configuration: an unknown key, a value of a wrong type."""
 
 
 class DataError(ElasticCkptError):

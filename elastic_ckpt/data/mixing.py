@@ -40,7 +40,7 @@ _READ_AGAIN = "read_again"
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-    """Raises a ConfigError that names the weight that cannot be meant."""
+    """Raises a ConfigError that names the invalid weight."""
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise errors.ConfigError(
@@ -214,7 +214,7 @@ class _MixtureIterator(grain.DatasetIterator):
 
     def __next__(self) -> Any:
         if self._state is not None:
-            # Whoever holds it may come back to it, and then has to read the same.
+            # A holder of this state may set it again, and then has to read the same.
             self._state[SCHEDULE] = self._schedule[self._number :]
             self._state = None
         while self._stage is not self._now:

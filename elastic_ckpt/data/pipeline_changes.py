@@ -172,7 +172,7 @@ def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
 
 
 def _by_name(files: list[Any]) -> dict[tuple[str, int], Any]:
-    # Files of one name, from several directories, are told apart by their order.
+    # Files of one name, from several directories, are distinguished by their order.
     counts: collections.Counter[str] = collections.Counter()
     found = {}
     for file in files:

@@ -20,7 +20,7 @@ from elastic_ckpt.data import local_batches
 class _LoaderFrames:
     """What the frames on the stack show of the loader that iterates.
 
-    A loader tells a dataset nothing of itself but the number of its workers.
+    A dataset can learn nothing of its loader but the number of its workers.
 
     Attributes:
       is_stateful: whether it is torchdata's, which saves the state of its workers.

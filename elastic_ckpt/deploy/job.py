@@ -50,7 +50,7 @@ def check(config: schema.Config) -> machine.Machine:
     """The hosts of the run, if it could start on them.
 
     Raises:
-      ConfigError: if a value cannot be meant, or the hosts cannot share the batches.
+      ConfigError: if a value is invalid, or the hosts cannot share the batches.
     """
     deploy = config.deploy
     names.check_image("docker_image", deploy.docker_image)

@@ -13,7 +13,7 @@ def documents(config: schema.Config) -> list[job.Object]:
     """The objects of the run, in the order in which the cluster should get them.
 
     Raises:
-      ConfigError: if a value cannot be meant, naming it and what to set instead.
+      ConfigError: if a value is invalid, naming it and what to set instead.
     """
     if not config.run.run_name:
         raise errors.ConfigError(

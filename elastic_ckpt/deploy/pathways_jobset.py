@@ -20,7 +20,7 @@ def documents(config: schema.Config) -> list[job.Object]:
     """The JobSet, and before it the configuration of the head.
 
     Raises:
-      ConfigError: if a value cannot be meant, or the extra `pathways` is not installed.
+      ConfigError: if a value is invalid, or the extra `pathways` is not installed.
     """
     _check(config)
     of_hosts = job.check(config)

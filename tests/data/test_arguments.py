@@ -1,4 +1,4 @@
-"""Arguments that cannot be meant are one error, in the words of what was called."""
+"""Invalid arguments are one error, in the words of the function that was called."""
 
 import functools
 import pathlib

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from elastic_ckpt.cli import journal, progress, train
+from elastic_ckpt.cli import journal, progress, train, training_files
 from elastic_ckpt.config import load
 from elastic_ckpt.elastic import supervisor
 
@@ -100,7 +100,7 @@ def _armed(point, occurrence, victim, config, place, emit):
 def main():
     point, occurrence, victim, *arguments = sys.argv[1:]
     supervisor.warm_up([*train._HOST_MODULES, "tests.faults.killed_world"])
-    config = train.prepare(load.load(arguments[0], arguments[1:]))
+    config = training_files.prepare(load.load(arguments[0], arguments[1:]))
     armed = functools.partial(_armed, point, int(occurrence), victim)
     with (
         progress.Progress(config.run.log_period) as shown,

@@ -32,7 +32,7 @@ class _Connection:
     has_shown_secret: bool = False
 
     def end(self) -> None:
-        # Whoever serves it reads its end, and closes it: a handshake, too.
+        # Its server, or its handshake, then reads the end of it, and closes it.
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
