@@ -118,6 +118,6 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(tmp_p
     assert "120 steps took 1,920 rows, 1.09 epochs; hosts: 4 -> 2 -> 4" in output
     assert output.count("PASSED") == 2
     assert "60 steps took 1,440 rows; hosts: 4 -> 3" in output
-    assert "demo_cpu: 12 complete steps" in output
+    assert "demo_cpu: 12 steps in storage: 10, 20, " in output
     # Neither the lock file nor a run shows up as something to commit.
     assert run("git status --porcelain") == ""

@@ -179,7 +179,7 @@ def _train(config: schema.Config, emit: events.Emit) -> bool:
         state = program.init()
     log = _step_log(config, world, start_step)
     evaluation = _evaluation(config, program, mesh, emit)
-    with _stopping(config, emit) as is_stopping:
+    with _stopping(config, start_step, emit) as is_stopping:
         ended = loop.Loop(
             program=program,
             batches=batches,
@@ -214,7 +214,7 @@ def _meeting() -> Callable[[], object]:
 
 @contextlib.contextmanager
 def _stopping(
-    config: schema.Config, emit: events.Emit
+    config: schema.Config, start_step: int, emit: events.Emit
 ) -> Iterator[Callable[[int], bool]]:
     grace_secs = _grace_secs(config)
 
@@ -224,6 +224,7 @@ def _stopping(
         os._exit(termination.EXIT_CODE)
 
     with termination.agreed(
+        start_step=start_step,
         grace_secs=grace_secs,
         requested=lambda: emit("stop_requested", within_secs=grace_secs),
         expired=expire,

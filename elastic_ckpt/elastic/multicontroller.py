@@ -11,7 +11,7 @@ import jax
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
-from elastic_ckpt.elastic import member, termination
+from elastic_ckpt.elastic import member
 
 
 def configure(world: schema.WorldSection) -> None:
@@ -55,8 +55,6 @@ def joined(place: member.Member) -> Iterator[None]:
         coordinator_bind_address=place.address,
         cluster_detection_method="deactivate",
     )
-    # From here on JAX's preemption service catches it.
-    termination.release()
     yield
     # The coordination service ends with host 0, and takes with it who is still there.
     jax.distributed.shutdown()

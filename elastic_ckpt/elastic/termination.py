@@ -83,6 +83,7 @@ def release() -> None:
 @contextlib.contextmanager
 def agreed(
     *,
+    start_step: int,
     grace_secs: float,
     requested: Callable[[], None],
     expired: Callable[[], None],
@@ -92,6 +93,7 @@ def agreed(
     Every host calls it after each step, and gets the same answer.
 
     Args:
+      start_step: steps that are done already.
       grace_secs: how long after the signal the block may last in a process of its own;
         elsewhere the supervisor or the launcher sets the limit.
       requested: called, in another thread, when the signal arrives.
@@ -101,6 +103,11 @@ def agreed(
     from jax.experimental import multihost_utils
 
     if jax.distributed.is_initialized():
+        # The service stops all hosts at the largest number that one of them has given
+        # it, plus one. Before the first it takes 0, which a run that is continued has
+        # passed: so a signal is held until then.
+        multihost_utils.reached_preemption_sync_point(start_step)
+        release()
         yield multihost_utils.reached_preemption_sync_point
         return
     asked, ended = threading.Event(), threading.Event()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -221,7 +222,8 @@ class Taken:
             if config.save_checkpoint_on_completion
             else None,
             use_async=config.async_checkpointing,
-            guard=_past_maxtext,
+            # MaxText skips a step that is there already.
+            guard=functools.partial(_past_maxtext, except_for=(FileExistsError,)),
         )
         return self._manager
 

@@ -105,8 +105,11 @@ def test_more_loss_than_is_covered_falls_back_to_storage_and_says_why(ram, tmp_p
     for number in (0, 2):
         ram.lose(number)
     events = on(ram, [1, 3], restored(2, sharded=True), tmp_path, every=2, **options)
-    (why,) = set(reasons(events, "step_passed_over"))
-    assert why.startswith("step 3 in local lacks parts of 2 of 4 leaves: [state/m[")
+    # Between the two searches the answers of agents that are gone may differ.
+    lacks = "step 3 in local lacks parts of 2 of 4 leaves: [state/m["
+    whys = reasons(events, "step_passed_over")
+    assert whys
+    assert all(why.startswith(lacks) for why in whys)
     assert read_bytes(events)["persistent"] > 0
 
 

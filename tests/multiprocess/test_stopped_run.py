@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from concurrent import futures
 
 import pytest
@@ -11,9 +12,9 @@ from tests import runs, shared_memory
 from tests.multiprocess import outer_launcher
 
 
-def stopped(config, *settings, everybody=False, at="step "):
-    """Starts a run, ends it by SIGTERM when it prints a line; its output and code."""
-    started = subprocess.Popen(
+def start(config, *settings):
+    """Starts a run that would not end."""
+    return subprocess.Popen(
         runs.command(
             "train", config, "steps=1000000", "termination_grace_period_seconds=900",
             *settings,
@@ -24,8 +25,12 @@ def stopped(config, *settings, everybody=False, at="step "):
         start_new_session=True,
         text=True,
     )  # fmt: skip
-    output = ""
-    with started:
+
+
+def stopped(config, *settings, everybody=False):
+    """Starts a run, ends it by SIGTERM at its first step; its output and code."""
+    output, at = "", "step "
+    with start(config, *settings) as started:
         for line in started.stdout:
             output += line
             if line.startswith(at):
@@ -111,6 +116,12 @@ def test_a_run_that_cannot_save_says_so(tmp_path, corpus):
 @pytest.mark.slow
 def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus)
-    output, code = stopped(config, "hosts=2", at="starting")
-    assert code == 128 + signal.SIGTERM, output
+    with start(config, "hosts=2") as started:
+        # It is made before the hosts are started.
+        while not (tmp_path / "tiny" / "logs").exists():
+            assert started.poll() is None
+            time.sleep(0.01)
+        started.terminate()
+        output = started.stdout.read()
+    assert started.returncode == 128 + signal.SIGTERM, output
     assert "ended by SIGTERM before the first step" in output
