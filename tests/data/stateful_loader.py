@@ -41,7 +41,10 @@ def numbers(shard):
 
 def finite():
     return sharded_data.sharded(
-        numbers, num_shards=NUM_SHARDS, end=elastic_data.End.PADDED
+        numbers,
+        num_shards=NUM_SHARDS,
+        end=elastic_data.End.PADDED,
+        pipeline="numbers",
     )
 
 
