@@ -11,7 +11,7 @@ import jax
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
-from elastic_ckpt.elastic import member
+from elastic_ckpt.elastic import member, termination
 
 
 def configure(world: schema.WorldSection) -> None:
@@ -55,6 +55,8 @@ def joined(place: member.Member) -> Iterator[None]:
         coordinator_bind_address=place.address,
         cluster_detection_method="deactivate",
     )
+    # From here on JAX's preemption service receives the signal.
+    termination.release()
     yield
     # The coordination service ends with host 0, and takes with it who is still there.
     jax.distributed.shutdown()

@@ -73,7 +73,7 @@ class World:
     """Host processes on this machine that compute together until their program ends.
 
     Args:
-      program: runs on every host; picklable.
+      program: runs on every host; picklable. SIGTERM is held until it has joined.
       num_hosts: how many hosts.
       log_directory: gets `host-<n>.log`, what each host printed.
       emit: called with the events of every host, and with `host_lost` and

@@ -103,12 +103,13 @@ def agreed(
     from jax.experimental import multihost_utils
 
     if jax.distributed.is_initialized():
-        # The service stops all hosts at the largest number that one of them has given
-        # it, plus one. Before the first it takes 0, which a run that is continued has
-        # passed: so a signal is held until then.
-        multihost_utils.reached_preemption_sync_point(start_step)
-        release()
-        yield multihost_utils.reached_preemption_sync_point
+        # The service counts from 0 and ends all hosts one call after the farthest of
+        # them, so steps are counted from the first of this world: a signal before it
+        # ends the run after it.
+        def is_reached(step: int) -> bool:
+            return multihost_utils.reached_preemption_sync_point(step - start_step)
+
+        yield is_reached
         return
     asked, ended = threading.Event(), threading.Event()
 

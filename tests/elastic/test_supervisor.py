@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.elastic import multicontroller, supervisor
+from elastic_ckpt.elastic import multicontroller, supervisor, termination
 
 
 class Heard:
@@ -149,17 +149,26 @@ def test_hosts_that_have_nothing_to_save_are_ended_at_once(tmp_path):
 
 
 def take_the_signal(place, emit):
-    """Emits as step what this host got: it holds the signal until it has joined."""
+    """Emits the step it stops after, though the signal arrives before it has joined."""
     emit("save_started", step=place.host)
     while signal.SIGTERM not in signal.sigpending():
         time.sleep(0.01)
     multicontroller.configure(schema.WorldSection())
-    with multicontroller.joined(place):
-        step = 0
-        while not multihost_utils.reached_preemption_sync_point(step):
+    step = 7
+    with (
+        multicontroller.joined(place),
+        termination.agreed(
+            start_step=step, grace_secs=600, requested=no_call, expired=no_call
+        ) as is_stopping,
+    ):
+        while not is_stopping(step):
             step += 1
             time.sleep(0.05)
         emit("saved", step=step, secs=0.0)
+
+
+def no_call():
+    raise AssertionError("in a world of several hosts the supervisor watches the time")
 
 
 def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path):
@@ -175,6 +184,7 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path)
     ).run()
     first, second = [fields for name, fields in heard.events if name == "saved"]
     assert first == second
+    assert first["step"] > 7
 
 
 def fail_in_turn(place, _):

@@ -88,16 +88,25 @@ def test_a_run_that_gets_sigterm_saves_and_continues_at_the_step(
 @pytest.mark.slow
 def test_under_an_outer_launcher_one_host_that_gets_sigterm_stops_all(tmp_path, corpus):
     config = runs.write_config(tmp_path, corpus, checkpoint_period=1000, log_period=1)
-    with outer_launcher.tasks(config, "steps=1000000") as tasks:
-        for line in tasks[0].stdout:
-            if line.startswith("step "):
-                break
-        tasks[1].terminate()
-        # Both pipes are read to the end, so that neither fills.
-        with futures.ThreadPoolExecutor() as reading:
-            (output, _), _ = reading.map(lambda task: task.communicate(), tasks)
-    check_saved(tmp_path / "tiny", output, tasks[0].returncode)
-    assert tasks[1].returncode == 128 + signal.SIGTERM
+    stopped_after = []
+    # The second start gets it before its first step.
+    for at in ("step ", "tiny: from step "):
+        with outer_launcher.tasks(config, "steps=1000000") as tasks:
+            output = ""
+            for line in tasks[0].stdout:
+                output += line
+                if line.startswith(at):
+                    break
+            tasks[1].terminate()
+            # Both pipes are read to the end, so that neither fills.
+            with futures.ThreadPoolExecutor() as reading:
+                (rest, _), _ = reading.map(lambda task: task.communicate(), tasks)
+        output += rest
+        step = check_saved(tmp_path / "tiny", output, tasks[0].returncode)
+        stopped_after.append(step)
+        assert tasks[1].returncode == 128 + signal.SIGTERM
+    first, second = stopped_after
+    assert first < second
 
 
 @pytest.mark.slow
