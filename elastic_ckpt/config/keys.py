@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.config.key import Value
 
 
 def sections() -> dict[str, Any]:
@@ -29,7 +30,7 @@ def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     return found
 
 
-def values(config: schema.Config) -> dict[str, schema.Value]:
+def values(config: schema.Config) -> dict[str, Value]:
     """`config` as a flat dictionary of every key."""
     return {
         name: getattr(getattr(config, section), name)
@@ -73,8 +74,8 @@ def resolved_yaml(config: schema.Config, origins: Mapping[str, str]) -> str:
 def base_yaml() -> str:
     """The text of `configs/base.yml`: every key with its meaning and its default."""
     lines = [
-        "# Every key with its default, written from elastic_ckpt/config/schema.py; a",
-        "# test compares them. Begin your own file with `base_config: base.yml`.",
+        "# Every key with its default, written from elastic_ckpt/config; a test",
+        "# compares them. Begin your own file with `base_config: base.yml`.",
     ]
     described = ""
     for name, (section, field) in keys().items():
@@ -97,7 +98,7 @@ def _title(section: str) -> str:
     return (type(sections()[section]).__doc__ or "").splitlines()[0]
 
 
-def render(value: schema.Value) -> str:
+def render(value: Value) -> str:
     """`value` as YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import yaml
 
 from elastic_ckpt.config import keys, schema
+from elastic_ckpt.config.key import Value
 from elastic_ckpt.core import errors
 
 # The base of every key's default, of which no file is needed.
@@ -72,7 +73,7 @@ def _settings(
     return settings
 
 
-def from_values(values: dict[str, schema.Value], *, place: str) -> schema.Config:
+def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
     """The configuration of which `keys.values` made `values`.
 
     Raises:
@@ -128,7 +129,7 @@ def _read_file(
 
 def _build(settings: dict[str, _Setting]) -> schema.Config:
     known = keys.keys()
-    chosen: dict[str, dict[str, schema.Value]] = {}
+    chosen: dict[str, dict[str, Value]] = {}
     for key, setting in settings.items():
         if key not in known:
             near = difflib.get_close_matches(key, [*known, _INHERIT], n=1, cutoff=0.0)
@@ -145,9 +146,7 @@ def _build(settings: dict[str, _Setting]) -> schema.Config:
     )
 
 
-def _coerce(
-    key: str, field: dataclasses.Field[object], setting: _Setting
-) -> schema.Value:
+def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Value:
     wanted = _TYPES[str(field.type)]
     value = setting.value
     if (
@@ -180,7 +179,7 @@ def _coerce(
         raise errors.ConfigError(
             f"{setting.place}: {key} is at least {at_least}, not {setting.value!r}"
         )
-    return typing.cast(schema.Value, value)
+    return typing.cast(Value, value)
 
 
 _TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
