@@ -31,7 +31,6 @@ from elastic_ckpt.checkpoint.restore import Found
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.tiers import line as lines
 from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
 
 T = TypeVar("T")
@@ -81,10 +80,13 @@ class SaveStages:
         self._preserved: list[int] = []
         # Whether a stage failed otherwise than hosts report it, and no save since.
         self._is_broken = False
+        # Whether the next step that is committed is the first of a line.
+        self._begins_line = False
 
     def go_on_from(self, step: int) -> None:
         """A step was restored: it is kept until another one has its copies."""
         self.committed, self._covered = None, step
+        self._begins_line = True
 
     @property
     def is_committing(self) -> bool:
@@ -186,20 +188,23 @@ class SaveStages:
             self._make_room()
             return stored
         self._note_committed(saving, notes)
+        self._begin_line(saving)
         self._begin_others(saving)
         return True
 
+    def _begin_line(self, saving: Saving) -> None:
+        # Storage counts it even if all memory is lost before its first backup. A step
+        # that is overwritten counts until its own backup, which is due at once.
+        if not self._begins_line or saving.overwrite:
+            return
+        try:
+            self._hosts.first("backup.begin_line", saving.save, saving.parents)
+            self._begins_line = False
+        except HostsFailed as error:
+            self._degraded("persistent", saving.step, f"old steps may count: {error}")
+
     def _note_committed(self, saving: Saving, notes: Mapping[str, Any]) -> None:
-        place = (saving.step, saving.save)
-        line = lines.after(*place, saving.parents)
-        self.committed = Found(
-            step=saving.step,
-            save=saving.save,
-            line=line,
-            metrics=saving.described.metrics,
-            custom_metadata=saving.described.custom_metadata,
-            commit_timestamp_nsecs=1_000_000 * notes["time_ms"],
-        )
+        self.committed = saving.committed(notes["time_ms"])
         self._is_broken = False
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)

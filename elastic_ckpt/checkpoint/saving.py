@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from elastic_ckpt.checkpoint.described import Described
+from elastic_ckpt.checkpoint.restore import Found
+from elastic_ckpt.tiers import line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,3 +33,18 @@ class Saving:
     described: Described
     parents: Sequence[tuple[int, str]]
     began_secs: float
+
+    def committed(self, time_ms: int) -> Found:
+        """The step once it is committed.
+
+        Args:
+          time_ms: when that was, since the epoch.
+        """
+        return Found(
+            step=self.step,
+            save=self.save,
+            line=line.after(self.step, self.save, self.parents),
+            metrics=self.described.metrics,
+            custom_metadata=self.described.custom_metadata,
+            commit_timestamp_nsecs=1_000_000 * time_ms,
+        )

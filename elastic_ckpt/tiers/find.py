@@ -59,7 +59,7 @@ class Search:
 
     Args:
       tiers: where to look, as they are now.
-      own: the line of the caller, where it is the newest.
+      lines: that no manifest describes: the caller's own, those recorded in storage.
       without: steps and saves that proved to be unreadable.
     """
 
@@ -67,14 +67,14 @@ class Search:
         self,
         tiers: Sequence[Tier],
         *,
-        own: Line | None = None,
+        lines: Collection[Line] = (),
         without: Collection[tuple[int, str]] = (),
     ) -> None:
         self._tiers = tiers
         self._without = frozenset(without)
         # Of the steps that were read for the line; mostly that which is looked for.
         self._looked_at: dict[int, _Offers] = {}
-        self.line = max(own or _UNKNOWN, self._line(), key=lambda line: line.save)
+        self.line = max([*lines, self._line()], key=lambda line: line.save)
 
     def newest(self) -> Outcome:
         """The newest step that is complete in all tiers together."""

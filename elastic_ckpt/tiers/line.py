@@ -10,7 +10,8 @@ abandoned. They are restored only by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 Parent = tuple[int, str]
 # More restores than these are forgotten, and what was saved before them is kept.
@@ -29,6 +30,11 @@ class Line:
 
     save: str
     parents: tuple[Parent, ...]
+
+    @classmethod
+    def of(cls, save: str, parents: Iterable[Sequence[Any]]) -> Line:
+        """The line from its fields, as JSON has them."""
+        return cls(save=save, parents=tuple((step, name) for step, name in parents))
 
     def abandons(self, step: int, save: str) -> bool:
         """Whether a save of a step is older than the line's and not one of its own.

@@ -175,6 +175,10 @@ class PersistentPlace:
         """See `source.Tier`."""
         return self._tier.known_saves()
 
+    def recorded_lines(self) -> Sequence[Line]:
+        """The newest line, if it has no step in storage yet."""
+        return self._tier.recorded_lines()
+
     def foreign_steps(self) -> dict[int, str]:
         """The directories of steps that Orbax saved without us, by their numbers."""
         steps = self._wanted(self._tier.foreign_steps())
@@ -248,7 +252,9 @@ class Places:
     @functools.cached_property
     def line(self) -> Line:
         """The line of the newest save: steps that it abandons do not count."""
-        return find.Search([each.tier for each in self.places]).line
+        stored = [each for each in self.places if isinstance(each, PersistentPlace)]
+        lines = [line for each in stored for line in each.recorded_lines()]
+        return find.Search([each.tier for each in self.places], lines=lines).line
 
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:

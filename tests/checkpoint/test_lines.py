@@ -103,6 +103,50 @@ def test_the_next_world_takes_the_new_line(run, stored, keep_in_ram):
         assert run.steps() == [(1, 101), (2, 102), (3, 103), (4, 104), (5, 205)]
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_line_without_a_backup_outlasts_the_memory_of_all_hosts(run, foreign):
+    with run.world() as opened:
+        run.save(opened, *range(1, 7), line=1)
+    if foreign:
+        with ocp.training.Checkpointer(run.path / "steps") as stock:
+            stock.save(7, {"w": jnp.full(4, 107)})
+    with run.world(every=100) as opened:
+        opened.load(4)
+        run.save(opened, 5, line=2)
+    run.lose_ram()
+    # Where all steps lie has not changed, and all are found by name.
+    assert run.stock()[-1] == ((7, 107) if foreign else (6, 106))
+    assert run.newest() == (4, 104)
+    with run.world() as opened:
+        assert value(opened.load(6)) == 106
+    with run.world() as opened:
+        assert opened.latest.step == 4
+        run.save(opened, 5, line=3)
+    run.lose_ram()
+    assert run.stock()[-1] == (5, 305)
+    assert run.newest() == (5, 305)
+
+
+def test_the_record_of_a_line_that_was_damaged_is_named(run):
+    with run.world() as opened:
+        run.save(opened, 1, 2, line=1)
+    with run.world(every=100) as opened:
+        opened.load(1)
+        run.save(opened, 2, line=2)
+    run.lose_ram()
+    record = run.path / "steps" / "abandoned" / "line.json"
+    content = record.read_bytes()
+    for damaged in (
+        content[:-3],
+        content.replace(b'"parents": [[1', b'"parents": [[2'),
+    ):
+        record.write_bytes(damaged)
+        with pytest.raises(errors.CheckpointError, match=r"line\.json .*; restore the"):
+            run.world()
+    record.write_bytes(content)
+    assert run.newest() == (1, 101)
+
+
 def test_loading_alone_changes_nothing(run):
     with run.world() as opened:
         run.save(opened, *range(1, 7), line=1)
@@ -247,7 +291,7 @@ class KilledError(Exception):
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_killed_between_set_aside_and_commit(run, monkeypatch, lost):
-    """What is set aside counts as long as nothing proves the new line."""
+    """The new line counts even if all that is left of it is its record."""
     with run.world() as opened:
         run.save(opened, *range(1, 7), line=1)
     rename = storage.rename
@@ -266,9 +310,9 @@ def test_killed_between_set_aside_and_commit(run, monkeypatch, lost):
     assert run.set_aside() == [5, 6]
     if lost:
         run.lose_ram()
-        assert run.newest() == (6, 106)
+        assert run.newest() == (4, 104)
         with run.world() as opened:
-            opened.load(None)
+            opened.load(6)
             run.save(opened, 7, line=1)
         assert run.stock() == [(step, 100 + step) for step in range(1, 8)]
     else:

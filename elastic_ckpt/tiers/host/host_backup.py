@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent import futures
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,20 @@ class HostBackup:
           The paths that were removed.
         """
         return self._writing.discard_dead(before=save)
+
+    def begin_line(self, save: str, parents: Sequence[Sequence[Any]]) -> None:
+        """Has storage count the line that a step was committed to; host 0 does it.
+
+        Args:
+          save: of the line.
+          parents: of the line.
+
+        Raises:
+          CheckpointError: if storage cannot be listed.
+        """
+        if self._world.root is not None:
+            line = Line.of(save, parents)
+            arrange.record(self._world.root, line, run=self._world.run)
 
     def chunk_shapes(self, step: int, save: str) -> dict[str, list[int]]:
         """The shapes of the chunks of each leaf of a step, by its path.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -59,10 +59,11 @@ class HostReader:
         Raises:
           CheckpointError: if a certain step is not complete.
         """
-        tiers, foreign, out_of_reach = self._within_reach()
+        tiers, foreign, recorded, out_of_reach = self._within_reach()
+        own = [] if own_line is None else [line.Line.of(*own_line)]
         looking = find.Search(
             tiers,
-            own=None if own_line is None else _line(*own_line),
+            lines=[*own, *recorded],
             without={(number, name) for number, name in without},
         )
         answer: Answer = {
@@ -90,8 +91,8 @@ class HostReader:
 
         Those that Orbax alone saved are among them.
         """
-        tiers, foreign, _ = self._within_reach()
-        looking = find.Search(tiers)
+        tiers, foreign, recorded, _ = self._within_reach()
+        looking = find.Search(tiers, lines=recorded)
         complete = [_place(each) for each in looking.complete_steps()]
         others = {each["step"] for each in complete}
         complete += [
@@ -250,17 +251,17 @@ class HostReader:
         self._restoring = None
         storage.remove(self._files())
 
-    def _within_reach(self) -> tuple[list[Tier], dict[int, str], str | None]:
-        # What can be searched, the steps of Orbax alone with the saves that they count
-        # as, and why storage cannot be.
+    def _within_reach(self) -> _Reach:
         storage_tier = self._world.persistent
         if storage_tier is None:
-            return self._world.tiers, {}, None
+            return _Reach(self._world.tiers, {}, [], None)
         try:
-            return self._world.tiers, storage_tier.foreign_saves(), None
+            foreign = storage_tier.foreign_saves()
         except errors.CheckpointError as error:
             in_ram = [tier for tier in self._world.tiers if tier is not storage_tier]
-            return in_ram, {}, str(error)
+            return _Reach(in_ram, {}, [], str(error))
+        recorded = storage_tier.recorded_lines()
+        return _Reach(self._world.tiers, foreign, recorded, None)
 
     def _refusing(self, tiers: Sequence[Tier]) -> list[str]:
         known = secret.path(self._world.disk.root)
@@ -292,6 +293,22 @@ class HostReader:
         return self._restoring
 
 
+class _Reach(NamedTuple):
+    """What can be searched.
+
+    Attributes:
+      tiers: that answer.
+      foreign: the steps of Orbax alone, with the saves that they count as.
+      recorded: lines that are recorded in storage.
+      out_of_reach: why storage does not answer; None if it does, or there is none.
+    """
+
+    tiers: list[Tier]
+    foreign: dict[int, str]
+    recorded: list[line.Line]
+    out_of_reach: str | None
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Restoring:
     found: find.FoundStep
@@ -318,7 +335,3 @@ def _place(found: find.FoundStep) -> Answer:
         "custom_metadata": json.loads(contents.custom_metadata or "null"),
         "commit_timestamp_nsecs": 1_000_000 * contents.time_ms,
     }
-
-
-def _line(save: str, parents: Sequence[Sequence[Any]]) -> line.Line:
-    return line.Line(save=save, parents=tuple((n, name) for n, name in parents))

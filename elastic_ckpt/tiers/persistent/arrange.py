@@ -1,17 +1,76 @@
 """Keeps the directory of steps as stock Orbax should see it: the steps of one line.
 
-Steps that a line abandons (see `tiers.line`) are set aside before its first step is
-committed, and steps that were set aside and are of the line come back. Where a step
-lies decides nothing: killed at any point, it can be repeated, and until the new line
-has a step somewhere, the old one is found wherever it lies.
+A line that abandons steps here is recorded with its first save, wherever that is, so
+that it counts even if all memory is lost before its first backup. The steps that it
+abandons (see `tiers.line`) are set aside before its first step is committed here, and
+steps that were set aside and are of the line come back. Where a step lies decides
+nothing: killed at any point, it can be repeated.
 """
 
 from __future__ import annotations
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
 from elastic_ckpt.tiers import manifest_file
 from elastic_ckpt.tiers.line import Line
-from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot, manifest_names
+from elastic_ckpt.tiers.persistent.persistent_root import (
+    ABANDONED,
+    PersistentRoot,
+    manifest_names,
+)
+
+_RECORD = "line.json"
+_RECORD_VERSION = 1
+
+
+def record(root: PersistentRoot, line: Line, *, run: str) -> None:
+    """Records that `line` was begun, if steps here would count without that.
+
+    Args:
+      root: of the steps.
+      line: that the run has committed a step of, here or elsewhere.
+      run: the identity of the run.
+
+    Raises:
+      OSError: if storage is away.
+      CheckpointError: if it cannot be listed.
+    """
+    for number in reversed(root.steps()):
+        save = save_of(root, number, run=run)
+        if save is None:
+            continue
+        if line.abandons(number, save):
+            parents = [list(parent) for parent in line.parents]
+            content = checked_json.to_bytes(
+                {"run": run, "save": line.save, "parents": parents},
+                version=_RECORD_VERSION,
+            )
+            path = root.path / ABANDONED / _RECORD
+            storage.make_directory(path.parent)
+            storage.write_atomic(path, content)
+        return
+
+
+def recorded_lines(root: PersistentRoot, *, run: str) -> list[Line]:
+    """The line that was recorded last; none if there was none.
+
+    Raises:
+      CheckpointError: if the record cannot be read.
+    """
+    path = root.path / ABANDONED / _RECORD
+    try:
+        fields = checked_json.parse(
+            path.read_bytes(), what="record of a line", version=_RECORD_VERSION
+        )
+    except FileNotFoundError:
+        return []
+    except (checked_json.Unreadable, *bucket_clients.failures()) as error:
+        raise errors.CheckpointError(
+            f"record of a line {path} {error}; restore the file from a copy, or remove"
+            " it to continue from the newest step, which may be one that was abandoned"
+        ) from None
+    if fields["run"] != run:
+        return []
+    return [Line.of(fields["save"], fields["parents"])]
 
 
 def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:

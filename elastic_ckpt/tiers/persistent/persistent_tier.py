@@ -17,6 +17,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.tiers import preserved, retention, search
 from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.tiers.line import Line
 from elastic_ckpt.tiers.manifest import Manifest
 from elastic_ckpt.tiers.persistent import arrange, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (
@@ -66,6 +67,14 @@ class PersistentTier:
             if save is not None:
                 return [*found, (step, save)]
         return found
+
+    def recorded_lines(self) -> list[Line]:
+        """The newest line that was begun without a step in storage; see `arrange`.
+
+        Raises:
+          CheckpointError: if its record is damaged or out of reach.
+        """
+        return arrange.recorded_lines(self._root, run=self._run)
 
     def foreign_steps(self) -> list[int]:
         """The committed steps without manifests, which Orbax alone wrote, ascending."""
