@@ -54,6 +54,8 @@ def parse(
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+            raise Unreadable(f"goes on after its end (at byte {error.pos})") from None
         began_well = text.startswith(b"{") or not text
         if began_well and not text.endswith(_END):
             raise Unreadable(f"is cut short (after {len(text)} bytes)") from None

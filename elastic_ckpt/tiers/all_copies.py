@@ -69,6 +69,7 @@ class AllCopies:
         self.num_bytes = 0
         self._damaged: dict[int, str] = {}
         self._hidden: dict[int, str] = {}
+        self._longer: dict[int, int] = {}
 
     def read(self) -> None:
         """Reads and compares all of them, in several threads."""
@@ -83,9 +84,16 @@ class AllCopies:
     def problems(self) -> Iterator[Problem]:
         """What was found, by item and holder."""
         for row in sorted(self._damaged):
-            yield self._problem(row, "damaged", self._damaged[row])
+            yield self._problem(row, "damaged", self._damaged[row], self._remedy(row))
+        for row in sorted(self._longer):
+            saved_bytes = int(self._sizes[self._item[row]])
+            why = f"is longer than what was saved, by {self._longer[row]} bytes"
+            remedy = (
+                f"a restore reads only its first {saved_bytes} bytes: cut it to them"
+            )
+            yield self._problem(row, "damaged", why, remedy)
         for row in sorted(self._hidden):
-            yield self._problem(row, "orbax", self._hidden[row])
+            yield self._problem(row, "orbax", self._hidden[row], _ORBAX_REMEDY)
         for item in self._holdings.diverged.tolist():
             yield self._diverged(item)
         held = self._holdings.offers[0].manifest
@@ -108,22 +116,30 @@ class AllCopies:
             size = int(self._sizes[self._item[row]])
             if memory.nbytes < size:
                 memory = host_memory.allocate(size)
-            damage, hidden = self._examine(row, memory[:size])
+            damage, hidden, surplus = self._examine(row, memory[:size])
             with self._lock:
                 if damage is not None:
                     self._damaged[row] = damage
                 elif hidden is not None:
                     self._hidden[row] = hidden
+                elif surplus > 0:
+                    self._longer[row] = surplus
                 self.num_bytes += size
                 self._progress(self.num_bytes, self._total)
 
-    def _examine(self, row: int, memory: np.ndarray) -> tuple[str | None, str | None]:
+    def _examine(
+        self, row: int, memory: np.ndarray
+    ) -> tuple[str | None, str | None, int]:
+        # What is wrong with the copy, and with Orbax's view of it; bytes behind it.
         offer, part = self._offer(row), self._part(row)
         is_chunk = isinstance(part, Fragment)
         place = (part.file, part.offset) if is_chunk else (part.path, 0)
+        source, surplus = self._copies[offer].source, 0
         damage = hidden = None
         try:
-            self._copies[offer].source.read_into(*place, memory.data)
+            source.read_into(*place, memory.data)
+            if self._is_whole_file(row, part):
+                surplus = source.size(place[0]) - place[1] - memory.nbytes
         except ReadError as error:
             damage = str(error)
         else:
@@ -131,9 +147,17 @@ class AllCopies:
         view = self._views.get(self._copies[offer].where)
         if is_chunk and view is not None:
             hidden = view.chunk_problem(part)
-        return damage, hidden
+        return damage, hidden, surplus
 
-    def _problem(self, row: int, kind: Kind, why: str) -> Problem:
+    def _is_whole_file(self, row: int, part: Fragment | ComponentFile) -> bool:
+        # Values in a store end where its index says, whatever else its files hold.
+        if isinstance(part, ComponentFile):
+            return True
+        offer = self._offer(row)
+        held = offer.manifest.fragments
+        return offer.tier == "local" and len(held.files) == len(held)
+
+    def _problem(self, row: int, kind: Kind, why: str, remedy: str) -> Problem:
         offer, part = self._offer(row), self._part(row)
         file = part.file if isinstance(part, Fragment) else part.path
         item = int(self._item[row])
@@ -146,7 +170,7 @@ class AllCopies:
             holder=offer.host.id,
             path=f"{self._copies[offer].where}/{file}",
             why=why,
-            remedy=_ORBAX_REMEDY if kind == "orbax" else self._remedy(row),
+            remedy=remedy,
         )
 
     def _remedy(self, row: int) -> str:

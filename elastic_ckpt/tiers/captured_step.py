@@ -105,11 +105,18 @@ class CapturedStep:
         Raises:
           ReadError: if there is no such file.
         """
-        if file not in self._values:
-            raise ReadError("is not in this host's memory")
-        content = np.ascontiguousarray(self._values[file]).reshape(-1).view(np.uint8)
+        content = np.ascontiguousarray(self._of(file)).reshape(-1).view(np.uint8)
         into[:] = content[offset : offset + len(into)].data
         on_piece(into)
+
+    def size(self, file: str) -> int:
+        """As `source.Source` says."""
+        return self._of(file).nbytes
+
+    def _of(self, file: str) -> np.ndarray:
+        if file not in self._values:
+            raise ReadError("is not in this host's memory")
+        return self._values[file]
 
 
 class Owners:

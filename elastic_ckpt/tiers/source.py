@@ -50,6 +50,14 @@ class Source(Protocol):
         """
         ...
 
+    def size(self, file: str) -> int:
+        """The length of `file` in bytes.
+
+        Raises:
+          ReadError: if the file is missing, or the holder does not answer.
+        """
+        ...
+
 
 class Offered(NamedTuple):
     """What a tier has of a step.

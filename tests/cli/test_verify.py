@@ -156,6 +156,74 @@ def loaded(steps):
         return stock_program.digests(orbax.load_checkpointables(2, {"state": None}))
 
 
+def silent_appends(directory, *paths):
+    """Appends a byte to each file; those that are passed over."""
+    silent = []
+    for path in sorted(each for each in directory.rglob("*") if each.is_file()):
+        before = path.read_bytes()
+        path.write_bytes(before + b"}")
+        if verified(*paths).passed(strict=True):
+            silent.append(path)
+        path.write_bytes(before)
+    assert verified(*paths).passed(strict=True)
+    return silent
+
+
+def test_a_byte_behind_any_file_of_a_host_is_noticed(saved):
+    silent = silent_appends(saved / "ram" / "hosts" / "0", saved / "ram")
+    # As for bits.
+    assert {path.name for path in silent} == {"zarr.json", "lock"}
+
+
+def test_a_byte_behind_a_file_in_storage_is_noticed_or_nothing_to_orbax(saved):
+    steps = saved / "steps"
+    expected = loaded(steps)
+    silent = silent_appends(steps / "2", steps)
+    # The index of a store says where in its data files values lie, and how long.
+    names = {path.name for path in silent if path.parent.name != "d"}
+    assert names == {"commit_success.txt"}
+    for path in silent:
+        path.write_bytes(path.read_bytes() + b"}")
+    assert loaded(steps) == expected
+
+
+def test_a_file_that_is_too_long_is_told_and_how_to_mend_it(saved):
+    for path in (in_ram(saved) / "data" / "a.json", saved / "steps/2/data/a.json"):
+        before = path.read_bytes()
+        path.write_bytes(before + b"more")
+        (found,) = problems(saved / "ram", saved / "steps")
+        assert (found["kind"], found["part"]) == ("damaged", "data/a.json")
+        assert found["path"] == str(path)
+        assert found["why"] == "is longer than what was saved, by 4 bytes"
+        assert (
+            found["remedy"] == "a restore reads only its first 3 bytes: cut it to them"
+        )
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize("tier", ["ram", "steps"])
+def test_a_restore_hands_out_no_bytes_behind_a_file_of_a_component(saved, tier):
+    directory = in_ram(saved) if tier == "ram" else saved / "steps" / "2"
+    for path in (directory / "data").glob("*.json"):
+        path.write_bytes(path.read_bytes() + b"more")
+    ram = saved / "ram" if tier == "ram" else saved / "another"
+    data = Texts()
+    with tiered_steps.checkpointer(ram, saved / "steps") as opened:
+        opened.load_checkpointables(2, {"data": data})
+    texts = {name: data.found[name] for name in ("a.json", "b.json")}
+    assert texts == {"a.json": '"a"', "b.json": '"b"'}
+
+
+class Texts(tiered_steps.Cursors):
+    """The component of `tiered_steps`, of which the files are read too."""
+
+    async def load(self, directory):
+        async def read():
+            self.found = {path.name: path.read_text() for path in directory.iterdir()}
+
+        return read()
+
+
 def test_metadata_that_orbax_cannot_read_is_told(saved):
     step = saved / "steps" / "1"
     for file in ("_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding"):
@@ -277,6 +345,11 @@ def test_a_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
         (found,) = problems(*by_peer)
         assert found["path"].startswith(f"{url}/v1/hosts/0/2-")
         assert found["part"] == "state/params/w[6:8, 0:6]"
+        path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
+        path.write_bytes(path.read_bytes() + b"more")
+        _, longer = problems(*by_peer)
+        assert longer["why"] == "is longer than what was saved, by 4 bytes"
+        path.write_bytes(path.read_bytes()[:-4])
         # By path and through the agent it is one holder.
         (found,) = problems(saved / "ram", "--peer", url)
         assert not found["path"].startswith("http")

@@ -43,6 +43,14 @@ class ReadContract:
         found = self.read(of, file, offset, num_bytes)
         assert found == content[offset : offset + num_bytes]
 
+    @pytest.mark.parametrize("file", FILES)
+    def test_the_size_is_that_of_the_whole_file(self, of, file):
+        assert of.size(file) == len(FILES[file])
+
+    def test_a_missing_file_has_no_size(self, of):
+        with pytest.raises(source.ReadError):
+            of.size("data/none")
+
     @pytest.mark.parametrize("num_bytes", [0, 1])
     def test_a_missing_file_is_an_error(self, of, num_bytes):
         with pytest.raises(source.ReadError):

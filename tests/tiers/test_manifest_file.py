@@ -158,6 +158,13 @@ def test_every_cut_is_noticed():
         manifest_file.parse(text[:-1])
 
 
+def test_bytes_behind_the_end_are_told_from_a_cut():
+    text = GOLDEN.read_bytes()
+    for more in (b"}", b"{}", text):
+        with pytest.raises(checked_json.Unreadable, match="goes on after its end"):
+            manifest_file.parse(text + more)
+
+
 def forged(**changes):
     """A manifest with other fields, and with the digest of these."""
     content = json.loads(manifest_file.to_bytes(small())) | changes

@@ -100,6 +100,12 @@ class TestDirectory(read_contract.ReadContract):
                 except OSError as error:
                     raise source.ReadError(str(error)) from None
 
+            def size(self, file):
+                try:
+                    return (directory / file).stat().st_size
+                except OSError as error:
+                    raise source.ReadError(str(error)) from None
+
         return Directory()
 
 

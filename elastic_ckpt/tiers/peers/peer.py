@@ -68,6 +68,10 @@ class _PeerSource:
         path = _path(f"{self._directory}/{file}")
         self._endpoint.read_into(path, offset, into, on_piece)
 
+    def size(self, file: str) -> int:
+        """As `source.Source` says."""
+        return self._endpoint.size(_path(f"{self._directory}/{file}"))
+
 
 class Peer:
     """The RAM disk of one other machine at one moment, a `source.Tier`.

@@ -26,6 +26,7 @@ RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
 # How long a peer is left alone after it has failed.
 SKIPPED_SECS = 30.0
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
+_SIZE = re.compile(r"[0-9]{1,18}")
 _REFUSED = 401
 _STATUS = {
     404: "has no such file",
@@ -130,11 +131,28 @@ class Endpoint:
                     on_piece(piece)
                     self._pause(len(piece))
 
-        def look() -> None:
-            with self._answer("HEAD", path, {}, status=200):
-                pass
+        if len(into):
+            self._persistently(fill, lambda: done)
+        else:
+            self.size(path)
 
-        self._persistently(fill if len(into) else look, lambda: done)
+    def size(self, path: str) -> int:
+        """The length of the file at `path` in bytes.
+
+        Raises:
+          ReadError: if it cannot be had.
+        """
+
+        def look() -> int:
+            with self._answer("HEAD", path, {}, status=200) as response:
+                announced = response.getheader("Content-Length", "")
+            if not _SIZE.fullmatch(announced):
+                raise source.ReadError(
+                    f"cannot be read: {self.url} gives its size as {announced!r:.40}"
+                )
+            return int(announced)
+
+        return self._persistently(look, lambda: 0)
 
     def close(self) -> None:
         """Closes the connections that nobody uses now."""

@@ -7,8 +7,10 @@ without Orbax, knows their digests, and reads only those that it needs.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import tensorstore as ts
@@ -243,7 +245,7 @@ class _StepSource:
     ) -> None:
         where, inside, key = file.partition("//")
         end = offset + len(into)
-        try:
+        with _read_errors():
             if inside:
                 found = self._store(where).read(key, byte_range=slice(offset, end))
                 content = found.result().value
@@ -251,15 +253,17 @@ class _StepSource:
                 with (self._directory / where).open("rb") as opened:
                     opened.seek(offset)
                     content = opened.read(len(into))
-        except FileNotFoundError:
-            raise ReadError("is missing") from None
-        # TensorStore raises ValueErrors.
-        except (*bucket_clients.failures(), ValueError) as error:
-            raise ReadError(f"cannot be read ({error})") from error
         if len(content) != len(into):
             raise ReadError(f"ends after {offset + len(content)} bytes, before {end}")
         into[:] = content
         on_piece(into)
+
+    def size(self, file: str) -> int:
+        where, inside, key = file.partition("//")
+        with _read_errors():
+            if inside:
+                return len(self._store(where).read(key).result().value)
+            return (self._directory / where).stat().length
 
     def _store(self, name: str) -> ts.KvStore:
         with self._lock:
@@ -267,3 +271,14 @@ class _StepSource:
                 directory = self._directory / name
                 self._stores[name] = ocdbt.open_store(directory, self._context)
             return self._stores[name]
+
+
+@contextlib.contextmanager
+def _read_errors() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise ReadError("is missing") from None
+    # TensorStore raises ValueErrors.
+    except (*bucket_clients.failures(), ValueError) as error:
+        raise ReadError(f"cannot be read ({error})") from error

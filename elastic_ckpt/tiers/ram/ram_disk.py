@@ -185,25 +185,35 @@ class StepFiles:
         Raises:
           ReadError: if the file is missing, too short or cannot be read.
         """
-        try:
-            with _opened(self.directory, file) as descriptor:
-                done = 0
-                while done < len(into):
-                    piece = into[done : done + PIECE_BYTES]
-                    read = os.preadv(descriptor, [piece], offset + done)
-                    if not read:
-                        raise ReadError(
-                            f"ends after {offset + done} bytes, and"
-                            f" {offset + len(into)} were to be there"
-                        )
-                    on_piece(piece[:read])
-                    done += read
-        except FileNotFoundError:
-            raise ReadError("is missing") from None
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise ReadError("is behind a link, or no file") from None
-            raise ReadError(f"cannot be read ({error.strerror})") from None
+        with _read_errors(), _opened(self.directory, file) as descriptor:
+            done = 0
+            while done < len(into):
+                piece = into[done : done + PIECE_BYTES]
+                read = os.preadv(descriptor, [piece], offset + done)
+                if not read:
+                    raise ReadError(
+                        f"ends after {offset + done} bytes, and"
+                        f" {offset + len(into)} were to be there"
+                    )
+                on_piece(piece[:read])
+                done += read
+
+    def size(self, file: str) -> int:
+        """As `source.Source` says."""
+        with _read_errors(), _opened(self.directory, file) as descriptor:
+            return os.fstat(descriptor).st_size
+
+
+@contextlib.contextmanager
+def _read_errors() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise ReadError("is missing") from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise ReadError("is behind a link, or no file") from None
+        raise ReadError(f"cannot be read ({error.strerror})") from None
 
 
 @contextlib.contextmanager
