@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -263,7 +264,8 @@ class _StepSource:
         with _read_errors():
             if inside:
                 return len(self._store(where).read(key).result().value)
-            return (self._directory / where).stat().length
+            with (self._directory / where).open("rb") as opened:
+                return opened.seek(0, os.SEEK_END)
 
     def _store(self, name: str) -> ts.KvStore:
         with self._lock:
