@@ -2,7 +2,7 @@
 
 * `demo_secs`: the whole demo as a person starts it, the training file not yet written.
 * `first_step_secs`: from the same command to the first step in the log.
-* `colocated_next_ratio`: `next()` of `sidecar.RemoteIterator`, which hands over global
+* `colocated_next_ratio`: `next()` of `RemoteIterator`, which hands over global
   arrays on the devices, over `next()` of the very Grain iterator that it runs, called
   in process, which hands over NumPy rows. Both give the batches of the demo, in turns.
 * `in_process_next_ratio`: likewise `ec.data.Batches`; the difference of the two is what
@@ -74,8 +74,8 @@ def _has_a_step(log: pathlib.Path) -> bool:
 def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
     import jax
     import numpy as np
+    from elastic_ckpt_sidecar import RemoteIterator
 
-    import sidecar
     from elastic_ckpt.config import load
     from elastic_ckpt.core import topology
     from elastic_ckpt.data import iterator, positional, rows, text
@@ -90,9 +90,7 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
         mesh, _ = topology.make_mesh(config.world.slices)
         size = config.data.global_batch_size
         sides: dict[str, Any] = {
-            "colocated": sidecar.RemoteIterator(
-                data, mesh=mesh, global_batch_size=size
-            ),
+            "colocated": RemoteIterator(data, mesh=mesh, global_batch_size=size),
             "in_process": iterator.Batches(data, mesh=mesh, global_batch_size=size),
             "grain": data.host_batches(
                 rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)

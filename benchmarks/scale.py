@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks import report
 from elastic_ckpt.core import boxes
-from elastic_ckpt.tiers import (
+from elastic_ckpt.manifests import (
     holdings,
     manifest,
     manifest_file,

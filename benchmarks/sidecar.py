@@ -5,7 +5,7 @@ waits for each step before it asks for the next batch, as one that prints losses
 of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
 
 * `data_wait_percent`: of a step's time that the loop waits for slow rows, from
-  `sidecar.RemoteIterator`; `data_wait_percent_in_process` from `ec.data.Batches`, and
+  `RemoteIterator`; `data_wait_percent_in_process` from `ec.data.Batches`, and
   `data_wait_percent_synchronous` from the same without reading ahead.
 * `step_slowdown_percent`: of a step, for all that its data costs the loop. Slow rows
   are made by Python here, and hold the interpreter, which the loop needs now and then;
@@ -17,7 +17,7 @@ of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
   steps of 5 ms, whose data is read meanwhile.
 * `save_block_ms`: a loop of slow rows is held up by `save`, with batches in flight.
 * `ratio_maxtext_wrapper`: a step with its slow rows from MaxText's
-  `RemoteIteratorWrapper`, over one from `sidecar.RemoteIterator`; `..._trivial` the
+  `RemoteIteratorWrapper`, over one from `RemoteIterator`; `..._trivial` the
   same of `next()` for trivial rows. The wrapper deadlocks where the workers live in the
   controller's own process, as they do here: it is taken off the list of iterators that
   its worker closes when it is made, nothing else is changed.
@@ -43,10 +43,10 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from elastic_ckpt_sidecar import RemoteIterator
 from etils import epath
 from jax.sharding import Mesh
 
-import sidecar
 from benchmarks import report
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import iterator, prefetch, sharded_data
@@ -235,8 +235,8 @@ def _data(row: Row, **more: Any) -> sharded_data.ShardedData:
     )
 
 
-def _colocated(mesh: Mesh, row: Row) -> sidecar.RemoteIterator:
-    return sidecar.RemoteIterator(_data(row), mesh=mesh, global_batch_size=_ROWS)
+def _colocated(mesh: Mesh, row: Row) -> RemoteIterator:
+    return RemoteIterator(_data(row), mesh=mesh, global_batch_size=_ROWS)
 
 
 def _in_process(

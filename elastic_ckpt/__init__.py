@@ -6,7 +6,8 @@ from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt import data
-    from elastic_ckpt.integrations.checkpointer import Checkpointer
+    from elastic_ckpt.frontend.batches import batches
+    from elastic_ckpt.frontend.checkpointer import Checkpointer
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
 
 __version__ = "0.1.0"
@@ -18,5 +19,6 @@ __all__ = [
     "Persistent",
     "TlsFiles",
     "__version__",
+    "batches",
     "data",
 ]

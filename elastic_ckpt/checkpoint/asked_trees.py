@@ -18,8 +18,8 @@ import numpy as np
 from elastic_ckpt.checkpoint import tree_structure
 from elastic_ckpt.checkpoint.tree_structure import Text
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import trees
-from elastic_ckpt.tiers.manifest import Contents
+from elastic_ckpt.host import trees
+from elastic_ckpt.manifests.manifest import Contents
 
 # In the place of a leaf that hosts read.
 _READ = object()

@@ -20,7 +20,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers.manifest import ComponentFile
+from elastic_ckpt.manifests.manifest import ComponentFile
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import failure_domains
+from elastic_ckpt.manifests import failure_domains
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
 

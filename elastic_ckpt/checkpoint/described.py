@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
-from elastic_ckpt.tiers.trees import AbstractArray
+from elastic_ckpt.host.trees import AbstractArray
 
 Chunks = Mapping[str, Sequence[int]]
 

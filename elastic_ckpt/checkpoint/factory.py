@@ -9,8 +9,9 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import exchange, hosts, joining, tiered
 from elastic_ckpt.core import events, storage, topology
+from elastic_ckpt.host import host_tiers
+from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.tiers.choices import Chosen, Persistent, TierChoice
-from elastic_ckpt.tiers.host import host_tiers, host_world
 
 
 def Checkpointer(
@@ -39,7 +40,7 @@ def Checkpointer(
     chosen = Chosen.of(tiers)
     if chosen.local is None:
         return _orbax(chosen.persistent)
-    own = host_world.HostWorld(
+    own = HostWorld(
         run=run or chosen.run,
         number=topology.this_host(),
         slice_name=slice_name or topology.hardware_slice(),

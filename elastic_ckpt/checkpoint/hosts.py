@@ -16,9 +16,9 @@ from absl import logging
 
 from elastic_ckpt.checkpoint import exchange
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.host.host_tiers import HostTiers
-from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
-from elastic_ckpt.tiers.manifest import Contents
+from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.manifests.manifest import Contents
 
 # How long hosts wait for each other. What storage or a network takes its time for may
 # take hours; of a host that dies the coordination service tells at once.

@@ -12,7 +12,7 @@ from elastic_ckpt.checkpoint import summary, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.restore import Found
 from elastic_ckpt.checkpoint.tree_structure import Text
-from elastic_ckpt.tiers.manifest import Contents
+from elastic_ckpt.manifests.manifest import Contents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

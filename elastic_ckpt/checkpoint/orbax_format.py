@@ -25,8 +25,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.host.trees import AbstractArray, KeyPath, leaf_path
 from elastic_ckpt.tiers.persistent import ocdbt
-from elastic_ckpt.tiers.trees import AbstractArray, KeyPath, leaf_path
 
 # How Orbax numbers the kinds of keys in `_METADATA`.
 _SEQUENCE, _DICT = 1, 2

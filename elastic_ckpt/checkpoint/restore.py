@@ -17,9 +17,9 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import asked_trees, components
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.tiers.host import recovery
-from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
-from elastic_ckpt.tiers.line import Line
+from elastic_ckpt.host import recovery
+from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.manifests.line import Line
 
 _NAMED = 5
 

@@ -31,7 +31,7 @@ from elastic_ckpt.checkpoint.restore import Found
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.hosts_failed import HostsFailed
 
 T = TypeVar("T")
 

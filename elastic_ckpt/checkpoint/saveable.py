@@ -15,10 +15,11 @@ import jax
 
 from elastic_ckpt.checkpoint import orbax_format
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import manifest_file, preserved
+from elastic_ckpt.host.trees import leaf_path
+from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, persistent_root
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.tiers.trees import leaf_path
 
 # Names of Orbax's own, and of files that lie beside the directories of checkpointables.
 _RESERVED = frozenset(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.restore import Found
-from elastic_ckpt.tiers import line
+from elastic_ckpt.manifests import line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Saving:
       back_up: whether it goes to persistent storage.
       overwrite: whether other saves of the step are removed from there.
       described: for retention and persistent storage.
-      parents: of the save; see `tiers.line`.
+      parents: of the save; see `manifests.line`.
       began_secs: when it was begun, on the monotonic clock.
     """
 

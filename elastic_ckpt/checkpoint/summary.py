@@ -12,7 +12,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import validation
 from elastic_ckpt.core import checked_json, storage
-from elastic_ckpt.tiers import manifest_file
+from elastic_ckpt.manifests import manifest_file
 from elastic_ckpt.tiers.persistent import persistent_root
 
 

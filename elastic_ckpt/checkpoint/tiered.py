@@ -20,8 +20,8 @@ from elastic_ckpt.checkpoint.response import Response
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.step_errors import StepAlreadyExistsError
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers.choices import Local, Persistent
-from elastic_ckpt.tiers.line import Line
 
 Json = storage.Json
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import trees
+from elastic_ckpt.host import trees
 
 
 def leaves(tree: Any) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the run."""
-    from elastic_ckpt.tiers import survey
+    from elastic_ckpt.inspect import survey
 
     content: dict[str, Any] = {}
     lines: list[str] = []

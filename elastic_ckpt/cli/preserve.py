@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Marks the steps, all or none."""
-    from elastic_ckpt.tiers import places, preserved
+    from elastic_ckpt.inspect import places
+    from elastic_ckpt.tiers import preserved
 
     for path in arguments.paths:
         if not places.is_step(path):

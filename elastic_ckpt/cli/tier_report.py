@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from elastic_ckpt.tiers import survey
+    from elastic_ckpt.inspect import survey
 
 _NAMED = 5
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # What a host imports, for the fork server to have it ready.
 _HOST_MODULES = (
-    "sidecar.remote_iterator",
+    "elastic_ckpt_sidecar.remote_iterator",
     "elastic_ckpt.checkpoint.checkpointer",
     "elastic_ckpt.data.pipeline",
     "elastic_ckpt.elastic.multicontroller",
@@ -274,7 +274,7 @@ def _saver(
         return checkpointer.RunCheckpointer(directory, section, data=batches, emit=emit)
     from elastic_ckpt.checkpoint import configured_tiers, tiered, tiered_run
     from elastic_ckpt.core import topology
-    from elastic_ckpt.integrations import checkpointer as wherever_hosts_are
+    from elastic_ckpt.frontend import checkpointer as wherever_hosts_are
 
     over_tiers = wherever_hosts_are.Checkpointer(
         configured_tiers.tiers(config, persistent=directory),
@@ -317,9 +317,9 @@ def _vocab_size(config: schema.Config) -> int:
 
 
 def _batches(config: schema.Config, data: Any, **placement: Any) -> Any:
-    from sidecar import place
+    from elastic_ckpt.frontend.batches import configured_batches
 
-    return place.configured(data, config.data, **placement)
+    return configured_batches(data, config.data, **placement)
 
 
 def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:

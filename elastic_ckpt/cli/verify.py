@@ -2,8 +2,8 @@
 
 A run may go on meanwhile; what it removes while it is read counts as missing, so it is
 asked for its newest step with --step. The JSON has a stable shape: `run`, `passed`,
-`steps` and `problems`, with the fields of `tiers.verification.VerifiedStep` and
-`tiers.problem.Problem`.
+`steps` and `problems`, with the fields of `inspect.verification.VerifiedStep` and
+`inspect.problem.Problem`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_ckpt.cli import where
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
-    from elastic_ckpt.tiers import verification
+    from elastic_ckpt.inspect import verification
 
 # More are in the JSON alone.
 _SHOWN = 100
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verifies; 1 if anything is wrong."""
-    from elastic_ckpt.tiers import verification
+    from elastic_ckpt.inspect import verification
 
     with where.opened(arguments) as (name, places):
         known = sorted({*places.steps, *places.foreign_steps})

@@ -14,7 +14,7 @@ from elastic_ckpt.cli import run_directory
 from elastic_ckpt.core import bucket_clients, errors, storage
 
 if TYPE_CHECKING:
-    from elastic_ckpt.tiers import places
+    from elastic_ckpt.inspect import places
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def ram_disk(path: str) -> epath.Path | None:
       ConfigError: if the run's configuration cannot be read.
     """
     from elastic_ckpt.checkpoint import configured_tiers
-    from elastic_ckpt.tiers import places
+    from elastic_ckpt.inspect import places
 
     config = run_directory.read_config(path)
     if not config.tiers.enable_multi_tier_checkpointing:
@@ -86,7 +86,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
       CheckpointError: if there is nothing at a path.
     """
     from elastic_ckpt.checkpoint import checkpointer
-    from elastic_ckpt.tiers import places
+    from elastic_ckpt.inspect import places
 
     paths = arguments.paths
     if not (paths or arguments.peer):

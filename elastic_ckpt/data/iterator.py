@@ -2,7 +2,7 @@
 
 `HostIterator` is what runs on one host: it loads the host's rows and places them on the
 host's devices. `Batches` puts it into the training process as a plain iterator and an
-Orbax `StatefulCheckpointable`; `sidecar.RemoteIterator` runs the same thing in
+Orbax `StatefulCheckpointable`; `RemoteIterator` runs the same thing in
 colocated Python.
 """
 

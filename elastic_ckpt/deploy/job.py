@@ -15,7 +15,7 @@ from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.deploy import machine, names
-from elastic_ckpt.tiers import failure_domains
+from elastic_ckpt.manifests import failure_domains
 
 Object = dict[str, Any]
 

@@ -31,13 +31,13 @@ from orbax import checkpoint
 from elastic_ckpt.checkpoint import components, configured_tiers, tiered
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import elastic_data, iterator, pipeline
+from elastic_ckpt.frontend import checkpointer
+from elastic_ckpt.frontend.batches import configured_batches
 from elastic_ckpt.integrations import (
-    checkpointer,
     maxtext_config,
     maxtext_seams,
     maxtext_tiers,
 )
-from sidecar import place
 
 # What a step of MaxText takes, all int32 `[B, L]`.
 FEATURES = tuple(
@@ -140,7 +140,7 @@ class Taken:
         if section.tokenize_train_data:
             maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
         rows = maxtext_config.global_batch_size(config, num_devices=global_mesh.size)
-        batches = place.configured(
+        batches = configured_batches(
             pipeline.from_config(section, vocab_size=config.vocab_size),
             section,
             mesh=global_mesh,
@@ -159,7 +159,7 @@ class Taken:
         rows = maxtext_config.global_batch_size(
             config, num_devices=global_mesh.size, evaluation=True
         )
-        batches = place.configured(
+        batches = configured_batches(
             pipeline.eval_from_config(
                 section, global_batch_size=rows, vocab_size=config.vocab_size
             ),
@@ -252,7 +252,7 @@ class MaxTextIterator:
     """Batches as MaxText's step takes them; to Orbax, their data state.
 
     Args:
-      batches: `iterator.Batches` or `sidecar.RemoteIterator`.
+      batches: `iterator.Batches` or `RemoteIterator`.
       elastic: whether MaxText answers lost slices itself.
     """
 

@@ -1,1 +1,1 @@
-"""Tiers of checkpoints: who holds what, who gets copies, what is read from whom."""
+"""The tiers: where the bytes of steps lie, and how they are read there."""

@@ -10,8 +10,8 @@ from typing import TypeVar
 from etils import epath
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.manifests.retention import PreservationPolicy
 from elastic_ckpt.tiers.peers import agent_url
-from elastic_ckpt.tiers.retention import PreservationPolicy
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Peers:
       domain: the kind of failure domain that goes as a whole.
       domains: this host's failure domains by kind, such as `{"rack": "r7"}`; `slice`
         and `host` are known without, and what the host's environment names (see
-        `tiers.failure_domains`).
+        `manifests.failure_domains`).
       interface: where this machine's agent listens: its address in the network that
         hosts share.
       port: of the agent; 0 lets the system choose.

@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import search
-from elastic_ckpt.tiers.holdings import Offer
-from elastic_ckpt.tiers.line import Line
+from elastic_ckpt.manifests import search
+from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers.source import Source, Tier
 
 _UNKNOWN = Line(save="", parents=())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from elastic_ckpt.tiers.holdings import Offer
+from elastic_ckpt.manifests.holdings import Offer
 
 # So much fits into a processor's own cache: what is done with a piece of that size when
 # it has just been read costs a third of what it costs later.

@@ -10,7 +10,7 @@ from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import events, metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
-PUBLIC = ["elastic_ckpt", "elastic_ckpt.data", "sidecar"]
+PUBLIC = ["elastic_ckpt", "elastic_ckpt.data", "elastic_ckpt_sidecar"]
 
 
 def test_public_names(golden):

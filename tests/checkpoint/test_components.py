@@ -8,7 +8,7 @@ from etils import epath
 
 from elastic_ckpt.checkpoint import components
 from elastic_ckpt.core import digest
-from elastic_ckpt.tiers import manifest
+from elastic_ckpt.manifests import manifest
 
 
 class Counter:

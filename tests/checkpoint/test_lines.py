@@ -10,7 +10,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import line
+from elastic_ckpt.manifests import line
 from elastic_ckpt.tiers.persistent import persistent_root
 from tests.tiers import tiered_steps
 

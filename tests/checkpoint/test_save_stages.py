@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.described import Described
-from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.hosts_failed import HostsFailed
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")

@@ -10,7 +10,10 @@ import pytest
 from elastic_ckpt.cli import run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, digest, host_memory, storage
-from elastic_ckpt.tiers import capture, manifest, preserved
+from elastic_ckpt.host import capture
+from elastic_ckpt.manifests import manifest
+from elastic_ckpt.tiers import preserved
+from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk
 from tests import runs, shared_memory
 from tests.tiers import served, tiered_steps
@@ -29,9 +32,7 @@ def save(root, rows, *, step=3, copies=(), **domains):
         writer = host.begin(step, "0", contents, num_bytes=1000)
         captured = capture.capture({"state/w": STATE["w"]}, host_memory.Pool())
         (part,) = captured.parts
-        captured.parts = (
-            capture.CapturedLeaf(leaf=part.leaf, shard_shape=(1, 8), boxes=()),
-        )
+        captured.parts = (CapturedLeaf(leaf=part.leaf, shard_shape=(1, 8), boxes=()),)
         writer.write(captured)
         for row in [*rows, *copies]:
             values = STATE["w"][row : row + 1]

@@ -2,13 +2,12 @@ import functools
 
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import RemoteIterator, worker
 
-import sidecar
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import first_contact, iterator, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
-from sidecar import worker
 from tests import pipelines
 
 
@@ -109,9 +108,7 @@ def at_the_worker(monkeypatch):
 
 
 def remote(data):
-    return sidecar.RemoteIterator(
-        data, mesh=topology.make_mesh(2)[0], global_batch_size=16
-    )
+    return RemoteIterator(data, mesh=topology.make_mesh(2)[0], global_batch_size=16)
 
 
 @pytest.mark.parametrize("name", ["Python", "jax", "jaxlib", "grain", "elastic-ckpt"])
@@ -173,7 +170,7 @@ def meet(place, emit, *, colocated, differs):
                 "0.0.1" if of == "grain" else version(of)
             )
         name = "filtered" if (differs, place.host) == ("pipeline", 1) else "plain"
-        make = sidecar.RemoteIterator if colocated else iterator.Batches
+        make = RemoteIterator if colocated else iterator.Batches
         mesh, _ = topology.make_mesh(1)
         try:
             make(sharded(name), mesh=mesh, global_batch_size=12).close()

@@ -3,7 +3,14 @@
 import os
 import sys
 
-WANTED = ("jax", "grain", "orbax.checkpoint", "optax", "tensorstore", "sidecar.worker")
+WANTED = (
+    "jax",
+    "grain",
+    "orbax.checkpoint",
+    "optax",
+    "tensorstore",
+    "elastic_ckpt_sidecar.worker",
+)
 
 
 def look_around(place, emit):

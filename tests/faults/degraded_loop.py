@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import topology
-from elastic_ckpt.tiers import holdings, uploads
-from elastic_ckpt.tiers.host import host_backup
+from elastic_ckpt.host import backup
+from elastic_ckpt.manifests import holdings, uploads
 from elastic_ckpt.tiers.peers import agent, peer_client, peer_endpoint
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.faults import spoilt_files
@@ -107,10 +107,10 @@ def continue_agent(root):
 
 def spoil_what_is_backed_up_next():
     """All that this host uploads next goes bad in its RAM before."""
-    original = host_backup.HostBackup.back_up
+    original = backup.HostBackup.back_up
 
     def back_up(self, step, save, names):
-        host_backup.HostBackup.back_up = original
+        backup.HostBackup.back_up = original
         sources, _ = self._world.in_ram(step, save)
         of = holdings.Holdings.of(list(sources))
         own = self._world.own
@@ -122,7 +122,7 @@ def spoil_what_is_backed_up_next():
                 spoilt_files.change_first_byte(directory / of.fragment(row).file)
         return original(self, step, save, names)
 
-    host_backup.HostBackup.back_up = back_up
+    backup.HostBackup.back_up = back_up
 
 
 def in_turn(*acts):

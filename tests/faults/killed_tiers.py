@@ -17,15 +17,15 @@ from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller
-from elastic_ckpt.tiers import manifest_file
+from elastic_ckpt.manifests import manifest_file
 from tests.faults import spoilt_files
 from tests.multiprocess import tier_worlds
 
-HOST = "elastic_ckpt.tiers.host"
+HOST = "elastic_ckpt.host"
 RAM = "elastic_ckpt.tiers.ram"
 STORE = "elastic_ckpt.tiers.persistent"
 STORAGE = "elastic_ckpt.core.storage"
-MANIFEST = "elastic_ckpt.tiers.manifest_file"
+MANIFEST = "elastic_ckpt.manifests.manifest_file"
 
 SAVER = f"{HOST}.host_saver:HostSaver"
 READER = f"{HOST}.host_reader:HostReader"
@@ -91,9 +91,9 @@ SAVE = {
 }
 REPLICATE = {
     "before_the_copies": Point(at=f"{SAVER}.replicate", before=True),
-    "placed": Point(at="elastic_ckpt.tiers.placement:place"),
+    "placed": Point(at="elastic_ckpt.manifests.placement:place"),
     "with_room_for_copies": Point(at=f"{LOCAL}.copy_writer"),
-    "with_the_first_copy_read": Point(at="elastic_ckpt.tiers.verified_read:read_item"),
+    "with_the_first_copy_read": Point(at="elastic_ckpt.host.verified_read:read_item"),
     "with_the_first_copy_written": Point(at=f"{WRITER}.put"),
     "with_a_copy_of_a_file_written": Point(at=f"{WRITER}.put_file"),
     "before_the_manifest_with_copies": Point(
@@ -131,7 +131,7 @@ RESTORE = {
     "before_the_search": Point(at=f"{READER}.find", before=True, host=0),
     "with_the_step_open": Point(at=f"{READER}.open_step"),
     "with_the_first_value_read": Point(
-        at="elastic_ckpt.tiers.verified_read:VerifiedReader.fragment"
+        at="elastic_ckpt.host.verified_read:VerifiedReader.fragment"
     ),
     "with_all_values_read": Point(at=f"{READER}.read"),
     "with_a_component_half_written": Point(

@@ -48,7 +48,6 @@ def serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from elastic_ckpt.integrations import maxtext  # noqa: I001
-    from sidecar import remote_iterator  # noqa: F401
 
     import maxtext.trainers.pre_train.train  # noqa: F401
 

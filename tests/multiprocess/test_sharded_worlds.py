@@ -7,10 +7,10 @@ import time
 import jax
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import RemoteIterator
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-import sidecar
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import cursors, example_id, positional, rows, sharded_data
@@ -44,7 +44,7 @@ def train(place, emit, *, directory, size, late_host=None):
 
             cursors.write = late
         mesh, _ = topology.make_mesh(1)
-        batches = sidecar.RemoteIterator(data(), mesh=mesh, global_batch_size=size)
+        batches = RemoteIterator(data(), mesh=mesh, global_batch_size=size)
         weights = {
             "w": jax.make_array_from_callback(
                 (2,), topology.replicated(mesh), lambda i: np.arange(2.0)[i]
@@ -157,7 +157,7 @@ def train_all(place, emit, *, directory, corpus):
     with multicontroller.joined(place):
         mesh, _ = topology.make_mesh(1)
         iterators = {
-            name: sidecar.RemoteIterator(of, mesh=mesh, global_batch_size=SIZE)
+            name: RemoteIterator(of, mesh=mesh, global_batch_size=SIZE)
             for name, of in engines(corpus).items()
         }
         with ocp.training.Checkpointer(directory) as checkpointer:

@@ -1,8 +1,8 @@
 """What the tests of the sidecar iterate over."""
 
 import pytest
+from elastic_ckpt_sidecar import RemoteIterator
 
-import sidecar
 from elastic_ckpt.core import topology
 from tests import formats, iterator_contract
 
@@ -23,9 +23,7 @@ def remote():
 
     def make(data, *, size=iterator_contract.GLOBAL_BATCH_SIZE, **more):
         mesh, _ = topology.make_mesh(2)
-        made.append(
-            sidecar.RemoteIterator(data, mesh=mesh, global_batch_size=size, **more)
-        )
+        made.append(RemoteIterator(data, mesh=mesh, global_batch_size=size, **more))
         return made[-1]
 
     yield make

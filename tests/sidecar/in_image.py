@@ -21,6 +21,8 @@ ABSENT = (
     "elastic_ckpt.cli",
     "elastic_ckpt.deploy",
     "elastic_ckpt.elastic",
+    "elastic_ckpt.frontend",
+    "elastic_ckpt.inspect",
     "elastic_ckpt.integrations",
     "elastic_ckpt.monitoring",
     "elastic_ckpt.training",
@@ -38,9 +40,9 @@ class Absent(abc.MetaPathFinder):
 def work(pickled: bytes) -> str:
     """A digest of what a worker reads, or an agent restores."""
     of_class, given = pickle.loads(pickled)  # noqa: S301
-    if of_class.__module__ == "sidecar.host_agent":
+    if of_class.__module__ == "elastic_ckpt_sidecar.host_agent":
         return keep(of_class, given)
-    assert of_class.__module__ == "sidecar.worker"
+    assert of_class.__module__ == "elastic_ckpt_sidecar.worker"
     return read(given)
 
 
@@ -48,9 +50,8 @@ def keep(agent_class: type, choice: object) -> str:
     """The digest of an array that an agent saved, found, and restored."""
     import jax
     import numpy as np
+    from elastic_ckpt_sidecar import array_layout, host_agent, letters
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from sidecar import array_layout, host_agent, letters
 
     device = jax.devices()[0]
     over = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec("device"))

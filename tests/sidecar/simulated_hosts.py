@@ -10,13 +10,13 @@ import shutil
 
 import jax
 import numpy as np
+from elastic_ckpt_sidecar import head_arrays, host_agent, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import topology
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
-from sidecar import head_arrays, host_agent, remote_hosts
 from tests import shared_memory
 
 

@@ -6,8 +6,8 @@ import functools
 import grain
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import RemoteIterator
 
-import sidecar
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import elastic_data, positional, sharded_data
 from tests import formats, iterator_contract, pipelines, worlds
@@ -19,7 +19,7 @@ class RemoteContract(iterator_contract.IteratorContract):
     """Through colocated Python."""
 
     def make(self, data):
-        return sidecar.RemoteIterator(
+        return RemoteIterator(
             data,
             mesh=topology.make_mesh(2)[0],
             global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,

@@ -5,11 +5,11 @@ import traceback
 import grain
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import failures
 from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import first_contact, sharded_data, state
-from sidecar import failures
 from tests import iterator_contract, pipelines
 from tests.data import test_positional
 

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import component_files, head_arrays, letters, remote_hosts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import tiered
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.integrations import checkpointer as integrations_checkpointer
-from elastic_ckpt.tiers.host import host_saver
-from elastic_ckpt.tiers.host.hosts_failed import HostsFailed
+from elastic_ckpt.frontend import checkpointer as front_door
+from elastic_ckpt.host import saver
+from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.tiers.peers import peer_endpoint
 from elastic_ckpt.tiers.ram import machine
-from sidecar import component_files, head_arrays, letters, remote_hosts
 from tests.checkpoint import orbax_steps
 from tests.multiprocess import tier_worlds
 from tests.sidecar import held_pipeline, simulated_hosts
@@ -277,12 +277,12 @@ def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
 
 
 def test_an_error_of_a_host_names_it_and_the_step_is_given_up(machines, monkeypatch):
-    def fail(self, step, *arguments, write=host_saver.HostSaver.write):
+    def fail(self, step, *arguments, write=saver.HostSaver.write):
         if step == 2 and self._world.own.host.number == 2:
             raise ValueError("of host two")
         return write(self, step, *arguments)
 
-    monkeypatch.setattr(host_saver.HostSaver, "write", fail)
+    monkeypatch.setattr(saver.HostSaver, "write", fail)
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, heard):
         save(checkpointer, mesh, 1)
         parts = {"state": tier_worlds.state(mesh, 2, True)}
@@ -325,12 +325,12 @@ def test_hosts_have_their_turn_while_others_of_their_calls_take_long(
     batches = remote(held_pipeline.data(), size=8)
     begun, may_write = threading.Event(), threading.Event()
 
-    def late(self, *arguments, write=host_saver.HostSaver.write):
+    def late(self, *arguments, write=saver.HostSaver.write):
         begun.set()
         assert may_write.wait(held_pipeline.SOON_SECS)
         return write(self, *arguments)
 
-    monkeypatch.setattr(host_saver.HostSaver, "write", late)
+    monkeypatch.setattr(saver.HostSaver, "write", late)
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
         parts = {"state": tier_worlds.state(mesh, 1, True)}
         saving = checkpointer.save_checkpointables_async(1, parts)
@@ -380,10 +380,10 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 
 @pytest.mark.parametrize("single", [False, True])
 def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch, single):
-    choose = integrations_checkpointer.topology
+    choose = front_door.topology
     monkeypatch.setattr(choose, "is_single_controller", lambda _: single)
     mesh = simulated_hosts.mesh_of(1)
-    made = integrations_checkpointer.Checkpointer(
+    made = front_door.Checkpointer(
         simulated_hosts.tiers_of(machines.directory(0)), mesh=mesh
     )
     with made:

@@ -14,23 +14,28 @@ import tomllib
 import cloudpickle
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import host_agent, worker
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.data import pipeline
 from elastic_ckpt.tiers import choices
-from sidecar import host_agent, worker
 from tests.sidecar import in_image
 
 ROOT = pathlib.Path(__file__).parents[2]
 DIRECTORY = ROOT / "sidecar"
 DOCKERFILE = (DIRECTORY / "Dockerfile").read_text()
 ROOMS = (
-    *(f"elastic_ckpt/{room}" for room in ("core", "config", "data", "tiers")),
+    *(
+        f"elastic_ckpt/{room}"
+        for room in ("core", "config", "data", "manifests", "tiers", "host")
+    ),
     "sidecar",
 )
 SOURCES = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
 MODULES = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    .removesuffix(".__init__")
+    .removeprefix("sidecar.")
     for path in SOURCES
 ]
 # A bridge to PyTorch's loader, for loops without a sidecar.
@@ -67,7 +72,7 @@ def imported():
             else:
                 names = [node.module] if isinstance(node, ast.ImportFrom) else []
             for name in {name.partition(".")[0] for name in names}:
-                ours = name in ("elastic_ckpt", "sidecar")
+                ours = name in ("elastic_ckpt", "elastic_ckpt_sidecar")
                 if name not in sys.stdlib_module_names and not ours:
                     found.add(of_module[name][0].lower().replace("_", "-"))
     return found
@@ -191,7 +196,8 @@ def test_the_dockerfile_copies_what_there_is_and_ends_in_an_import():
         for source in line.split()[:-1]:
             assert (ROOT / source).exists(), source
     last = DOCKERFILE.rstrip().splitlines()[-1]
-    assert last.strip() == 'python -c "import sidecar.host_agent, sidecar.worker"'
+    modules = "elastic_ckpt_sidecar.host_agent, elastic_ckpt_sidecar.worker"
+    assert last.strip() == f'python -c "import {modules}"'
 
 
 def test_without_orbax_and_the_command_line_workers_have_the_same_values(workers):

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import host_agent, letters
 
 from elastic_ckpt.core import topology
-from sidecar import host_agent, letters
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-import sidecar
+import elastic_ckpt as ec
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import cursors
 from tests.sidecar import held_pipeline
@@ -26,7 +26,7 @@ def valve():
 
 @pytest.fixture(params=[False, True], ids=["in_process", "colocated"])
 def batches(request):
-    made = sidecar.batches(
+    made = ec.batches(
         held_pipeline.data(),
         mesh=topology.make_mesh(2)[0],
         global_batch_size=8,

@@ -6,15 +6,16 @@ import types
 import jax
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import RemoteIterator
 from etils import epath
 
-import sidecar
+import elastic_ckpt as ec
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import iterator, prefetch
 from tests import iterator_contract
 from tests.sidecar import held_pipeline
 
-PLACES = {False: iterator.Batches, True: sidecar.RemoteIterator}
+PLACES = {False: iterator.Batches, True: RemoteIterator}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ def test_pathways_is_a_single_controller(monkeypatch, platforms):
 def users_lines(directory, colocated=None):
     """What a user writes, and the batches that come of it."""
     mesh, _ = topology.make_mesh(2)
-    batches = sidecar.batches(
+    batches = ec.batches(
         held_pipeline.data(),
         mesh=mesh,
         global_batch_size=8,
@@ -110,7 +111,7 @@ def test_the_same_lines_give_the_same_bytes_and_the_same_files(tmp_path):
 def test_either_place_reads_what_the_other_has_written(tmp_path):
     mesh, _ = topology.make_mesh(2)
     for step, colocated in enumerate([False, True, False, True]):
-        batches = sidecar.batches(
+        batches = ec.batches(
             held_pipeline.data(), mesh=mesh, global_batch_size=8, colocated=colocated
         )
         if step:

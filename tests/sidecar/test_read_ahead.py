@@ -10,12 +10,12 @@ import types
 import jax
 import numpy as np
 import pytest
+from elastic_ckpt_sidecar import RemoteIterator, remote_iterator, worker
 from etils import epath
 
-import sidecar
+import elastic_ckpt as ec
 from elastic_ckpt.core import ahead, errors, metrics, topology
 from elastic_ckpt.data import iterator, prefetch, state
-from sidecar import remote_iterator, worker
 from tests import ctrl_c, iterator_contract
 from tests.sidecar import held_pipeline
 from tests.sidecar.held_pipeline import number, settled, wait_until
@@ -239,7 +239,7 @@ def test_a_change_of_size_that_is_refused_leaves_the_position(
 def test_a_next_that_is_interrupted_loses_no_batch_and_no_count(
     valve, tmp_path, colocated
 ):
-    batches = sidecar.batches(
+    batches = ec.batches(
         held_pipeline.data(),
         mesh=topology.make_mesh(2)[0],
         global_batch_size=SIZE,
@@ -272,7 +272,7 @@ def test_closing_does_not_wait_for_a_pipeline_that_hangs(valve, monkeypatch, rem
 
 
 def make(depth=2):
-    return sidecar.RemoteIterator(
+    return RemoteIterator(
         held_pipeline.data(),
         mesh=topology.make_mesh(2)[0],
         global_batch_size=SIZE,
@@ -343,7 +343,7 @@ def test_of_several_hosts_the_slowest_is_named(remote):
 def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
     heard, tmp_path, colocated
 ):
-    batches = sidecar.batches(
+    batches = ec.batches(
         held_pipeline.data(),
         mesh=topology.make_mesh(2)[0],
         global_batch_size=SIZE,
@@ -371,7 +371,7 @@ def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_the_wait_for_a_batch_is_measured(valve, heard, colocated):
-    batches = sidecar.batches(
+    batches = ec.batches(
         held_pipeline.data(),
         mesh=topology.make_mesh(2)[0],
         global_batch_size=SIZE,

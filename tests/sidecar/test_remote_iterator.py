@@ -2,15 +2,15 @@ import subprocess
 import sys
 
 import pytest
+from elastic_ckpt_sidecar import RemoteIterator
 
-import sidecar
 from elastic_ckpt.core import topology
 from tests import iterator_contract
 
 
 class TestRemoteIterator(iterator_contract.IteratorContract):
     def make(self, data):
-        return sidecar.RemoteIterator(
+        return RemoteIterator(
             data,
             mesh=topology.make_mesh(2)[0],
             global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
@@ -21,10 +21,10 @@ USE = """
 import sys
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import positional
-import sidecar
+from elastic_ckpt_sidecar import RemoteIterator
 mesh, _ = topology.make_mesh(1)
 data = positional.PositionalData(files=(sys.argv[1],), max_target_length=8)
-batches = sidecar.RemoteIterator(data, mesh=mesh, global_batch_size=2)
+batches = RemoteIterator(data, mesh=mesh, global_batch_size=2)
 next(batches)
 """
 
@@ -42,7 +42,7 @@ def test_a_program_that_used_it_ends_without_a_word(corpus, end):
 
 def test_of_ours_a_bare_sidecar_imports_no_room_above_data():
     program = (
-        "import sys, sidecar\n"
+        "import sys, elastic_ckpt_sidecar\n"
         "from elastic_ckpt.data import positional\n"
         "print([m for m in sys.modules if m.startswith(('elastic_ckpt.cli',"
         " 'elastic_ckpt.checkpoint', 'elastic_ckpt.elastic',"

@@ -1,10 +1,10 @@
 import threading
 
 import pytest
+from elastic_ckpt_sidecar import failures, letters, worker
 
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import cursors, prefetch
-from sidecar import failures, letters, worker
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import urllib.parse
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.tiers import layout, manifest, manifest_file
+from elastic_ckpt.manifests import layout, manifest, manifest_file
 
 RUN = "run-7"
 MACHINE = "0123456789abcdef"

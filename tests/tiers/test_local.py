@@ -16,10 +16,13 @@ import tensorstore as ts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import boxes, digest, errors, host_memory, storage
-from elastic_ckpt.tiers import capture, layout, line, manifest, source
+from elastic_ckpt.host import capture
+from elastic_ckpt.manifests import layout, line, manifest
+from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers.captured import CapturedLeaf
 from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
+from tests.host.test_capture import random_bits
 from tests.tiers import killed_host
-from tests.tiers.test_capture import random_bits
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = killed_host.RUN
@@ -42,7 +45,7 @@ def save(host, state, *, step=3, slot_of=None):
     contents = manifest.Contents(leaves=captured.leaves, components={})
     if slot_of is not None:
         captured.parts = tuple(
-            capture.CapturedLeaf(
+            CapturedLeaf(
                 leaf=part.leaf,
                 shard_shape=part.shard_shape,
                 boxes=tuple(b for n, b in enumerate(part.boxes) if slot_of(n)),

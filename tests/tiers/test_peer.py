@@ -12,7 +12,8 @@ import trustme
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers import find, manifest, manifest_file, source
+from elastic_ckpt.manifests import manifest, manifest_file
+from elastic_ckpt.tiers import find, source
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_connections,

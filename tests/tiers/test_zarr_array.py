@@ -5,8 +5,10 @@ import pytest
 import tensorstore as ts
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.tiers import capture, layout, manifest, zarr_array
-from tests.tiers.test_capture import random_bits
+from elastic_ckpt.host import capture
+from elastic_ckpt.manifests import layout, manifest
+from elastic_ckpt.tiers import zarr_array
+from tests.host.test_capture import random_bits
 
 SHAPES = {"vector": ((6,), (3,)), "matrix": ((4, 6), (2, 3)), "number": ((), ())}
 

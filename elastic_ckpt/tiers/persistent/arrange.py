@@ -2,16 +2,16 @@
 
 A line that abandons steps here is recorded with its first save, wherever that is, so
 that it counts even if all memory is lost before its first backup. The steps that it
-abandons (see `tiers.line`) are set aside before its first step is committed here, and
-steps that were set aside and are of the line come back. Where a step lies decides
+abandons (see `manifests.line`) are set aside before its first step is committed here,
+and steps that were set aside and are of the line come back. Where a step lies decides
 nothing: killed at any point, it can be repeated.
 """
 
 from __future__ import annotations
 
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
-from elastic_ckpt.tiers import manifest_file
-from elastic_ckpt.tiers.line import Line
+from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers.persistent.persistent_root import (
     ABANDONED,
     PersistentRoot,

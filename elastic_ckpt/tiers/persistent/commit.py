@@ -13,9 +13,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import manifest_file
-from elastic_ckpt.tiers.holdings import Offer
-from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.manifests.search import Step
 from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
@@ -24,7 +25,6 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 )
 from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
 from elastic_ckpt.tiers.persistent.upload import SavedStep
-from elastic_ckpt.tiers.search import Step
 
 _NAMED = 5
 

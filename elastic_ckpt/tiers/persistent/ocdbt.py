@@ -19,8 +19,9 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import boxes, digest, storage
-from elastic_ckpt.tiers import layout, zarr_array
-from elastic_ckpt.tiers.manifest import Leaf
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.manifests.manifest import Leaf
+from elastic_ckpt.tiers import zarr_array
 
 # What `merge` writes, besides the stores that it merges.
 MERGED = ("manifest.ocdbt", "d")

@@ -28,8 +28,8 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.tiers import layout, manifest_file
-from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.manifests import layout, manifest_file
+from elastic_ckpt.manifests.manifest import Manifest
 
 COMMIT_FILE = "commit_success.txt"
 ABANDONED = "abandoned"

@@ -18,10 +18,11 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.tiers import preserved, retention, search
-from elastic_ckpt.tiers.holdings import Offer
-from elastic_ckpt.tiers.line import Line
-from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.manifests import retention, search
+from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import arrange, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (
     Leftover,

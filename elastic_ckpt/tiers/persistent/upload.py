@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ckpt.core import boxes, errors, storage
-from elastic_ckpt.tiers import layout, manifest_file
-from elastic_ckpt.tiers.manifest import (
+from elastic_ckpt.manifests import layout, manifest_file
+from elastic_ckpt.manifests.manifest import (
     ComponentFile,
     Contents,
     Fragment,

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers.persistent.persistent_root import (
     REMOVED,
     Leftover,

@@ -14,9 +14,10 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import boxes, digest
-from elastic_ckpt.tiers import layout, zarr_array
-from elastic_ckpt.tiers.capture import CapturedLeaf
-from elastic_ckpt.tiers.manifest import Contents, Fragment
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.manifests.manifest import Contents, Fragment
+from elastic_ckpt.tiers import zarr_array
+from elastic_ckpt.tiers.captured import CapturedLeaf
 
 # What TensorStore raises, by the kind of its own error.
 WRITE_ERRORS = (OSError, RuntimeError, ValueError)

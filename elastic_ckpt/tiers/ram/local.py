@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import retention
-from elastic_ckpt.tiers.line import Line
-from elastic_ckpt.tiers.manifest import (
+from elastic_ckpt.manifests import retention
+from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.manifest import (
     ComponentFile,
     Contents,
     Fragment,

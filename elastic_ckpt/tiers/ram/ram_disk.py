@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers import layout, manifest_file, preserved
-from elastic_ckpt.tiers.holdings import Offer
-from elastic_ckpt.tiers.manifest import Manifest
+from elastic_ckpt.manifests import layout, manifest_file
+from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.ram.machine import machine_id
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,

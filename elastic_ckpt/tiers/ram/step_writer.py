@@ -16,15 +16,16 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import checked_json, digest, errors, storage
-from elastic_ckpt.tiers import manifest_file, preserved
-from elastic_ckpt.tiers.capture import Captured
-from elastic_ckpt.tiers.manifest import (
+from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.manifests.manifest import (
     ComponentFile,
     Contents,
     Fragment,
     Fragments,
     Manifest,
 )
+from elastic_ckpt.tiers import preserved
+from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS, ChunkWriter
 

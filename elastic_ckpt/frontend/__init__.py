@@ -1,0 +1,1 @@
+"""What users construct: chooses between this process and colocated Python."""

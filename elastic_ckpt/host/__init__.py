@@ -1,0 +1,1 @@
+"""The part of one host in a save, a backup and a restore."""

@@ -1,0 +1,329 @@
+"""A host's share of a checkpoint in persistent storage, from what is in RAM.
+
+A backup goes through `chunk_shapes`, `back_up`, `commit` and `collect`. Before the
+first one of a world comes `clean`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.host import recovery, verified_read
+from elastic_ckpt.host.world import Answer, HostWorld
+from elastic_ckpt.manifests import layout, retention, uploads
+from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.manifest import Contents, Host
+from elastic_ckpt.tiers.persistent import arrange, commit, ocdbt, upload, writers
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.retries import PATIENT
+
+# Each thread has one batch in memory, and what TensorStore makes of it: with them a
+# backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
+_THREADS = 4
+_BATCH_BYTES = layout.CHUNK_BYTES
+# Small items are written together, but all threads have some of them.
+_BATCH_ITEMS = 2048
+
+
+class HostBackup:
+    """Backs up what one host has.
+
+    Args:
+      world: the host among the others; with persistent storage.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._arranged: tuple[int, str] | None = None
+
+    def clean(self, save: str) -> list[str]:
+        """Removes what uploads of dead worlds left; host 0 does it (see `writers`).
+
+        Args:
+          save: of this world.
+
+        Returns:
+          The paths that were removed.
+        """
+        return self._writing.discard_dead(before=save)
+
+    def begin_line(self, save: str, parents: Sequence[Sequence[Any]]) -> None:
+        """Has storage count the line that a step was committed to; host 0 does it.
+
+        Args:
+          save: of the line.
+          parents: of the line.
+
+        Raises:
+          CheckpointError: if storage cannot be listed.
+        """
+        if self._world.root is not None:
+            line = Line.of(save, parents)
+            arrange.record(self._world.root, line, run=self._world.run)
+
+    def chunk_shapes(self, step: int, save: str) -> dict[str, list[int]]:
+        """The shapes of the chunks of each leaf of a step, by its path.
+
+        Host 0 is asked first of all, and says to other worlds that this one writes.
+        """
+        self._writing.be_present()
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
+        if self._root().in_place:
+            # What is there would be written over.
+            PATIENT.call(
+                f"setting aside what step {step} replaces",
+                lambda: self._arrange(holdings.contents, step, save),
+            )
+        return self._chunks(holdings, step, save)
+
+    def back_up(
+        self, step: int, save: str, names: Mapping[str, Sequence[str]]
+    ) -> Answer:
+        """Writes this host's share of a step to persistent storage.
+
+        Of its own what turns out to be bad is read elsewhere, and put right.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          names: by the path of a leaf, the checkpointable and name that Orbax uses.
+
+        Returns:
+          The `bytes` of the share, and the copies that were `bad`, a sentence each.
+
+        Raises:
+          CheckpointError: if holders disagree about values, or storage fails.
+        """
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
+        if len(holdings.diverged):
+            # One of them would be taken for good later.
+            raise errors.CheckpointError(
+                f"step {step} has different values at different hosts, such as"
+                f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
+            )
+        uploading = upload.Upload(
+            self._root(),
+            self._saved_step(holdings, step, save, names),
+            self._world.own.host,
+        )
+        reader = verified_read.VerifiedReader(sources)
+        own = self._world.own
+        num_bytes = _upload_share(
+            holdings, self._world.hosts, uploading, reader, host=own.host
+        )
+        bad = list(map(str, reader.bad))
+        recovery.put_own_right(holdings, reader, own)
+        return {"bytes": num_bytes, "bad": bad}
+
+    def commit(
+        self,
+        step: int,
+        save: str,
+        names: Mapping[str, Sequence[str]],
+        orbax_files: Mapping[str, str],
+    ) -> None:
+        """Makes a checkpoint of what all hosts have uploaded; one host does it.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          names: as for `back_up`.
+          orbax_files: what Orbax adds to the values, by path.
+        """
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
+        with self._writing.committing():
+            commit.commit(
+                self._root(),
+                self._saved_step(holdings, step, save, names),
+                hosts=[host.id for host in self._world.hosts],
+                orbax_files={path: text.encode() for path, text in orbax_files.items()},
+                make_way=lambda: self._arrange(holdings.contents, step, save),
+            )
+
+    def collect(self, step: int, save: str, overwrite: bool = False) -> list[int]:
+        """Removes what is not to be kept now that a step is committed; host 0 does it.
+
+        Never the newest complete step there, nor one that is preserved by hand, nor one
+        that plain Orbax or another run saved.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          overwrite: whether older saves of the step that were set aside go too.
+
+        Returns:
+          The steps that were removed.
+        """
+        self._writing.discard_own(step, save)
+        storage, tier = self._world.storage, self._world.persistent
+        assert storage is not None
+        assert tier is not None
+        for number, name in self._root().set_aside_steps() if overwrite else ():
+            replaced = number == step and name < save
+            if replaced and step not in tier.preserved_aside():
+                tier.discard_aside(number, name)
+        if storage.keep is None:
+            return []
+        held = tier.held()
+        removed = retention.steps_to_delete(
+            held,
+            storage.keep,
+            newest_complete=max(
+                (each.step for each in held if each.complete), default=None
+            ),
+            # Uploads lie elsewhere until they are committed.
+            in_flight=(),
+            preserved=tier.preserved(),
+        )
+        for each in removed:
+            tier.remove(each)
+        for gone in retention.abandoned_to_delete(
+            tier.abandoned(), held, storage.keep, preserved=tier.preserved_aside()
+        ):
+            tier.discard_aside(gone.step, gone.save)
+        return removed
+
+    def holds(self, step: int, save: str) -> bool:
+        """Whether that save of a step is committed to persistent storage.
+
+        Args:
+          step: the training step.
+          save: which save of it; empty for one that Orbax alone wrote.
+
+        Raises:
+          CheckpointError: if storage cannot be reached.
+        """
+        root = self._root()
+        if not root.is_committed(step):
+            return False
+        return not save or arrange.save_of(root, step, run=self._world.run) == save
+
+    def remove(self, step: int) -> bool:
+        """Removes all saves of a step from persistent storage; whether there were any.
+
+        A step that Orbax alone saved stays.
+        """
+        tier = self._world.persistent
+        assert tier is not None
+        return tier.remove_all(step)
+
+    def close(self) -> None:
+        """Says to other worlds that this one writes no more."""
+        if self._world.root is not None:
+            self._writing.close()
+
+    def _arrange(self, contents: Contents, step: int, save: str) -> None:
+        if self._arranged != (step, save):
+            line = Line(save=save, parents=contents.parents)
+            arrange.arrange(self._root(), line, run=self._world.run, step=step)
+            self._arranged = (step, save)
+
+    def _root(self) -> PersistentRoot:
+        assert self._world.root is not None
+        return self._world.root
+
+    @functools.cached_property
+    def _writing(self) -> writers.WritingWorld:
+        return writers.WritingWorld(self._root(), run=self._world.run)
+
+    def _chunks(self, holdings: Holdings, step: int, save: str) -> dict[str, list[int]]:
+        captured = self._world.captured.get((step, save))
+        return _chunk_shapes(holdings) if captured is None else captured.chunk_shapes
+
+    def _saved_step(
+        self,
+        holdings: Holdings,
+        step: int,
+        save: str,
+        names: Mapping[str, Sequence[str]],
+    ) -> upload.SavedStep:
+        chunks = self._chunks(holdings, step, save)
+        return upload.SavedStep(
+            run=self._world.run,
+            step=step,
+            save=save,
+            contents=holdings.contents,
+            arrays={
+                path: ocdbt.StoredArray(
+                    checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
+                )
+                for path, (checkpointable, name) in names.items()
+            },
+        )
+
+
+def _upload_share(
+    holdings: Holdings,
+    hosts: Sequence[Host],
+    uploading: upload.Upload,
+    reader: verified_read.VerifiedReader,
+    *,
+    host: Host,
+) -> int:
+    """Uploads a host's share of a step, and returns its bytes.
+
+    What is uploaded was verified: a copy that went bad in RAM is read elsewhere.
+
+    Args:
+      holdings: of the step.
+      hosts: that take part, the same list everywhere.
+      uploading: of this host.
+      reader: of the step.
+      host: this one.
+
+    Raises:
+      CheckpointError: if no good copy of a part is left, or storage fails.
+    """
+    shared = uploads.uploads(holdings, hosts)
+    num_boxes = len(holdings.leaf)
+
+    def write(batch: np.ndarray) -> int:
+        chunks = []
+        for item in batch.tolist():
+            if item >= num_boxes:
+                file = holdings.files[item - num_boxes]
+                uploading.write_file(file, reader.file(file, holdings.holders(item)))
+                continue
+            values = verified_read.read_item(holdings, item, reader, first=host.id)
+            fragment = holdings.fragment(int(shared.row[item]))
+            chunks.append(
+                upload.Chunk(fragment.leaf, fragment.box, values, fragment.digest)
+            )
+        uploading.write_chunks(chunks)
+        return int(holdings.stored_bytes[batch].sum())
+
+    uploading.begin()
+    items = shared.of(host.id)
+    batches = uploads.batches(
+        items,
+        holdings.stored_bytes[items],
+        most_bytes=_BATCH_BYTES,
+        most_items=_BATCH_ITEMS,
+    )
+    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:
+        num_bytes = sum(pool.map(write, batches))
+    uploading.finish()
+    return num_bytes
+
+
+def _chunk_shapes(holdings: Holdings) -> dict[str, list[int]]:
+    # All chunks of a leaf are of one shape; a leaf without elements has none.
+    leaves = holdings.contents.leaves
+    first = np.searchsorted(holdings.leaf, np.arange(len(leaves) + 1))
+    sizes = (holdings.boxes.stop - holdings.boxes.start).tolist()
+    return {
+        leaf.path: sizes[begin][: len(leaf.shape)]
+        if begin < end
+        else [max(1, size) for size in leaf.shape]
+        for leaf, begin, end in zip(leaves, first[:-1], first[1:], strict=True)
+    }

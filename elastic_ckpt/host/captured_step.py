@@ -1,0 +1,179 @@
+"""A captured step as a source: what a host uploads where no RAM disk takes the step.
+
+It offers what the host uploads of the step, as if it lay in a RAM disk. Of a box that
+several processes hold one uploads it, which follows from the array's sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from elastic_ckpt.core import boxes, digest
+from elastic_ckpt.host.capture import Value
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.manifests.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Fragments,
+    Host,
+    Manifest,
+)
+from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.source import OnPiece, ReadError, ignored
+
+IsOwn = Callable[[int, boxes.Box], bool]
+
+
+class CapturedStep:
+    """What a host has captured of a step, and uploads; a `source.Source`.
+
+    Args:
+      captured: not to be released while this is read.
+      contents: of the whole step.
+      files: of the components that this host wrote, with their contents.
+      is_own: whether this host uploads a box, by the number of its leaf.
+      identity: of the run, the training step, and which save of it.
+      host: this one.
+
+    Attributes:
+      offer: what this host uploads.
+      chunk_shapes: of all leaves, by path, uploaded here or not.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        contents: Contents,
+        files: Mapping[ComponentFile, bytes],
+        *,
+        is_own: IsOwn,
+        identity: tuple[str, int, str],
+        host: Host,
+    ) -> None:
+        self.chunk_shapes: dict[str, list[int]] = {}
+        self._values: dict[str, np.ndarray] = {
+            file.path: np.frombuffer(content, np.uint8)
+            for file, content in files.items()
+        }
+        fragments = []
+        for number, part in enumerate(captured.parts):
+            leaf = part.leaf
+            whole = [max(1, size) for size in leaf.shape]
+            chunk: tuple[int, ...] = tuple(whole)
+            if 0 not in leaf.shape:
+                item_bytes = np.dtype(leaf.dtype).itemsize
+                chunk = layout.chunk_shape(part.shard_shape, item_bytes=item_bytes)
+            self.chunk_shapes[leaf.path] = list(chunk)
+            for box, values in part.boxes:
+                if not is_own(number, box):
+                    continue
+                for piece in layout.cut(box, chunk):
+                    file = layout.chunk_file(leaf.path, piece, chunk)
+                    self._values[file] = values[boxes.relative(piece, box)]
+                    fragments.append(
+                        Fragment(
+                            leaf=number,
+                            box=piece,
+                            digest=digest.values_digest(self._values[file]),
+                            file=file,
+                            offset=0,
+                            stored_bytes=layout.num_bytes(piece, leaf.dtype),
+                        )
+                    )
+        run, step, save = identity
+        manifest = Manifest(
+            run=run,
+            step=step,
+            save=save,
+            host=host,
+            contents=contents,
+            fragments=Fragments.of(fragments, contents=contents),
+            component_files=tuple(sorted(files, key=lambda file: file.path)),
+        )
+        self.offer = Offer(tier="local", manifest=manifest)
+
+    def read_into(
+        self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
+    ) -> None:
+        """As `source.Source` says.
+
+        Raises:
+          ReadError: if there is no such file.
+        """
+        content = np.ascontiguousarray(self._of(file)).reshape(-1).view(np.uint8)
+        into[:] = content[offset : offset + len(into)].data
+        on_piece(into)
+
+    def size(self, file: str) -> int:
+        """As `source.Source` says."""
+        return self._of(file).nbytes
+
+    def _of(self, file: str) -> np.ndarray:
+        if file not in self._values:
+            raise ReadError("is not in this host's memory")
+        return self._values[file]
+
+
+class Owners:
+    """Which process uploads what of a state that was captured.
+
+    Args:
+      values: of the state, by path.
+      number: of this process.
+      num_hosts: processes of the world.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Value], *, number: int, num_hosts: int
+    ) -> None:
+        self._number = number
+        self._num_hosts = num_hosts
+        # No array is kept, which may be donated.
+        self._shardings: list[tuple[Sharding, tuple[int, ...]] | None] = []
+        self._is_whole: list[bool] = []
+        self._owners: dict[int, dict[boxes.Box, int]] = {}
+        for path in sorted(values):
+            value = values[path]
+            is_array = isinstance(value, jax.Array) and not jax.dtypes.issubdtype(
+                value.dtype, jax.dtypes.prng_key
+            )
+            self._shardings.append(
+                (value.sharding, value.shape)
+                if is_array and isinstance(value, jax.Array)
+                else None
+            )
+            self._is_whole.append(
+                isinstance(value, np.ndarray | np.generic | int | float)
+            )
+
+    def is_own(self, leaf: int, box: boxes.Box) -> bool:
+        """Whether this process uploads a box of a leaf; some are uploaded by several.
+
+        Of random keys, and of arrays that others have put together, it is not known
+        who else holds them.
+        """
+        if self._is_whole[leaf]:
+            return leaf % self._num_hosts == self._number
+        sharding = self._shardings[leaf]
+        if sharding is None:
+            return True
+        if leaf not in self._owners:
+            self._owners[leaf] = _owners(*sharding)
+        return self._owners[leaf][box] == self._number
+
+
+def _owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, int]:
+    holders: dict[boxes.Box, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = boxes.of_index(index or (), shape)
+        holders.setdefault(box, set()).add(device.process_index)
+    return {
+        box: sorted(processes)[number % len(processes)]
+        for number, (box, processes) in enumerate(holders.items())
+    }

@@ -1,0 +1,338 @@
+"""A host's part in a restore: what it finds, reads, verifies and puts right.
+
+A restore goes through `find`, `open_step`, `check`, `read`, `materialise`, `repair`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.host import recovery, trees, verified_read
+from elastic_ckpt.host.world import Answer, HostWorld
+from elastic_ckpt.manifests import line, read_plan
+from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.peers import peer, secret
+from elastic_ckpt.tiers.ram import ram_disk
+from elastic_ckpt.tiers.source import Tier
+
+
+class HostReader:
+    """Reads what one host needs.
+
+    Args:
+      world: the host among the others.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._restoring: _Restoring | None = None
+
+    def find(
+        self,
+        step: int | None,
+        without: Sequence[Sequence[Any]],
+        save: str = "",
+        own_line: Sequence[Any] | None = None,
+    ) -> Answer:
+        """The newest complete step, or a certain one, but for some saves.
+
+        Args:
+          step: None for the newest.
+          without: steps and saves that proved to be unreadable.
+          save: which save of the step; empty for the newest.
+          own_line: the save and the parents of the line that the caller is on, if it
+            has saved something; see `line`.
+
+        Returns:
+          What is `found`, a step, its save and its `line`, or None; what was
+          `passed_over`, pairs of a step and why; why storage is `out_of_reach`, or
+          None; why peers that may have steps are `refusing`, a sentence each; and the
+          `newest_save` of all.
+
+        Raises:
+          CheckpointError: if a certain step is not complete.
+        """
+        tiers, foreign, recorded, out_of_reach = self._within_reach()
+        own = [] if own_line is None else [line.Line.of(*own_line)]
+        looking = find.Search(
+            tiers,
+            lines=[*own, *recorded],
+            without={(number, name) for number, name in without},
+        )
+        answer: Answer = {
+            "passed_over": [],
+            "out_of_reach": out_of_reach,
+            "newest_save": looking.line.save,
+            "refusing": self._refusing(tiers),
+        }
+        if step is None:
+            outcome = looking.newest()
+            passed_over = [list(each) for each in outcome.passed_over.items()]
+            place = None if outcome.found is None else _place(outcome.found)
+            counted = _counted(looking, foreign)
+            if counted and (place is None or counted[-1] > place["step"]):
+                place = self._foreign_place(counted[-1], foreign)
+            return {**answer, "passed_over": passed_over, "found": place}
+        if step in foreign:
+            return {**answer, "found": self._foreign_place(step, foreign)}
+        if save:
+            return {**answer, "found": _place(find.of_save(tiers, step, save))}
+        return {**answer, "found": _place(looking.of_step(step))}
+
+    def complete_steps(self) -> list[Answer]:
+        """The steps that are complete, ascending, without those that are abandoned.
+
+        Those that Orbax alone saved are among them.
+        """
+        tiers, foreign, recorded, _ = self._within_reach()
+        looking = find.Search(tiers, lines=recorded)
+        complete = [_place(each) for each in looking.complete_steps()]
+        others = {each["step"] for each in complete}
+        complete += [
+            self._foreign_place(step, foreign)
+            for step in _counted(looking, foreign)
+            if step not in others
+        ]
+        return sorted(complete, key=lambda place: place["step"])
+
+    def open_step(self, step: int, save: str) -> None:
+        """Turns to a step that is to be read.
+
+        Raises:
+          CheckpointError: if it is not complete by what this host can reach.
+        """
+        found = find.of_save(self._world.tiers, step, save)
+        reader = verified_read.VerifiedReader(found.sources)
+        self.forget()
+        self._restoring = _Restoring(found=found, reader=reader)
+
+    def opened(self) -> Contents:
+        """The contents of the step that was opened."""
+        return self._opened().found.step.holdings.contents
+
+    def contents(self) -> Answer:
+        """As `opened`, in JSON: the arguments of `Contents`."""
+        contents = self.opened()
+        leaves = [[of.path, list(of.shape), of.dtype] for of in contents.leaves]
+        return {
+            "leaves": leaves,
+            **{
+                field.name: getattr(contents, field.name)
+                for field in dataclasses.fields(contents)
+                if field.name != "leaves"
+            },
+        }
+
+    def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
+        """Turns to what is wanted of the step, for the devices of this process.
+
+        Args:
+          of_trees: that are wanted; the step has all of their leaves, in their shapes.
+          components: that are wanted.
+
+        Raises:
+          CheckpointError: if the step has no such component.
+        """
+        self.want(trees.wanted(of_trees), components)
+
+    def want(
+        self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
+    ) -> dict[str, str]:
+        """As `check`; the dtypes of the leaves, as they were saved.
+
+        Args:
+          wanted: the leaves.
+          components: that are wanted.
+        """
+        restoring = self._opened()
+        held = restoring.found.step
+        contents = held.holdings.contents
+        missing = sorted(set(components) - contents.components.keys())
+        if missing:
+            raise errors.CheckpointError(
+                f"step {held.step} has no parts {missing}; it has"
+                f" {sorted(contents.components)}: restore what it has"
+            )
+        restoring.wanted = wanted
+        saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
+        return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
+
+    def read(self) -> Answer:
+        """Reads and verifies what this host's devices need of the step.
+
+        Returns:
+          `read_bytes`, by how near their holders were.
+
+        Raises:
+          CheckpointError: if no good copy of a part is left.
+        """
+        restoring = self._opened()
+        restoring.values = recovery.read_leaves(
+            restoring.found,
+            restoring.wanted,
+            restoring.reader,
+            host=self._world.own.host,
+            domain=self._world.peers.domain,
+        )
+        return {
+            "read_bytes": recovery.by_nearness(
+                restoring.reader.read_bytes,
+                self._world.own.host,
+                domain=self._world.peers.domain,
+            )
+        }
+
+    def materialise(self, component: str) -> str:
+        """Writes the files of a component of the step, verified; the directory."""
+        restoring = self._opened()
+        files = read_plan.files(
+            restoring.found.step,
+            self._world.own.host,
+            component,
+            domain=self._world.peers.domain,
+        )
+        directory = str(storage.make_directory(self._files() / component))
+        for file, offers in files:
+            _, _, name = file.path.partition("/")
+            storage.write_atomic(
+                f"{directory}/{name}", restoring.reader.file(file, offers)
+            )
+        return directory
+
+    def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
+        """The trees, made of what was read."""
+        made = self.made()
+        return {
+            name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
+        }
+
+    def made(self) -> dict[str, Any]:
+        """What each leaf makes of what was read for it, by path."""
+        restoring = self._opened()
+        return {
+            leaf.path: leaf.make(restoring.values[leaf.path])
+            for leaf in restoring.wanted
+        }
+
+    def bad_copies(self) -> list[Answer]:
+        """The bad copies that this host met while it read."""
+        return [recovery.describe(bad) for bad in self._opened().reader.bad]
+
+    def repair(self, bad: Sequence[Answer]) -> list[str]:
+        """Puts right what is bad of the step that was read, on this host.
+
+        Args:
+          bad: copies that any host met.
+
+        Returns:
+          The names of what was put right.
+        """
+        restoring = self._opened()
+        files = {
+            each["file"]
+            for each in bad
+            if each["tier"] == "local" and each["host"] == self._world.own.host.id
+        }
+        if not files:
+            return []
+        return recovery.put_right(
+            restoring.found.step.holdings, restoring.reader, self._world.own, files
+        )
+
+    def forget(self) -> None:
+        """Lets go of what was read."""
+        self._restoring = None
+        storage.remove(self._files())
+
+    def _within_reach(self) -> _Reach:
+        storage_tier = self._world.persistent
+        if storage_tier is None:
+            return _Reach(self._world.tiers, {}, [], None)
+        try:
+            foreign = storage_tier.foreign_saves()
+        except errors.CheckpointError as error:
+            in_ram = [tier for tier in self._world.tiers if tier is not storage_tier]
+            return _Reach(in_ram, {}, [], str(error))
+        recorded = storage_tier.recorded_lines()
+        return _Reach(self._world.tiers, foreign, recorded, None)
+
+    def _refusing(self, tiers: Sequence[Tier]) -> list[str]:
+        known = secret.path(self._world.disk.root)
+        return [
+            f"{url} does not take the secret in {known}, so nothing that it may hold of"
+            " this run is restored; copy that file from a machine of the run, for"
+            " example the agent's, and start again"
+            for tier in tiers
+            if isinstance(tier, peer.Peers)
+            for url in tier.refusing()
+        ]
+
+    def _foreign_place(self, step: int, foreign: Mapping[int, str]) -> Answer:
+        assert self._world.persistent is not None
+        return {
+            "step": step,
+            "save": "",
+            "line": line.after(step, foreign[step], ()),
+            **self._world.persistent.notes(step),
+        }
+
+    def _files(self) -> epath.Path:
+        # Under one controller all machines have to name it alike.
+        slot = self._world.disk.host_directory(self._world.own.slot)
+        return slot / ram_disk.RESTORED
+
+    def _opened(self) -> _Restoring:
+        assert self._restoring is not None
+        return self._restoring
+
+
+class _Reach(NamedTuple):
+    """What can be searched.
+
+    Attributes:
+      tiers: that answer.
+      foreign: the steps of Orbax alone, with the saves that they count as.
+      recorded: lines that are recorded in storage.
+      out_of_reach: why storage does not answer; None if it does, or there is none.
+    """
+
+    tiers: list[Tier]
+    foreign: dict[int, str]
+    recorded: list[line.Line]
+    out_of_reach: str | None
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Restoring:
+    found: find.FoundStep
+    reader: verified_read.VerifiedReader
+    wanted: Sequence[trees.WantedLeaf] = ()
+    values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+
+
+def _counted(looking: find.Search, foreign: Mapping[int, str]) -> list[int]:
+    # The steps of Orbax alone that are not abandoned, ascending.
+    return sorted(
+        step for step, save in foreign.items() if not looking.line.abandons(step, save)
+    )
+
+
+def _place(found: find.FoundStep) -> Answer:
+    step = found.step
+    contents = step.holdings.contents
+    return {
+        "step": step.step,
+        "save": step.save,
+        "line": line.after(step.step, step.save, contents.parents),
+        "metrics": json.loads(contents.metrics or "null"),
+        "custom_metadata": json.loads(contents.custom_metadata or "null"),
+        "commit_timestamp_nsecs": 1_000_000 * contents.time_ms,
+    }

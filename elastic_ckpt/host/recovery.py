@@ -1,0 +1,151 @@
+"""Recovery: what a host reads of a step, from wherever it is nearest."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.host import trees, verified_read
+from elastic_ckpt.manifests import read_plan
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers.find import FoundStep
+from elastic_ckpt.tiers.ram import local
+from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS
+
+NEARNESS = ("local", "close", "distant", "persistent")
+
+
+def read_leaves(
+    found: FoundStep,
+    wanted: Sequence[trees.WantedLeaf],
+    reader: verified_read.VerifiedReader,
+    *,
+    host: Host,
+    domain: str,
+) -> dict[str, list[np.ndarray]]:
+    """The values of all boxes that a host wants, by the path of their leaf, verified.
+
+    Args:
+      found: the step.
+      wanted: what this host needs of it.
+      reader: of the step.
+      host: this one.
+      domain: the kind of failure domain inside of which a peer is close.
+
+    Raises:
+      CheckpointError: if no good copy of a part is left.
+    """
+    contents = found.step.holdings.contents
+    listed = [
+        (0, contents.listed_path(leaf.path), box)
+        for leaf in wanted
+        for box in leaf.boxes
+    ]
+    plan = read_plan.plan(
+        found.step,
+        [host],
+        read_plan.Wanted.of(listed, contents=contents),
+        domain=domain,
+    )
+    values = iter(verified_read.read_boxes(plan, reader))
+    return {leaf.path: [next(values) for _ in leaf.boxes] for leaf in wanted}
+
+
+def by_nearness(
+    read_bytes: Mapping[Offer, int], host: Host, *, domain: str
+) -> dict[str, int]:
+    """Bytes that a host read, by how near their holders were."""
+    total: collections.Counter[str] = collections.Counter()
+    for offer, num_bytes in read_bytes.items():
+        total[nearness(offer, host, domain=domain)] += num_bytes
+    return dict(total)
+
+
+def nearness(offer: Offer, host: Host, *, domain: str) -> str:
+    """How near a holder is to a host: one of `NEARNESS`."""
+    if offer.tier == "persistent":
+        return "persistent"
+    if offer.host.id == host.id:
+        return "local"
+    alike = offer.host.domains.get(domain, "") == host.domains.get(domain, "")
+    return "close" if alike else "distant"
+
+
+def describe(bad: verified_read.BadCopy) -> dict[str, storage.Json]:
+    """A bad copy, as other hosts are told of it."""
+    return {
+        "host": bad.offer.host.id,
+        "tier": bad.offer.tier,
+        "file": bad.file,
+        "name": bad.name,
+        "why": bad.why,
+    }
+
+
+def put_own_right(
+    holdings: Holdings, reader: verified_read.VerifiedReader, own: local.LocalHost
+) -> list[str]:
+    """Puts right what a reader found to be bad of its own host, as `put_right`."""
+    files = {
+        bad.file
+        for bad in reader.bad
+        if bad.offer.tier == "local" and bad.offer.host.id == own.host.id
+    }
+    return put_right(holdings, reader, own, files) if files else []
+
+
+def put_right(
+    holdings: Holdings,
+    reader: verified_read.VerifiedReader,
+    own: local.LocalHost,
+    files: Collection[str],
+) -> list[str]:
+    """Writes what is bad in a host's RAM disk anew, from another good copy.
+
+    Args:
+      holdings: of the step.
+      reader: of the step.
+      own: the host.
+      files: paths in the step's directory of the host.
+
+    Returns:
+      The names of what was put right; of what has no other good copy there is none.
+    """
+    mended = []
+    for row, item in enumerate(holdings.item.tolist()):
+        offer = holdings.offers[holdings.holder[row]]
+        if offer.tier == "local" and offer.host.id == own.host.id:
+            # What cannot be written stays bad, and was read elsewhere.
+            with contextlib.suppress(errors.CheckpointError, *WRITE_ERRORS):
+                if _mend(holdings, row, item, reader, own, files):
+                    mended.append(holdings.name(item))
+    return mended
+
+
+def _mend(
+    holdings: Holdings,
+    row: int,
+    item: int,
+    reader: verified_read.VerifiedReader,
+    own: local.LocalHost,
+    files: Collection[str],
+) -> bool:
+    # Whether the item was bad; raises if there is no other copy.
+    manifest = holdings.offers[holdings.holder[row]].manifest
+    if item >= len(holdings.leaf):
+        file = holdings.files[item - len(holdings.leaf)]
+        if file.path not in files:
+            return False
+        own.put_right_file(manifest, file, reader.file(file, holdings.holders(item)))
+        return True
+    fragment = holdings.fragment(row)
+    if fragment.file not in files:
+        return False
+    values = verified_read.read_item(holdings, item, reader)
+    own.put_right(manifest, fragment, values)
+    return True

@@ -1,0 +1,107 @@
+"""Replication: a host takes the copies that placement gives it.
+
+Every host computes the same placement from the same manifests, and fetches its own part
+of it, so nobody coordinates. What a host holds already is not placed anew: one that was
+killed half way goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent import futures
+
+import numpy as np
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.host import verified_read
+from elastic_ckpt.manifests import placement
+from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.manifest import ComponentFile, Fragment, Host
+
+_THREADS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkCopy:
+    """A chunk that arrived, verified.
+
+    Attributes:
+      fragment: as its sender has it.
+      values: of the leaf's dtype and the box's shape; to be used before the call ends.
+    """
+
+    fragment: Fragment
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileCopy:
+    """A file of a component that arrived, verified."""
+
+    file: ComponentFile
+    content: bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a host took.
+
+    Attributes:
+      copies: how many.
+      num_bytes: of them.
+      problems: copies that could not be had, or are bad at a holder, and why, a
+        sentence each.
+    """
+
+    copies: int
+    num_bytes: int
+    problems: tuple[str, ...]
+
+
+def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
+    """The items that `host` takes, each with the holder that is to send it."""
+    numbers = [n for n, each in enumerate(placed.hosts) if each.id == host.id]
+    mine = np.flatnonzero(np.isin(placed.target, numbers))
+    return [
+        (int(placed.item[copy]), placed.hosts[placed.source[copy]]) for copy in mine
+    ]
+
+
+def take(
+    holdings: Holdings,
+    items: Sequence[tuple[int, Host]],
+    reader: verified_read.VerifiedReader,
+    keep: Callable[[ChunkCopy | FileCopy], None],
+) -> Taken:
+    """Fetches copies, a few at a time, each from its sender or else another holder.
+
+    Args:
+      holdings: of the step.
+      items: as `incoming` gives them.
+      reader: of the step.
+      keep: writes a copy; called from several threads.
+    """
+    num_boxes = len(holdings.leaf)
+
+    def fetch(item: int, sender: Host) -> int:
+        if item >= num_boxes:
+            file = holdings.files[item - num_boxes]
+            content = reader.file(file, holdings.holders(item))
+            keep(FileCopy(file=file, content=content))
+            return len(content)
+        values = verified_read.read_item(holdings, item, reader, first=sender.id)
+        fragment = holdings.fragment(int(holdings.first_row[item]))
+        keep(ChunkCopy(fragment=fragment, values=values))
+        return values.nbytes
+
+    sizes, problems = [], []
+    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as pool:
+        # Its threads bound what is in memory: a copy is kept before the next begins.
+        for got in futures.as_completed([pool.submit(fetch, *each) for each in items]):
+            try:
+                sizes.append(got.result())
+            except errors.CheckpointError as error:
+                problems.append(str(error))
+    problems += map(str, reader.bad)
+    return Taken(copies=len(sizes), num_bytes=sum(sizes), problems=tuple(problems))

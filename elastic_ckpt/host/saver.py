@@ -1,0 +1,384 @@
+"""A host's part in a save: what its devices hold, written, committed, and copied.
+
+A save goes through `capture`, `write`, `commit` (or `abandon`), `replicate`, `collect`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import errors, host_memory, storage
+from elastic_ckpt.host import (
+    capture,
+    captured_step,
+    replication,
+    trees,
+    verified_read,
+    views,
+)
+from elastic_ckpt.host.world import Answer, HostWorld
+from elastic_ckpt.manifests import layout, placement, retention
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.manifest import ComponentFile, Contents, Host
+from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.ram import step_writer
+from elastic_ckpt.tiers.source import Source
+
+# Where less is free on a RAM disk, components write elsewhere at first.
+_LEAST_BYTES = 2**20
+
+
+class HostSaver:
+    """Saves what one host has.
+
+    Args:
+      world: the host among the others.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+        self._pool = host_memory.Pool()
+        self._views = views.Views()
+        self._saving: dict[tuple[int, str], _Saving] = {}
+
+    def capture(self, step: int, save: str, of_trees: Mapping[str, Any]) -> str:
+        """Copies what the devices of this host hold; see `Hosts.capture`.
+
+        Raises:
+          CheckpointError: if a leaf cannot be saved.
+        """
+        values = trees.arrays(of_trees)
+        captured = capture.capture(values, self._pool, self._views)
+        saving = _Saving(
+            captured=captured,
+            owners=captured_step.Owners(
+                values, number=self._world.number, num_hosts=len(self._world.hosts)
+            ),
+            directory=self._world.disk.step_directory(self._world.own.slot, step, save),
+        )
+        self._saving[step, save] = saving
+        contents = Contents(leaves=captured.leaves, components={})
+        try:
+            saving.writer = self._world.own.begin(step, save, contents, num_bytes=None)
+            if not self._world.disk.has_room(_LEAST_BYTES):
+                # The files of components are small, and may be all that can be kept.
+                saving.directory = saving.staging = self._staging(step, save)
+        except (errors.CheckpointError, OSError) as error:
+            # The others have begun: `write` says it to all.
+            saving.problem = str(error)
+            saving.directory = saving.staging = self._staging(step, save)
+        return str(saving.directory)
+
+    def directory(self, step: int, save: str) -> epath.Path:
+        """Where components write their files of a step that is being saved."""
+        return self._saving[step, save].directory
+
+    def write(
+        self, step: int, save: str, components: Sequence[str], problem: str | None
+    ) -> Answer:
+        """Writes what was captured; says what `files` components wrote, and `time_ms`.
+
+        Raises:
+          CheckpointError: if it does not fit, or `problem` says what went wrong.
+        """
+        saving = self._saving[step, save]
+        if problem is not None:
+            raise errors.CheckpointError(problem)
+        saving.components = components
+        saving.written = step_writer.written_files(saving.directory, components)
+        if self._world.storage is not None or saving.staging is not None:
+            # What does not fit takes them along when it is removed.
+            saving.contents = {
+                file.path: (saving.directory / file.path).read_bytes()
+                for file in saving.written
+            }
+        if saving.problem is not None:
+            raise errors.CheckpointError(saving.problem)
+        writer = saving.writer
+        assert writer is not None
+        # To look for room takes as long as there are files: the trainer goes on.
+        self._world.own.reserve(writer, saving.captured.num_bytes)
+        if saving.staging is not None:
+            writer.put_written(saving.contents)
+        writer.write(saving.captured)
+        return self._files(saving)
+
+    def files(self, step: int, save: str) -> Answer:
+        """What `write` returns, of a step that it could not write.
+
+        Raises:
+          CheckpointError: if components could not write their files.
+        """
+        saving = self._saving[step, save]
+        if saving.components is None:
+            raise errors.CheckpointError("components have not written their files")
+        return self._files(saving)
+
+    def hold(
+        self,
+        step: int,
+        save: str,
+        parts: Mapping[str, Mapping[str, int]],
+        notes: Mapping[str, Any],
+    ) -> None:
+        """Has a backup read what was captured, in place of a RAM disk, until `abandon`.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          parts: as for `commit`.
+          notes: likewise.
+        """
+        saving = self._saving[step, save]
+        contents = _contents(saving, parts, notes)
+        files = {
+            file: saving.contents[file.path] for file in _component_files(saving, parts)
+        }
+        self._world.captured[step, save] = captured_step.CapturedStep(
+            saving.captured,
+            contents,
+            files,
+            is_own=saving.owners.is_own,
+            identity=(self._world.run, step, save),
+            host=self._world.own.host,
+        )
+
+    def commit(
+        self,
+        step: int,
+        save: str,
+        parts: Mapping[str, Mapping[str, int]],
+        notes: Mapping[str, Any],
+    ) -> None:
+        """Makes this host's part exist.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          parts: by component and file, the number of the part that a file is.
+          notes: the `time_ms`, `metrics`, `trees`, `custom_metadata` and `parents` of
+            `Contents`.
+        """
+        saving = self._saving.pop((step, save))
+        assert saving.writer is not None
+        contents = _contents(saving, parts, notes)
+        saving.release()
+        files = _component_files(saving, parts)
+        saving.writer.commit(files, contents=contents)
+
+    def abandon(self, step: int, save: str) -> None:
+        """Takes back what this host wrote of a step, committed or not."""
+        self._world.captured.pop((step, save), None)
+        saving = self._saving.pop((step, save), None)
+        if saving is None:
+            self._world.own.remove(step, save)
+            return
+        saving.release()
+        if saving.writer is not None:
+            saving.writer.abandon()
+        else:
+            # Components began to write, whether or not there is room.
+            self._world.own.remove(step, save)
+
+    def replicate(self, step: int, save: str) -> Answer:
+        """Takes the copies that placement gives this host, and compares replicas.
+
+        Returns:
+          `copies` and their `bytes`, `problems`, what `diverged`, by name, whether
+          copies `failed` to be made that could have been, and the steps that somebody
+          `preserved` by hand on this machine.
+
+        Raises:
+          CheckpointError: if nothing of the step can be read, or copies do not fit.
+        """
+        sources, problems = self._world.in_ram(step, save)
+        failed = bool(problems)
+        holdings = Holdings.of(list(sources))
+        diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
+        place = (
+            placement.assume_data_parallelism
+            if self._world.peers.assume_data_parallelism
+            else placement.place
+        )
+        policy = placement.Policy(
+            copies=self._world.peers.copies if len(self._world.hosts) > 1 else 0,
+            domain=self._world.peers.domain,
+        )
+        placed = place(holdings, self._world.hosts, policy)
+        problems += diverged
+        problems += [
+            each.why for each in placed.shortfalls if each.lacks != "agreement"
+        ]
+        items = replication.incoming(placed, self._world.own.host)
+        taken = replication.Taken(copies=0, num_bytes=0, problems=())
+        if items:
+            taken = self._take(holdings, items, sources)
+        return {
+            "copies": taken.copies,
+            "bytes": taken.num_bytes,
+            "problems": [*problems, *taken.problems],
+            "diverged": diverged,
+            "preserved": self._world.disk.preserved(),
+            "failed": failed or bool(taken.problems),
+        }
+
+    def collect(
+        self,
+        step: int,
+        save: str,
+        in_flight: Sequence[int],
+        preserved: Sequence[int],
+        parents: Sequence[Sequence[Any]] = (),
+    ) -> list[tuple[int, str]]:
+        """Removes what is not needed now that a step is complete; what was removed.
+
+        Args:
+          step: that is complete.
+          save: which save of it; others go.
+          in_flight: steps that are, or will be, backed up.
+          preserved: steps that are preserved by hand on any machine.
+          parents: of the save.
+        """
+        line = Line(save=save, parents=tuple((n, name) for n, name in parents))
+        policy = self._world.local_tier.keep or retention.NewestOnly()
+        held = self._world.own.retained()
+        abandoned = [each for each in held if line.abandons(each.step, each.save)]
+        of_line = [each for each in held if each not in abandoned]
+        removed = retention.steps_to_delete(
+            of_line,
+            policy,
+            newest_complete=step,
+            in_flight=in_flight,
+            preserved=preserved,
+        )
+        gone = [
+            (each.step, each.save)
+            for each in of_line
+            if each.step in removed
+            or (each.step == step and each.save < save and step not in preserved)
+        ]
+        gone += [
+            (each.step, each.save)
+            for each in retention.abandoned_to_delete(
+                abandoned, of_line, policy, preserved=preserved
+            )
+        ]
+        for each in gone:
+            if each not in self._world.own.in_flight:
+                self._world.own.remove(*each)
+        if self._world.own.slot == 0:
+            # Nobody else does it where the world became smaller.
+            oldest = min([step, *in_flight])
+            self._world.own.remove_idle(line, before=oldest, preserved=preserved)
+        return gone
+
+    def remove(self, step: int) -> bool:
+        """Removes all saves of a step; whether there were any."""
+        found = [each for each in self._world.own.held() if each.step == step]
+        for each in found:
+            self._world.own.remove(each.step, each.save)
+        return bool(found)
+
+    def _staging(self, step: int, save: str) -> epath.Path:
+        # Under one controller all hosts have to name it alike.
+        name = f"elastic_ckpt-{self._world.run}-{self._world.own.slot}"
+        temporary = epath.Path(tempfile.gettempdir()) / name
+        return temporary / layout.step_directory(step, save)
+
+    def _files(self, saving: _Saving) -> Answer:
+        names: dict[str, list[str]] = {name: [] for name in saving.components or ()}
+        for file in saving.written:
+            component, _, name = file.path.partition("/")
+            names[component].append(name)
+        return {"files": names, "time_ms": time.time_ns() // 1_000_000}
+
+    def _take(
+        self,
+        holdings: Holdings,
+        items: Sequence[tuple[int, Host]],
+        sources: Mapping[Offer, Source],
+    ) -> replication.Taken:
+        manifest = holdings.offers[0].manifest
+        size = int(sum(holdings.stored_bytes[item] for item, _ in items))
+        writer = self._world.own.copy_writer(
+            manifest.step, manifest.save, manifest.contents, num_bytes=size
+        )
+
+        def keep(copy: replication.ChunkCopy | replication.FileCopy) -> None:
+            if isinstance(copy, replication.FileCopy):
+                writer.put_file(copy.file, copy.content)
+            else:
+                writer.put(copy.fragment, copy.values)
+
+        reader = verified_read.VerifiedReader(sources)
+        taken = replication.take(holdings, items, reader, keep)
+        writer.commit()
+        return taken
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class _Saving:
+    captured: Captured
+    owners: captured_step.Owners
+    # Where components write, and the same if that is outside of the RAM disk.
+    directory: epath.Path
+    staging: epath.Path | None = None
+    writer: step_writer.StepWriter | None = None
+    problem: str | None = None
+    # What components wrote, once they all have.
+    components: Sequence[str] | None = None
+    written: Sequence[step_writer.WrittenFile] = ()
+    contents: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+    def release(self) -> None:
+        self.captured.release()
+        if self.staging is not None:
+            # One step at a time is saved.
+            storage.remove(self.staging.parent)
+
+
+def _contents(
+    saving: _Saving, parts: Mapping[str, Mapping[str, int]], notes: Mapping[str, Any]
+) -> Contents:
+    texts = {name: of for name, of in notes.items() if name != "parents"}
+    return Contents(
+        leaves=saving.captured.leaves,
+        components={component: len(of) for component, of in parts.items()},
+        parents=tuple((number, name) for number, name in notes["parents"]),
+        **texts,
+    )
+
+
+def _component_files(
+    saving: _Saving, parts: Mapping[str, Mapping[str, int]]
+) -> list[ComponentFile]:
+    files = []
+    for file in saving.written:
+        component, _, name = file.path.partition("/")
+        part = parts[component][name]
+        files.append(
+            ComponentFile(
+                component=component,
+                parts=(part, part + 1),
+                path=file.path,
+                digest=file.digest,
+                stored_bytes=file.stored_bytes,
+            )
+        )
+    return files
+
+
+def _diverged(holdings: Holdings, item: int) -> str:
+    # In one order, for each host tells it.
+    hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
+    return (
+        f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"
+        " memory of one of them is faulty, and the step does not count as complete"
+    )

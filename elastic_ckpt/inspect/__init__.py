@@ -1,0 +1,1 @@
+"""Reports that only people request: surveys of tiers and full verification."""

@@ -1,0 +1,238 @@
+"""All copies of a step: read in full, each holder's, and compared with their digests.
+
+Of copies in persistent storage it is also looked at what stock Orbax will read of them
+(`persistent.orbax_view`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+
+import google_crc32c
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import digest, host_memory
+from elastic_ckpt.inspect.places import Copy
+from elastic_ckpt.inspect.problem import Kind, Problem
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
+from elastic_ckpt.tiers.persistent import orbax_view
+from elastic_ckpt.tiers.source import ReadError
+
+# Of each a chunk is in memory, where it reads what Orbax reads some copies of it.
+_THREADS = 8
+_NAMED = 5
+_DIFFERS = "is not what was saved: its digest differs"
+_ORBAX_REMEDY = (
+    "Orbax alone cannot load the step; restore it with elastic_ckpt, and save it anew"
+)
+
+
+class AllCopies:
+    """Every copy of one save of a step.
+
+    Args:
+      holdings: of the save.
+      copies: where each holder has what it holds.
+      progress: hears how many bytes of how many were read, in some thread.
+
+    Attributes:
+      num_bytes: that were read, with the checksums behind values.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        copies: Mapping[Offer, Copy],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._holdings = holdings
+        self._copies = copies
+        self._progress = progress
+        self._item = holdings.item
+        # All hosts wrote into one directory.
+        self._views = {
+            where: orbax_view.OrbaxView(epath.Path(where), holdings.contents)
+            for where in dict.fromkeys(
+                copies[each].where
+                for each in holdings.offers
+                if each.tier == "persistent"
+            )
+        }
+        self._sizes = _stored_bytes(holdings)
+        self._total = int(self._sizes[self._item].sum())
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        self._damaged: dict[int, str] = {}
+        self._hidden: dict[int, str] = {}
+        self._longer: dict[int, int] = {}
+
+    def read(self) -> None:
+        """Reads and compares all of them, in several threads."""
+        with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as pool:
+            shares = [
+                range(first, len(self._item), _THREADS) for first in range(_THREADS)
+            ]
+            # Not a task for each of a million rows.
+            for done in pool.map(self._read_share, shares):
+                del done
+
+    def problems(self) -> Iterator[Problem]:
+        """What was found, by item and holder."""
+        for row in sorted(self._damaged):
+            yield self._problem(row, "damaged", self._damaged[row], self._remedy(row))
+        for row in sorted(self._longer):
+            saved_bytes = int(self._sizes[self._item[row]])
+            why = f"is longer than what was saved, by {self._longer[row]} bytes"
+            remedy = (
+                f"a restore reads only its first {saved_bytes} bytes: cut it to them"
+            )
+            yield self._problem(row, "damaged", why, remedy)
+        for row in sorted(self._hidden):
+            yield self._problem(row, "orbax", self._hidden[row], _ORBAX_REMEDY)
+        for item in self._holdings.diverged.tolist():
+            yield self._diverged(item)
+        held = self._holdings.offers[0].manifest
+        for where, view in self._views.items():
+            for file, why in view.metadata_problems():
+                yield Problem(
+                    kind="orbax",
+                    step=held.step,
+                    save=held.save,
+                    part=file,
+                    tier="persistent",
+                    path=f"{where}/{file}",
+                    why=why,
+                    remedy=_ORBAX_REMEDY,
+                )
+
+    def _read_share(self, rows: range) -> None:
+        memory = np.empty(0, np.uint8)
+        for row in rows:
+            size = int(self._sizes[self._item[row]])
+            if memory.nbytes < size:
+                memory = host_memory.allocate(size)
+            damage, hidden, surplus = self._examine(row, memory[:size])
+            with self._lock:
+                if damage is not None:
+                    self._damaged[row] = damage
+                elif hidden is not None:
+                    self._hidden[row] = hidden
+                elif surplus > 0:
+                    self._longer[row] = surplus
+                self.num_bytes += size
+                self._progress(self.num_bytes, self._total)
+
+    def _examine(
+        self, row: int, memory: np.ndarray
+    ) -> tuple[str | None, str | None, int]:
+        # What is wrong with the copy, and with Orbax's view of it; bytes behind it.
+        offer, part = self._offer(row), self._part(row)
+        is_chunk = isinstance(part, Fragment)
+        place = (part.file, part.offset) if is_chunk else (part.path, 0)
+        source, surplus = self._copies[offer].source, 0
+        damage = hidden = None
+        try:
+            source.read_into(*place, memory.data)
+            if self._is_whole_file(row, part):
+                surplus = source.size(place[0]) - place[1] - memory.nbytes
+        except ReadError as error:
+            damage = str(error)
+        else:
+            damage = _damage(memory, part)
+        view = self._views.get(self._copies[offer].where)
+        if is_chunk and view is not None:
+            hidden = view.chunk_problem(part)
+        return damage, hidden, surplus
+
+    def _is_whole_file(self, row: int, part: Fragment | ComponentFile) -> bool:
+        # Values in a store end where its index says, whatever else its files hold.
+        if isinstance(part, ComponentFile):
+            return True
+        offer = self._offer(row)
+        held = offer.manifest.fragments
+        return offer.tier == "local" and len(held.files) == len(held)
+
+    def _problem(self, row: int, kind: Kind, why: str, remedy: str) -> Problem:
+        offer, part = self._offer(row), self._part(row)
+        file = part.file if isinstance(part, Fragment) else part.path
+        item = int(self._item[row])
+        return Problem(
+            kind=kind,
+            step=offer.manifest.step,
+            save=offer.manifest.save,
+            part=self._holdings.name(item),
+            tier=offer.tier,
+            holder=offer.host.id,
+            path=f"{self._copies[offer].where}/{file}",
+            why=why,
+            remedy=remedy,
+        )
+
+    def _remedy(self, row: int) -> str:
+        item = int(self._item[row])
+        first, end = self._holdings.first_row[item : item + 2].tolist()
+        good = [each for each in range(first, end) if each not in self._damaged]
+        if not good:
+            return "no good copy is left: restore an older step, and remove this one"
+        other = self._offer(good[0])
+        holder = f"host {other.host.id}"
+        if other.tier == "persistent":
+            holder = "the persistent tier"
+        if self._offer(row).tier == "persistent":
+            return f"{holder} has a good copy: save a newer step before that is lost"
+        return (
+            f"{holder} has a good copy, and a restore that meets the bad one puts it"
+            " right"
+        )
+
+    def _diverged(self, item: int) -> Problem:
+        holders = self._holdings.holders(item)
+        hosts = ", ".join(each.host.id for each in holders[:_NAMED])
+        more = f" and {len(holders) - _NAMED} more" if holders[_NAMED:] else ""
+        held = holders[0].manifest
+        return Problem(
+            kind="diverged",
+            step=held.step,
+            save=held.save,
+            part=self._holdings.name(item),
+            why=f"the hosts {hosts}{more} saved different values",
+            remedy="a device or memory of one of them is faulty: find it, and restore"
+            " an older step",
+        )
+
+    def _offer(self, row: int) -> Offer:
+        return self._holdings.offers[self._holdings.holder[row]]
+
+    def _part(self, row: int) -> Fragment | ComponentFile:
+        if self._item[row] < len(self._holdings.leaf):
+            return self._holdings.fragment(row)
+        return self._offer(row).manifest.component_files[self._holdings.number[row]]
+
+
+def _stored_bytes(holdings: Holdings) -> np.ndarray:
+    # Of each item, with the checksum behind values, which not all manifests count.
+    leaves = holdings.contents.leaves
+    item_bytes = np.array([np.dtype(leaf.dtype).itemsize for leaf in leaves], np.int64)
+    of_boxes = holdings.boxes.volumes * item_bytes[holdings.leaf]
+    of_files = [file.stored_bytes for file in holdings.files]
+    return np.concatenate(
+        [of_boxes + layout.CHECKSUM_BYTES, np.array(of_files, np.int64)]
+    )
+
+
+def _damage(stored: np.ndarray, part: Fragment | ComponentFile) -> str | None:
+    if isinstance(part, ComponentFile):
+        return None if digest.values_digest(stored) == part.digest else _DIFFERS
+    values, checksum = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
+    if digest.values_digest(values) != part.digest:
+        return _DIFFERS
+    if google_crc32c.value(values) != int.from_bytes(checksum.tobytes(), "little"):
+        return (
+            "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
+        )
+    return None

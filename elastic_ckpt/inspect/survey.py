@@ -1,0 +1,235 @@
+"""A survey: which steps are in which tiers, who holds them, and what could be lost.
+
+By manifests alone; whether the values are still what was saved, `verification` tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from elastic_ckpt.inspect.places import Leftover, Places
+from elastic_ckpt.manifests import search
+from elastic_ckpt.manifests.coverage import coverage
+from elastic_ckpt.manifests.holdings import Offer
+
+_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TierOfStep:
+    """What one tier has of a save of a step.
+
+    Attributes:
+      tier: `local` (the memory of all hosts) or `persistent`.
+      problem: what is wrong with it there; None if all of it is there.
+      holders: the ids of the hosts whose manifests are there, ordered.
+      num_bytes: of all copies.
+    """
+
+    tier: str
+    problem: str | None
+    holders: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SurveyedStep:
+    """A save of a step.
+
+    Attributes:
+      step: its number.
+      save: which save of it; empty if Orbax alone saved it.
+      problem: what is wrong with it in all tiers together; None if it is complete.
+      preserved: whether it is preserved by hand, as far as it can be seen.
+      abandoned: whether the run went on without it, from an earlier step.
+      parent: the step, with its save, from which the run went on under this save; None
+        of the first one.
+      tiers: that have something of it.
+    """
+
+    step: int
+    save: str
+    problem: str | None
+    preserved: bool
+    abandoned: bool
+    parent: tuple[int, str] | None
+    tiers: tuple[TierOfStep, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loss:
+    """What goes with one failure domain.
+
+    Attributes:
+      name: of the domain.
+      num_items: boxes and files that are lost.
+      first: names of the first of them.
+    """
+
+    name: str
+    num_items: int
+    first: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoveredStep:
+    """What of a step outlasts the loss of any one failure domain of a kind.
+
+    Attributes:
+      step: its number.
+      save: which save of it.
+      domain: the kind, such as `slice`.
+      num_domains: of this kind that hold something in memory.
+      num_items: boxes and files of the step.
+      num_survivors: of these, that outlast the loss of any one.
+      losses: of the domains that take something with them.
+    """
+
+    step: int
+    save: str
+    domain: str
+    num_domains: int
+    num_items: int
+    num_survivors: int
+    losses: tuple[Loss, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was found.
+
+    Attributes:
+      known: the numbers of all steps of which there may be something, ascending.
+      steps: that were looked at, ascending by step and save.
+      coverage: of one step, by kind of failure domain; empty if none is complete.
+      leftovers: what is not committed: it is being written, or was cut short.
+      problems: manifests that cannot be had.
+    """
+
+    known: tuple[int, ...]
+    steps: tuple[SurveyedStep, ...]
+    coverage: tuple[CoveredStep, ...]
+    leftovers: tuple[Leftover, ...]
+    problems: tuple[str, ...]
+
+
+def survey(
+    places: Places,
+    domains: Sequence[str],
+    *,
+    step: int | None,
+    newest_only: bool = False,
+) -> Survey:
+    """Looks at the steps of some places.
+
+    Args:
+      places: together.
+      domains: kinds of failure domains, whose loss is looked at: that of the newest
+        complete step, or of `step`.
+      step: the only one to look at; None for all.
+      newest_only: whether the newest complete one is enough, with those after it.
+    """
+    found: list[SurveyedStep] = []
+    problems: list[str] = []
+    covered: tuple[CoveredStep, ...] = ()
+    preserved = set(places.preserved())
+    known = sorted({*places.steps, *places.foreign_steps})
+    # Newest first, so that no more is read than it takes.
+    for number in reversed(known):
+        if step not in (None, number) or (newest_only and covered):
+            continue
+        of_number = []
+        is_preserved = number in preserved
+        if number in places.foreign_steps:
+            of_number.append(_foreign(number, preserved=is_preserved))
+        copies, unread = places.look(number)
+        problems += unread
+        newest: tuple[CoveredStep, ...] = ()
+        for offers in reversed(search.saves(list(copies))):
+            examined = search.Step.of(offers)
+            abandoned = places.line.abandons(number, examined.save)
+            of_number.append(
+                _surveyed(examined, preserved=is_preserved, abandoned=abandoned)
+            )
+            is_asked = step == number or not abandoned
+            if examined.complete and is_asked and not covered:
+                newest = tuple(_covered(examined, domain) for domain in domains)
+        covered = covered or newest
+        found = [*of_number, *found]
+    if not known:
+        # Places that cannot be read have no steps, either.
+        _, problems = places.look(step or 0)
+    return Survey(
+        known=tuple(known),
+        steps=tuple(found),
+        coverage=covered,
+        leftovers=tuple(places.leftovers()),
+        # A peer that fails does so at every step.
+        problems=tuple(dict.fromkeys(problems)),
+    )
+
+
+def _surveyed(step: search.Step, *, preserved: bool, abandoned: bool) -> SurveyedStep:
+    offers = step.holdings.offers
+    parents = step.holdings.contents.parents
+    return SurveyedStep(
+        step=step.step,
+        save=step.save,
+        problem=None if step.complete else step.lacking(),
+        preserved=preserved,
+        abandoned=abandoned,
+        parent=parents[-1] if parents else None,
+        tiers=tuple(
+            _tier_of_step(tier, [each for each in offers if each.tier == tier])
+            for tier in sorted({each.tier for each in offers})
+        ),
+    )
+
+
+def _tier_of_step(tier: str, offers: Sequence[Offer]) -> TierOfStep:
+    step = search.Step.of(offers)
+    return TierOfStep(
+        tier=tier,
+        problem=None if step.complete else step.lacking(),
+        holders=tuple(sorted(each.host.id for each in offers)),
+        num_bytes=sum(
+            int(each.manifest.fragments.stored_bytes.sum())
+            + sum(file.stored_bytes for file in each.manifest.component_files)
+            for each in offers
+        ),
+    )
+
+
+def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
+    tier = TierOfStep(tier="persistent", problem=None, holders=(), num_bytes=0)
+    return SurveyedStep(
+        step=step,
+        save="",
+        problem=None,
+        preserved=preserved,
+        abandoned=False,
+        parent=None,
+        tiers=(tier,),
+    )
+
+
+def _covered(step: search.Step, domain: str) -> CoveredStep:
+    found = coverage(step.holdings, domain)
+    return CoveredStep(
+        step=step.step,
+        save=step.save,
+        domain=domain,
+        num_domains=len(found.lost),
+        num_items=step.holdings.num_items,
+        num_survivors=found.num_survivors,
+        losses=tuple(
+            Loss(
+                name=name,
+                num_items=len(items),
+                first=tuple(map(step.holdings.name, items[:_NAMED].tolist())),
+            )
+            for name, items in found.lost.items()
+            if len(items)
+        ),
+    )

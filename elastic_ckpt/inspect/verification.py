@@ -1,0 +1,146 @@
+"""Verification: every byte of every copy of a step is read and compared.
+
+A restore is content with one good copy of each item. Here each holder's is read, with
+the CRC-32C behind its values, for the copies that are bad now are those that will be
+missed later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Literal
+
+from elastic_ckpt.inspect import all_copies
+from elastic_ckpt.inspect.places import Places
+from elastic_ckpt.inspect.problem import Problem
+from elastic_ckpt.manifests import search
+
+State = Literal["complete", "incomplete", "unverifiable"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifiedStep:
+    """A save of a step that was looked at.
+
+    Attributes:
+      step: its number.
+      save: which save of it; empty if Orbax alone saved it.
+      state: `complete`, in all places together; `incomplete`; `unverifiable`.
+      num_copies: items at holders that were read.
+      num_bytes: of these, with the checksums behind values.
+    """
+
+    step: int
+    save: str
+    state: State
+    num_copies: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What was found.
+
+    Attributes:
+      steps: that were looked at, ascending by step and save.
+      problems: in the order of the steps; what does not matter for `passed` is here.
+    """
+
+    steps: tuple[VerifiedStep, ...]
+    problems: tuple[Problem, ...]
+
+    def passed(self, *, strict: bool) -> bool:
+        """Whether all is well.
+
+        Args:
+          strict: whether steps that cannot be verified count as bad.
+        """
+        return not any(strict or each.kind != "unverifiable" for each in self.problems)
+
+
+def verify(
+    places: Places,
+    steps: Collection[int],
+    *,
+    progress: Callable[[int, int], None],
+) -> Verification:
+    """Reads all that some places have of some steps.
+
+    Args:
+      places: together.
+      steps: their numbers.
+      progress: hears how many bytes of how many of a step were read, in some thread.
+    """
+    verified: list[VerifiedStep] = []
+    problems: list[Problem] = []
+    for number in sorted(steps):
+        if number in places.foreign_steps:
+            verified.append(_foreign(number))
+            problems.append(_unverifiable(number, places.foreign_steps[number]))
+        copies, unread = places.look(number)
+        problems += [_spoilt(number, why) for why in unread]
+        groups = [search.Step.of(each) for each in search.saves(list(copies))]
+        whole = any(step.complete for step in groups)
+        for step in reversed(groups):
+            reading = all_copies.AllCopies(step.holdings, copies, progress)
+            reading.read()
+            problems += reading.problems()
+            verified.append(_summary(step, num_bytes=reading.num_bytes))
+        # Of several saves one that is complete will do, and of others the last counts.
+        if groups and not whole:
+            problems += _incomplete(groups[0])
+    return Verification(steps=tuple(verified), problems=tuple(problems))
+
+
+def _summary(step: search.Step, *, num_bytes: int) -> VerifiedStep:
+    return VerifiedStep(
+        step=step.step,
+        save=step.save,
+        state="complete" if step.complete else "incomplete",
+        num_copies=len(step.holdings.holder),
+        num_bytes=num_bytes,
+    )
+
+
+def _incomplete(step: search.Step) -> Sequence[Problem]:
+    if not (step.gaps or step.missing_parts):
+        # It has diverged, which is told by item.
+        return []
+    return [
+        Problem(
+            kind="incomplete",
+            step=step.step,
+            save=step.save,
+            why=step.lacking(),
+            remedy="look where the other holders are as well (more paths, --peer), or"
+            " restore another step",
+        )
+    ]
+
+
+def _spoilt(step: int, why: str) -> Problem:
+    what, _, remedy = why.rpartition("; ")
+    return Problem(
+        kind="manifest",
+        step=step,
+        why=what or why,
+        remedy=remedy if what else "what it lists counts as lost",
+    )
+
+
+def _foreign(step: int) -> VerifiedStep:
+    return VerifiedStep(
+        step=step, save="", state="unverifiable", num_copies=0, num_bytes=0
+    )
+
+
+def _unverifiable(step: int, path: str) -> Problem:
+    return Problem(
+        kind="unverifiable",
+        step=step,
+        tier="persistent",
+        path=path,
+        why="Orbax saved it without digests, and nothing was compared",
+        remedy="save through a checkpointer with a local tier to have digests",
+    )

@@ -1,0 +1,224 @@
+"""Holdings: the manifests of one save of a step, as one table of items and holders.
+
+An item is a box, or a file of a component: the first b items are the boxes, then come
+the files. Replicas are one item with several holders. All decisions (placement, search,
+read plans) are arithmetic over these columns, so that 1e6 boxes of 1e4 hosts take
+seconds.
+
+Glossary: b boxes, f files, n rows (an item at a holder), r the most dims of a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from elastic_ckpt.core import boxes, columns, errors
+from elastic_ckpt.manifests.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Host,
+    Manifest,
+)
+
+# A host's own memory is its local tier, and to all others it is the peer tier.
+Tier = Literal["local", "persistent"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offer:
+    """What can be read now from one holder.
+
+    Attributes:
+      tier: where the holder keeps it.
+      manifest: what it holds, of one step.
+    """
+
+    tier: Tier
+    manifest: Manifest
+
+    @property
+    def host(self) -> Host:
+        """The holder."""
+        return self.manifest.host
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Holdings:
+    """What some offers hold together.
+
+    Attributes:
+      offers: of one run, step and save; the number of a holder is its place here.
+      contents: of the step.
+      leaf: of each box, ascending, int32 `[b]`.
+      boxes: every box that a holder has, once, ordered by leaf and bounds; `[b, r]`,
+        padded as in `Fragments`.
+      files: every file of a component that a holder has, once, ordered by path.
+      stored_bytes: of each item at its first holder, int64 `[b + f]`.
+      first_row: the rows of item i are `first_row[i]` to `first_row[i + 1]`, int64
+        `[b + f + 1]`.
+      holder: of each row, ascending in an item, int32 `[n]`.
+      number: of each row, its fragment in the holder's manifest, or its place among the
+        manifest's component files, int32 `[n]`.
+      diverged: the items whose holders do not have the same values, int64.
+    """
+
+    offers: tuple[Offer, ...]
+    contents: Contents
+    leaf: np.ndarray
+    boxes: boxes.Boxes
+    files: tuple[ComponentFile, ...]
+    stored_bytes: np.ndarray
+    first_row: np.ndarray
+    holder: np.ndarray
+    number: np.ndarray
+    diverged: np.ndarray
+
+    @classmethod
+    def of(cls, offers: Sequence[Offer]) -> Holdings:
+        """The table of `offers`, at least one.
+
+        Raises:
+          CheckpointError: if they are of different runs, steps, saves or contents.
+        """
+        _check_alike(offers)
+        parts = [offer.manifest.fragments for offer in offers]
+        sizes = np.array([len(part) for part in parts])
+        leaf = np.concatenate([part.leaf for part in parts])
+        start = np.concatenate([part.boxes.start for part in parts])
+        stop = np.concatenate([part.boxes.stop for part in parts])
+        first, box = _unique(leaf, start, stop)
+        digest = np.concatenate([part.digest for part in parts])
+        differs = (digest != digest[first][box]).any(axis=1)
+        of_offer, number = columns.runs(sizes)
+        stored = np.concatenate([part.stored_bytes for part in parts])
+        files, file, file_offer, file_number, spoilt = _files(offers)
+        item = np.concatenate([box, len(first) + file])
+        rows = np.argsort(item, kind="stable")
+        num_rows = np.bincount(item, minlength=len(first) + len(files))
+        file_bytes = np.array([each.stored_bytes for each in files], np.int64)
+        holder = np.concatenate([of_offer, file_offer])[rows]
+        diverged = np.concatenate([box[differs], len(first) + spoilt])
+        return cls(
+            offers=tuple(offers),
+            contents=offers[0].manifest.contents,
+            leaf=leaf[first],
+            boxes=boxes.Boxes(start=start[first], stop=stop[first]),
+            files=files,
+            stored_bytes=np.concatenate([stored[first], file_bytes]),
+            first_row=np.concatenate([[0], np.cumsum(num_rows)]),
+            holder=holder.astype(np.int32),
+            number=np.concatenate([number, file_number])[rows].astype(np.int32),
+            diverged=columns.distinct(diverged),
+        )
+
+    @property
+    def num_items(self) -> int:
+        """All boxes and files: b + f."""
+        return len(self.stored_bytes)
+
+    @property
+    def item(self) -> np.ndarray:
+        """The item of each row, ascending, int64 `[n]`."""
+        return np.repeat(np.arange(self.num_items), np.diff(self.first_row))
+
+    def of_leaf(self, leaf: int) -> np.ndarray:
+        """The boxes of one leaf, int64."""
+        ends = np.searchsorted(self.leaf, [leaf, leaf + 1])
+        return np.arange(*ends)
+
+    def holders(self, item: int) -> list[Offer]:
+        """Those that have an item."""
+        rows = slice(self.first_row[item], self.first_row[item + 1])
+        return [self.offers[holder] for holder in self.holder[rows]]
+
+    def host_of_rows(self, hosts: Sequence[Host]) -> np.ndarray:
+        """Of each row the number of its holder in `hosts`, int64 `[n]`; -1 of others.
+
+        What is held outside of the local tiers is nobody's among them.
+        """
+        numbers = {host.id: number for number, host in enumerate(hosts)}
+        of_offer = np.array(
+            [
+                numbers.get(offer.host.id, -1) if offer.tier == "local" else -1
+                for offer in self.offers
+            ],
+            np.int64,
+        )
+        return of_offer[self.holder]
+
+    def fragment(self, row: int) -> Fragment:
+        """Where the box of a row lies at its holder; rows of files have none."""
+        fragments = self.offers[self.holder[row]].manifest.fragments
+        return fragments.row(int(self.number[row]), contents=self.contents)
+
+    def name(self, item: int) -> str:
+        """An item as people read it: leaf and bounds of a box, the path of a file."""
+        if item >= len(self.leaf):
+            return self.files[item - len(self.leaf)].path
+        leaf = self.contents.leaves[self.leaf[item]]
+        found = self.boxes[item]
+        rank = len(leaf.shape)
+        bounds = boxes.Box(start=found.start[:rank], stop=found.stop[:rank])
+        return f"{leaf.path}{bounds}"
+
+
+def _check_alike(offers: Sequence[Offer]) -> None:
+    first = offers[0].manifest
+    for offer in offers:
+        found = offer.manifest
+        alike = found.contents is first.contents or found.contents == first.contents
+        same = (found.run, found.step, found.save) == (
+            first.run,
+            first.step,
+            first.save,
+        )
+        if not (same and alike):
+            raise errors.CheckpointError(
+                f"the manifest of host {found.host.id!r} (run {found.run!r}, step"
+                f" {found.step}, save {found.save!r}) lists another step than that of"
+                f" host {first.host.id!r} (run {first.run!r}, step {first.step}, save"
+                f" {first.save!r}); remove the one that does not belong there"
+            )
+
+
+def _unique(
+    leaf: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    # As `boxes.unique`, ordered by leaf and bounds.
+    number = leaf.astype(np.int64)[:, None]
+    first, box = boxes.unique(
+        boxes.Boxes(
+            start=np.concatenate([number, start], axis=1),
+            stop=np.concatenate([number, stop], axis=1),
+        )
+    )
+    keys = [*stop[first].T[::-1], *start[first].T[::-1], leaf[first]]
+    order = np.lexsort(keys)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return first[order], places[box]
+
+
+def _files(
+    offers: Sequence[Offer],
+) -> tuple[tuple[ComponentFile, ...], np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    # The files; of each row its file, offer and place there; and those that differ.
+    first: dict[str, ComponentFile] = {}
+    rows = []
+    spoilt = set()
+    for offer_number, offer in enumerate(offers):
+        for place, file in enumerate(offer.manifest.component_files):
+            rows.append((file.path, offer_number, place))
+            if first.setdefault(file.path, file) != file:
+                spoilt.add(file.path)
+    paths = sorted(first)
+    numbers = {path: number for number, path in enumerate(paths)}
+    listed = [(numbers[path], offer, place) for path, offer, place in rows]
+    file, offer, place = np.array(listed, np.int64).reshape(-1, 3).T
+    differ = np.array(sorted(numbers[path] for path in spoilt), np.int64)
+    return tuple(first[path] for path in paths), file, offer, place, differ

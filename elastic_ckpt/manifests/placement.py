@@ -1,0 +1,278 @@
+"""Placement: who gets a copy of what, so that a host or slice is lost and no box.
+
+Every box, and every file of a component, gets `copies` holders besides the host that
+saved it: first a distant one, in another failure domain, then close ones, in the domain
+of the saver. Other hosts that saved the same with the same values, as data parallelism
+makes them, count as holders, and so do copies that were made already: what is satisfied
+never moves.
+
+Items with the same holders are copied in a few groups (`receivers` says to whom), so
+that each host sends to a few others, and a host's next step goes the same ways.
+
+Glossary: items as in `holdings`, g groups, h hosts, m copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import columns, digest
+from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.manifests.receivers import Holders, Receivers, Wanted, Where
+
+# Groups that the items with the same holders make: more balance better, and cost time.
+_GROUPS = 8
+_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How many copies, and what may fail at once.
+
+    Attributes:
+      copies: holders of each item besides the host that saved it, on other machines.
+      domain: the kind of failure domain that comes and goes as a whole.
+      machine: the kind of domain that names the machine, where several hosts share one.
+    """
+
+    copies: int = 2
+    domain: str = "slice"
+    machine: str = "host"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Shortfall:
+    """Items that do not have what the policy asks for.
+
+    Attributes:
+      items: their numbers in the holdings, ascending, int64.
+      lacks: what they lack: `holder`, `domain` (a second failure domain), `copies`, or
+        `agreement` between their holders.
+      why: for people, with the way out.
+    """
+
+    items: np.ndarray
+    lacks: str
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """The copies to make.
+
+    Attributes:
+      hosts: ordered by id.
+      item: of each copy, its number in the holdings, int64 `[m]`.
+      source: the number in `hosts` of the holder that sends, int64 `[m]`.
+      target: the number in `hosts` of the host that receives, int64 `[m]`.
+      shortfalls: what does not have its guarantee even with all copies.
+    """
+
+    hosts: tuple[Host, ...]
+    item: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    shortfalls: tuple[Shortfall, ...]
+
+
+def place(
+    holdings: Holdings, hosts: Sequence[Host], policy: Policy = Policy()
+) -> Placement:
+    """The copies that give every item its holders, with as few as possible.
+
+    Args:
+      holdings: of one step, in the local tiers; others do not count.
+      hosts: that are there now. Holders that are not among them do not count.
+      policy: how many copies, and where.
+    """
+    world = _World(holdings, hosts, policy)
+    none = np.empty(0, np.int64)
+    copies = [(none,) * 3, *(world.copy(policy) for _ in range(policy.copies))]
+    group, source, target = (np.concatenate(of) for of in zip(*copies, strict=True))
+    item, row = world.items_of(group)
+    return Placement(
+        hosts=world.hosts,
+        item=item,
+        source=source[row],
+        target=target[row],
+        shortfalls=world.shortfalls(holdings, policy),
+    )
+
+
+def assume_data_parallelism(
+    holdings: Holdings, hosts: Sequence[Host], policy: Policy = Policy()
+) -> Placement:
+    """Copies nothing, and says which items data parallelism alone leaves at risk.
+
+    For models whose copies would not fit into memory. Takes the arguments of `place`.
+    """
+    world = _World(holdings, hosts, policy)
+    none = np.empty(0, np.int64)
+    return Placement(
+        hosts=world.hosts,
+        item=none,
+        source=none,
+        target=none,
+        shortfalls=world.shortfalls(holdings, policy),
+    )
+
+
+class _World:
+    """Groups of items, who has them, and how much each host has."""
+
+    def __init__(
+        self, holdings: Holdings, hosts: Sequence[Host], policy: Policy
+    ) -> None:
+        self.hosts = tuple(sorted(hosts, key=lambda host: host.id))
+        self._receivers = receivers = _receivers(self.hosts, policy)
+        item, host = _rows(holdings, self.hosts)
+        self._load = np.bincount(
+            host, holdings.stored_bytes[item], len(self.hosts)
+        ).astype(float)
+        # Items that a host has, and their groups.
+        self._held, first = np.unique(item, return_index=True)
+        bucket = _names(holdings)[self._held] % np.uint64(_GROUPS)
+        ends = np.append(first, len(item))
+        # Sets of holders are told apart by sums of 64 bits: 1e6 sets collide by 1e-7.
+        sums = np.append(np.uint64(0), np.cumsum(digest.mixed(receivers.hashes)[host]))
+        sets = sums[ends[1:]] - sums[ends[:-1]]
+        _, chosen, self._group = np.unique(
+            digest.mixed(sets, bucket), return_index=True, return_inverse=True
+        )
+        self._bytes = np.bincount(
+            self._group, holdings.stored_bytes[self._held], len(chosen)
+        )
+        sizes = ends[chosen + 1] - ends[chosen]
+        group, within = columns.runs(sizes)
+        holder = host[ends[chosen][group] + within]
+        self._holders = Holders(receivers, len(chosen))
+        self._holders.add(group, holder)
+        # Of several holders the one with the highest hash sends: rendezvous hashing
+        # (Thaler and Ravishankar 1998), so others that come or go change little.
+        key = digest.mixed(receivers.hashes[holder], bucket[chosen][group])
+        order = np.lexsort([key, group])
+        last = np.cumsum(sizes) - 1
+        self._source, self._key = holder[order][last], key[order][last]
+
+    def copy(self, policy: Policy) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One more copy of each group that needs one: group, source, target."""
+        there = self._receivers
+        num_domains, num_machines = (
+            self._holders.num_domains,
+            self._holders.num_machines,
+        )
+        short = num_machines < policy.copies + 1
+        distant = (num_domains < 2) & (there.num_domains > 1)
+        home = there.domain[self._source]
+        close = there.num_machines_in(home) > self._holders.num_machines_in(home)
+        target = np.full(len(self._source), -1)
+        for where, asked in (
+            (Where.DISTANT, distant),
+            (Where.CLOSE, short & close),
+            (Where.DISTANT, short & (num_domains < there.num_domains)),
+            (Where.ANYWHERE, short & (num_machines < there.num_machines)),
+        ):
+            group = np.flatnonzero(asked & (target < 0))
+            target[group] = self._choose(group, where)
+        group = np.flatnonzero(target >= 0)
+        self._holders.add(group, target[group])
+        return group, self._source[group], target[group]
+
+    def items_of(self, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The items of some groups in a row, and the place of the group of each."""
+        order = np.argsort(self._group, kind="stable")
+        bounds = np.searchsorted(self._group[order], np.arange(len(self._source) + 1))
+        sizes = bounds[group + 1] - bounds[group]
+        row, within = columns.runs(sizes)
+        return self._held[order[bounds[group][row] + within]], row
+
+    def shortfalls(self, holdings: Holdings, policy: Policy) -> tuple[Shortfall, ...]:
+        """What is lacking as things stand."""
+        there = self._receivers
+        in_domains = self._holders.num_domains[self._group]
+        on_machines = self._holders.num_machines[self._group]
+        there_is = np.zeros(holdings.num_items, bool)
+        there_is[self._held] = True
+        lost = np.flatnonzero(~there_is)
+        alone = self._held[in_domains < 2] if policy.copies else lost[:0]
+        few = self._held[on_machines < policy.copies + 1]
+        found = []
+        for items, lacks, why in (
+            (
+                holdings.diverged,
+                "agreement",
+                "their holders saved different values: a device computes wrongly",
+            ),
+            (lost, "holder", "no host that is there has them; restore an older step"),
+            (
+                alone,
+                "domain",
+                f"they are in one {policy.domain} of {there.num_domains} alone, and are"
+                " lost with it; add one, or save them to the persistent tier",
+            ),
+            (
+                few,
+                "copies",
+                f"they are on fewer than {policy.copies + 1} machines, of"
+                f" {there.num_machines}; add machines, or ask for fewer copies",
+            ),
+        ):
+            if len(items):
+                named = ", ".join(holdings.name(item) for item in items[:_NAMED])
+                more = ", ..." if len(items) > _NAMED else ""
+                of = f"{len(items)} of {holdings.num_items} items ({named}{more})"
+                text = f"{of} lack {_LACKING[lacks]}: {why}"
+                found.append(Shortfall(items=items, lacks=lacks, why=text))
+        return tuple(found)
+
+    def _choose(self, group: np.ndarray, where: Where) -> np.ndarray:
+        wanted = Wanted(
+            group=group,
+            key=self._key[group],
+            domain=self._receivers.domain[self._source[group]],
+            bytes=self._bytes[group],
+        )
+        return self._receivers.choose(wanted, self._holders, self._load, where)
+
+
+_LACKING = {
+    "agreement": "agreement",
+    "holder": "any holder",
+    "domain": "a distant holder",
+    "copies": "copies",
+}
+
+
+def _receivers(hosts: tuple[Host, ...], policy: Policy) -> Receivers:
+    # A host without a label counts as a machine of its own, in the domain of all that
+    # have none: nothing is promised that the labels do not say.
+    machines = [host.domains.get(policy.machine, host.id) for host in hosts]
+    domains = [host.domains.get(policy.domain, "") for host in hosts]
+    return Receivers(
+        hashes=np.array([digest.name_hash(host.id) for host in hosts], np.uint64),
+        machine=np.unique(machines, return_inverse=True)[1].astype(np.int64),
+        domain=np.unique(domains, return_inverse=True)[1].astype(np.int64),
+        domain_hashes=np.array(
+            [digest.name_hash(name) for name in sorted(set(domains))], np.uint64
+        ),
+    )
+
+
+def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.ndarray]:
+    # Every pair of an item and a host that is there and has it, ascending.
+    host = holdings.host_of_rows(hosts)
+    there = host >= 0
+    pairs = columns.distinct(holdings.item[there] * len(hosts) + host[there])
+    return pairs // max(1, len(hosts)), pairs % max(1, len(hosts))
+
+
+def _names(holdings: Holdings) -> np.ndarray:
+    # 64 bits for each item, the same in every step that has it.
+    found = holdings.boxes
+    boxes = digest.mixed(holdings.leaf, *found.start.T, *found.stop.T)
+    files = [digest.name_hash(file.path) for file in holdings.files]
+    return np.concatenate([boxes, np.array(files, np.uint64)])

@@ -1,0 +1,310 @@
+"""Read plans: which parts of which saved boxes make the boxes that hosts want now.
+
+A wanted box is cut into pieces, its intersections with saved boxes, and each element is
+in one piece. A piece has all holders of its saved box, in the order in which to try
+them: the reader's own local tier, close peers, distant peers, persistent storage. The
+rest are who is next if a read fails its check. Among holders that are equally near, a
+hash of reader, box and holder decides (rendezvous hashing: Thaler, Ravishankar 1998),
+so that readers spread over them and need not ask each other: what a plan says of one
+reader is the same whether or not it plans for others too.
+
+Glossary: w wanted boxes, p pieces, r the most dims of a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import box_join, boxes, columns, digest, errors
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Host,
+    padded,
+)
+from elastic_ckpt.manifests.search import Step
+
+LOCAL, CLOSE, DISTANT, PERSISTENT = range(4)
+_HASH_BITS, _NEARNESS_BITS = 20, 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """Boxes that hosts want, such as those of their shards under a new sharding.
+
+    Attributes:
+      reader: the number of the host that wants each, int32 `[w]`.
+      leaf: the number of its leaf, int32 `[w]`.
+      boxes: `[w, r]`, padded as in `Fragments`.
+    """
+
+    reader: np.ndarray
+    leaf: np.ndarray
+    boxes: boxes.Boxes
+
+    @classmethod
+    def of(
+        cls, wanted: Iterable[tuple[int, str, boxes.Box]], *, contents: Contents
+    ) -> Wanted:
+        """Of each its reader, the path of its leaf, and the box.
+
+        Raises:
+          CheckpointError: if the step has no such leaf, or it has another shape.
+        """
+        listed = list(wanted)
+        numbers = {leaf.path: number for number, leaf in enumerate(contents.leaves)}
+        for _, path, box in listed:
+            if path not in numbers:
+                raise errors.CheckpointError(
+                    f"the step has no leaf {path!r}; it has {sorted(numbers)}"
+                )
+            whole = boxes.whole(contents.leaves[numbers[path]].shape)
+            if len(box.start) != len(whole.start) or not boxes.contains(whole, box):
+                raise errors.CheckpointError(
+                    f"{path}{box} is outside of what was saved, {path}{whole}; restore"
+                    " it with the shape that it was saved with"
+                )
+        return cls(
+            reader=np.array([reader for reader, _, _ in listed], np.int32),
+            leaf=np.array([numbers[path] for _, path, _ in listed], np.int32),
+            boxes=padded([box for _, _, box in listed], rank=contents.rank),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Read:
+    """One piece, as a reader needs it.
+
+    Attributes:
+      path: of the leaf.
+      piece: in global coordinates.
+      into: where the piece goes in the wanted box.
+      out_of: where the piece lies in the saved box.
+      choices: who has it, and where there, in the order to try them.
+    """
+
+    path: str
+    piece: boxes.Box
+    into: tuple[slice, ...]
+    out_of: tuple[slice, ...]
+    choices: tuple[tuple[Offer, Fragment], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ReadPlan:
+    """Who reads what from whom.
+
+    Attributes:
+      holdings: of the step that is read.
+      wanted: what was asked for.
+      of_wanted: the wanted box that each piece is of, ascending, int64 `[p]`.
+      box: the saved box that it is cut out of, int64 `[p]`.
+      pieces: in global coordinates, `[p, r]`, padded as in `Fragments`.
+      first_choice: the choices of piece i are `first_choice[i]` to
+        `first_choice[i + 1]`, int64 `[p + 1]`.
+      choice: rows of the holdings, in the order to try them, int64.
+    """
+
+    holdings: Holdings
+    wanted: Wanted
+    of_wanted: np.ndarray
+    box: np.ndarray
+    pieces: boxes.Boxes
+    first_choice: np.ndarray
+    choice: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.box)
+
+    def read(self, number: int) -> Read:
+        """One piece."""
+        of_wanted, box = int(self.of_wanted[number]), int(self.box[number])
+        leaf = self.holdings.contents.leaves[self.wanted.leaf[of_wanted]]
+        rank = len(leaf.shape)
+        piece, wanted, saved = (
+            boxes.Box(start=of.start[:rank], stop=of.stop[:rank])
+            for of in (
+                self.pieces[number],
+                self.wanted.boxes[of_wanted],
+                self.holdings.boxes[box],
+            )
+        )
+        rows = self.choice[self.first_choice[number] : self.first_choice[number + 1]]
+        return Read(
+            path=leaf.path,
+            piece=piece,
+            into=boxes.relative(piece, wanted),
+            out_of=boxes.relative(piece, saved),
+            choices=tuple(
+                (
+                    self.holdings.offers[self.holdings.holder[row]],
+                    self.holdings.fragment(row),
+                )
+                for row in rows.tolist()
+            ),
+        )
+
+
+def plan(
+    step: Step, readers: Sequence[Host], wanted: Wanted, *, domain: str = "slice"
+) -> ReadPlan:
+    """How `readers` read what they want, whoever saved it on however many hosts.
+
+    Args:
+      step: a complete step.
+      readers: the hosts that `wanted.reader` numbers.
+      wanted: their boxes.
+      domain: the kind of failure domain inside of which a peer is close.
+
+    Raises:
+      CheckpointError: if the step is not complete.
+    """
+    if not step.complete:
+        raise errors.CheckpointError(f"{step.problem()}; plan for a complete step")
+    holdings = step.holdings
+    nearness = _Nearness(holdings, readers, domain)
+    found = [
+        _pieces(step, wanted, leaf, nearness)
+        for leaf in columns.distinct(wanted.leaf).tolist()
+    ]
+    of_wanted = np.concatenate([np.empty(0, np.int64), *(part[0] for part in found)])
+    box = np.concatenate([np.empty(0, np.int64), *(part[1] for part in found)])
+    rank = holdings.contents.rank
+    nothing = boxes.Boxes.of([], rank=rank).start
+    pieces = boxes.Boxes(
+        start=np.concatenate([nothing, *(part[2].start for part in found)]),
+        stop=np.concatenate([nothing, *(part[2].stop for part in found)]),
+    )
+    order = np.argsort(of_wanted, kind="stable")
+    of_wanted, box = of_wanted[order], box[order]
+    first_choice, choice = nearness.choices(wanted.reader[of_wanted], box)
+    return ReadPlan(
+        holdings=holdings,
+        wanted=wanted,
+        of_wanted=of_wanted,
+        box=box,
+        pieces=pieces.take(order),
+        first_choice=first_choice,
+        choice=choice,
+    )
+
+
+def files(
+    step: Step, reader: Host, component: str, *, domain: str = "slice"
+) -> list[tuple[ComponentFile, tuple[Offer, ...]]]:
+    """The files of a component, each with its holders in the order to try them.
+
+    Files of the same name hold the same bytes; a part may be in several files.
+    """
+    holdings = step.holdings
+    nearness = _Nearness(holdings, [reader], domain)
+    found = []
+    for number, file in enumerate(holdings.files, start=len(holdings.leaf)):
+        if file.component == component:
+            nobody_else = np.zeros(1, np.int64)
+            _, rows = nearness.choices(nobody_else, np.array([number]))
+            offers = [holdings.offers[holder] for holder in holdings.holder[rows]]
+            found.append((file, tuple(offers)))
+    return found
+
+
+class _Nearness:
+    """How near holders are to readers, and who comes first among equals."""
+
+    def __init__(
+        self, holdings: Holdings, readers: Sequence[Host], domain: str
+    ) -> None:
+        self._holdings = holdings
+        hosts = [*readers, *(offer.host for offer in holdings.offers)]
+        ids = np.array([digest.name_hash(host.id) for host in hosts], np.uint64)
+        labels = [host.domains.get(domain, "") for host in hosts]
+        domains = np.unique(labels, return_inverse=True)[1]
+        count = len(readers)
+        self._reader_id, self._holder_id = ids[:count], ids[count:]
+        self._reader_domain, self._holder_domain = domains[:count], domains[count:]
+        self._persistent = np.array(
+            [offer.tier == "persistent" for offer in holdings.offers], bool
+        )
+
+    def of(self, reader: np.ndarray, holder: np.ndarray) -> np.ndarray:
+        """LOCAL to PERSISTENT, for each reader and holder."""
+        near = np.where(
+            self._reader_domain[reader] == self._holder_domain[holder], CLOSE, DISTANT
+        )
+        near[self._reader_id[reader] == self._holder_id[holder]] = LOCAL
+        near[self._persistent[holder]] = PERSISTENT
+        return near
+
+    def choices(
+        self, reader: np.ndarray, item: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `ReadPlan` has them, for pieces of an item that a reader wants."""
+        first = self._holdings.first_row
+        sizes = first[item + 1] - first[item]
+        bounds = np.concatenate([[0], np.cumsum(sizes)])
+        piece, within = columns.runs(sizes)
+        row = first[item][piece] + within
+        holder = self._holdings.holder[row]
+        near = self.of(reader[piece], holder).astype(np.uint64)
+        chance = self._chance(reader[piece], item[piece], holder)
+        chance >>= np.uint64(64 - _HASH_BITS)
+        # One number a row, for that sorts fastest.
+        key = piece.astype(np.uint64) << np.uint64(_NEARNESS_BITS) | near
+        key = key << np.uint64(_HASH_BITS) | chance
+        return bounds, row[np.argsort(key, kind="stable")]
+
+    def _chance(
+        self, reader: np.ndarray, item: np.ndarray, holder: np.ndarray
+    ) -> np.ndarray:
+        return digest.mixed(self._reader_id[reader], item, self._holder_id[holder])
+
+
+def _pieces(
+    step: Step, wanted: Wanted, leaf: int, nearness: _Nearness
+) -> tuple[np.ndarray, np.ndarray, boxes.Boxes]:
+    # Of one leaf: the wanted box and the saved box of each piece, and the piece.
+    holdings = step.holdings
+    asked, held = np.flatnonzero(wanted.leaf == leaf), holdings.of_leaf(leaf)
+    first, second = box_join.overlaps(
+        wanted.boxes.take(asked), holdings.boxes.take(held)
+    )
+    of_wanted, box = asked[first], held[second]
+    shared = boxes.Boxes(
+        start=np.maximum(wanted.boxes.start[of_wanted], holdings.boxes.start[box]),
+        stop=np.minimum(wanted.boxes.stop[of_wanted], holdings.boxes.stop[box]),
+    )
+    if leaf not in step.overlapping:
+        return of_wanted, box, shared
+    reader = wanted.reader[of_wanted]
+    bounds, row = nearness.choices(reader, box)
+    nearest = nearness.of(reader, holdings.holder[row[bounds[:-1]]])
+    order = np.lexsort([-shared.volumes, nearest, of_wanted])
+    given = _without_overlaps(wanted, of_wanted, shared, order)
+    numbers = np.array([number for number, _ in given], np.int64)
+    pieces = boxes.Boxes.of([piece for _, piece in given], rank=shared.rank)
+    return of_wanted[numbers], box[numbers], pieces
+
+
+def _without_overlaps(
+    wanted: Wanted, of_wanted: np.ndarray, shared: boxes.Boxes, order: np.ndarray
+) -> list[tuple[int, boxes.Box]]:
+    # In `order`, each shared part gives what of its wanted box none before it gave.
+    given = []
+    left: list[boxes.Box] = []
+    before = -1
+    for number in order.tolist():
+        if of_wanted[number] != before:
+            before = int(of_wanted[number])
+            left = [wanted.boxes[before]]
+        part = shared[number]
+        for each in left:
+            piece = boxes.intersect(each, part)
+            if piece is not None:
+                given.append((number, piece))
+        left = [rest for each in left for rest in boxes.subtract(each, [part])]
+    return given

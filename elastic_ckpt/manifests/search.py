@@ -1,0 +1,219 @@
+"""Search: the newest step of which every box and component is reachable somewhere.
+
+A step counts in any mixture of tiers and holders, on whatever hosts there are now: only
+what it consists of is asked for, never who saved it. Manifests of different saves of a
+step are kept apart, for a run that came to a step again may have computed other bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import box_cover, boxes, errors
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+
+_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One save of a step, and what of it no holder has.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+      holdings: all that is held of it.
+      gaps: by the number of a leaf, the disjoint boxes that nobody has.
+      missing_parts: by the name of a component, its parts that nobody has.
+      overlapping: the leaves of which saved boxes share elements.
+    """
+
+    step: int
+    save: str
+    holdings: Holdings
+    gaps: Mapping[int, boxes.Boxes]
+    missing_parts: Mapping[str, tuple[int, ...]]
+    overlapping: frozenset[int]
+
+    @classmethod
+    def of(cls, offers: Sequence[Offer]) -> Step:
+        """The step that `offers` are of, at least one, all of one save.
+
+        Raises:
+          CheckpointError: if they are not of one save.
+        """
+        holdings = Holdings.of(offers)
+        gaps, overlapping = _gaps(holdings)
+        return cls(
+            step=offers[0].manifest.step,
+            save=offers[0].manifest.save,
+            holdings=holdings,
+            gaps=gaps,
+            missing_parts=_missing_parts(holdings),
+            overlapping=overlapping,
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it can be read, and in one way only."""
+        diverged = len(self.holdings.diverged) > 0
+        return not (self.gaps or self.missing_parts or diverged)
+
+    def problem(self) -> str:
+        """What is wrong with a step that is not complete, for people."""
+        where = " and ".join(sorted({offer.tier for offer in self.holdings.offers}))
+        return f"step {self.step} in {where} {self.lacking()}"
+
+    def lacking(self) -> str:
+        """The end of `problem`: what the step lacks, or that its holders disagree."""
+        contents = self.holdings.contents
+        lacks = []
+        if self.gaps:
+            named = (
+                f"{contents.leaves[leaf].path}{found[number]}"
+                for leaf, found in self.gaps.items()
+                for number in range(len(found))
+            )
+            lacks.append(
+                f"parts of {len(self.gaps)} of {len(contents.leaves)} leaves:"
+                f" {_some(named)}"
+            )
+        for name, parts in self.missing_parts.items():
+            lacks.append(
+                f"{len(parts)} of {contents.components[name]} parts of {name}:"
+                f" {_some(map(str, parts))}"
+            )
+        said = [f"lacks {each}" for each in lacks]
+        diverged = self.holdings.diverged.tolist()
+        if diverged:
+            said.append(
+                f"has different values at different holders of {len(diverged)} parts:"
+                f" {_some(map(self.holdings.name, diverged))}"
+            )
+        return ", and ".join(said)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """What a search found.
+
+    Attributes:
+      newest: the newest complete step; None if there is none.
+      incomplete: newer ones, newest first, which are not complete.
+    """
+
+    newest: Step | None
+    incomplete: tuple[Step, ...]
+
+    def require(self) -> Step:
+        """The newest complete step.
+
+        Raises:
+          CheckpointError: if there is none; the message says what each step lacks.
+        """
+        if self.newest is not None:
+            return self.newest
+        lacking = "; ".join(step.problem() for step in self.incomplete[:_NAMED])
+        raise errors.CheckpointError(
+            f"no step is complete: {lacking or 'there are no manifests'}; bring back a"
+            " host that has the rest, or start anew"
+        )
+
+
+def search(offers: Sequence[Offer]) -> Found:
+    """The newest step of which everything is reachable, by the manifests of all tiers.
+
+    Steps that are older than it are not looked at.
+    """
+    incomplete = []
+    for of_step in saves(offers):
+        step = Step.of(of_step)
+        if step.complete:
+            return Found(newest=step, incomplete=tuple(incomplete))
+        incomplete.append(step)
+    return Found(newest=None, incomplete=tuple(incomplete))
+
+
+def require(offers: Sequence[Offer], step: int) -> Step:
+    """The save of `step` that is complete, the last of several.
+
+    Raises:
+      CheckpointError: if there is none; the message says what is missing, and which
+        step to restore instead.
+    """
+    alike = [of_step for of_step in saves(offers) if of_step[0].manifest.step == step]
+    examined = []
+    for of_step in alike:
+        examined.append(Step.of(of_step))
+        if examined[-1].complete:
+            return examined[-1]
+    problem = examined[0].problem() if examined else f"step {step} is nowhere"
+    newest = search(offers).newest
+    way_out = "no step is complete"
+    if newest is not None:
+        way_out = (
+            f"newest complete step is {newest.step}; restore it with step={newest.step}"
+        )
+    raise errors.CheckpointError(f"{problem}; {way_out}")
+
+
+def saves(offers: Sequence[Offer]) -> list[list[Offer]]:
+    """`offers` by step and save, newest first.
+
+    What lists other contents is no part of the same save.
+    """
+    groups: dict[tuple[int, str], list[list[Offer]]] = {}
+    for offer in offers:
+        manifest = offer.manifest
+        alike = groups.setdefault((manifest.step, manifest.save), [])
+        for group in alike:
+            contents = group[0].manifest.contents
+            if manifest.contents is contents or manifest.contents == contents:
+                group.append(offer)
+                break
+        else:
+            alike.append([offer])
+    ordered = sorted(groups, reverse=True)
+    return [group for key in ordered for group in groups[key]]
+
+
+def _gaps(
+    holdings: Holdings,
+) -> tuple[dict[int, boxes.Boxes], frozenset[int]]:
+    gaps: dict[int, boxes.Boxes] = {}
+    overlapping = set()
+    contents = holdings.contents
+    tiled = box_cover.tiled(contents.shapes, holdings.leaf, holdings.boxes)
+    for number in np.flatnonzero(~tiled).tolist():
+        leaf = contents.leaves[number]
+        rank = len(leaf.shape)
+        held = holdings.boxes.take(holdings.of_leaf(number))
+        held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])
+        found = box_cover.gaps(leaf.shape, held)
+        if len(found):
+            gaps[number] = found
+        covered = boxes.whole(leaf.shape).volume - int(found.volumes.sum())
+        if int(held.volumes.sum()) > covered:
+            overlapping.add(number)
+    return gaps, frozenset(overlapping)
+
+
+def _missing_parts(holdings: Holdings) -> dict[str, tuple[int, ...]]:
+    components = holdings.contents.components
+    there = {name: np.zeros(parts, bool) for name, parts in components.items()}
+    for file in holdings.files:
+        there[file.component][slice(*file.parts)] = True
+    return {
+        name: tuple(np.flatnonzero(~held).tolist())
+        for name, held in there.items()
+        if not held.all()
+    }
+
+
+def _some(names: Iterable[str]) -> str:
+    named = list(itertools.islice(names, _NAMED + 1))
+    return f"[{', '.join(named[:_NAMED])}{', ...' if named[_NAMED:] else ''}]"

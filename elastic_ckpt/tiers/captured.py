@@ -1,0 +1,61 @@
+"""A captured state: what a process holds of it in host memory until it is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import boxes
+from elastic_ckpt.manifests.manifest import Leaf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CapturedLeaf:
+    """What this process holds of an array.
+
+    Attributes:
+      leaf: the whole array.
+      shard_shape: that all shards of it have, here and elsewhere.
+      boxes: each box that is here, once, with its values; an array without elements has
+        none.
+    """
+
+    leaf: Leaf
+    shard_shape: tuple[int, ...]
+    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
+
+
+class Captured:
+    """What this process holds of a state; its arrays are its own until `release`.
+
+    Args:
+      parts: of every array of the state, ordered by path.
+      on_release: called by the first `release`.
+
+    Attributes:
+      parts: as given; none after `release`.
+    """
+
+    def __init__(
+        self, parts: Sequence[CapturedLeaf], *, on_release: Callable[[], None]
+    ) -> None:
+        self.parts = tuple(parts)
+        self._on_release: Callable[[], None] | None = on_release
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The arrays of the state, the same on every host, ordered by path."""
+        return tuple(part.leaf for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all values that are here."""
+        return sum(values.nbytes for part in self.parts for _, values in part.boxes)
+
+    def release(self) -> None:
+        """Releases the memory, once; the values must not be used afterwards."""
+        on_release, self._on_release, self.parts = self._on_release, None, ()
+        if on_release is not None:
+            on_release()

@@ -1,1 +1,0 @@
-"""What one host does, over all tiers, in a save, a backup and a restore."""

@@ -1,9 +1,0 @@
-"""What runs beside the accelerator hosts, in colocated Python, and its handle."""
-
-from etils import epy
-
-with epy.lazy_api_imports(globals()):
-    from sidecar.place import batches
-    from sidecar.remote_iterator import RemoteIterator
-
-__all__ = ["RemoteIterator", "batches"]

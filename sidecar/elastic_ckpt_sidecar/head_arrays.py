@@ -1,0 +1,184 @@
+"""The head's side of arrays: which lie where, and moved to the hosts' memory and back.
+
+Under a single controller all shards are arrays to the head, and none of their bytes:
+`jax.device_put` between an accelerator and the CPU device beside it stays on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.host import capture, trees
+from elastic_ckpt_sidecar.array_layout import Group, PlacedLeaf
+
+# Of a leaf on one device.
+_ONE = "device"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostDevices:
+    """The devices of a host.
+
+    Attributes:
+      accelerators: whose arrays are saved.
+      cpus: the CPU device beside each.
+    """
+
+    accelerators: tuple[jax.Device, ...]
+    cpus: tuple[jax.Device, ...]
+
+
+class HeadArrays:
+    """Finds the place of leaves on the CPU devices of hosts.
+
+    Args:
+      hosts: in the order of their numbers.
+    """
+
+    def __init__(self, hosts: Sequence[HostDevices]) -> None:
+        self._beside = {
+            accelerator: cpu
+            for host in hosts
+            for accelerator, cpu in zip(host.accelerators, host.cpus, strict=True)
+        }
+        # What the head itself holds goes there.
+        self._first = Mesh(np.array([hosts[0].cpus[0]]), (_ONE,))
+        # Whether the CPU devices are other ones, as they are beside an accelerator.
+        self.apart = not set(self._beside) & set(self._beside.values())
+
+    def to_save(
+        self, leaves: Mapping[str, Any]
+    ) -> tuple[tuple[Group, ...], list[list[Any]]]:
+        """The groups of some leaves, and the values of each group.
+
+        Raises:
+          CheckpointError: if a leaf cannot be saved; it names the leaf.
+        """
+        placed = []
+        for path in sorted(leaves):
+            value = capture.numbers(leaves[path])
+            leaf = capture.described(path, value)
+            sharding = value.sharding if isinstance(value, jax.Array) else None
+            placed.append(
+                (*self._placed(path, leaf.shape, leaf.dtype, sharding), value)
+            )
+        return _grouped(placed)
+
+    def to_restore(
+        self, asked: Sequence[trees.AskedLeaf]
+    ) -> tuple[tuple[Group, ...], list[list[trees.AskedLeaf]]]:
+        """The groups of leaves that are wanted, and the leaves of each group."""
+        return _grouped(
+            [
+                (
+                    *self._placed(
+                        leaf.path,
+                        leaf.shape,
+                        None if leaf.dtype is None else np.dtype(leaf.dtype).name,
+                        leaf.sharding,
+                    ),
+                    leaf,
+                )
+                for leaf in asked
+            ]
+        )
+
+    def _placed(
+        self,
+        path: str,
+        shape: tuple[int, ...],
+        dtype: str | None,
+        sharding: Sharding | None,
+    ) -> tuple[Mesh, PlacedLeaf]:
+        mesh, spec = self._first, None
+        if sharding is not None:
+            mesh, spec = self._mesh(path, sharding)
+        return mesh, PlacedLeaf(path=path, shape=tuple(shape), dtype=dtype, spec=spec)
+
+    def _mesh(self, path: str, sharding: Sharding) -> tuple[Mesh, tuple[Any, ...]]:
+        strange = sharding.device_set - self._beside.keys()
+        if strange:
+            raise errors.CheckpointError(
+                f"leaf {path!r} is on {sorted(map(str, strange))}, and this"
+                " checkpointer is over other devices; give it the mesh of the whole run"
+            )
+        if isinstance(sharding, SingleDeviceSharding):
+            (device,) = sharding.device_set
+            return Mesh(np.array([self._beside[device]]), (_ONE,)), ()
+        if not isinstance(sharding, NamedSharding):
+            raise errors.CheckpointError(
+                f"leaf {path!r} has a {type(sharding).__name__}, which cannot be told"
+                " to other hosts; put it under a NamedSharding"
+            )
+        grid = np.vectorize(self._beside.__getitem__, otypes=[object])(
+            sharding.mesh.devices
+        )
+        return Mesh(grid, sharding.mesh.axis_names), tuple(sharding.spec)
+
+
+def beside(group: Group, values: Sequence[Any]) -> list[jax.Array]:
+    """The values of a group on the CPU devices of their hosts."""
+    given = [
+        value
+        if leaf.spec is not None
+        # In this machine's byte order, which is that of the files.
+        else np.frombuffer(np.asarray(value, np.dtype(leaf.dtype)).tobytes(), np.uint8)
+        for leaf, value in zip(group.leaves, values, strict=True)
+    ]
+    return jax.device_put(given, [group.sharding(leaf) for leaf in group.leaves])
+
+
+def restored(
+    group: Group,
+    arrays: Sequence[jax.Array],
+    asked: Sequence[trees.AskedLeaf],
+    dtypes: Mapping[str, str],
+) -> dict[str, Any]:
+    """The leaves of a group, of its arrays on CPU devices, by path.
+
+    Args:
+      group: of them.
+      arrays: one a leaf.
+      asked: the leaves that are wanted.
+      dtypes: by path, those in which leaves were saved.
+    """
+    accelerated = [
+        (number, leaf.sharding)
+        for number, leaf in enumerate(asked)
+        if leaf.sharding is not None
+    ]
+    # All at once: transfers of many arrays go on at the same time.
+    moved = jax.device_put(
+        [arrays[number] for number, _ in accelerated],
+        [sharding for _, sharding in accelerated],
+    )
+    of_number = dict(zip((number for number, _ in accelerated), moved, strict=True))
+    made = {}
+    for number, (leaf, wanted) in enumerate(zip(group.leaves, asked, strict=True)):
+        value = of_number.get(number)
+        if value is None:
+            dtype = np.dtype(leaf.dtype or dtypes[leaf.path])
+            value = np.array(arrays[number]).view(dtype).reshape(leaf.shape)
+        made[leaf.path] = wanted.finish(value)
+    return made
+
+
+def _grouped(
+    placed: Sequence[tuple[Mesh, PlacedLeaf, Any]],
+) -> tuple[tuple[Group, ...], list[list[Any]]]:
+    # What the head holds makes groups of its own, also beside leaves of host 0.
+    found: dict[tuple[Mesh, bool], list[tuple[PlacedLeaf, Any]]] = {}
+    for mesh, leaf, value in placed:
+        found.setdefault((mesh, leaf.spec is None), []).append((leaf, value))
+    groups = tuple(
+        Group(mesh=mesh, leaves=tuple(leaf for leaf, _ in of))
+        for (mesh, _), of in found.items()
+    )
+    return groups, [[value for _, value in of] for of in found.values()]

@@ -1,0 +1,198 @@
+"""What one host holds of the arrays of the head, and makes of them in a restore."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from elastic_ckpt.core import boxes
+from elastic_ckpt.host import trees
+from elastic_ckpt.host.capture import Shards
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.saver import HostSaver
+from elastic_ckpt.manifests.manifest import Leaf
+from elastic_ckpt_sidecar.array_layout import Group, PlacedLeaf
+
+_Held = dict[int, jax.Array]
+
+
+class HostArrays:
+    """The arrays of one host; phases of it take and give JSON, as those of the tiers.
+
+    A save goes through `hold` for each group, and `capture`; a restore through `want`,
+    before the host reads, and `made` for each group.
+
+    Args:
+      saver: of the host.
+      reader: of the host.
+      own: the ids of its CPU devices.
+      devices: all CPU devices of the world, by id.
+    """
+
+    def __init__(
+        self,
+        saver: HostSaver,
+        reader: HostReader,
+        *,
+        own: Collection[int],
+        devices: Mapping[int, jax.Device],
+    ) -> None:
+        self._saver = saver
+        self._reader = reader
+        self._own = frozenset(own)
+        self._devices = devices
+        self._layouts: dict[int, list[Group]] = {}
+        self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
+        self._held: dict[str, _Held] = {}
+        self._kept: set[str] = set()
+        self._dtypes: dict[str, str] = {}
+
+    def describe(self, layout: int, groups: Sequence[Any]) -> None:
+        """Learns a layout, which is called by its number from now on."""
+        known = [Group.from_json(each, self._devices) for each in groups]
+        self._boxes[layout] = {
+            leaf.path: self._boxes_of(group, leaf)
+            for group in known
+            for leaf in group.leaves
+        }
+        self._layouts[layout] = known
+
+    def hold(
+        self, layout: int, group: int, arrays: Sequence[jax.Array], *, kept: bool
+    ) -> None:
+        """Keeps what this host has of the arrays of a group, until they are captured.
+
+        Args:
+          layout: its number.
+          group: its number in the layout.
+          arrays: of its leaves.
+          kept: whether they are nobody else's.
+        """
+        leaves = self._layouts[layout][group].leaves
+        for leaf, array in zip(leaves, arrays, strict=True):
+            needed = set(self._boxes[layout][leaf.path].values())
+            self._held[leaf.path] = {
+                shard.device.id: shard.data
+                for shard in array.addressable_shards
+                if shard.device.id in needed
+            }
+            if kept:
+                self._kept.add(leaf.path)
+
+    def capture(self, step: int, save: str, layout: int) -> str:
+        """Copies what is held, and lets go of it; see `Hosts.capture`."""
+        held, kept = self._held, self._kept
+        self._held, self._kept = {}, set()
+        shards = {
+            leaf.path: self._shards(
+                layout, group, leaf, held.get(leaf.path, {}), kept=leaf.path in kept
+            )
+            for group in self._layouts[layout]
+            for leaf in group.leaves
+        }
+        return self._saver.capture(step, save, shards)
+
+    def want(self, layout: int, components: Sequence[str]) -> None:
+        """Turns to what a layout has on this host of the step that was opened.
+
+        Args:
+          layout: its number.
+          components: that are wanted besides.
+
+        Raises:
+          CheckpointError: if the step has it not.
+        """
+        leaves = [leaf for group in self._layouts[layout] for leaf in group.leaves]
+        saved = self._reader.want(
+            [_wanted(leaf, self._boxes[layout][leaf.path]) for leaf in leaves],
+            components,
+        )
+        self._dtypes = {
+            leaf.path: saved[leaf.path] for leaf in leaves if leaf.dtype is None
+        }
+
+    def dtypes(self) -> dict[str, str]:
+        """Of leaves that are wanted in whichever dtype they were saved, that."""
+        return self._dtypes
+
+    def abstract(self, layout: int, group: int) -> list[jax.ShapeDtypeStruct]:
+        """The arrays of a group that is wanted."""
+        found = self._layouts[layout][group]
+        return [found.abstract(leaf, self._dtypes) for leaf in found.leaves]
+
+    def made(self, layout: int, group: int) -> list[list[jax.Array]]:
+        """Of each leaf of a group, what was read of it, on each device of this host."""
+        found = self._layouts[layout][group]
+        values = self._reader.made()
+        return [
+            self._on_devices(found, leaf, values[leaf.path]) for leaf in found.leaves
+        ]
+
+    def _boxes_of(self, group: Group, leaf: PlacedLeaf) -> dict[boxes.Box, int]:
+        # Each box that is here with elements, and the first device with it.
+        first: dict[boxes.Box, int] = {}
+        for device, box in self._places(group, leaf):
+            if box.volume:
+                first.setdefault(box, device.id)
+        return first
+
+    def _places(
+        self, group: Group, leaf: PlacedLeaf
+    ) -> list[tuple[jax.Device, boxes.Box]]:
+        here = group.sharding(leaf).addressable_devices_indices_map(leaf.shape)
+        return [
+            (device, boxes.of_index(index or (), leaf.shape))
+            for device, index in here.items()
+            if device.id in self._own
+        ]
+
+    def _shards(
+        self, layout: int, group: Group, leaf: PlacedLeaf, held: _Held, *, kept: bool
+    ) -> Shards:
+        assert leaf.dtype is not None
+        dtype = np.dtype(leaf.dtype)
+        found = []
+        for box, device in self._boxes[layout][leaf.path].items():
+            values = np.asarray(held[device])
+            if leaf.spec is None:
+                values = values.view(dtype).reshape(leaf.shape)
+            found.append((box, values))
+        return Shards(
+            leaf=Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype),
+            shard_shape=group.sharding(leaf).shard_shape(leaf.shape),
+            boxes=tuple(found),
+            kept=kept,
+        )
+
+    def _on_devices(
+        self, group: Group, leaf: PlacedLeaf, values: Mapping[boxes.Box, np.ndarray]
+    ) -> list[jax.Array]:
+        made = []
+        for device, box in self._places(group, leaf):
+            # Of what has no elements nothing was read.
+            found = values.get(box, np.empty(box.shape, leaf.dtype))
+            if leaf.spec is None:
+                found = np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+            made.append(_put(found, device))
+        return made
+
+
+def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:
+    def make(values: list[np.ndarray]) -> dict[boxes.Box, np.ndarray]:
+        as_wanted = [
+            found.astype(leaf.dtype or found.dtype, copy=False) for found in values
+        ]
+        return dict(zip(needed, as_wanted, strict=True))
+
+    return trees.WantedLeaf(
+        path=leaf.path, shape=leaf.shape, boxes=tuple(needed), make=make
+    )
+
+
+def _put(values: np.ndarray, device: jax.Device) -> jax.Array:
+    # In their dtype, whatever this process computes in.
+    with jax.enable_x64(True):
+        return jax.device_put(values, device)

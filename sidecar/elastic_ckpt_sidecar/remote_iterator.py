@@ -1,0 +1,266 @@
+"""The head's handle of the data iterators that run beside the accelerator hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import gc
+import itertools
+import time
+from collections.abc import Awaitable
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import colocated_python
+from jax.sharding import Mesh, NamedSharding
+
+from elastic_ckpt.core import ahead, errors, metrics, topology
+from elastic_ckpt.data import delivery, elastic_data, first_contact, iterator, prefetch
+from elastic_ckpt_sidecar import failures, letters, worker
+
+# How long a worker may take to go to the beginning, or to another batch size.
+_ANSWER_SECS = 60.0
+# The longest pause between two questions whether the state is written.
+_POLL_SECS = 0.2
+
+
+class RemoteIterator:
+    """Global batches from workers in colocated Python; they write their own state.
+
+    To a training loop it is an iterator, to Orbax v1 a `StatefulCheckpointable`: the
+    state goes from the worker's host into the step's temporary directory, before Orbax
+    commits the step, and never passes through the head.
+
+    Workers have the next batches ready on their hosts' CPU devices. A thread of the
+    head takes the next one from there to the accelerators while a step runs, so a batch
+    is asked for, carried and checked before the loop wants it.
+
+    Args:
+      data: what to iterate over.
+      mesh: the training mesh; rows are sharded over all of its axes.
+      global_batch_size: rows of a global batch, B.
+      read_ahead: how far each worker reads ahead of the head.
+
+    Raises:
+      ConfigError: if hosts differ in what they need to have in common; it says which
+        host has what.
+    """
+
+    def __init__(
+        self,
+        data: elastic_data.ElasticData,
+        *,
+        mesh: Mesh,
+        global_batch_size: int,
+        read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
+    ) -> None:
+        self._data = data
+        self._sharding = topology.batch_sharding(mesh)
+        self._cpu_sharding = topology.batch_sharding(
+            colocated_python.colocated_cpu_devices(mesh)
+        )
+        self._deliver = delivery.Delivery(
+            data,
+            sharding=self._sharding,
+            global_batch_size=global_batch_size,
+            warn_after_secs=read_ahead.warn_after_secs,
+        )
+        self._tickets = itertools.count()
+        self._worker = worker.Worker(data, global_batch_size, read_ahead)
+        self._check_first_contact()
+        self._workers = _Workers(
+            self._worker, letters.letter({}, self._cpu_sharding), self._sharding
+        )
+        # Also when nobody calls `close`.
+        release = functools.partial(_release, self._worker, self._workers.calls)
+        ahead.close_with(self, release)
+
+    def __iter__(self) -> RemoteIterator:
+        return self
+
+    def __next__(self) -> elastic_data.Batch:
+        return self._deliver(self._workers)
+
+    def reset(self) -> None:
+        """Has the workers go to the beginning."""
+        try:
+            self._in_turn(self._worker.reset, within_secs=_ANSWER_SECS)
+        finally:
+            # Workers that have not answered do it later, before the next batch.
+            self._begin_anew()
+
+    def resize(self, global_batch_size: int) -> None:
+        """Has the workers go on with batches of another size."""
+        try:
+            self._in_turn(
+                self._worker.resize,
+                within_secs=_ANSWER_SECS,
+                global_batch_size=global_batch_size,
+                batches=self._workers.num_taken,
+            )
+        finally:
+            self._begin_anew()
+        self._deliver.resize(global_batch_size)
+
+    async def save(self, directory: iterator.AwaitedDirectory) -> Awaitable[None]:
+        """Has the workers keep their state now, and write it in the background."""
+        ticket = next(self._tickets)
+        began = time.monotonic()
+        with metrics.DATA_SAVE_BLOCK.timed():
+            # Not waited for: a batch may be on its way.
+            taken = self._submit(
+                self._worker.take_state,
+                ticket=ticket,
+                batches=self._workers.num_taken,
+            )
+
+        async def write() -> None:
+            path = await directory.await_creation()
+            await asyncio.to_thread(taken.result)
+            await asyncio.to_thread(self._write, ticket, path)
+            metrics.DATA_SAVE.record(time.monotonic() - began)
+
+        return write()
+
+    async def load(self, directory: epath.Path) -> Awaitable[None]:
+        """Has the workers go to the state in `directory`, on any number of hosts.
+
+        That is done at once: an error of the awaitable would reach the caller of Orbax
+        as one of an incompatible handler.
+        """
+        with metrics.DATA_LOAD.timed():
+            await asyncio.to_thread(
+                self._in_turn, self._worker.load_state, directory=str(directory)
+            )
+        self._begin_anew()
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    def close(self) -> None:
+        """Lets go of the workers; the iterator cannot be used any more.
+
+        Workers that do not answer are left alone after a while.
+        """
+        self._workers.calls.close(lambda: self._call(self._worker.close))
+        _release(self._worker, self._workers.calls, wait=True)
+
+    def _begin_anew(self) -> None:
+        self._workers.forget()
+        self._deliver.begin()
+
+    def _write(self, ticket: int, directory: epath.Path) -> None:
+        self._call(self._worker.write_state, ticket=ticket, directory=str(directory))
+        pause = 0.001
+        while not all(self._call(self._worker.is_written, ticket=ticket)):
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECS)
+
+    def _check_first_contact(self) -> None:
+        head = [first_contact.of_host(self._data, role="the head")]
+        letter = letters.letter({}, self._cpu_sharding)
+        # First what needs no code of the user's, which may not arrive.
+        for ask in (worker.Facts, self._worker.facts):
+            try:
+                with failures.reaching_the_head():
+                    told = letters.rows(ask(letter))
+            except errors.ElasticCkptError:
+                raise
+            except Exception as error:
+                raise errors.ConfigError(
+                    "the workers beside the accelerators cannot run our code, or yours:"
+                    f" {error}; build their image as sidecar/README.md says, with what"
+                    " your pipeline imports"
+                ) from error
+            first_contact.check(head + first_contact.from_rows(told))
+        first_contact.meet(self._data, self._sharding)
+
+    def _in_turn(
+        self, method: Any, *, within_secs: float | None = None, **content: Any
+    ) -> None:
+        # After the batches that are on their way.
+        try:
+            self._submit(method, **content).result(within_secs)
+        except TimeoutError:
+            raise errors.DataError(
+                f"the workers have not answered for {within_secs:g} s: a read of the"
+                " data may hang; see to the storage, and continue from the checkpoint"
+            ) from None
+
+    def _submit(self, method: Any, **content: Any) -> Any:
+        return self._workers.calls.submit(
+            functools.partial(self._call, method, **content)
+        )
+
+    def _call(self, method: Any, **content: Any) -> np.ndarray:
+        with failures.reaching_the_head():
+            return letters.rows(method(letters.letter(content, self._cpu_sharding)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fetched:
+    batch: elastic_data.Batch
+    # Of each device whose worker this process can ask.
+    waited_secs: jax.Array
+
+
+class _Workers:
+    """Batches of the workers, fetched ahead of the loop.
+
+    Attributes:
+      calls: fetches, and whatever else workers are asked in turn with them.
+      num_taken: batches that the loop took since the workers began to count.
+    """
+
+    def __init__(
+        self, workers: Any, letter: jax.Array, sharding: NamedSharding
+    ) -> None:
+        self.calls = ahead.Ahead(
+            functools.partial(_fetch, workers, letter, sharding),
+            depth=worker.HEAD_AHEAD,
+        )
+        self.num_taken = 0
+
+    def next(self) -> elastic_data.Batch:
+        fetched = self.calls.take()
+        self.num_taken += 1
+        self._waited_secs = fetched.waited_secs
+        return fetched.batch
+
+    def num_ready(self) -> int:
+        return self.calls.num_ready()
+
+    def explain(self, waited_secs: float) -> str:
+        secs = {
+            shard.device.process_index: float(np.asarray(shard.data)[0])
+            for shard in self._waited_secs.addressable_shards
+        }
+        slowest = max(secs, key=lambda host: secs[host])
+        others = max((of for host, of in secs.items() if host != slowest), default=0)
+        return (
+            f"waited {waited_secs:.1f} s for a batch: host {slowest} had to wait"
+            f" {secs[slowest]:.1f} s for its rows, the others at most {others:.1f} s"
+        )
+
+    def forget(self) -> None:
+        """Forgets what was fetched: the workers have gone elsewhere."""
+        self.calls.drop()
+        self.num_taken = 0
+
+
+def _fetch(workers: Any, letter: jax.Array, sharding: NamedSharding) -> _Fetched:
+    with failures.reaching_the_head():
+        batch, waited_secs = jax.block_until_ready(workers.next(letter))
+    return _Fetched(batch=topology.place(batch, sharding), waited_secs=waited_secs)
+
+
+def _release(workers: Any, calls: ahead.Ahead[_Fetched], *, wait: bool) -> None:
+    calls.close(wait=wait)
+    # The wrapper of a colocated class sits in reference cycles, and its finalizer
+    # fails, loudly, when it first runs in a dying interpreter: so break the cycles
+    # before.
+    vars(workers).clear()
+    gc.collect()

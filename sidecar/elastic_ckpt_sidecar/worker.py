@@ -1,0 +1,187 @@
+"""The worker: one object on each accelerator host that iterates over the data.
+
+Calls of a host may be carried out one after the other, so none of them waits for
+storage, but for `load_state`.
+"""
+
+from __future__ import annotations
+
+import collections
+from concurrent import futures
+from typing import Any
+
+import jax
+from jax.experimental import colocated_python
+from jax.sharding import NamedSharding
+
+from elastic_ckpt.data import elastic_data, first_contact, iterator, prefetch
+from elastic_ckpt_sidecar import failures, letters
+
+# Batches that the head takes from its workers before the loop asks for them.
+HEAD_AHEAD = 1
+
+# What need not be told to the head.
+_SHORT_SECS = 0.001
+
+# States that are kept until they are written.
+_SAVES_AT_ONCE = 8
+
+
+@failures.told
+def facts(call: jax.Array) -> jax.Array:
+    """The facts of each host, but for its pipeline: uint8 `[devices, 512]`."""
+    return first_contact.placed(first_contact.of_host(), _rows_of(call))
+
+
+class _HostWorker:
+    """Iterates on one host; made there, at the first call that reaches it.
+
+    Args:
+      data: what to iterate over.
+      global_batch_size: rows of a global batch.
+      read_ahead: how far to be ahead of the head.
+    """
+
+    def __init__(
+        self,
+        data: elastic_data.ElasticData,
+        global_batch_size: int,
+        read_ahead: prefetch.ReadAhead,
+    ) -> None:
+        self._data = data
+        self._global_batch_size = global_batch_size
+        self._read_ahead = read_ahead
+        self._iterator: iterator.HostIterator | None = None
+        self._taken: dict[int, iterator.HostState] = {}
+        self._writes: dict[int, futures.Future[None]] = {}
+        self._writer = futures.ThreadPoolExecutor(max_workers=1)
+        self._no_wait: jax.Array | None = None
+        self._begin_to_count()
+
+    @failures.told
+    def facts(self, call: jax.Array) -> jax.Array:
+        """The facts of each host with those of its pipeline: uint8 `[devices, 512]`."""
+        return first_contact.placed(first_contact.of_host(self._data), _rows_of(call))
+
+    @failures.told
+    def next(self, call: jax.Array) -> tuple[elastic_data.Batch, jax.Array]:
+        """The next global batch, and how long each host waited for it.
+
+        Returns:
+          The batch on the devices of `call`, and seconds, float32 `[devices]`.
+        """
+        host = self._on(call)
+        if not self._marks:
+            self._marks.append((0, host.mark()))
+        batch = host.next()
+        self._count += 1
+        # The head may not have given the newest to the loop yet.
+        self._marks.append((self._count, host.mark()))
+        if host.waited_secs > _SHORT_SECS:
+            return batch, letters.on_each(call, host.waited_secs)
+        if self._no_wait is None:
+            self._no_wait = letters.on_each(call, 0)
+        return batch, self._no_wait
+
+    @failures.told
+    def take_state(self, call: jax.Array) -> jax.Array:
+        """Keeps the state after so many batches, under the ticket that `call` names."""
+        content = letters.open_letter(call)
+        host = self._on(call)
+        mark = self._mark_after(content["batches"])
+        ticket = content["ticket"]
+        self._taken[ticket] = host.get_state(mark)
+        # Of a save that was given up nobody will ask.
+        self._taken.pop(ticket - _SAVES_AT_ONCE, None)
+        return call
+
+    @failures.told
+    def write_state(self, call: jax.Array) -> jax.Array:
+        """Begins to write the state kept under a ticket into a directory."""
+        content = letters.open_letter(call)
+        taken = self._taken.pop(content["ticket"])
+        host = self._on(call)
+        self._writes[content["ticket"]] = self._writer.submit(
+            host.write, content["directory"], taken
+        )
+        return call
+
+    @failures.told
+    def is_written(self, call: jax.Array) -> jax.Array:
+        """Whether the state under a ticket is written: float32 `[devices]`, 1 or 0.
+
+        Raises what the writing raised. May be asked again when it is written, for
+        other hosts may not be done.
+        """
+        ticket = letters.open_letter(call)["ticket"]
+        writing = self._writes.get(ticket)
+        if writing is None:
+            return letters.on_each(call, 1)
+        if not writing.done():
+            return letters.on_each(call, 0)
+        del self._writes[ticket]
+        writing.result()
+        return letters.on_each(call, 1)
+
+    @failures.told
+    def load_state(self, call: jax.Array) -> jax.Array:
+        """Goes to the state in a directory."""
+        self._on(call).load(letters.open_letter(call)["directory"])
+        self._begin_to_count()
+        return call
+
+    @failures.told
+    def reset(self, call: jax.Array) -> jax.Array:
+        """Goes to the beginning."""
+        self._on(call).reset()
+        self._begin_to_count()
+        return call
+
+    @failures.told
+    def resize(self, call: jax.Array) -> jax.Array:
+        """Goes on with batches of another size, after so many of the former."""
+        content = letters.open_letter(call)
+        host = self._on(call)
+        if content["batches"] < self._count:
+            host.return_to(self._mark_after(content["batches"]))
+        self._begin_to_count()
+        host.resize(content["global_batch_size"])
+        return call
+
+    @failures.told
+    def close(self, call: jax.Array) -> jax.Array:
+        """Ends what reads ahead."""
+        self._on(call).close()
+        return call
+
+    def _begin_to_count(self) -> None:
+        self._count = 0
+        self._marks: collections.deque[tuple[int, iterator.Mark]] = collections.deque(
+            maxlen=HEAD_AHEAD + 2
+        )
+
+    def _mark_after(self, batches: int) -> iterator.Mark:
+        assert self._iterator is not None
+        if not self._marks:
+            assert not batches
+            return self._iterator.mark()
+        return dict(self._marks)[batches]
+
+    def _on(self, call: jax.Array) -> iterator.HostIterator:
+        if self._iterator is None:
+            self._iterator = iterator.HostIterator(
+                self._data,
+                sharding=call.sharding,
+                global_batch_size=self._global_batch_size,
+                read_ahead=self._read_ahead,
+            )
+        return self._iterator
+
+
+def _rows_of(call: jax.Array) -> NamedSharding:
+    assert isinstance(call.sharding, NamedSharding)
+    return call.sharding
+
+
+Worker: Any = colocated_python.colocated_python_class(_HostWorker)
+Facts: Any = colocated_python.colocated_python(facts)

@@ -1,0 +1,47 @@
+"""Copies that a host takes: verified, and what is bad at a holder is told."""
+
+from elastic_ckpt.host import replication, verified_read
+from elastic_ckpt.manifests.holdings import Holdings
+from tests.host import test_verified_read
+
+
+def taken(sources):
+    """What is taken of all items, each from its first holder, and what is kept."""
+    of = Holdings.of(list(sources))
+    items = [(item, of.holders(item)[0].host) for item in range(of.num_items)]
+    kept = []
+    reader = verified_read.VerifiedReader(sources)
+    return replication.take(of, items, reader, kept.append), kept
+
+
+def spoil(sources, number, path):
+    """Flips a bit of all that one host has of a leaf."""
+    (offer,) = (each for each in sources if each.host.number == number)
+    contents = offer.manifest.contents
+    for row in range(len(offer.manifest.fragments)):
+        part = offer.manifest.fragments.row(row, contents=contents)
+        if contents.leaves[part.leaf].path == path:
+            sources[offer].parts[part.file, part.offset][0] ^= 1
+
+
+def test_what_is_bad_at_one_holder_is_taken_from_another_and_told():
+    _, sources = test_verified_read.saved(2, copies=2)
+    spoil(sources, 0, "b")
+    found, kept = taken(sources)
+    assert found.copies == len(kept) == 3
+    (why,) = found.problems
+    assert why.startswith("b[] at host host-00 ")
+    assert "its digest differs" in why
+
+
+def test_what_is_bad_at_every_holder_is_not_taken_and_told():
+    _, sources = test_verified_read.saved(2)
+    spoil(sources, 1, "w")
+    found, kept = taken(sources)
+    assert found.copies == len(kept) == 2
+    assert any("no good copy of w[" in why for why in found.problems)
+
+
+def test_of_good_copies_nothing_is_told():
+    found, kept = taken(test_verified_read.saved(3, copies=2)[1])
+    assert (found.copies, found.problems) == (len(kept), ())

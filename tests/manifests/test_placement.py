@@ -1,0 +1,312 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.manifests import holdings, placement, search
+from tests.tiers import saved_worlds
+
+
+def table(offers):
+    return holdings.Holdings.of(offers)
+
+
+def hosts_of(offers):
+    return [offer.host for offer in offers]
+
+
+def holders(found, placed):
+    """Of each box, the hosts that have it when the copies are made."""
+    of_box = [
+        {offer.host.id for offer in found.holders(n)} for n in range(found.num_items)
+    ]
+    for box, source, target in zip(
+        placed.item, placed.source, placed.target, strict=True
+    ):
+        assert placed.hosts[source].id in {o.host.id for o in found.holders(box)}
+        assert placed.hosts[target].id not in of_box[box]
+        of_box[box].add(placed.hosts[target].id)
+    return of_box
+
+
+def lacking(placed, *kinds):
+    return {
+        box for each in placed.shortfalls if each.lacks in kinds for box in each.items
+    }
+
+
+def uniform(num_slices, slice_hosts, *, boxes_a_host=16, replicas=1):
+    """Hosts with equal boxes; of each slice the boxes are also in the next ones."""
+    hosts = num_slices * slice_hosts
+    assert num_slices % replicas == 0
+    distinct = hosts // replicas
+    whole = saved_worlds.contents({"w": [distinct * boxes_a_host]})
+    parts = saved_worlds.grid([distinct * boxes_a_host], [distinct * boxes_a_host])
+    return [
+        saved_worlds.offer(
+            saved_worlds.host(number, num_slices, hosts),
+            whole,
+            [
+                (0, parts[number % distinct * boxes_a_host + n])
+                for n in range(boxes_a_host)
+            ],
+        )
+        for number in range(hosts)
+    ]
+
+
+@given(saved_worlds.saved(), st.integers(1, 3))
+def test_no_lost_host_and_no_lost_slice_loses_what_was_guaranteed(offers, copies):
+    found, hosts = table(offers), hosts_of(offers)
+    placed = placement.place(found, hosts, placement.Policy(copies=copies))
+    of_box = holders(found, placed)
+    slices = {host.id: host.domains["slice"] for host in hosts}
+    for box, ids in enumerate(of_box):
+        if box not in lacking(placed, "copies"):
+            assert len(ids) >= copies + 1
+        if box not in lacking(placed, "domain"):
+            assert len({slices[each] for each in ids}) >= 2
+    # What it says of a shortfall is so: the world has no more to give.
+    assert lacking(placed, "copies") == (
+        set(range(len(of_box))) if len(hosts) < copies + 1 else set()
+    )
+    assert lacking(placed, "domain") == (
+        set(range(len(of_box))) if len(set(slices.values())) < 2 else set()
+    )
+
+
+@settings(max_examples=30)
+@given(saved_worlds.saved())
+def test_the_order_of_manifests_and_hosts_does_not_matter(offers):
+    def copies(listed):
+        placed = placement.place(table(listed), hosts_of(listed)[::-1])
+        found = table(listed)
+        return {
+            (found.name(box), placed.hosts[source].id, placed.hosts[target].id)
+            for box, source, target in zip(
+                placed.item.tolist(), placed.source, placed.target, strict=True
+            )
+        }
+
+    assert copies(offers) == copies(offers[::-1])
+
+
+def test_one_copy_is_distant_and_one_is_close():
+    found = table(uniform(4, 4))
+    hosts = hosts_of(found.offers)
+    slices = {host.id: host.domains["slice"] for host in hosts}
+    placed = placement.place(found, hosts)
+    assert not placed.shortfalls
+    for box, ids in enumerate(holders(found, placed)):
+        (saver,) = found.holders(box)
+        others = ids - {saver.host.id}
+        own = saver.host.domains["slice"]
+        assert sorted(slices[each] == own for each in others) == [False, True]
+
+
+@pytest.mark.parametrize(("replicas", "copies"), [(2, 1), (4, 1), (4, 2), (4, 3)])
+def test_replicas_of_data_parallelism_are_holders_and_nothing_is_copied(
+    replicas, copies
+):
+    offers = uniform(4, 2, replicas=replicas)
+    policy = placement.Policy(copies=copies)
+    placed = placement.place(table(offers), hosts_of(offers), policy)
+    assert (len(placed.item), placed.shortfalls) == (0, ())
+
+
+def test_what_was_copied_is_not_copied_again():
+    offers = uniform(4, 4)
+    hosts = hosts_of(offers)
+    placed = placement.place(table(offers), hosts)
+    again = placement.place(table(received(offers, placed)), hosts)
+    assert (len(again.item), again.shortfalls) == (0, ())
+
+
+def received(offers, placed):
+    """What the hosts offer when the copies have arrived."""
+    found = table(offers)
+    whole = offers[0].manifest.contents
+    changed = []
+    for offer in offers:
+        fragments = offer.manifest.fragments
+        rows = [fragments.row(n, contents=whole) for n in range(len(fragments))]
+        held = [(row.leaf, row.box) for row in rows]
+        files = list(offer.manifest.component_files)
+        for item, target in zip(placed.item.tolist(), placed.target, strict=True):
+            if placed.hosts[target].id != offer.host.id:
+                continue
+            if item >= len(found.leaf):
+                files.append(found.files[item - len(found.leaf)])
+            else:
+                fragment = found.fragment(int(found.first_row[item]))
+                held.append((fragment.leaf, fragment.box))
+        changed.append(saved_worlds.offer(offer.host, whole, held, files=files))
+    return changed
+
+
+def test_after_a_slice_is_lost_only_what_it_held_is_copied_anew():
+    offers = uniform(4, 4)
+    held = received(offers, placement.place(table(offers), hosts_of(offers)))
+    left = [offer for offer in held if offer.host.domains["slice"] != "s1"]
+    found = table(left)
+    placed = placement.place(found, hosts_of(left))
+    short = {n for n in range(found.num_items) if len(found.holders(n)) < 3}
+    assert set(placed.item.tolist()) == short
+    assert 0 < len(short) < len(found.leaf)
+    assert not placed.shortfalls
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (2, 12), (6, 4), (24, 1)])
+def test_no_host_holds_or_sends_much_more_than_another(shape):
+    found = table(uniform(*shape, boxes_a_host=64))
+    hosts = hosts_of(found.offers)
+    placed = placement.place(found, hosts)
+    assert len(placed.item) == 2 * len(found.leaf)
+    got = np.bincount(placed.target, minlength=len(hosts))
+    sent = np.bincount(placed.source, minlength=len(hosts))
+    # Each holds its own 64 and receives about 128.
+    assert got.max() + 64 <= 1.3 * (64 + 128)
+    assert set(sent) == {128}
+
+
+@pytest.mark.parametrize("gone", [{13}, set(range(16, 24))], ids=["host", "slice"])
+def test_a_host_or_a_slice_that_comes_or_goes_moves_little(gone):
+    offers = uniform(6, 8, boxes_a_host=32)
+    hosts = hosts_of(offers)
+    found = table(offers)
+    left = [host for host in hosts if host.number not in gone]
+
+    def targets(there):
+        placed = placement.place(found, there, placement.Policy(copies=1))
+        return {
+            (int(box), placed.hosts[target].id)
+            for box, target in zip(placed.item, placed.target, strict=True)
+        }
+
+    before = targets(hosts)
+    # Its own boxes have no holder now; they are no part of the comparison.
+    own = {
+        box for box in range(found.num_items) if found.holders(box)[0].host not in left
+    }
+    stay = {
+        copy
+        for copy in before
+        if copy[0] not in own and copy[1] in {host.id for host in left}
+    }
+    moved = stay - targets(left)
+    assert len(stay) > 0.6 * len(before)
+    assert len(moved) <= 0.2 * len(before), len(moved) / len(before)
+
+
+def test_one_large_and_one_small_slice_spread_over_all_hosts():
+    whole = saved_worlds.contents({"w": [400]})
+    parts = saved_worlds.grid([400], [400])
+    offers = [
+        saved_worlds.offer(
+            dataclasses.replace(
+                saved_worlds.host(n), domains={"slice": "small" if n < 4 else "large"}
+            ),
+            whole,
+            [(0, part) for part in parts[10 * n : 10 * n + 10]],
+        )
+        for n in range(40)
+    ]
+    hosts = hosts_of(offers)
+    placed = placement.place(table(offers), hosts, placement.Policy(copies=1))
+    assert not placed.shortfalls
+    got = np.bincount(placed.target, minlength=40)
+    # 360 boxes of the large slice are for 4 hosts.
+    assert got[:4].sum() == 360
+    assert got[:4].max() <= 1.6 * 90
+
+
+def test_hosts_on_one_machine_are_lost_together():
+    whole = saved_worlds.contents({"w": [4]})
+    parts = saved_worlds.grid([4], [4])
+    offers = [
+        saved_worlds.offer(
+            saved_worlds.host(n, 2, 4, host=f"machine-{n // 2}"), whole, [(0, parts[n])]
+        )
+        for n in range(4)
+    ]
+    found = table(offers)
+    placed = placement.place(found, hosts_of(offers))
+    machines = {offer.host.id: offer.host.domains["host"] for offer in offers}
+    for ids in holders(found, placed):
+        assert len({machines[each] for each in ids}) == len(ids) == 2
+    (short,) = placed.shortfalls
+    assert short.why == (
+        "4 of 4 items (w[0:1], w[1:2], w[2:3], w[3:4]) lack copies: they are on fewer"
+        " than 3 machines, of 2; add machines, or ask for fewer copies"
+    )
+
+
+def test_a_shortfall_says_which_boxes_and_why():
+    offers = uniform(1, 4, boxes_a_host=2)
+    (short,) = placement.place(table(offers), hosts_of(offers)).shortfalls
+    assert short.lacks == "domain"
+    assert "lack a distant holder: they are in one slice of 1 alone" in short.why
+    placed = placement.place(table(offers), hosts_of(offers)[1:])
+    assert {each.lacks: len(each.items) for each in placed.shortfalls} == {
+        "holder": 2,
+        "domain": 6,
+    }
+
+
+def test_assumed_data_parallelism_copies_nothing_and_says_what_it_risks():
+    offers = uniform(4, 2, replicas=2)
+    lone = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
+    found = table([lone, *offers[1:]])
+    placed = placement.assume_data_parallelism(
+        found, hosts_of(offers), placement.Policy(copies=1)
+    )
+    assert not len(placed.item)
+    assert {each.lacks: len(each.items) for each in placed.shortfalls} == {
+        "domain": 16,
+        "copies": 16,
+    }
+
+
+def test_replicas_with_other_values_are_told():
+    first, *rest = uniform(4, 2, replicas=2)
+    fragments = first.manifest.fragments
+    changed = fragments.digest.copy()
+    changed[3] += np.uint64(1)
+    spoilt = dataclasses.replace(
+        first.manifest, fragments=dataclasses.replace(fragments, digest=changed)
+    )
+    found = table([holdings.Offer(tier="local", manifest=spoilt), *rest])
+    placed = placement.place(found, hosts_of(rest))
+    (short,) = (each for each in placed.shortfalls if each.lacks == "agreement")
+    assert [found.name(box) for box in short.items] == ["w[3:4]"]
+
+
+@given(saved_worlds.saved())
+def test_a_step_is_complete_after_the_loss_of_any_host_or_slice(offers):
+    hosts = hosts_of(offers)
+    placed = placement.place(table(offers), hosts)
+    held = received(offers, placed)
+    assert search.search(held).newest
+    if len(hosts) > 1:
+        for lost in hosts:
+            assert search.search([o for o in held if o.host != lost]).newest
+    slices = {host.domains["slice"] for host in hosts}
+    if len(slices) > 1:
+        for lost in slices:
+            left = [o for o in held if o.host.domains["slice"] != lost]
+            assert search.search(left).newest
+
+
+def test_without_hosts_or_boxes_or_copies_nothing_is_copied():
+    offers = uniform(2, 2)
+    nothing = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
+    for found, hosts, copies, lacks in (
+        (table(offers), [], 2, ["holder"]),
+        (table([nothing]), hosts_of(offers), 2, []),
+        (table(offers), hosts_of(offers), 0, []),
+    ):
+        placed = placement.place(found, hosts, placement.Policy(copies=copies))
+        assert not len(placed.item)
+        assert [short.lacks for short in placed.shortfalls] == lacks
