@@ -218,13 +218,17 @@ class SaveStages:
         is_time = self._hosts.all("world.say", self._is_time())[0]
         if not (saving.back_up or is_time or self._owed):
             return False
-        # Another backup of this world is waited for: hosts upload one step at a time.
-        self._backup_stage.wait()
-        futures.wait(self._cleaned)
-        self._degraded("local", saving.step, f"{why}; it goes to storage without RAM")
         self._owed = True
         try:
             said = self._hosts.all("saver.files", *place)
+        except HostsFailed:
+            # A component could not be saved, as `why` reports: storage does not help.
+            return False
+        self._degraded("local", saving.step, f"{why}; it goes to storage without RAM")
+        # Another backup of this world is waited for: hosts upload one step at a time.
+        self._backup_stage.wait()
+        futures.wait(self._cleaned)
+        try:
             parts = components.numbered([each["files"] for each in said])
             notes = {**notes, "time_ms": said[0]["time_ms"]}
             self._hosts.all("saver.hold", *place, parts, notes)
@@ -317,15 +321,9 @@ class SaveStages:
             late = None if self._late is None else self._late.step
             needed = (self._in_backup, late, self._covered)
         in_flight = [each for each in needed if each is not None]
+        place, kept = (committed.step, committed.save), (in_flight, self._preserved)
         try:
-            self._hosts.all(
-                "saver.collect",
-                committed.step,
-                committed.save,
-                in_flight,
-                self._preserved,
-                committed.line[:-1],
-            )
+            self._hosts.all("saver.collect", *place, *kept, committed.line[:-1])
         except HostsFailed as error:
             why = f"older steps were not removed: {error}"
             self._degraded("local", committed.step, why)

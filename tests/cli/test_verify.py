@@ -188,7 +188,7 @@ def test_a_byte_behind_a_file_in_storage_is_noticed_or_nothing_to_orbax(saved):
     assert loaded(steps) == expected
 
 
-def test_a_file_that_is_too_long_is_told_and_how_to_mend_it(saved):
+def test_a_file_that_is_too_long_is_reported_with_a_remedy(saved):
     for path in (in_ram(saved) / "data" / "a.json", saved / "steps/2/data/a.json"):
         before = path.read_bytes()
         path.write_bytes(before + b"more")

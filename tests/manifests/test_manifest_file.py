@@ -158,7 +158,7 @@ def test_every_cut_is_noticed():
         manifest_file.parse(text[:-1])
 
 
-def test_bytes_behind_the_end_are_told_from_a_cut():
+def test_bytes_behind_the_end_are_not_reported_as_a_cut():
     text = GOLDEN.read_bytes()
     for more in (b"}", b"{}", text):
         with pytest.raises(checked_json.Unreadable, match="goes on after its end"):
