@@ -70,7 +70,7 @@ def measure() -> dict[str, report.Figure]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         figures = _measure(pathlib.Path(directory))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        return figures | text.measure(pathlib.Path(directory))
+        return figures | text.measure(pathlib.Path(directory) / "text")
 
 
 def configured(
