@@ -125,12 +125,7 @@ def capture(
             for leaf, shard_shape, found in parts
         ]
 
-    def release() -> None:
-        pool.give_back(memory)
-        if held is not None:
-            held.release()
-
-    return Captured(captured, on_release=release)
+    return Captured(captured, on_release=functools.partial(pool.give_back, memory))
 
 
 def numbers(value: Any) -> Any:

@@ -9,8 +9,8 @@ program that the array is donated to copies it first. Two things speak against a
 * Where each step donates its state, the copy that XLA makes then, into fresh memory,
   takes about ten times as long as one into memory that is kept. So a view is held of an
   array that is the first of its leaf, or is still that of the save before. Otherwise
-  the leaf is copied, and the array is watched meanwhile: if it was replaced and not
-  donated, the next saves hold views.
+  the leaf is copied and the array is watched until it is freed: if it was not donated,
+  the next saves hold views.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Views:
 
     def __init__(self) -> None:
         self._last: dict[str, weakref.ref[jax.Array]] = {}
-        self._watched: list[tuple[str, weakref.ref[jax.Array], jax.Array]] = []
+        self._watched: dict[str, weakref.ref[jax.Array]] = {}
         # By path, how many views to hold before the leaf is watched again.
         self._left: dict[str, int] = {}
 
@@ -63,17 +63,20 @@ class Views:
         if left:
             self._left[path] = left - 1
             return True
-        # The clone of a part shares its memory, and the user's own array may go.
-        part = cast(Any, array.addressable_shards[0].data).clone()
-        self._watched.append((path, reference, part))
+        self._watch(path, array)
         return False
 
-    def release(self) -> None:
-        """Ends a save: looks what has become of the arrays that were watched in it."""
-        watched, self._watched = self._watched, []
-        for path, array, part in watched:
-            if array() is None and not part.is_deleted():
-                self._left[path] = _VIEWS
+    def _watch(self, path: str, array: jax.Array) -> None:
+        # The clone shares the memory of the part: a donation deletes both.
+        part = cast(Any, array.addressable_shards[0].data).clone()
+
+        def on_freed(reference: weakref.ref[jax.Array]) -> None:
+            if self._watched.get(path) is reference:
+                del self._watched[path]
+                if not part.is_deleted():
+                    self._left[path] = _VIEWS
+
+        self._watched[path] = weakref.ref(array, on_freed)
 
 
 def is_result_of_program(array: jax.Array) -> bool:

@@ -183,6 +183,26 @@ def test_a_leaf_that_no_step_donates_is_copied_once_and_held_from_then_on():
     assert saves(add, 5) == [True, False, True, True, True]
 
 
+def test_a_leaf_that_is_replaced_after_its_save_is_done_is_held_at_later_saves():
+    held, array, found = views.Views(), made(8), []
+    for _ in range(4):
+        captured = take(array, held)
+        found.append(held_in_place(captured, array))
+        captured.release()
+        array = jax.block_until_ready(add(array))
+    assert found == [True, False, True, True]
+
+
+def test_what_is_watched_is_kept_no_longer_than_the_array():
+    held, array = views.Views(), made()
+    take(array, held).release()
+    array = made()
+    take(array, held).release()
+    assert held._watched
+    del array
+    assert not held._watched
+
+
 def test_a_leaf_that_no_step_changes_is_held_at_every_save():
     assert saves(lambda array: array, 3) == [True, True, True]
 
