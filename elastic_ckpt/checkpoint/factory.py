@@ -7,10 +7,11 @@ from typing import Any, cast
 
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import exchange, hosts, joining, tiered
+from elastic_ckpt.checkpoint import allgather, hosts, rendezvous, tiered
 from elastic_ckpt.core import events, storage, topology
-from elastic_ckpt.host import host_tiers
-from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.choices import Chosen, Persistent, TierChoice
 
 
@@ -40,15 +41,16 @@ def Checkpointer(
     chosen = Chosen.of(tiers)
     if chosen.local is None:
         return _orbax(chosen.persistent)
-    own = HostWorld(
-        run=run or chosen.run,
+    config = HostConfig(
         number=topology.this_host(),
+        run=run or chosen.run,
         slice_name=slice_name or topology.hardware_slice(),
-        local_tier=chosen.local,
+        local=chosen.local,
         peers=chosen.peers,
-        storage=chosen.persistent,
+        persistent=chosen.persistent,
     )
-    world = hosts.InEveryProcess(host_tiers.HostTiers(own), exchange.of_this_world())
+    own = HostEndpoint(config, HostTiers)
+    world = hosts.InEveryProcess(own, allgather.of_this_world())
     return over(world, chosen, emit=emit)
 
 
@@ -67,7 +69,7 @@ def over(
     """
     assert chosen.local is not None
     try:
-        joining.join(world)
+        rendezvous.join(world)
         return tiered.TieredCheckpointer(
             world, local=chosen.local, persistent=chosen.persistent, emit=emit
         )

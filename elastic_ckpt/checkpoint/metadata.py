@@ -12,6 +12,7 @@ from elastic_ckpt.checkpoint import summary, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.restore import Found
 from elastic_ckpt.checkpoint.tree_structure import Text
+from elastic_ckpt.host import read_requests
 from elastic_ckpt.manifests.manifest import Contents
 
 
@@ -43,9 +44,9 @@ def of_step(hosts: Hosts, found: Found, directory: str | None) -> CheckpointMeta
     """
     if not found.save:
         return _of_orbax(found, f"{directory}/{found.step}")
-    hosts.all("reader.open_step", found.step, found.save)
+    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
     contents = hosts.opened()
-    hosts.all("reader.forget")
+    hosts.all(read_requests.CloseStep())
     return of_contents(found, contents)
 
 

@@ -17,7 +17,9 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import asked_trees, components
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.host import recovery
+from elastic_ckpt.host import read_requests, recovery
+from elastic_ckpt.host.answers import SearchOutcome
+from elastic_ckpt.host.complete_step import CompleteStep
 from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.manifests.line import Line
 
@@ -33,51 +35,7 @@ class _Read:
     directories: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """A step that can be restored.
-
-    Attributes:
-      step: the training step.
-      save: which save of it; empty if Orbax alone saved it.
-      line: the steps, with their saves, from which later saves of its line went on,
-        oldest first, and last this one.
-      metrics: that it was saved with; None if there are none.
-      custom_metadata: that a user added; None if there is nothing.
-      commit_timestamp_nsecs: when it was committed, since 1970.
-    """
-
-    step: int
-    save: str
-    line: tuple[tuple[int, str], ...] = ()
-    metrics: Any = dataclasses.field(default=None, compare=False)
-    custom_metadata: Any = dataclasses.field(default=None, compare=False)
-    commit_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
-
-    @classmethod
-    def of(cls, place: Mapping[str, Any]) -> Found:
-        """What a host has found: see `HostReader.find`."""
-        line = tuple((step, save) for step, save in place["line"])
-        others = {name: value for name, value in place.items() if name != "line"}
-        return cls(line=line, **others)
-
-    def before(self) -> tuple[tuple[int, str], ...]:
-        """The parents of a save that replaces this step: the line without it."""
-        *parents, (step, save) = self.line
-        return (*parents, (step - 1, save)) if step else tuple(parents)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Search:
-    """The outcome of a search.
-
-    Attributes:
-      found: None if no step is complete.
-      newest_save: of all steps that there are; empty if there are none.
-    """
-
-    found: Found | None
-    newest_save: str
+Found = CompleteStep
 
 
 def find(
@@ -85,9 +43,9 @@ def find(
     step: int | Found | None,
     *,
     emit: events.Emit,
-    without: Sequence[Sequence[Any]] = (),
+    without: Sequence[tuple[int, str]] = (),
     own_line: Line | None = None,
-) -> Search:
+) -> SearchOutcome:
     """Looks for the newest complete step, or for a certain one.
 
     Args:
@@ -102,24 +60,24 @@ def find(
         that is out of reach.
     """
     number, save = (step.step, step.save) if isinstance(step, Found) else (step, "")
-    line = None if own_line is None else [own_line.save, own_line.parents]
-    outcome = hosts.first("reader.find", number, list(without), save, line)
-    for passed_over, why in outcome["passed_over"]:
-        emit("step_passed_over", step=passed_over, why=why)
-    found, out_of_reach = outcome["found"], outcome["out_of_reach"]
-    for why in outcome["refusing"]:
-        logging.warning("%s", why)
-        emit("degraded", tier="peer", step=found["step"] if found else 0, why=why)
-    if out_of_reach is not None:
-        if found is None:
-            raise errors.CheckpointError(
-                f"no step is complete in RAM, and {out_of_reach}"
-            )
-        emit("degraded", tier="persistent", step=found["step"], why=out_of_reach)
-    return Search(
-        found=None if found is None else Found.of(found),
-        newest_save=outcome["newest_save"],
+    outcome = hosts.first(
+        read_requests.FindStep(
+            step=number, save=save, without=tuple(without), own_line=own_line
+        )
     )
+    for passed_over, why in outcome.passed_over:
+        emit("step_passed_over", step=passed_over, why=why)
+    newest = 0 if outcome.found is None else outcome.found.step
+    for why in outcome.refusing:
+        logging.warning("%s", why)
+        emit("degraded", tier="peer", step=newest, why=why)
+    if outcome.out_of_reach is not None:
+        if outcome.found is None:
+            raise errors.CheckpointError(
+                f"no step is complete in RAM, and {outcome.out_of_reach}"
+            )
+        emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
+    return outcome
 
 
 def restore(
@@ -130,7 +88,7 @@ def restore(
     partial: bool,
     directory: str | None,
     emit: events.Emit,
-) -> tuple[Search, dict[str, Any]]:
+) -> tuple[SearchOutcome, dict[str, Any]]:
     """The step that was found and restored, and what it holds of what is wanted.
 
     Args:
@@ -158,7 +116,7 @@ def restore(
         components.load(component, read.directories[name])
     filled = read.asked.filled(hosts.arrays(read.asked.read))
     restored = {**filled, **stateful}
-    hosts.all("reader.forget")
+    hosts.all(read_requests.CloseStep())
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
         _record(read.num_bytes, bad)
@@ -176,11 +134,13 @@ def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
 
 def _repair(hosts: Hosts) -> dict[str, int]:
     # How many bad copies were met, and how many of them are good again.
-    bad = [each for of in hosts.all("reader.bad_copies") for each in of]
+    answers = hosts.all(read_requests.ListBadCopies())
+    bad = tuple(copy for copies in answers for copy in copies)
     for each in bad:
-        where = f"host {each['host']}, {each['tier']} tier"
-        logging.warning("%s: %s %s", where, each["name"], each["why"])
-    repaired = hosts.all("reader.repair", bad) if bad else []
+        logging.warning(
+            "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
+        )
+    repaired = hosts.all(read_requests.RepairCopies(bad=bad)) if bad else []
     return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
@@ -191,9 +151,9 @@ def _read_newest(
     stateful: Mapping[str, Any],
     partial: bool,
     emit: events.Emit,
-) -> tuple[Search, _Read | None]:
+) -> tuple[SearchOutcome, _Read | None]:
     # What `_read` says of the step that is read; None of one that Orbax alone saved.
-    without: list[list[Any]] = []
+    without: list[tuple[int, str]] = []
     reasons: dict[int, str] = {}
 
     def noted(name: str, **fields: Any) -> None:
@@ -217,7 +177,7 @@ def _read_newest(
         except HostsFailed as error:
             if step is not None:
                 raise
-            without.append([found.step, found.save])
+            without.append((found.step, found.save))
             noted("step_passed_over", step=found.step, why=str(error))
 
 
@@ -228,7 +188,7 @@ def _read(
     stateful: Mapping[str, Any],
     partial: bool,
 ) -> _Read:
-    hosts.all("reader.open_step", found.step, found.save)
+    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
     contents = hosts.opened()
     asked = asked_trees.resolve(trees, contents, step=found.step, partial=partial)
     try:
@@ -236,16 +196,16 @@ def _read(
     except HostsFailed as error:
         # An older step would not have it either: it is asked for the wrong thing.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-    said = hosts.all("reader.read")
+    answers = hosts.all(read_requests.ReadStep())
     directories = {
-        name: hosts.all("reader.materialise", name)[hosts.own]
+        name: hosts.all(read_requests.MaterialiseComponent(component=name))[hosts.own]
         for name in sorted(stateful)
     }
-    read_bytes = {
-        f"{near}_bytes": sum(each["read_bytes"].get(near, 0) for each in said)
+    num_bytes = {
+        f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
         for near in recovery.NEARNESS
     }
-    return _Read(asked=asked, num_bytes=read_bytes, directories=directories)
+    return _Read(asked=asked, num_bytes=num_bytes, directories=directories)
 
 
 def _restore_foreign(

@@ -20,6 +20,13 @@ from elastic_ckpt.checkpoint.response import Response
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.step_errors import StepAlreadyExistsError
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.host import (
+    backup_requests,
+    read_requests,
+    save_requests,
+    world_requests,
+)
+from elastic_ckpt.host.answers import SearchOutcome
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers.choices import Local, Persistent
 
@@ -74,10 +81,7 @@ class TieredCheckpointer:
     def checkpoints(self) -> list[restore.Found]:
         """The steps that are complete, ascending, by a look at all tiers."""
         self.wait()
-        return [
-            restore.Found.of(each)
-            for each in self._hosts.first("reader.complete_steps")
-        ]
+        return list(self._hosts.first(read_requests.ListSteps()))
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at `step`, or the job is about to be preempted."""
@@ -284,9 +288,9 @@ class TieredCheckpointer:
         """
         self.wait()
         number = step.step if isinstance(step, restore.Found) else step
-        was_there = any(self._hosts.all("saver.remove", number))
+        was_there = any(self._hosts.all(save_requests.RemoveStep(step=number)))
         if self._persistent is not None:
-            was_there |= self._hosts.first("backup.remove", number)
+            was_there |= self._hosts.first(backup_requests.RemoveBackup(step=number))
         if not (was_there or missing_ok):
             raise errors.CheckpointError(
                 f"step {number} is in no tier; `checkpoints` lists those that are there"
@@ -300,7 +304,7 @@ class TieredCheckpointer:
         latest = self.latest
         if latest is None or latest.step != step or self._persistent is None:
             return False
-        return self._hosts.first("backup.holds", step, latest.save)
+        return self._hosts.first(backup_requests.HasBackup(step=step, save=latest.save))
 
     def is_saving_in_progress(self) -> bool:
         """Whether a step is being committed."""
@@ -377,14 +381,14 @@ class TieredCheckpointer:
             )
         # Until the step is complete under the new line, nothing abandons the old save.
         after = max(self._save, latest.line[-1][1])
-        save = self._hosts.first("world.new_save", after)
+        save = self._hosts.first(world_requests.NewSave(after=after))
         return Line(save=save, parents=latest.before())
 
-    def _go_on_from(self, search: restore.Search) -> None:
+    def _go_on_from(self, search: SearchOutcome) -> None:
         self._found = search.found
         self._stages.go_on_from(0 if self._found is None else self._found.step)
         # What is saved from here on is not to be mixed with what was saved before.
-        self._save = self._hosts.first("world.new_save", search.newest_save)
+        self._save = self._hosts.first(world_requests.NewSave(after=search.newest_save))
 
     def _tell(self, name: str, **fields: Json) -> None:
         self._told.put((name, fields))
