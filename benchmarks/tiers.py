@@ -24,7 +24,7 @@ Restored, in a world of its own, until the arrays are ready:
 
 * `ram_restore_ratio_copy`: the speed on the same four hosts over that of four
   processes `cp -r` which copy the same files on the RAM disk.
-* `ram_restore_ratio_orbax`: the speed over that of Orbax's load from the RAM disk.
+* `ram_restore_ratio_orbax`: over the speed of Orbax's load from the RAM disk.
 * `ram_restore_half_hosts`: on two hosts, which read three quarters from peers: hosts
   need rows in their order, and the second one holds none of its own. Beside it
   `ram_restore_half_transfer` of the same files to the same two hosts, in four threads,
@@ -35,12 +35,10 @@ Restored, in a world of its own, until the arrays are ready:
 Sent:
 
 * `peer_ratio_curl`: one client process reads 1 GiB from an agent, over curl's speed;
-  `peer_tensorstore_ratio_curl` the same of TensorStore's driver for HTTP.
+  `peer_tensorstore_ratio_curl` by TensorStore's driver for HTTP.
 * `dp_bytes_sent`: of parts of leaves, for two copies of replicated state, without
   listings and manifests, which are `dp_listing_bytes_sent`; `sharded_bytes_sent` is
   what the same count gives for sharded state.
-
-Started: see `tiers_fake_steps`.
 
 In one process, on the devices that JAX finds, beside Orbax (`tiers_alone`):
 
@@ -51,10 +49,11 @@ In one process, on the devices that JAX finds, beside Orbax (`tiers_alone`):
   step too, and `huge_step_ms_...` is a step without a save.
 * `huge_memory_mib_...`: the most that such a save and its backup add to the process.
 
+Started: see `tiers_fake_steps`. Storage alone, beside Orbax: see `tiers_storage`.
+
 Beside Orbax's own managers of RAM tiers, on state that they want, of two replicas:
 
-* `save_block_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's save.
-* `ram_restore_ratio_p2p`, `..._emergency`, `..._replicator`: as over Orbax's load.
+* `save_block_ratio_p2p`, `ram_restore_ratio_p2p`, and so on: as over Orbax's own.
 """
 
 from __future__ import annotations
@@ -78,6 +77,7 @@ from benchmarks import (
     tiers_hosts,
     tiers_managers,
     tiers_peer,
+    tiers_storage,
     tiers_turns,
 )
 from elastic_ckpt.core import storage
@@ -86,9 +86,8 @@ from elastic_ckpt.tiers.peers import agent, agent_process, secret
 
 _HOSTS = 4
 _GIB = 2**30
-# Of what half of the hosts restore, what peers hold.
+# Of what half of the hosts restore.
 _OF_PEERS = 3 / 4
-# Agents serve what lies in some step of some slot, so that is where a file is put.
 _SERVED = "hosts/0/1-served/file"
 
 Samples = dict[str, list[float]]
@@ -177,14 +176,15 @@ def measure(size: Size = FULL) -> dict[str, report.Figure]:
         shutil.rmtree(place.orbax)
         figures |= _checked(_run_anew(tiers_hosts.check, place))
         figures |= _sent(_run_anew(tiers_hosts.replicate, place))
-        alone = tiers_alone.measure(
-            f"{d}/alone",
-            leaves=size.small_alone,
-            mib=size.huge_mib,
-            rounds=size.rounds_alone,
-        )
-        shutil.rmtree(f"{d}/alone")
-        figures |= tiers_alone.figures(**alone)
+        for part in (tiers_alone, tiers_storage):
+            alone = part.measure(
+                f"{d}/alone",
+                leaves=size.small_alone,
+                mib=size.huge_mib,
+                rounds=size.rounds_alone,
+            )
+            shutil.rmtree(f"{d}/alone")
+            figures |= part.figures(**alone)
         if size.managers:
             # As large on each host, of which two have the same.
             halved = dataclasses.replace(place, num_leaves=size.num_leaves // 2)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from benchmarks import report
-from elastic_ckpt.checkpoint import factory, tiered
+from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.tiers import choices
 
 Samples = dict[str, list[float]]
@@ -42,7 +42,6 @@ class _Sides:
             ],
             run="benchmark",
         )
-        assert isinstance(made, tiered.TieredCheckpointer)
         self.ours = made
         self.orbax = ocp.training.Checkpointer(
             f"{directory}/orbax", preservation_policy=keep
@@ -108,8 +107,8 @@ def _huge_leaf(sides: _Sides, num_mib: int, rounds: int) -> Iterator[_Sample]:
                 gc.collect()
                 for _ in range(2):
                     leaf = jax.block_until_ready(step(leaf))
-                resident = _resident_bytes("VmRSS")
-                _reset_peak()
+                resident = resident_bytes("VmRSS")
+                reset_peak()
                 began = time.perf_counter()
                 wait = sides.begin(side, {"w": leaf})
                 blocked = time.perf_counter() - began
@@ -119,18 +118,20 @@ def _huge_leaf(sides: _Sides, num_mib: int, rounds: int) -> Iterator[_Sample]:
                 if turn >= 2:
                     yield f"huge_block_{name}_{side}", blocked
                     yield f"huge_{name}_{side}", stepped
-                    peak = _resident_bytes("VmHWM") - resident
+                    peak = resident_bytes("VmHWM") - resident
                     yield f"huge_bytes_{name}_{side}", peak
 
 
-def _resident_bytes(kind: str) -> int:
+def resident_bytes(kind: str) -> int:
+    """Bytes of this process that Linux calls `VmRSS`, or `VmHWM`, the most so far."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
     raise AssertionError(kind)
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
+    """Has `VmHWM` begin anew."""
     # Where the system allows it; otherwise the peak is that of the whole process.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
-from elastic_ckpt.checkpoint import factory, tiered
+from elastic_ckpt.checkpoint import checkpointer, factory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import host_memory, topology
 from elastic_ckpt.elastic import member, multicontroller
@@ -72,7 +72,7 @@ class Place:
 @contextlib.contextmanager
 def joined(
     host: member.Member, place: Place, *, copies: int
-) -> Iterator[tuple[Mesh, tiered.TieredCheckpointer]]:
+) -> Iterator[tuple[Mesh, checkpointer.Checkpointer]]:
     """Joins the world, with a checkpointer over the local tier and `copies` of it."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(host):
@@ -81,7 +81,6 @@ def joined(
         made = factory.Checkpointer(
             [local, choices.Peers(copies=copies)], run=_RUN, slice_name=str(host.host)
         )
-        assert isinstance(made, tiered.TieredCheckpointer)
         with made:
             yield mesh, made
 

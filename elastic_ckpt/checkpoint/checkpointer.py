@@ -1,237 +1,368 @@
-"""The run's checkpoints, through Orbax v1's `training.Checkpointer`.
-
-A step is a directory named by the number of steps done. It holds two checkpointables,
-`state` (weights, optimizer, step counter) and `data` (the data state). Orbax writes
-them under a temporary name and renames it at the end, so a step has both or does not
-exist.
-"""
+"""The checkpointer over any choice of tiers: the verbs of Orbax's `Checkpointer`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import re
-import time
-from typing import Any, cast
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import summary, validation
-from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, metrics, storage
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
+from elastic_ckpt.checkpoint.response import Response, SaveResponse
+from elastic_ckpt.checkpoint.saved_steps import SavedSteps
+from elastic_ckpt.checkpoint.stage import Stage
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.tiers.choices import Chosen
+from elastic_ckpt.tiers.persistent.persistent_root import read_json
 
-DIRECTORY = "checkpoints"
-STATE = "state"
-DATA = "data"
-
-_REMEDY = (
-    "restore it from a copy, or move this step out of its directory to continue from"
-    " the one before"
-)
-
-# Orbax names a step that is being saved so, perhaps with more behind it.
-_INTERRUPTED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
+Json = storage.Json
+T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InterruptedStep:
-    """What is left of a step that was never committed."""
+class Checkpointer:
+    """Saves and restores steps in tiers; every process makes one, alike.
 
-    step: int
-    path: str
-
-
-def interrupted_steps(directory: epath.PathLike) -> list[InterruptedStep]:
-    """The steps below `directory` whose saving a crash cut short, in order."""
-    root = epath.Path(directory)
-    if not root.exists():
-        return []
-    found = [(_INTERRUPTED.fullmatch(path.name), path) for path in root.iterdir()]
-    steps = [
-        InterruptedStep(step=int(match[1]), path=str(path))
-        for match, path in found
-        if match
-    ]
-    return sorted(steps, key=lambda step: step.step)
-
-
-class RunCheckpointer:
-    """Saves and restores a run; every host makes one, and the calls are collective.
-
-    Steps that were interrupted while they were saved are reported and cleaned away.
+    A save blocks its caller while host memory takes what the devices hold. The rest
+    happens beside the training (`save_stages`). Not to be called from several threads.
 
     Args:
-      directory: where the steps are.
-      section: when to save and what to keep.
-      data: the data iterator, an Orbax `StatefulCheckpointable`.
-      emit: hears of interrupted steps and of the restore.
+      hosts: of the world.
+      chosen: the tiers.
+      emit: called for each event, in the caller's thread.
     """
 
     def __init__(
-        self,
-        directory: epath.PathLike,
-        section: schema.CheckpointSection,
-        *,
-        data: ocp.StatefulCheckpointable,
-        emit: events.Emit = events.nobody,
+        self, hosts: Hosts, chosen: Chosen, *, emit: events.Emit = events.nobody
     ) -> None:
-        self._section = section
-        self._data = data
+        self._hosts = hosts
+        self._chosen = chosen
         self._emit = emit
-        self._pending: _PendingSave | None = None
-        interrupted = interrupted_steps(directory)
-        policies = ocp.training.save_decision_policies
-        save = policies.AnySavePolicy(
-            [
-                policies.FixedIntervalPolicy(section.checkpoint_period),
-                policies.PreemptionCheckpointingPolicy(),
-            ]
-        )
-        preservation = ocp.training.preservation_policies
-        newest = section.max_num_checkpoints_to_keep
-        keep = preservation.LatestN(newest) if newest else preservation.PreserveAll()
-        self._orbax = ocp.training.Checkpointer(
-            storage.absolute(directory),
-            # Orbax's policies do not match its own protocols to the letter.
-            save_decision_policy=cast(Any, save),
-            preservation_policy=cast(Any, keep),
-            cleanup_tmp_directories=True,
-        )
-        for step in interrupted:
-            self._emit(
-                "step_interrupted",
-                step=step.step,
-                path=step.path,
-                resume_step=self.latest_step or 0,
-            )
+        self._events: queue.SimpleQueue[tuple[str, dict[str, Json]]]
+        self._events = queue.SimpleQueue()
+        # Loads and removals in the background.
+        self._background = Stage("background")
+        self._steps = SavedSteps(hosts, chosen, emit=self._put_event)
+        self._flush()
 
     @property
-    def latest_step(self) -> int | None:
-        """The newest complete step; None before the first."""
-        latest = self._orbax.latest
-        return None if latest is None else latest.step
+    def directory(self) -> epath.Path:
+        """Where steps are in persistent storage, or in RAM if that is the only tier."""
+        if self._steps.root is not None:
+            return self._steps.root.path
+        return storage.absolute(self._chosen.ram_directory())
 
-    def restore(self, abstract_state: Any) -> Any:
-        """The state of the newest complete step; the data iterator goes there too.
+    @property
+    def latest(self) -> CheckpointMetadata | None:
+        """The newest step that is complete, in all tiers together."""
+        return self._steps.latest
 
-        Args:
-          abstract_state: shapes, dtypes and shardings that are wanted.
+    @property
+    def checkpoints(self) -> list[CheckpointMetadata]:
+        """The steps that are complete now, ascending, by a look at all tiers.
 
-        Raises:
-          CheckpointError: if the step is of another model or lacks a part.
-          DataError: if its data state cannot be read or is of another pipeline.
+        Saves under way are not waited for, and are not among them.
         """
-        began_secs = time.monotonic()
-        latest = self._orbax.latest
-        assert latest is not None
-        path = str(latest.path)
-        check_step(path, abstract_state)
-        # The data first: it is small, and an error in it leaves nothing half loaded.
-        self._load(DATA, self._data)
-        state = self._load(STATE, abstract_state)
-        secs = time.monotonic() - began_secs
-        metrics.CHECKPOINT_LOAD.record(secs)
-        self._emit("restored", step=latest.step, path=path, secs=secs)
-        return state
+        return self._steps.complete()
 
-    def _load(self, part: str, wanted: Any) -> Any:
-        latest = self._orbax.latest
-        assert latest is not None
-        try:
-            return self._orbax.load_checkpointables(latest.step, {part: wanted})[part]
-        except Exception as error:
-            # Orbax says of every error of a part that its handler is incompatible.
-            cause = _root_cause(error)
-            if isinstance(cause, errors.ElasticCkptError):
-                raise cause from None
-            reason = str(cause).partition("\n")[0]
-            raise errors.CheckpointError(
-                f"{latest.path}: its part {part!r} cannot be read"
-                f" ({type(cause).__name__}: {reason}); {_REMEDY}"
-            ) from cause
+    def should_save(self, step: int) -> bool:
+        """Whether a tier is due at `step`, or the job is about to be preempted."""
+        self._flush()
+        return self._steps.is_due(step, is_saving=self.is_saving_in_progress())
 
-    def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether the policies want a checkpoint now that `step` steps are done."""
-        if not self._orbax.is_saving_in_progress():
-            self._settle()
-        if last and self._section.save_checkpoint_on_completion:
-            return self.latest_step != step
-        return self._orbax.should_save(step)
+    def save_checkpointables_async(
+        self,
+        step: int,
+        checkpointables: Mapping[str, Any],
+        *,
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        custom_metadata: Mapping[str, Any] | None = None,
+    ) -> SaveResponse | None:
+        """Saves pytrees and components as `step`, in the background.
 
-    def save(self, step: int, state: Any, *, last: bool = False) -> None:
-        """Saves `state` and the data state as `step`, perhaps in the background.
-
-        Waits for the save before, and raises its error if it failed.
+        Waits until the save before is committed.
 
         Args:
           step: the training step.
-          state: of the model.
-          last: whether the run ends with it, which is all the same in one tier.
+          checkpointables: by name.
+          force: saves to every tier, due or not.
+          overwrite: saves the newest step anew, to every tier.
+          metrics: by which retention may rank it: JSON.
+          custom_metadata: goes into the checkpoint in persistent storage.
+
+        Returns:
+          None if no tier is due, or a later step is there.
 
         Raises:
-          CheckpointError: if Orbax declines, so that no save is skipped in silence.
+          StepAlreadyExistsError: if the step is there, and not to be overwritten.
+          CheckpointError: of a leaf, of metrics, of an older step to be overwritten.
+          Exception: as `save` of a component; an OSError fails the step alone.
         """
-        del last
-        with metrics.CHECKPOINT_SAVE_BLOCK.timed():
-            self._settle()
-            self._start_save(step, state)
-            if not self._section.async_checkpointing:
-                self._settle()
+        self._background.wait()
+        with self._flushing():
+            return self._steps.begin_save(
+                step,
+                checkpointables,
+                force=force,
+                overwrite=overwrite,
+                metrics=metrics,
+                custom_metadata=custom_metadata,
+            )
+
+    def save_checkpointables(
+        self, step: int, checkpointables: Mapping[str, Any], **options: Any
+    ) -> bool:
+        """As `save_checkpointables_async`; waits, and says whether it was committed."""
+        response = self.save_checkpointables_async(step, checkpointables, **options)
+        return response is not None and response.result()
+
+    def save_async(
+        self,
+        step: int,
+        state: Any,
+        *,
+        checkpointable_name: str = "state",
+        **options: Any,
+    ) -> SaveResponse | None:
+        """Saves one pytree; otherwise as `save_checkpointables_async`."""
+        return self.save_checkpointables_async(
+            step, {checkpointable_name: state}, **options
+        )
+
+    def save(self, step: int, state: Any, **options: Any) -> bool:
+        """As `save_async`; waits, and says whether it was committed."""
+        response = self.save_async(step, state, **options)
+        return response is not None and response.result()
+
+    def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
+        """Removes a step, once its save is done: no host stops in the midst of one.
+
+        Args:
+          step: None takes the one that is being saved, if there is one.
+        """
+        if step is None:
+            begun = self.is_saving_in_progress()
+            is_saving = any(self._hosts.all("world.decide", begun))
+            self.wait()
+            step = self.latest if is_saving else None
+        if step is not None:
+            self.delete(step, missing_ok=True)
+
+    def root_metadata(self) -> ocp.training.RootMetadata:
+        """Where the steps are, and what Orbax has noted of all of them together."""
+        noted = read_json(self.directory / "metadata" / "_ROOT_METADATA")
+        return ocp.training.RootMetadata(
+            directory=self.directory, custom_metadata=noted.get("custom_metadata")
+        )
+
+    def checkpointables_metadata(
+        self, step: int | CheckpointMetadata | None = None
+    ) -> CheckpointMetadata:
+        """What a step holds, by the names of its checkpointables; nothing is loaded.
+
+        Args:
+          step: None takes the newest complete one.
+
+        Raises:
+          CheckpointError: if there is no such step.
+        """
+        self.wait()
+        with self._flushing():
+            return self._steps.held(step)
+
+    def metadata(
+        self,
+        step: int | CheckpointMetadata | None = None,
+        *,
+        checkpointable_name: str = "state",
+    ) -> CheckpointMetadata:
+        """What one pytree of a step holds; otherwise as `checkpointables_metadata`."""
+        held = self.checkpointables_metadata(step)
+        if checkpointable_name not in held.metadata:
+            raise errors.CheckpointError(
+                f"step {held.step} has no {checkpointable_name!r}; it has"
+                f" {sorted(held.metadata)}"
+            )
+        return dataclasses.replace(held, metadata=held.metadata[checkpointable_name])
+
+    def load_checkpointables(
+        self,
+        step: int | CheckpointMetadata | None = None,
+        abstract_checkpointables: Mapping[str, Any] | None = None,
+        *,
+        partial: bool = False,
+    ) -> dict[str, Any]:
+        """Restores pytrees and components, from the nearest good copies.
+
+        Args:
+          step: None takes the newest complete one; if it proves to be unreadable, the
+            one before.
+          abstract_checkpointables: by name, trees of what is wanted (`asked_trees`) and
+            components, which move there. What was saved under other names is left
+            alone. None in the place of a tree takes it as it was saved; None for all
+            takes all trees so. Then an array is under the sharding that it had, if its
+            devices are there, otherwise whole on a device of each host.
+          partial: whether trees may lack leaves that were saved.
+
+        Raises:
+          CheckpointError: if there is no such step, it is of another model, or no good
+            copy of a part of it is left.
+        """
+        self.wait()
+        with self._flushing():
+            return self._steps.load(step, abstract_checkpointables, partial=partial)
+
+    def load_checkpointables_async(
+        self,
+        step: int | CheckpointMetadata | None = None,
+        abstract_checkpointables: Mapping[str, Any] | None = None,
+        *,
+        partial: bool = False,
+    ) -> Response[dict[str, Any]]:
+        """As `load_checkpointables`, in the background; other calls wait for it."""
+        return self._in_background(
+            lambda: self._steps.load(step, abstract_checkpointables, partial=partial)
+        )
+
+    def load(
+        self,
+        step: int | CheckpointMetadata | None = None,
+        abstract_state: Any = None,
+        *,
+        checkpointable_name: str = "state",
+        partial: bool = False,
+    ) -> Any:
+        """Restores one pytree; otherwise as `load_checkpointables`."""
+        wanted = {checkpointable_name: abstract_state}
+        restored = self.load_checkpointables(step, wanted, partial=partial)
+        return restored[checkpointable_name]
+
+    def load_async(
+        self,
+        step: int | CheckpointMetadata | None = None,
+        abstract_state: Any = None,
+        *,
+        checkpointable_name: str = "state",
+        partial: bool = False,
+    ) -> Response[Any]:
+        """As `load`, in the background; other calls wait for it."""
+        wanted = {checkpointable_name: abstract_state}
+        return self._in_background(
+            lambda: self._steps.load(step, wanted, partial=partial)[checkpointable_name]
+        )
+
+    def reload(self) -> None:
+        """Looks again for the newest complete step: others may have written one."""
+        self.wait()
+        with self._flushing():
+            self._steps.reload()
+
+    def delete(
+        self,
+        step: int | CheckpointMetadata,
+        *,
+        checkpointable_name: str | None = None,
+        missing_ok: bool = False,
+    ) -> bool:
+        """Removes a step from the RAM of all hosts and from persistent storage.
+
+        Args:
+          step: the training step, in every save of it.
+          checkpointable_name: None; a step is complete with all of its parts alone.
+          missing_ok: whether there may be no such step.
+
+        Returns:
+          Whether there was one.
+
+        Raises:
+          StepNotFoundError: if there was none.
+          CheckpointError: if a checkpointable is named.
+        """
+        name = checkpointable_name
+        response = self.delete_async(
+            step, checkpointable_name=name, missing_ok=missing_ok
+        )
+        with self._flushing():
+            return response.result()
+
+    def delete_async(
+        self,
+        step: int | CheckpointMetadata,
+        *,
+        checkpointable_name: str | None = None,
+        missing_ok: bool = False,
+    ) -> Response[bool]:
+        """As `delete`, in the background; other calls wait for it."""
+        number = step if isinstance(step, int) else step.step
+        if checkpointable_name is not None:
+            raise errors.CheckpointError(
+                f"{checkpointable_name!r} of step {number} cannot be deleted alone: a"
+                " step is complete with all of its parts; delete the step"
+            )
+        return self._in_background(
+            lambda: self._steps.delete(number, missing_ok=missing_ok)
+        )
+
+    def is_durable(self, step: int) -> bool:
+        """Whether `step` is the newest and in persistent storage; waits for backups."""
+        self.wait()
+        return self._steps.is_durable(step)
+
+    def is_saving_in_progress(self) -> bool:
+        """Whether a step is being committed."""
+        return self._steps.stages.is_committing
+
+    def wait(self) -> None:
+        """Returns when all that was begun is done, in every tier."""
+        self._background.wait()
+        self._steps.stages.wait()
+        self._flush()
 
     def close(self) -> None:
-        """Waits for a save under way, raises its error, and ends Orbax's threads."""
+        """Waits, and releases the hosts; what they hold stays."""
         try:
-            self._settle()
+            self.wait()
         finally:
-            self._orbax.close()
+            self._hosts.close()
 
-    def _start_save(self, step: int, state: Any) -> None:
-        began_secs = time.monotonic()
-        self._emit("save_started", step=step)
-        response = self._orbax.save_checkpointables_async(
-            step, {STATE: state, DATA: self._data}, force=True
-        )
-        if response is None:
-            raise errors.CheckpointError(
-                f"step {step} was not saved: Orbax declined it in"
-                f" {self._orbax.directory}, whose newest step is {self.latest_step};"
-                " look for steps of another run in that directory"
-            )
-        self._pending = _PendingSave(
-            step=step, response=response, began_secs=began_secs
-        )
+    def __enter__(self) -> Checkpointer:
+        return self
 
-    def _settle(self) -> None:
-        # An error of a background save is raised by its response alone.
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        pending.response.result()
-        secs = time.monotonic() - pending.began_secs
-        metrics.CHECKPOINT_SAVE.record(secs)
-        self._emit("saved", step=pending.step, secs=secs)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            # Other hosts may be gone, and would be waited for.
+            self._hosts.close()
 
+    def _in_background(self, work: Callable[[], T]) -> Response[T]:
+        self.wait()
+        return Response(self._background.start(work))
 
-def _root_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    def _put_event(self, name: str, **fields: Json) -> None:
+        self._events.put((name, fields))
 
+    @contextlib.contextmanager
+    def _flushing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._flush()
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PendingSave:
-    step: int
-    response: ocp.AsyncResponse[bool]
-    began_secs: float
-
-
-def check_step(path: str, abstract_state: Any) -> None:
-    """Raises a CheckpointError unless the step at `path` is of this run's model."""
-    parts = summary.read_parts(path)
-    validation.check_parts(path, set(parts), {STATE, DATA})
-    if parts[STATE] is None:
-        raise errors.CheckpointError(
-            f"{path}: its part {STATE!r} cannot be read (what it holds is not told);"
-            f" {_REMEDY}"
-        )
-    validation.check_same_tree(path, parts[STATE], abstract_state)
+    def _flush(self) -> None:
+        # Listeners are called in the caller's thread alone.
+        while not self._events.empty():
+            name, fields = self._events.get()
+            self._emit(name, **fields)

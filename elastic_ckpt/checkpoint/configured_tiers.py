@@ -23,16 +23,22 @@ _UNITS = {"": 1} | {
 
 
 def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoice]:
-    """The local, peer and persistent tier of a run.
+    """The local, peer and persistent tier of a run, or the persistent one alone.
 
     Args:
-      config: with `enable_multi_tier_checkpointing`.
+      config: of the run.
       persistent: the directory of the run's checkpoints in persistent storage.
 
     Raises:
       ConfigError: if keys are missing or exclude each other.
     """
     section = config.tiers
+    policies = ocp.training.preservation_policies
+    newest = config.checkpoint.max_num_checkpoints_to_keep
+    keep = policies.LatestN(newest) if newest else None
+    if not section.enable_multi_tier_checkpointing:
+        period = config.checkpoint.checkpoint_period
+        return [Persistent(persistent, every=period, keep=keep)]
     directory, period = (
         section.local_checkpoint_directory,
         section.local_checkpoint_period,
@@ -43,9 +49,7 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoi
             f" local_checkpoint_period, which are {directory!r} and {period}; set them,"
             " for example to /dev/shm and 10"
         )
-    newest = config.checkpoint.max_num_checkpoints_to_keep
     minutes, steps = _backup_interval(section)
-    policies = ocp.training.preservation_policies
     return [
         Local(
             ram_directory(config),
@@ -53,12 +57,7 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoi
             limit_bytes=num_bytes(section.local_checkpoint_size_limit),
         ),
         _peers(section),
-        Persistent(
-            persistent,
-            every=steps,
-            every_minutes=minutes,
-            keep=policies.LatestN(newest) if newest else None,
-        ),
+        Persistent(persistent, every=steps, every_minutes=minutes, keep=keep),
     ]
 
 
@@ -119,7 +118,7 @@ def _peers(section: schema.TiersSection) -> Peers:
         assume_data_parallelism=section.peer_assume_data_parallelism,
         domain=section.peer_domain,
         domains=failure_domains.parse(section.peer_domains, what="peer_domains"),
-        interface=section.peer_interface or os.environ.get("POD_IP", "127.0.0.1"),
+        interface=section.peer_interface or None,
         port=section.peer_port,
         known=known,
         max_bytes_per_sec=bandwidth or None,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
-from orbax.checkpoint import v1 as ocp
+from elastic_ckpt.checkpoint import checkpointer, exchange, hosts, joining
+from elastic_ckpt.core import events, topology
+from elastic_ckpt.host import host_tiers
+from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.tiers.choices import Chosen, TierChoice
+from elastic_ckpt.tiers.persistent import persistent_root
 
-from elastic_ckpt.checkpoint import allgather, hosts, rendezvous, tiered
-from elastic_ckpt.core import events, storage, topology
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.host_tiers import HostTiers
-from elastic_ckpt.host.world import HostConfig
-from elastic_ckpt.tiers.choices import Chosen, Persistent, TierChoice
+_PATIENCE_SECS = 600.0
 
 
 def Checkpointer(
@@ -21,75 +20,70 @@ def Checkpointer(
     run: str | None = None,
     slice_name: str | None = None,
     emit: events.Emit = events.nobody,
-) -> tiered.TieredCheckpointer | ocp.training.Checkpointer:
+) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
 
     Every process of a world calls it alike, and it returns when all have.
 
     Args:
-      tiers: at most one of each kind. A persistent tier alone is Orbax's checkpointer;
-        with a local tier, hosts save to their RAM first.
-      run: the identity of the run; by default the name of the local directory.
+      tiers: at most one of each kind. With a local tier, hosts save to their RAM first;
+        without one, a save goes to persistent storage from captured memory.
+      run: the identity of the run; see `run_of`.
       slice_name: the slice that this process's devices are in; by default the
         hardware's.
-      emit: hears what happens.
+      emit: called for each event.
 
     Raises:
       ConfigError: if the tiers do not fit together.
       RunError: if hosts cannot be reached, or a RAM disk is in use.
     """
     chosen = Chosen.of(tiers)
-    if chosen.local is None:
-        return _orbax(chosen.persistent)
-    config = HostConfig(
+    messages = exchange.of_this_world()
+    if run is None:
+        # Storage may change while the processes start: all take what host 0 finds.
+        found = run_of(chosen) if messages.host == 0 else None
+        run = messages.gather("run", found, timeout_secs=_PATIENCE_SECS)[0]
+    own = HostWorld(
+        run=run,
         number=topology.this_host(),
-        run=run or chosen.run,
         slice_name=slice_name or topology.hardware_slice(),
-        local=chosen.local,
-        peers=chosen.peers,
-        persistent=chosen.persistent,
+        directory=chosen.ram_directory(),
+        chosen=chosen,
     )
-    own = HostEndpoint(config, HostTiers)
-    world = hosts.InEveryProcess(own, allgather.of_this_world())
+    world = hosts.InEveryProcess(host_tiers.HostTiers(own), messages)
     return over(world, chosen, emit=emit)
+
+
+def run_of(chosen: Chosen) -> str:
+    """The identity of a run that has no name: that of the local tier's directory.
+
+    Without a local tier it is the run that saved the steps in persistent storage, so
+    that a run can drop its local tier; if there are none, the directory's name.
+    """
+    if chosen.local is None:
+        assert chosen.persistent is not None
+        found = persistent_root.find_run(chosen.persistent.directory)
+        if found is not None:
+            return found
+    return chosen.run
 
 
 def over(
     world: hosts.Hosts, chosen: Chosen, *, emit: events.Emit = events.nobody
-) -> tiered.TieredCheckpointer:
+) -> checkpointer.Checkpointer:
     """A checkpointer over hosts of any kind, which meet each other for it.
 
     Args:
       world: the hosts; the checkpointer closes them.
-      chosen: the tiers, a local one among them.
-      emit: hears what happens.
+      chosen: the tiers.
+      emit: called for each event.
 
     Raises:
       HostsFailed: if a host cannot take part, with the reason.
     """
-    assert chosen.local is not None
     try:
-        rendezvous.join(world)
-        return tiered.TieredCheckpointer(
-            world, local=chosen.local, persistent=chosen.persistent, emit=emit
-        )
+        joining.join(world)
+        return checkpointer.Checkpointer(world, chosen, emit=emit)
     except BaseException:
         world.close()
         raise
-
-
-def _orbax(persistent: Persistent | None) -> ocp.training.Checkpointer:
-    assert persistent is not None
-    policies = ocp.training.save_decision_policies
-    save: Any = policies.AnySavePolicy(
-        [
-            policies.FixedIntervalPolicy(persistent.every or 1),
-            policies.PreemptionCheckpointingPolicy(),
-        ]
-    )
-    return ocp.training.Checkpointer(
-        storage.absolute(persistent.directory),
-        save_decision_policy=save,
-        preservation_policy=cast(Any, persistent.keep),
-        cleanup_tmp_directories=True,
-    )

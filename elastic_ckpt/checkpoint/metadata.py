@@ -3,69 +3,120 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import summary, tree_structure
+from elastic_ckpt.checkpoint import foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.restore import Found
 from elastic_ckpt.checkpoint.tree_structure import Text
-from elastic_ckpt.host import read_requests
 from elastic_ckpt.manifests.manifest import Contents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointMetadata(Found):
-    """A step, and what it holds.
+class CheckpointMetadata:
+    """A complete step, with the attributes of Orbax's class of this name.
 
     Attributes:
+      step: the training step.
+      save: which save of it; empty if Orbax alone saved it.
+      line: the steps, with their saves, from which later saves of its line went on,
+        oldest first, and last this one.
+      path: the directory that it has in persistent storage once it is backed up; None
+        if there is no persistent tier.
+      metrics: that it was saved with; None if there are none.
+      custom_metadata: that a user added; None if there is nothing.
+      commit_timestamp_nsecs: when it was committed, since 1970.
+      init_timestamp_nsecs: when its save began, since 1970, if that is known.
       metadata: of a pytree, the same tree with abstract leaves, or by the name of each
         checkpointable such a tree, and None of a component. A text is `"string"`. Of a
-        step that Orbax alone saved, what Orbax has.
-      init_timestamp_nsecs: when its save began, since 1970, if that is known.
+        step that Orbax alone saved, what Orbax has. None where only steps are listed.
     """
 
-    metadata: Any
-    init_timestamp_nsecs: int | None = None
+    step: int
+    save: str
+    line: tuple[tuple[int, str], ...] = ()
+    path: epath.Path | None = dataclasses.field(default=None, compare=False)
+    metrics: Any = dataclasses.field(default=None, compare=False)
+    custom_metadata: Any = dataclasses.field(default=None, compare=False)
+    commit_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
+    init_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
+    metadata: Any = None
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> CheckpointMetadata:
+        """The step that a host found: see `HostReader.find`."""
+        values: dict[str, Any] = {**answer}
+        values["line"] = tuple((step, save) for step, save in answer["line"])
+        if answer["path"] is not None:
+            values["path"] = epath.Path(answer["path"])
+        return cls(**values)
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was committed."""
+        return _time(self.commit_timestamp_nsecs or 0)
+
+    @property
+    def commit_timestamp(self) -> datetime.datetime | None:
+        """When it was committed, if that is known."""
+        nsecs = self.commit_timestamp_nsecs
+        return None if nsecs is None else _time(nsecs)
+
+    @property
+    def init_timestamp(self) -> datetime.datetime | None:
+        """When its save began, if that is known."""
+        nsecs = self.init_timestamp_nsecs
+        return None if nsecs is None else _time(nsecs)
+
+    def before(self) -> tuple[tuple[int, str], ...]:
+        """The parents of a save that replaces this step: the line without it."""
+        *parents, (step, save) = self.line
+        return (*parents, (step - 1, save)) if step else tuple(parents)
 
 
-def of_step(hosts: Hosts, found: Found, directory: str | None) -> CheckpointMetadata:
+def of_step(hosts: Hosts, found: CheckpointMetadata) -> CheckpointMetadata:
     """What a step holds, by the names of its checkpointables.
 
     Args:
       hosts: of the world.
       found: the step.
-      directory: of the persistent tier; None if there is none.
 
     Raises:
       HostsFailed: if it is not complete any more.
     """
     if not found.save:
-        return _of_orbax(found, f"{directory}/{found.step}")
-    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
+        return _of_orbax(found)
+    hosts.all("reader.open_step", found.step, found.save)
     contents = hosts.opened()
-    hosts.all(read_requests.CloseStep())
+    hosts.all("reader.forget")
     return of_contents(found, contents)
 
 
-def of_contents(found: Found, contents: Contents) -> CheckpointMetadata:
+def of_contents(found: CheckpointMetadata, contents: Contents) -> CheckpointMetadata:
     """What a step with some contents holds."""
     trees = tree_structure.saved_trees(contents)
-    return CheckpointMetadata(
-        **vars(found),
-        metadata=dict.fromkeys(contents.components) | jax.tree.map(_described, trees),
+    held = dict.fromkeys(contents.components) | jax.tree.map(_described, trees)
+    return dataclasses.replace(found, metadata=held)
+
+
+def _of_orbax(found: CheckpointMetadata) -> CheckpointMetadata:
+    assert found.path is not None
+    return dataclasses.replace(
+        found,
+        init_timestamp_nsecs=ocp.checkpointables_metadata(
+            found.path
+        ).init_timestamp_nsecs,
+        metadata=foreign_steps.read_parts(found.path),
     )
 
 
-def _of_orbax(found: Found, path: str) -> CheckpointMetadata:
-    told = ocp.checkpointables_metadata(path)
-    return CheckpointMetadata(
-        **vars(found),
-        init_timestamp_nsecs=told.init_timestamp_nsecs,
-        metadata=summary.read_parts(path),
-    )
+def _time(nsecs: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)
 
 
 def _described(leaf: Any) -> Any:

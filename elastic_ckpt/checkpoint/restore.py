@@ -11,15 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from absl import logging
-from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import asked_trees, components
+from elastic_ckpt.checkpoint import asked_trees, components, foreign_steps
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.host import read_requests, recovery
-from elastic_ckpt.host.answers import SearchOutcome
-from elastic_ckpt.host.complete_step import CompleteStep
+from elastic_ckpt.host import recovery
 from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.manifests.line import Line
 
@@ -35,17 +34,27 @@ class _Read:
     directories: dict[str, str]
 
 
-Found = CompleteStep
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """The outcome of a search.
+
+    Attributes:
+      found: None if no step is complete.
+      newest_save: of all steps that there are; empty if there are none.
+    """
+
+    found: CheckpointMetadata | None
+    newest_save: str
 
 
 def find(
     hosts: Hosts,
-    step: int | Found | None,
+    step: int | CheckpointMetadata | None,
     *,
     emit: events.Emit,
-    without: Sequence[tuple[int, str]] = (),
+    without: Sequence[Sequence[Any]] = (),
     own_line: Line | None = None,
-) -> SearchOutcome:
+) -> Search:
     """Looks for the newest complete step, or for a certain one.
 
     Args:
@@ -59,36 +68,38 @@ def find(
       CheckpointError: if a certain step is not complete, or there may be one in storage
         that is out of reach.
     """
-    number, save = (step.step, step.save) if isinstance(step, Found) else (step, "")
-    outcome = hosts.first(
-        read_requests.FindStep(
-            step=number, save=save, without=tuple(without), own_line=own_line
-        )
-    )
-    for passed_over, why in outcome.passed_over:
+    number, save = None, ""
+    if step is not None:
+        number = step if isinstance(step, int) else step.step
+        save = getattr(step, "save", "")
+    line = None if own_line is None else [own_line.save, own_line.parents]
+    outcome = hosts.first("reader.find", number, list(without), save, line)
+    for passed_over, why in outcome["passed_over"]:
         emit("step_passed_over", step=passed_over, why=why)
-    newest = 0 if outcome.found is None else outcome.found.step
-    for why in outcome.refusing:
+    found, out_of_reach = outcome["found"], outcome["out_of_reach"]
+    for why in outcome["refusing"]:
         logging.warning("%s", why)
-        emit("degraded", tier="peer", step=newest, why=why)
-    if outcome.out_of_reach is not None:
-        if outcome.found is None:
+        emit("degraded", tier="peer", step=found["step"] if found else 0, why=why)
+    if out_of_reach is not None:
+        if found is None:
             raise errors.CheckpointError(
-                f"no step is complete in RAM, and {outcome.out_of_reach}"
+                f"no step is complete in RAM, and {out_of_reach}"
             )
-        emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
-    return outcome
+        emit("degraded", tier="persistent", step=found["step"], why=out_of_reach)
+    return Search(
+        found=None if found is None else CheckpointMetadata.of(found),
+        newest_save=outcome["newest_save"],
+    )
 
 
 def restore(
     hosts: Hosts,
-    step: int | Found | None,
+    step: int | CheckpointMetadata | None,
     wanted: Mapping[str, Any],
     *,
     partial: bool,
-    directory: str | None,
     emit: events.Emit,
-) -> tuple[SearchOutcome, dict[str, Any]]:
+) -> tuple[Search, dict[str, Any]]:
     """The step that was found and restored, and what it holds of what is wanted.
 
     Args:
@@ -97,7 +108,6 @@ def restore(
         before.
       wanted: by name, abstract trees and components.
       partial: whether trees may lack leaves that were saved.
-      directory: of the persistent tier; None if there is none.
       emit: hears where values came from, and what was wrong.
 
     Raises:
@@ -110,13 +120,15 @@ def restore(
     found = search.found
     assert found is not None
     if read is None:
-        return search, _restore_foreign(found, wanted, partial, directory, emit)
+        restored = _restore_foreign(found, wanted, partial, emit)
+        metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
+        return search, restored
     bad = _repair(hosts)
     for name, component in stateful.items():
         components.load(component, read.directories[name])
     filled = read.asked.filled(hosts.arrays(read.asked.read))
     restored = {**filled, **stateful}
-    hosts.all(read_requests.CloseStep())
+    hosts.all("reader.forget")
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
         _record(read.num_bytes, bad)
@@ -134,26 +146,24 @@ def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
 
 def _repair(hosts: Hosts) -> dict[str, int]:
     # How many bad copies were met, and how many of them are good again.
-    answers = hosts.all(read_requests.ListBadCopies())
-    bad = tuple(copy for copies in answers for copy in copies)
+    bad = [each for of in hosts.all("reader.bad_copies") for each in of]
     for each in bad:
-        logging.warning(
-            "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
-        )
-    repaired = hosts.all(read_requests.RepairCopies(bad=bad)) if bad else []
+        where = f"host {each['host']}, {each['tier']} tier"
+        logging.warning("%s: %s %s", where, each["name"], each["why"])
+    repaired = hosts.all("reader.repair", bad) if bad else []
     return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
 def _read_newest(
     hosts: Hosts,
-    step: int | Found | None,
+    step: int | CheckpointMetadata | None,
     trees: Mapping[str, Any],
     stateful: Mapping[str, Any],
     partial: bool,
     emit: events.Emit,
-) -> tuple[SearchOutcome, _Read | None]:
+) -> tuple[Search, _Read | None]:
     # What `_read` says of the step that is read; None of one that Orbax alone saved.
-    without: list[tuple[int, str]] = []
+    without: list[list[Any]] = []
     reasons: dict[int, str] = {}
 
     def noted(name: str, **fields: Any) -> None:
@@ -177,18 +187,18 @@ def _read_newest(
         except HostsFailed as error:
             if step is not None:
                 raise
-            without.append((found.step, found.save))
+            without.append([found.step, found.save])
             noted("step_passed_over", step=found.step, why=str(error))
 
 
 def _read(
     hosts: Hosts,
-    found: Found,
+    found: CheckpointMetadata,
     trees: Mapping[str, Any],
     stateful: Mapping[str, Any],
     partial: bool,
 ) -> _Read:
-    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
+    hosts.all("reader.open_step", found.step, found.save)
     contents = hosts.opened()
     asked = asked_trees.resolve(trees, contents, step=found.step, partial=partial)
     try:
@@ -196,31 +206,32 @@ def _read(
     except HostsFailed as error:
         # An older step would not have it either: it is asked for the wrong thing.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-    answers = hosts.all(read_requests.ReadStep())
+    said = hosts.all("reader.read")
     directories = {
-        name: hosts.all(read_requests.MaterialiseComponent(component=name))[hosts.own]
+        name: hosts.all("reader.materialise", name)[hosts.own]
         for name in sorted(stateful)
     }
-    num_bytes = {
-        f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
+    read_bytes = {
+        f"{near}_bytes": sum(each["read_bytes"].get(near, 0) for each in said)
         for near in recovery.NEARNESS
     }
-    return _Read(asked=asked, num_bytes=num_bytes, directories=directories)
+    return _Read(asked=asked, num_bytes=read_bytes, directories=directories)
 
 
 def _restore_foreign(
-    found: Found,
+    found: CheckpointMetadata,
     wanted: Mapping[str, Any],
     partial: bool,
-    directory: str | None,
     emit: events.Emit,
 ) -> dict[str, Any]:
     # What Orbax saved without us has no digests.
-    assert directory is not None
+    assert found.path is not None
     why = "plain Orbax saved it, and its values cannot be verified"
     emit("degraded", tier="persistent", step=found.step, why=why)
-    path = f"{directory}/{found.step}"
-    context = ocp.Context()
-    context.pytree.loading.partial_load = partial
-    with context:
-        return dict(ocp.load_checkpointables(path, dict(wanted)))
+    restored = foreign_steps.load(found.path, wanted, partial=partial)
+    trees, _ = components.split(restored)
+    num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
+    read_bytes = dict.fromkeys((f"{near}_bytes" for near in recovery.NEARNESS), 0)
+    read_bytes["persistent_bytes"] = num_bytes
+    emit("restored_from", step=found.step, **read_bytes, bad_copies=0, repaired=0)
+    return restored

@@ -4,6 +4,9 @@
 * replicate: hosts take copies from each other; then what is not needed any more goes
 * back up: hosts write their shares of a checkpoint in persistent storage
 
+Without a local tier there is one stage: hosts write their shares to persistent storage
+from the memory that the step was captured in, and the step exists when all have.
+
 A stage that is behind skips steps, and never holds up the training. What fails is told
 and tried again with the next step. A step that is due in storage and does not fit into
 RAM is uploaded from the memory that it was captured in; until that is done, no other is
@@ -15,26 +18,22 @@ time, such as whether a stage is idle, hosts say to each other first.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from absl import logging
 
+from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.restore import Found
-from elastic_ckpt.checkpoint.saving import Saving, committing, upload
+from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
+from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import Readiness
 from elastic_ckpt.host.hosts_failed import HostsFailed
-from elastic_ckpt.host.step_notes import StepNotes
-from elastic_ckpt.manifests.line import Line
 
 T = TypeVar("T")
 
@@ -44,6 +43,7 @@ class SaveStages:
 
     Args:
       hosts: of the world.
+      in_ram: whether there is a local tier.
       back_up_every_secs: between two backups; None if only steps count.
       tell: hears what happens, in the threads of the stages.
 
@@ -56,12 +56,14 @@ class SaveStages:
         self,
         hosts: Hosts,
         *,
+        in_ram: bool = True,
         back_up_every_secs: float | None = None,
         tell: events.Emit,
     ) -> None:
-        self.committed: Found | None = None
+        self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
         self._tell = tell
+        self._in_ram = in_ram
         self._back_up_every_secs = back_up_every_secs
         self._backed_up_secs = time.monotonic()
         self._commit_stage = Stage("commit")
@@ -77,7 +79,7 @@ class SaveStages:
         self._in_backup: int | None = None
         self._lock = threading.Lock()
         # The step that was to get copies last, and the newest that has got them.
-        self._copied: Found | None = None
+        self._copied: CheckpointMetadata | None = None
         self._covered: int | None = None
         self._lacking: list[str] = []
         self._preserved: list[int] = []
@@ -103,7 +105,8 @@ class SaveStages:
           Whether the step is committed, or given up, once that is known.
         """
         work = functools.partial(self._commit, saving)
-        return self._start(self._commit_stage, "local", saving.step, work)
+        tier = "local" if self._in_ram else "persistent"
+        return self._start(self._commit_stage, tier, saving.step, work)
 
     def clean(self, step: int, save: str) -> None:
         """Begins to remove what dead worlds left in persistent storage.
@@ -159,29 +162,31 @@ class SaveStages:
         return stage.start(guarded)
 
     def _commit(self, saving: Saving) -> bool:
-        step, save = saving.step, saving.save
-        # Hosts that share a machine leave its cores to those that still capture. And a
-        # step has one set of notes, whatever each host has measured: that of host 0.
-        own_notes = saving.described.host_notes
-        host_notes = self._hosts.all(save_requests.ShareNotes(notes=own_notes))
-        described = saving.described.agreed(host_notes[0])
-        saving = dataclasses.replace(saving, described=described)
-        notes, problem = saving.prepare()
-        names = tuple(described.components)
-        write = save_requests.WriteStep(
-            step=step, save=save, components=names, problem=problem
-        )
+        place = (saving.step, saving.save)
+        # Hosts that share a machine leave its cores to those that still capture.
+        saving = saving.agreed(self._hosts)
+        notes, problem = saving.write()
         try:
-            commit = committing(saving, self._hosts.all(write), notes)
-            self._hosts.all(commit)
+            said = self._hosts.all(
+                "saver.write", *place, sorted(saving.described.components), problem
+            )
+            if not self._in_ram:
+                stored = self._store(saving, notes, said)
+                self._hosts.all("saver.abandon", *place)
+                return stored
+            parts = components.numbered([each["files"] for each in said])
+            notes["time_ms"] = said[0]["time_ms"]
+            self._hosts.all("saver.commit", *place, parts, notes)
         except HostsFailed as error:
-            stored = self._store_captured(saving, notes, str(error))
-            self._hosts.all(save_requests.AbandonStep(step=step, save=save))
+            stored = self._in_ram and self._store_captured(saving, notes, str(error))
+            self._hosts.all("saver.abandon", *place)
             if not stored:
-                self._degraded("local", saving.step, f"it was not saved: {error}")
-            self._make_room()
+                tier = "local" if self._in_ram else "persistent"
+                self._degraded(tier, saving.step, f"it was not saved: {error}")
+            if self._in_ram:
+                self._make_room()
             return stored
-        self._note_committed(saving, commit.notes)
+        self._note_committed(saving, notes)
         self._begin_line(saving)
         self._begin_others(saving)
         return True
@@ -192,40 +197,48 @@ class SaveStages:
         if not self._begins_line or saving.overwrite:
             return
         try:
-            line = Line(save=saving.save, parents=tuple(saving.parents))
-            self._hosts.first(backup_requests.BeginLine(line=line))
+            self._hosts.first("backup.begin_line", saving.save, saving.parents)
             self._begins_line = False
         except HostsFailed as error:
             self._degraded("persistent", saving.step, f"old steps may count: {error}")
 
-    def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
-        self.committed = saving.committed(notes.time_ms)
+    def _note_committed(self, saving: Saving, notes: Mapping[str, Any]) -> None:
+        self.committed = saving.committed(notes["time_ms"])
         self._is_broken = False
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._tell("saved", step=saving.step, secs=secs)
 
     def _store_captured(
-        self, saving: Saving, notes: StepNotes | None, why: str
+        self, saving: Saving, notes: Mapping[str, Any], why: str
     ) -> bool:
         # Backs up a due step without RAM; whether that was done.
-        step, save = saving.step, saving.save
-        is_time = self._share_readiness()[0].is_time
+        is_time = self._hosts.all("world.say", self._is_time())[0]
         if not (saving.back_up or is_time or self._owed):
             return False
         self._owed = True
         try:
-            written = self._hosts.all(save_requests.ListWritten(step=step, save=save))
+            said = self._hosts.all("saver.files", saving.step, saving.save)
         except HostsFailed:
             # A component could not be saved, as `why` reports: storage does not help.
             return False
         self._degraded("local", saving.step, f"{why}; it goes to storage without RAM")
+        return self._store(saving, notes, said)
+
+    def _store(
+        self,
+        saving: Saving,
+        notes: Mapping[str, Any],
+        said: Sequence[Mapping[str, Any]],
+    ) -> bool:
+        # Uploads a step from the memory that it was captured in.
         # Another backup of this world is waited for: hosts upload one step at a time.
         self._backup_stage.wait()
         futures.wait(self._cleaned)
+        parts = components.numbered([each["files"] for each in said])
+        notes = {**notes, "time_ms": said[0]["time_ms"]}
         try:
-            commit = committing(saving, written, notes)
-            self._hosts.all(save_requests.HoldStep(**vars(commit)))
+            self._hosts.all("saver.hold", saving.step, saving.save, parts, notes)
         except HostsFailed as error:
             self._degraded("persistent", saving.step, f"it was not backed up: {error}")
             return False
@@ -233,18 +246,18 @@ class SaveStages:
             return False
         self._owed, self._late = False, None
         self._backed_up_secs = time.monotonic()
-        self._note_committed(saving, commit.notes)
+        self._note_committed(saving, notes)
         # Nothing of it is in RAM to be copied.
         self._copied = self.committed
         self._collect_backups(saving)
         return True
 
     def _begin_others(self, saving: Saving) -> None:
-        readiness = self._share_readiness()
-        can_copy = all(each.can_copy for each in readiness)
-        can_back_up = all(each.can_back_up for each in readiness)
+        own = [self._copy_stage.idle, self._backup_stage.idle, self._is_time()]
+        said = self._hosts.all("world.say", own)
+        can_copy, can_back_up, _ = (all(of) for of in zip(*said, strict=True))
         # Clocks differ: that of host 0 counts.
-        is_due = saving.back_up or readiness[0].is_time or self._owed
+        is_due = saving.back_up or said[0][2] or self._owed
         copying: list[futures.Future[None]] = []
         if can_copy:
             assert self.committed is not None
@@ -270,65 +283,54 @@ class SaveStages:
 
     def _make_room(self) -> None:
         # An older step was kept because newer ones lack copies: room is needed more.
-        can_copy = all(each.can_copy for each in self._share_readiness())
-        if self.committed is not None and can_copy:
+        idle = self._hosts.all("world.say", self._copy_stage.idle)
+        if self.committed is not None and all(idle):
             self._covered = None
             collect = functools.partial(self._collect, self.committed)
             self._start(self._copy_stage, "local", self.committed.step, collect)
 
-    def _share_readiness(self) -> list[Readiness]:
+    def _is_time(self) -> bool:
         secs = self._back_up_every_secs
-        waited_secs = time.monotonic() - self._backed_up_secs
-        readiness = Readiness(
-            can_copy=self._copy_stage.idle,
-            can_back_up=self._backup_stage.idle,
-            is_time=secs is not None and waited_secs >= secs,
-        )
-        return self._hosts.all(save_requests.ShareReadiness(readiness=readiness))
+        return secs is not None and time.monotonic() - self._backed_up_secs >= secs
 
-    def _replicate(self, committed: Found) -> None:
-        step, began_secs = committed.step, time.monotonic()
-        request = save_requests.ReplicateStep(step=step, save=committed.save)
+    def _replicate(self, committed: CheckpointMetadata) -> None:
+        step, save = committed.step, committed.save
+        began_secs = time.monotonic()
         try:
-            answers = self._hosts.all(request)
+            said = self._hosts.all("saver.replicate", step, save)
         except HostsFailed as error:
             self._degraded("peer", step, str(error))
             self._collect(committed)
             return
-        problems = list(dict.fromkeys(why for each in answers for why in each.problems))
+        problems = list(dict.fromkeys(why for each in said for why in each["problems"]))
         for why in problems:
             # What is lacking at every step is told once.
             if why not in self._lacking:
                 self._degraded("peer", step, why)
         self._lacking = problems
-        num_bytes = sum(each.num_bytes for each in answers)
+        num_bytes = sum(each["bytes"] for each in said)
         secs = time.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_COPY, num_bytes)
         self._record(metrics.CHECKPOINT_COPY_SECS, secs)
-        copies = sum(each.copies for each in answers)
+        copies = sum(each["copies"] for each in said)
         self._tell("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
-        self._preserved = sorted({n for each in answers for n in each.preserved})
-        if any(each.diverged for each in answers):
+        self._preserved = sorted({each for of in said for each in of["preserved"]})
+        if any(each["diverged"] for each in said):
             return
-        if not any(each.failed for each in answers):
+        if not any(each["failed"] for each in said):
             self._covered = step
         self._collect(committed)
 
-    def _collect(self, committed: Found) -> None:
+    def _collect(self, committed: CheckpointMetadata) -> None:
         # Older steps go when this one survives a loss. If it does not, the newest of
         # them that does is kept.
         with self._lock:
             late = None if self._late is None else self._late.step
             needed = (self._in_backup, late, self._covered)
-        collect = save_requests.CollectSteps(
-            step=committed.step,
-            save=committed.save,
-            in_flight=tuple(each for each in needed if each is not None),
-            preserved=tuple(self._preserved),
-            parents=committed.line[:-1],
-        )
+        in_flight = [each for each in needed if each is not None]
+        place, kept = (committed.step, committed.save), (in_flight, self._preserved)
         try:
-            self._hosts.all(collect)
+            self._hosts.all("saver.collect", *place, *kept, committed.line[:-1])
         except HostsFailed as error:
             why = f"older steps were not removed: {error}"
             self._degraded("local", committed.step, why)
@@ -357,16 +359,16 @@ class SaveStages:
         # Whether a step was committed to storage.
         step, began_secs = saving.step, time.monotonic()
         try:
-            answers = upload(self._hosts, saving)
+            num_bytes, bad = saving.upload(self._hosts)
         except HostsFailed as error:
             self._degraded("persistent", step, f"it was not backed up: {error}")
             return False
-        num_bytes = sum(each.num_bytes for each in answers)
+        saving.stored.set()
         secs = time.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
         self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
         self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
-        for why in dict.fromkeys(why for each in answers for why in each.bad):
+        for why in bad:
             self._degraded("local", step, f"{why}; it was backed up from elsewhere")
         return True
 
@@ -377,19 +379,17 @@ class SaveStages:
 
     def _clean(self, step: int, save: str) -> None:
         try:
-            removed = self._hosts.first(backup_requests.CleanUploads(save=save))
+            removed = self._hosts.first("backup.clean", save)
         except HostsFailed as error:
             self._degraded("persistent", step, f"leftovers were not removed: {error}")
             return
-        for path in removed:
-            logging.info("removed %s: its upload was cut short", path)
+        for number, path in removed:
+            self._tell("step_interrupted", step=number, path=path, resume_step=step)
 
     def _collect_backups(self, saving: Saving) -> None:
-        collect = backup_requests.CollectBackups(
-            step=saving.step, save=saving.save, overwrite=saving.overwrite
-        )
+        place = (saving.step, saving.save)
         try:
-            self._hosts.first(collect)
+            self._hosts.first("backup.collect", *place, saving.overwrite)
         except HostsFailed as error:
             why = f"older steps were not removed: {error}"
             self._degraded("persistent", saving.step, why)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from absl import logging
+from etils import epath
 
-from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.restore import Found
+from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import BackedUp, Written
-from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests import line
 
 
@@ -30,7 +29,9 @@ class Saving:
       overwrite: whether other saves of the step are removed from there.
       described: for retention and persistent storage.
       parents: of the save; see `manifests.line`.
+      path: the directory that it has in persistent storage; None without such a tier.
       began_secs: when it was begun, on the monotonic clock.
+      stored: set when the step is in persistent storage.
     """
 
     step: int
@@ -41,69 +42,55 @@ class Saving:
     described: Described
     parents: Sequence[tuple[int, str]]
     began_secs: float
+    path: epath.Path | None = None
+    stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def prepare(self) -> tuple[StepNotes | None, str | None]:
-        """Writes the files of components.
+    def agreed(self, hosts: Hosts) -> Saving:
+        """The same with the notes of host 0: a step has one set of notes."""
+        of_hosts = hosts.all("world.say", self.described.of_host)
+        return dataclasses.replace(self, described=self.described.agreed(of_hosts[0]))
 
-        Returns:
-          The notes of the step; or the problem that all hosts fail the step with.
-        """
+    def write(self) -> tuple[dict[str, Any], str | None]:
+        """Has components write their files; the notes of the step, or the problem."""
         try:
             self.write_components()
-            return self.described.notes(self.parents), None
+            return {**self.described.notes(), "parents": self.parents}, None
         except (errors.ElasticCkptError, OSError) as error:
-            return None, str(error)
+            return {}, str(error)
         except Exception as error:
-            # Reported to all hosts, which would wait for this one.
+            # Other hosts are told of a bug, too: they would wait for this one.
             logging.exception("components were not written")
-            return None, f"components were not written: {error!r}"
+            return {}, f"components were not written: {error!r}"
 
-    def committed(self, time_ms: int) -> Found:
+    def upload(self, hosts: Hosts) -> tuple[int, list[str]]:
+        """Has the hosts commit what they hold of the step to persistent storage.
+
+        Returns:
+          The bytes, and the copies that proved to be bad, a sentence each.
+
+        Raises:
+          HostsFailed: if it is not committed.
+        """
+        place = (self.step, self.save)
+        chunks = hosts.first("backup.chunk_shapes", *place)
+        names = self.described.names(chunks)
+        uploaded = hosts.all("backup.back_up", *place, names)
+        hosts.first("backup.commit", *place, names, self.described.files(chunks))
+        bad = dict.fromkeys(why for each in uploaded for why in each["bad"])
+        return sum(each["bytes"] for each in uploaded), list(bad)
+
+    def committed(self, time_ms: int) -> CheckpointMetadata:
         """The step once it is committed.
 
         Args:
           time_ms: when that was, since the epoch.
         """
-        return Found(
+        return CheckpointMetadata(
             step=self.step,
             save=self.save,
             line=line.after(self.step, self.save, self.parents),
+            path=self.path,
             metrics=self.described.metrics,
             custom_metadata=self.described.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * time_ms,
         )
-
-
-def committing(
-    saving: Saving, written: Sequence[Written], notes: StepNotes | None
-) -> save_requests.CommitStep:
-    """Returns the request that commits a step, or holds it for a backup.
-
-    Args:
-      saving: the step.
-      written: by all hosts.
-      notes: of the step; there are some if it was written.
-    """
-    assert notes is not None
-    return save_requests.CommitStep(
-        step=saving.step,
-        save=saving.save,
-        parts=components.numbered([each.files for each in written]),
-        notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
-    )
-
-
-def upload(hosts: Hosts, saving: Saving) -> list[BackedUp]:
-    """Uploads a committed or held step from all hosts, and commits it to storage.
-
-    Raises:
-      HostsFailed: if a host failed.
-    """
-    step, save, described = saving.step, saving.save, saving.described
-    chunks = hosts.first(backup_requests.GetChunkShapes(step=step, save=save))
-    names = described.names(chunks)
-    share = backup_requests.BackUpStep(step=step, save=save, names=names)
-    answers = hosts.all(share)
-    files = described.files(chunks)
-    hosts.first(backup_requests.CommitBackup(**vars(share), orbax_files=files))
-    return answers

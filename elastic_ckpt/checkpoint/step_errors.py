@@ -11,3 +11,7 @@ class StepAlreadyExistsError(
     errors.CheckpointError, ocp.training.errors.StepAlreadyExistsError
 ):
     """A step is to be saved that is there, and not to be overwritten."""
+
+
+class StepNotFoundError(errors.CheckpointError, ocp.training.errors.StepNotFoundError):
+    """A step is asked for that is in no tier."""

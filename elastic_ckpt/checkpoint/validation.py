@@ -34,11 +34,16 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
 
     Args:
       step_path: where `saved` is from, for the message.
-      saved: a pytree whose leaves have a `shape` and a `dtype`, as saved.
-      wanted: likewise, as this run computes it.
+      saved: a pytree whose leaves have a `shape`, as saved, or are numbers or texts.
+      wanted: what is wanted in their places: what has a `shape` is compared.
     """
-    before, now = (
-        {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves(tree).items()}
-        for tree in (saved, wanted)
-    )
+    before = {path: _shape(leaf) for path, leaf in leaves(saved).items()}
+    now = {
+        path: _shape(leaf) if hasattr(leaf, "shape") else before.get(path, "a leaf")
+        for path, leaf in leaves(wanted).items()
+    }
     trees.check_same_model(step_path, before, now)
+
+
+def _shape(leaf: Any) -> str:
+    return str(list(getattr(leaf, "shape", ())))

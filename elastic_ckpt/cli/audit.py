@@ -33,13 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run; 1 if it fails."""
-    from elastic_ckpt.checkpoint import checkpointer, summary
+    from elastic_ckpt.checkpoint import run_saver, summary
     from elastic_ckpt.data import elastic_data, pipeline, positional
     from elastic_ckpt.training import audit, step_log
 
     config = run_directory.read_config(arguments.run)
     attempts = step_log.read(arguments.run)
-    saved = summary.steps(os.path.join(arguments.run, checkpointer.DIRECTORY))
+    saved = summary.steps(os.path.join(arguments.run, run_saver.DIRECTORY))
     logged = {attempt.attempt: attempt.data for attempt in attempts}
 
     @functools.cache

@@ -86,11 +86,12 @@ def collect(
     Raises:
       RunError: if there is no run in `directory`.
     """
-    from elastic_ckpt.checkpoint import checkpointer, summary
+    from elastic_ckpt.checkpoint import run_saver, summary
+    from elastic_ckpt.tiers.persistent import persistent_root
 
     run_directory.read_config(directory)
-    checkpoints = os.path.join(directory, checkpointer.DIRECTORY)
-    interrupted = checkpointer.interrupted_steps(checkpoints)
+    checkpoints = os.path.join(directory, run_saver.DIRECTORY)
+    interrupted = persistent_root.PersistentRoot.of(checkpoints).leftovers()
     complete = summary.steps(checkpoints)
     wanted = [each for each in complete if step in (None, each)]
     if newest_only:
@@ -99,7 +100,9 @@ def collect(
         "run": directory,
         "known": list(complete),
         "steps": [_step(each, str(complete[each])) for each in wanted],
-        "interrupted": [dataclasses.asdict(each) for each in interrupted],
+        "interrupted": [
+            {"step": each.step, "path": str(each.path)} for each in interrupted
+        ],
     }
 
 
@@ -172,12 +175,12 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
 
 
 def _step(step: int, path: str) -> dict[str, Any]:
-    from elastic_ckpt.checkpoint import checkpointer, summary
+    from elastic_ckpt.checkpoint import run_saver, summary
     from elastic_ckpt.data import cursors, mixing, records, state
 
-    leaves = summary.arrays(path, checkpointer.STATE)
+    leaves = summary.arrays(path, run_saver.STATE)
     try:
-        directory = os.path.join(path, checkpointer.DATA)
+        directory = os.path.join(path, run_saver.DATA)
         saved = state.read(directory)
         num_shards: Any = saved.pipeline.get("num_logical_shards", 0)
         found = cursors.read(directory, range(num_shards), saved.position)

@@ -154,10 +154,6 @@ class Progress:
             return "the same command continues it from the newest complete step"
         return "nothing was saved, and the same command begins anew"
 
-    def _on_restored(self, **event: Any) -> None:
-        self._note_saved(f"saved step {event['step']}")
-        self._line(f"restored {event['path']} in {event['secs']:.1f} s")
-
     def _on_restored_from(self, **event: Any) -> None:
         self._note_saved(f"saved step {event['step']}")
         parts = [

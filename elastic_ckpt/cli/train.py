@@ -32,7 +32,7 @@ from elastic_ckpt.elastic import termination
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from elastic_ckpt.checkpoint import checkpointer, tiered_run
+    from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.core import topology
     from elastic_ckpt.elastic import member
     from elastic_ckpt.training import evaluation, step_log, train_step
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # What a host imports, for the fork server to have it ready.
 _HOST_MODULES = (
     "elastic_ckpt_sidecar.remote_iterator",
-    "elastic_ckpt.checkpoint.checkpointer",
+    "elastic_ckpt.checkpoint.factory",
     "elastic_ckpt.data.pipeline",
     "elastic_ckpt.elastic.multicontroller",
     "elastic_ckpt.training.loop",
@@ -204,11 +204,11 @@ def _train(config: schema.Config, emit: events.Emit) -> bool:
 
 
 def _meeting() -> Callable[[], object]:
-    from elastic_ckpt.checkpoint import allgather
+    from elastic_ckpt.checkpoint import exchange
 
     # If a host dies meanwhile, the coordination service ends the others.
     return functools.partial(
-        allgather.of_this_world().gather, "compiled", None, timeout_secs=24 * 3600
+        exchange.of_this_world().gather, "compiled", None, timeout_secs=24 * 3600
     )
 
 
@@ -263,28 +263,23 @@ def _step_log(
 
 def _saver(
     config: schema.Config, batches: Any, emit: events.Emit
-) -> checkpointer.RunCheckpointer | tiered_run.TieredRunCheckpointer | None:
-    from elastic_ckpt.checkpoint import checkpointer
+) -> run_saver.RunSaver | None:
+    from elastic_ckpt.checkpoint import configured_tiers, run_saver
+    from elastic_ckpt.core import topology
+    from elastic_ckpt.frontend.checkpointer import Checkpointer
 
     section = config.checkpoint
     if not section.enable_checkpointing:
         return None
-    directory = os.path.join(run_directory.of(config), checkpointer.DIRECTORY)
-    if not config.tiers.enable_multi_tier_checkpointing:
-        return checkpointer.RunCheckpointer(directory, section, data=batches, emit=emit)
-    from elastic_ckpt.checkpoint import configured_tiers, tiered, tiered_run
-    from elastic_ckpt.core import topology
-    from elastic_ckpt.frontend import checkpointer as wherever_hosts_are
-
-    over_tiers = wherever_hosts_are.Checkpointer(
+    directory = os.path.join(run_directory.of(config), run_saver.DIRECTORY)
+    checkpointer = Checkpointer(
         configured_tiers.tiers(config, persistent=directory),
         mesh=topology.make_mesh(config.world.slices)[0],
         run=config.run.run_name,
         slice_name=topology.slice_of_this_host(config.world.slices),
         emit=emit,
     )
-    assert isinstance(over_tiers, tiered.TieredCheckpointer)
-    return tiered_run.TieredRunCheckpointer(over_tiers, section, data=batches)
+    return run_saver.RunSaver(checkpointer, section, data=batches)
 
 
 def _evaluation(

@@ -85,7 +85,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
       ConfigError: if nothing is named, or what goes with it is not.
       CheckpointError: if there is nothing at a path.
     """
-    from elastic_ckpt.checkpoint import checkpointer
+    from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.inspect import places
 
     paths = arguments.paths
@@ -95,7 +95,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
         from elastic_ckpt.tiers.peers import agent_url
 
         agent_url.check(url, what="--peer", needs_tls=bool(arguments.tls_authority))
-    of_runs = {path: os.path.join(path, checkpointer.DIRECTORY) for path in paths}
+    of_runs = {path: os.path.join(path, run_saver.DIRECTORY) for path in paths}
     of_runs = {path: steps for path, steps in of_runs.items() if is_run(path)}
     # What the RAM of this machine has of a run is looked at with its directory.
     in_ram = list(filter(None, map(ram_disk, of_runs)))

@@ -188,7 +188,7 @@ class TiersSection:
     peer_interface: str = key(
         "",
         "The address at which other machines reach this host's memory; empty takes the"
-        " environment's POD_IP, or else this machine alone, 127.0.0.1.",
+        " environment's POD_IP, or else the one by which it reaches JAX's coordinator.",
     )
     peer_port: int = key(0, "The port there; 0 lets the system choose one.", at_least=0)
     peer_urls: str = key(

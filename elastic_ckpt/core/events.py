@@ -16,7 +16,6 @@ from elastic_ckpt.core import storage
 NAMES: dict[str, tuple[str, ...]] = {
     "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),
     "step_interrupted": ("step", "path", "resume_step"),
-    "restored": ("step", "path", "secs"),
     "compile_started": ("step",),
     "compiled": ("step", "secs"),
     "step": ("step", "steps", "loss", "secs"),

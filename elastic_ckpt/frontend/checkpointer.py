@@ -8,16 +8,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import colocated_tiers, remote_hosts
+from elastic_ckpt_sidecar import host_agent, remote_hosts
 from jax.sharding import Mesh
-from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory, tiered
-from elastic_ckpt.core import events, topology
+from elastic_ckpt.checkpoint import checkpointer, factory
+from elastic_ckpt.core import addresses, events, topology
 from elastic_ckpt.tiers.choices import Chosen, TierChoice
 
 
@@ -28,18 +28,19 @@ def Checkpointer(
     run: str | None = None,
     slice_name: str | None = None,
     emit: events.Emit = events.nobody,
-) -> tiered.TieredCheckpointer | ocp.training.Checkpointer:
+) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
 
     Args:
       tiers: at most one of each kind; see `factory.Checkpointer`. Under a single
         controller the directories are those of the hosts, and `Peers.interface` is the
-        head's address in the network that hosts share.
+        head's address in the network that hosts share, by default that of its default
+        route.
       mesh: the training mesh, if it is not over all devices.
-      run: the identity of the run; by default the name of the local directory.
+      run: the identity of the run; see `factory.run_of`.
       slice_name: the slice that this process's devices are in, by default the
         hardware's; those of a single controller follow from its mesh.
-      emit: hears what happens.
+      emit: called for each event.
 
     Raises:
       ConfigError: if the tiers do not fit together, or hosts differ in what they need
@@ -48,19 +49,23 @@ def Checkpointer(
     """
     chosen = Chosen.of(tiers)
     mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
-    if chosen.local is None or not topology.is_single_controller(mesh):
+    if not topology.is_single_controller(mesh):
         return factory.Checkpointer(tiers, run=run, slice_name=slice_name, emit=emit)
+    peers = chosen.peers
+    if peers is not None and peers.interface is None:
+        peers = dataclasses.replace(peers, interface=addresses.of_the_head())
+    run = run or factory.run_of(chosen)
+    directory = chosen.ram_directory()
     hosts = remote_hosts.hosts_of(mesh)
     slices = topology.slices_of(mesh)
     choices = [
-        colocated_tiers.HostChoice(
+        host_agent.HostChoice(
             number=number,
             device_ids=tuple(cpu.id for cpu in host.cpus),
-            run=run or chosen.run,
+            run=run,
             slice_name=slices[host.accelerators[0]],
-            local=chosen.local,
-            peers=chosen.peers,
-            persistent=chosen.persistent,
+            directory=directory,
+            chosen=dataclasses.replace(chosen, peers=peers),
         )
         for number, host in enumerate(hosts)
     ]

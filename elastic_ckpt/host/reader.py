@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +15,11 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.host import recovery, trees, verified_read
-from elastic_ckpt.host.answers import BadCopyReport, SearchOutcome
-from elastic_ckpt.host.complete_step import CompleteStep
-from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.host.world import Answer, HostWorld
 from elastic_ckpt.manifests import line, read_plan
 from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.peers import peer, secret
 from elastic_ckpt.tiers.ram import ram_disk
 from elastic_ckpt.tiers.source import Tier
@@ -40,61 +39,70 @@ class HostReader:
     def find(
         self,
         step: int | None,
-        without: Collection[tuple[int, str]],
-        save: str,
-        own_line: line.Line | None,
-    ) -> SearchOutcome:
+        without: Sequence[Sequence[Any]],
+        save: str = "",
+        own_line: Sequence[Any] | None = None,
+    ) -> Answer:
         """The newest complete step, or a certain one, but for some saves.
 
         Args:
           step: None for the newest.
           without: steps and saves that proved to be unreadable.
           save: which save of the step; empty for the newest.
-          own_line: that the caller is on, if it has saved something.
+          own_line: the save and the parents of the line that the caller is on, if it
+            has saved something; see `line`.
+
+        Returns:
+          What is `found`, a step, its save and its `line`, or None; what was
+          `passed_over`, pairs of a step and why; why storage is `out_of_reach`, or
+          None; why peers that may have steps are `refusing`, a sentence each; and the
+          `newest_save` of all.
 
         Raises:
           CheckpointError: if a certain step is not complete.
         """
         tiers, foreign, recorded, out_of_reach = self._within_reach()
-        own = [] if own_line is None else [own_line]
-        looking = find.Search(tiers, lines=[*own, *recorded], without=set(without))
-        passed_over: Mapping[int, str] = {}
+        own = [] if own_line is None else [line.Line.of(*own_line)]
+        looking = find.Search(
+            tiers,
+            lines=[*own, *recorded],
+            without={(number, name) for number, name in without},
+        )
+        answer: Answer = {
+            "passed_over": [],
+            "out_of_reach": out_of_reach,
+            "newest_save": looking.line.save,
+            "refusing": self._refusing(tiers),
+        }
         if step is None:
             outcome = looking.newest()
-            passed_over = outcome.passed_over
-            newest = None if outcome.found is None else _complete_step(outcome.found)
+            passed_over = [list(each) for each in outcome.passed_over.items()]
+            place = None if outcome.found is None else self._place(outcome.found)
             counted = _counted(looking, foreign)
-            if counted and (newest is None or counted[-1] > newest.step):
-                newest = self._foreign_step(counted[-1], foreign)
-        elif step in foreign:
-            newest = self._foreign_step(step, foreign)
-        elif save:
-            newest = _complete_step(find.of_save(tiers, step, save))
-        else:
-            newest = _complete_step(looking.of_step(step))
-        return SearchOutcome(
-            found=newest,
-            newest_save=looking.line.save,
-            passed_over=tuple(passed_over.items()),
-            out_of_reach=out_of_reach,
-            refusing=tuple(self._refusing(tiers)),
-        )
+            if counted and (place is None or counted[-1] > place["step"]):
+                place = self._foreign_place(counted[-1], foreign)
+            return {**answer, "passed_over": passed_over, "found": place}
+        if step in foreign:
+            return {**answer, "found": self._foreign_place(step, foreign)}
+        if save:
+            return {**answer, "found": self._place(find.of_save(tiers, step, save))}
+        return {**answer, "found": self._place(looking.of_step(step))}
 
-    def complete_steps(self) -> list[CompleteStep]:
+    def complete_steps(self) -> list[Answer]:
         """The steps that are complete, ascending, without those that are abandoned.
 
         Those that Orbax alone saved are among them.
         """
         tiers, foreign, recorded, _ = self._within_reach()
         looking = find.Search(tiers, lines=recorded)
-        complete = [_complete_step(each) for each in looking.complete_steps()]
-        others = {each.step for each in complete}
+        complete = [self._place(each) for each in looking.complete_steps()]
+        others = {each["step"] for each in complete}
         complete += [
-            self._foreign_step(step, foreign)
+            self._foreign_place(step, foreign)
             for step in _counted(looking, foreign)
             if step not in others
         ]
-        return sorted(complete, key=lambda each: each.step)
+        return sorted(complete, key=lambda place: place["step"])
 
     def open_step(self, step: int, save: str) -> None:
         """Turns to a step that is to be read.
@@ -110,6 +118,19 @@ class HostReader:
     def opened(self) -> Contents:
         """The contents of the step that was opened."""
         return self._opened().found.step.holdings.contents
+
+    def contents(self) -> Answer:
+        """As `opened`, in JSON: the arguments of `Contents`."""
+        contents = self.opened()
+        leaves = [[of.path, list(of.shape), of.dtype] for of in contents.leaves]
+        return {
+            "leaves": leaves,
+            **{
+                field.name: getattr(contents, field.name)
+                for field in dataclasses.fields(contents)
+                if field.name != "leaves"
+            },
+        }
 
     def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """Turns to what is wanted of the step, for the devices of this process.
@@ -145,11 +166,11 @@ class HostReader:
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
         return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
 
-    def read(self) -> dict[str, int]:
+    def read(self) -> Answer:
         """Reads and verifies what this host's devices need of the step.
 
         Returns:
-          The bytes that were read, by how near their holders were.
+          `read_bytes`, by how near their holders were.
 
         Raises:
           CheckpointError: if no good copy of a part is left.
@@ -162,11 +183,13 @@ class HostReader:
             host=self._world.own.host,
             domain=self._world.peers.domain,
         )
-        return recovery.by_nearness(
-            restoring.reader.read_bytes,
-            self._world.own.host,
-            domain=self._world.peers.domain,
-        )
+        return {
+            "read_bytes": recovery.by_nearness(
+                restoring.reader.read_bytes,
+                self._world.own.host,
+                domain=self._world.peers.domain,
+            )
+        }
 
     def materialise(self, component: str) -> str:
         """Writes the files of a component of the step, verified; the directory."""
@@ -200,11 +223,11 @@ class HostReader:
             for leaf in restoring.wanted
         }
 
-    def bad_copies(self) -> list[BadCopyReport]:
+    def bad_copies(self) -> list[Answer]:
         """The bad copies that this host met while it read."""
-        return [recovery.report(bad) for bad in self._opened().reader.bad]
+        return [recovery.describe(bad) for bad in self._opened().reader.bad]
 
-    def repair(self, bad: Sequence[BadCopyReport]) -> list[str]:
+    def repair(self, bad: Sequence[Answer]) -> list[str]:
         """Puts right what is bad of the step that was read, on this host.
 
         Args:
@@ -215,9 +238,9 @@ class HostReader:
         """
         restoring = self._opened()
         files = {
-            each.file
+            each["file"]
             for each in bad
-            if each.tier == "local" and each.host == self._world.own.host.id
+            if each["tier"] == "local" and each["host"] == self._world.own.host.id
         }
         if not files:
             return []
@@ -253,14 +276,32 @@ class HostReader:
             for url in tier.refusing()
         ]
 
-    def _foreign_step(self, step: int, foreign: Mapping[int, str]) -> CompleteStep:
+    def _foreign_place(self, step: int, foreign: Mapping[int, str]) -> Answer:
         assert self._world.persistent is not None
-        return CompleteStep(
-            step=step,
-            save="",
-            line=line.after(step, foreign[step], ()),
+        return {
+            "step": step,
+            "save": "",
+            "line": line.after(step, foreign[step], ()),
+            "path": self._path(step),
             **self._world.persistent.notes(step),
-        )
+        }
+
+    def _place(self, found: FoundStep) -> Answer:
+        step = found.step
+        contents = step.holdings.contents
+        return {
+            "step": step.step,
+            "save": step.save,
+            "line": line.after(step.step, step.save, contents.parents),
+            "path": self._path(step.step),
+            "metrics": json.loads(contents.metrics or "null"),
+            "custom_metadata": json.loads(contents.custom_metadata or "null"),
+            "commit_timestamp_nsecs": 1_000_000 * contents.time_ms,
+        }
+
+    def _path(self, step: int) -> str | None:
+        root = self._world.root
+        return None if root is None else str(root.final(step))
 
     def _files(self) -> epath.Path:
         # Under one controller all machines have to name it alike.
@@ -300,17 +341,4 @@ def _counted(looking: find.Search, foreign: Mapping[int, str]) -> list[int]:
     # The steps of Orbax alone that are not abandoned, ascending.
     return sorted(
         step for step, save in foreign.items() if not looking.line.abandons(step, save)
-    )
-
-
-def _complete_step(found: find.FoundStep) -> CompleteStep:
-    step = found.step
-    contents = step.holdings.contents
-    return CompleteStep(
-        step=step.step,
-        save=step.save,
-        line=line.after(step.step, step.save, contents.parents),
-        metrics=json.loads(contents.metrics or "null"),
-        custom_metadata=json.loads(contents.custom_metadata or "null"),
-        commit_timestamp_nsecs=1_000_000 * contents.time_ms,
     )

@@ -22,9 +22,7 @@ from elastic_ckpt.host import (
     verified_read,
     views,
 )
-from elastic_ckpt.host.answers import Replicated, Written
-from elastic_ckpt.host.step_notes import StepNotes
-from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.host.world import Answer, HostWorld
 from elastic_ckpt.manifests import layout, placement, retention
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
@@ -66,6 +64,10 @@ class HostSaver:
             directory=self._world.disk.step_directory(self._world.own.slot, step, save),
         )
         self._saving[step, save] = saving
+        if self._world.local_tier is None:
+            # Components write their files; nothing else is written on this machine.
+            saving.directory = saving.staging = self._staging(step, save)
+            return str(saving.directory)
         contents = Contents(leaves=captured.leaves, components={})
         try:
             saving.writer = self._world.own.begin(step, save, contents, num_bytes=None)
@@ -84,8 +86,10 @@ class HostSaver:
 
     def write(
         self, step: int, save: str, components: Sequence[str], problem: str | None
-    ) -> Written:
-        """Writes what was captured.
+    ) -> Answer:
+        """Writes what was captured; returns the `files` of components, and `time_ms`.
+
+        Without a local tier the files are read, and nothing is written.
 
         Raises:
           CheckpointError: if it does not fit, or `problem` says what went wrong.
@@ -104,7 +108,8 @@ class HostSaver:
         if saving.problem is not None:
             raise errors.CheckpointError(saving.problem)
         writer = saving.writer
-        assert writer is not None
+        if writer is None:
+            return self._files(saving)
         # To look for room takes as long as there are files: the trainer goes on.
         self._world.own.reserve(writer, saving.captured.num_bytes)
         if saving.staging is not None:
@@ -112,7 +117,7 @@ class HostSaver:
         writer.write(saving.captured)
         return self._files(saving)
 
-    def files(self, step: int, save: str) -> Written:
+    def files(self, step: int, save: str) -> Answer:
         """What `write` returns, of a step that it could not write.
 
         Raises:
@@ -128,7 +133,7 @@ class HostSaver:
         step: int,
         save: str,
         parts: Mapping[str, Mapping[str, int]],
-        notes: StepNotes,
+        notes: Mapping[str, Any],
     ) -> None:
         """Has a backup read what was captured, in place of a RAM disk, until `abandon`.
 
@@ -157,7 +162,7 @@ class HostSaver:
         step: int,
         save: str,
         parts: Mapping[str, Mapping[str, int]],
-        notes: StepNotes,
+        notes: Mapping[str, Any],
     ) -> None:
         """Makes this host's part exist.
 
@@ -165,7 +170,8 @@ class HostSaver:
           step: the training step.
           save: which save of it.
           parts: by component and file, the number of the part that a file is.
-          notes: of the step.
+          notes: the `time_ms`, `metrics`, `trees`, `custom_metadata` and `parents` of
+            `Contents`.
         """
         saving = self._saving.pop((step, save))
         assert saving.writer is not None
@@ -188,8 +194,13 @@ class HostSaver:
             # Components began to write, whether or not there is room.
             self._world.own.remove(step, save)
 
-    def replicate(self, step: int, save: str) -> Replicated:
+    def replicate(self, step: int, save: str) -> Answer:
         """Takes the copies that placement gives this host, and compares replicas.
+
+        Returns:
+          `copies` and their `bytes`, `problems`, what `diverged`, by name, whether
+          copies `failed` to be made that could have been, and the steps that somebody
+          `preserved` by hand on this machine.
 
         Raises:
           CheckpointError: if nothing of the step can be read, or copies do not fit.
@@ -216,14 +227,14 @@ class HostSaver:
         taken = replication.Taken(copies=0, num_bytes=0, problems=())
         if items:
             taken = self._take(holdings, items, sources)
-        return Replicated(
-            copies=taken.copies,
-            num_bytes=taken.num_bytes,
-            problems=(*problems, *taken.problems),
-            diverged=tuple(diverged),
-            preserved=tuple(self._world.disk.preserved()),
-            failed=failed or bool(taken.problems),
-        )
+        return {
+            "copies": taken.copies,
+            "bytes": taken.num_bytes,
+            "problems": [*problems, *taken.problems],
+            "diverged": diverged,
+            "preserved": self._world.disk.preserved(),
+            "failed": failed or bool(taken.problems),
+        }
 
     def collect(
         self,
@@ -231,9 +242,9 @@ class HostSaver:
         save: str,
         in_flight: Sequence[int],
         preserved: Sequence[int],
-        parents: tuple[tuple[int, str], ...],
-    ) -> None:
-        """Removes what is not needed now that a step is complete.
+        parents: Sequence[Sequence[Any]] = (),
+    ) -> list[tuple[int, str]]:
+        """Removes what is not needed now that a step is complete; what was removed.
 
         Args:
           step: that is complete.
@@ -242,7 +253,8 @@ class HostSaver:
           preserved: steps that are preserved by hand on any machine.
           parents: of the save.
         """
-        line = Line(save=save, parents=parents)
+        line = Line(save=save, parents=tuple((n, name) for n, name in parents))
+        assert self._world.local_tier is not None
         policy = self._world.local_tier.keep or retention.NewestOnly()
         held = self._world.own.retained()
         abandoned = [each for each in held if line.abandons(each.step, each.save)]
@@ -273,6 +285,7 @@ class HostSaver:
             # Nobody else does it where the world became smaller.
             oldest = min([step, *in_flight])
             self._world.own.remove_idle(line, before=oldest, preserved=preserved)
+        return gone
 
     def remove(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""
@@ -283,19 +296,19 @@ class HostSaver:
 
     def _staging(self, step: int, save: str) -> epath.Path:
         # Under one controller all hosts have to name it alike.
+        if self._world.local_tier is None:
+            own = self._world.disk.host_directory(self._world.own.slot)
+            return own / "saving" / layout.step_directory(step, save)
         name = f"elastic_ckpt-{self._world.run}-{self._world.own.slot}"
         temporary = epath.Path(tempfile.gettempdir()) / name
         return temporary / layout.step_directory(step, save)
 
-    def _files(self, saving: _Saving) -> Written:
+    def _files(self, saving: _Saving) -> Answer:
         names: dict[str, list[str]] = {name: [] for name in saving.components or ()}
         for file in saving.written:
             component, _, name = file.path.partition("/")
             names[component].append(name)
-        return Written(
-            files={name: tuple(files) for name, files in names.items()},
-            time_ms=time.time_ns() // 1_000_000,
-        )
+        return {"files": names, "time_ms": time.time_ns() // 1_000_000}
 
     def _take(
         self,
@@ -343,12 +356,14 @@ class _Saving:
 
 
 def _contents(
-    saving: _Saving, parts: Mapping[str, Mapping[str, int]], notes: StepNotes
+    saving: _Saving, parts: Mapping[str, Mapping[str, int]], notes: Mapping[str, Any]
 ) -> Contents:
+    texts = {name: of for name, of in notes.items() if name != "parents"}
     return Contents(
         leaves=saving.captured.leaves,
         components={component: len(of) for component, of in parts.items()},
-        **vars(notes),
+        parents=tuple((number, name) for number, name in notes["parents"]),
+        **texts,
     )
 
 

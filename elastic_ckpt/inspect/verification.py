@@ -142,5 +142,5 @@ def _unverifiable(step: int, path: str) -> Problem:
         tier="persistent",
         path=path,
         why="Orbax saved it without digests, and nothing was compared",
-        remedy="save through a checkpointer with a local tier to have digests",
+        remedy="save through ec.Checkpointer to have digests",
     )

@@ -28,7 +28,7 @@ from absl import app
 from etils import epath
 from orbax import checkpoint
 
-from elastic_ckpt.checkpoint import components, configured_tiers, tiered
+from elastic_ckpt.checkpoint import components, configured_tiers
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import elastic_data, iterator, pipeline
 from elastic_ckpt.frontend import checkpointer
@@ -213,7 +213,6 @@ class Taken:
             over_tiers = checkpointer.Checkpointer(
                 tiers, mesh=mesh, run=config.run_name, emit=self._emit
             )
-            assert isinstance(over_tiers, tiered.TieredCheckpointer)
         self._manager = maxtext_tiers.TieredManager(
             over_tiers,
             directory=config.checkpoint_dir,

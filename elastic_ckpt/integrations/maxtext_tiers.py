@@ -14,7 +14,8 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import tiered, tiered_run
+from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.core import storage
 
 # The name under which MaxText saves its iterator.
@@ -37,7 +38,7 @@ class TieredManager:
 
     def __init__(
         self,
-        checkpointer: tiered.TieredCheckpointer,
+        checkpointer: Checkpointer,
         *,
         directory: epath.PathLike,
         data: Callable[[], ocp.StatefulCheckpointable],
@@ -88,7 +89,7 @@ class TieredManager:
     def save_checkpointables_async(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> Any:
-        """As `TieredCheckpointer.save_checkpointables_async`."""
+        """As `Checkpointer.save_checkpointables_async`."""
         self._has_ended = step == self._last_step
         options["force"] = options.get("force", False) or self._has_ended
         with self._guard():
@@ -99,7 +100,7 @@ class TieredManager:
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> bool:
-        """As `TieredCheckpointer.save_checkpointables`."""
+        """As `Checkpointer.save_checkpointables`."""
         response = self.save_checkpointables_async(step, checkpointables, **options)
         with self._guard():
             return response is not None and response.result()
@@ -131,7 +132,7 @@ class TieredManager:
           CheckpointError: if the step that ends the run is not in persistent storage.
         """
         last_step = self._last_step if self._has_ended else None
-        tiered_run.close(self._checkpointer, last_step=last_step)
+        run_saver.close(self._checkpointer, last_step=last_step)
 
     def abandon(self, error: BaseException) -> None:
         """Releases the hosts without a wait for them, for some may be gone."""

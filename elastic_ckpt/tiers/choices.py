@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from etils import epath
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.manifests.retention import PreservationPolicy
 from elastic_ckpt.tiers.peers import agent_url
 
 T = TypeVar("T")
+
+
+class SaveDecisionPolicy(Protocol):
+    """Decides whether a step is saved, as Orbax's `save_decision_policies`."""
+
+    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
+        """Whether `step` is saved; every process comes to the same decision."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +72,7 @@ class Peers:
         and `host` are known without, and what the host's environment names (see
         `manifests.failure_domains`).
       interface: where this machine's agent listens: its address in the network that
-        hosts share.
+        hosts share; by default `POD_IP`, or that by which it reaches JAX's coordinator.
       port: of the agent; 0 lets the system choose.
       known: URLs of agents to ask besides those of the world's machines: of machines
         that idle.
@@ -77,7 +87,7 @@ class Peers:
     assume_data_parallelism: bool = False
     domain: str = "slice"
     domains: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    interface: str = "127.0.0.1"
+    interface: str | None = None
     port: int = 0
     known: tuple[str, ...] = ()
     max_bytes_per_sec: float | None = None
@@ -98,18 +108,45 @@ class Peers:
 class Persistent:
     """The persistent tier: Orbax checkpoints in storage that outlives all hosts.
 
+    Exactly one of `every`, `every_minutes` and `save_decision_policy` is given. A step
+    is also due when the job is about to be preempted, unless a policy decides.
+
     Attributes:
       directory: a local path, an NFS mount or an object store.
-      every: steps between two backups; None if only minutes count.
-      every_minutes: between two backups, each of the next step that is saved.
+      every: steps between two saves.
+      every_minutes: between two saves: beside a local tier, of the next step that is
+        saved there.
+      save_decision_policy: Orbax's.
       keep: Orbax's preservation policy; by default all steps.
+
+    Raises:
+      ConfigError: if none or several of the three are given, or one is not positive.
     """
 
     directory: epath.PathLike
     _: dataclasses.KW_ONLY
     every: int | None = None
     every_minutes: float | None = None
+    save_decision_policy: SaveDecisionPolicy | None = None
     keep: PreservationPolicy | None = None
+
+    def __post_init__(self) -> None:
+        given = {
+            name: value
+            for name in ("every", "every_minutes", "save_decision_policy")
+            if (value := getattr(self, name)) is not None
+        }
+        if len(given) != 1:
+            raise errors.ConfigError(
+                f"Persistent({os.fspath(self.directory)!r}) has"
+                f" {', '.join(given) or 'no interval'}; give one of every=STEPS,"
+                " every_minutes=MINUTES and save_decision_policy=POLICY"
+            )
+        for name, value in given.items():
+            if name != "save_decision_policy" and not value > 0:
+                raise errors.ConfigError(
+                    f"Persistent({name}={value!r}): give a positive number"
+                )
 
 
 TierChoice = Local | Peers | Persistent
@@ -120,7 +157,7 @@ class Chosen:
     """The tiers of a checkpointer, at most one of each kind.
 
     Attributes:
-      local: the local tier; without it there is nothing but a persistent one.
+      local: the local tier; without it there is a persistent one, and no peers.
       peers: the peer tier.
       persistent: the persistent tier.
     """
@@ -148,9 +185,17 @@ class Chosen:
 
     @property
     def run(self) -> str:
-        """The identity of the run, if nobody says it: the local directory's name."""
-        assert self.local is not None
-        return os.path.basename(os.path.abspath(self.local.directory))
+        """The name of the local tier's directory, or of the persistent one's."""
+        tier = self.local or self.persistent
+        assert tier is not None
+        return storage.absolute(tier.directory).name
+
+    def ram_directory(self) -> str:
+        """The directory of the RAM disk; without a local tier, a name for a new one."""
+        if self.local is not None:
+            return os.fspath(self.local.directory)
+        name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
+        return os.path.join(tempfile.gettempdir(), name)
 
 
 def _only(tiers: Sequence[T]) -> T | None:

@@ -1,14 +1,26 @@
-import asyncio
-import json
+"""A checkpointer over tiers, on one host: its verbs, its stages, what it restores."""
+
+import os
+import pathlib
+import shutil
+import stat
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import checkpointer, summary
-from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, metrics, topology
-from elastic_ckpt.data import iterator
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.tiers.choices import Local, Peers, Persistent
+from elastic_ckpt.tiers.peers import agent
+from tests import shared_memory
+
+MESH = jax.make_mesh((4, 2), ("a", "b"))
+SPEC = PartitionSpec("a", "b")
 
 
 class Heard:
@@ -19,289 +31,398 @@ class Heard:
 
     def __call__(self, name, **fields):
         events.check(name, fields)
-        self.events.append((name, fields))
+        self.events.append({"event": name, **fields})
 
-    def names(self):
-        return [name for name, _ in self.events]
-
-
-@pytest.fixture
-def batches(data):
-    mesh, _ = topology.make_mesh(2)
-    return iterator.Batches(data, mesh=mesh, global_batch_size=16)
+    def of(self, name):
+        return [each for each in self.events if each["event"] == name]
 
 
-@pytest.fixture
-def make(tmp_path, batches):
-    made = []
+class Counter:
+    """A component."""
 
-    def make(data=batches, emit=events.nobody, **section):
-        section = schema.CheckpointSection(**{"checkpoint_period": 2, **section})
-        run = checkpointer.RunCheckpointer(tmp_path, section, data=data, emit=emit)
-        made.append(run)
-        return run
-
-    yield make
-    for run in made:
-        run.close()
-
-
-def state(value=0.0):
-    mesh, _ = topology.make_mesh(2)
-    weights = np.arange(16, dtype=np.float32) + value
-    return {"w": jax.device_put(weights, topology.batch_sharding(mesh))}
-
-
-def abstract(tree):
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
-    )
-
-
-def saved_steps(directory):
-    return list(summary.steps(directory))
-
-
-def test_a_step_holds_weights_and_data_and_comes_back_with_both(make, batches):
-    run = make()
-    next(batches)
-    run.save(2, state(5.0))
-    expected = next(batches)
-    run.close()
-    again = make()
-    assert again.latest_step == 2
-    restored = again.restore(abstract(state()))
-    np.testing.assert_array_equal(restored["w"], state(5.0)["w"])
-    assert restored["w"].sharding == state()["w"].sharding
-    np.testing.assert_array_equal(next(batches)["example_id"], expected["example_id"])
-
-
-def test_a_checkpoint_is_due_each_period_and_at_the_end(make):
-    run = make(checkpoint_period=3)
-    due = [step for step in range(1, 9) if run.is_due(step, last=step == 8)]
-    assert due == [3, 6, 8]
-    unfinished = make(checkpoint_period=3, save_checkpoint_on_completion=False)
-    assert not unfinished.is_due(8, last=True)
-
-
-def test_the_last_step_is_not_saved_twice(make):
-    run = make()
-    run.save(2, state())
-    assert not run.is_due(2, last=True)
-
-
-def test_the_newest_are_kept(make, tmp_path):
-    run = make(max_num_checkpoints_to_keep=2)
-    for step in (2, 4, 6, 8):
-        run.save(step, state())
-    run.close()
-    assert saved_steps(tmp_path) == [6, 8]
-
-
-def test_the_end_of_each_save_is_told(make):
-    heard = Heard()
-    run = make(emit=heard, async_checkpointing=False)
-    run.save(2, state())
-    assert heard.names() == ["save_started", "saved"]
-    run = make(emit=heard)
-    run.save(4, state())
-    run.close()
-    assert heard.names()[2:] == ["save_started", "saved"]
-
-
-def test_saves_and_restores_are_measured(make, heard):
-    run = make(async_checkpointing=False)
-    run.save(2, state())
-    run.save(4, state())
-    of_saves = [
-        heard[metric]
-        for metric in (metrics.CHECKPOINT_SAVE, metrics.CHECKPOINT_SAVE_BLOCK)
-    ]
-    assert list(map(len, of_saves)) == [2, 2]
-    for saved, blocked in zip(*of_saves, strict=True):
-        # Nothing is left to the background here.
-        assert 0 < saved <= blocked
-    run.restore(abstract(state()))
-    assert len(heard[metrics.CHECKPOINT_LOAD]) == 1
-
-
-class Failing:
-    """A data iterator whose disk is full."""
+    def __init__(self, count=0):
+        self.count = count
 
     async def save(self, directory):
+        taken = self.count
+
         async def write():
-            await directory.await_creation()
-            raise OSError("disk full")
+            path = await directory.await_creation()
+            (path / "count").write_text(str(taken))
 
         return write()
 
     async def load(self, directory):
-        raise NotImplementedError
+        async def read():
+            self.count = int((directory / "count").read_text())
+
+        return read()
 
 
-def test_a_step_without_data_state_does_not_exist_and_the_error_is_raised(
+def state(step, spec=SPEC):
+    values = np.arange(64, dtype=np.float32).reshape(8, 8) + step
+    return {
+        "params": {
+            "w": jax.device_put(values, NamedSharding(MESH, spec)),
+            "b": jnp.full(5, step, jnp.bfloat16),
+        },
+        "key": jax.random.key(step),
+        "n": step,
+    }
+
+
+def abstract(tree):
+    return jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
+        tree,
+    )
+
+
+def bits(tree):
+    return jax.tree.map(
+        lambda leaf: (
+            np.asarray(
+                jax.random.key_data(leaf)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else leaf
+            ).tobytes()
+            if isinstance(leaf, jax.Array)
+            else leaf
+        ),
+        tree,
+    )
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(*tiers, emit=events.nobody, local="ram", **options):
+        chosen = [Local(tmp_path / local, **options), *tiers]
+        made.append(factory.Checkpointer(chosen, run="run", emit=emit))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def storage(tmp_path, **options):
+    return Persistent(tmp_path / "steps", **{"every": 1, **options})
+
+
+def test_a_step_comes_back_bit_equal_under_another_sharding(make):
+    saved = make()
+    assert saved.latest is None
+    parts = {"state": state(3), "data": Counter(7)}
+    assert saved.save_checkpointables(3, parts)
+    assert saved.latest.step == 3
+    saved.close()
+    other = state(0, PartitionSpec(None, ("b", "a")))
+    counter, heard = Counter(), Heard()
+    restored = make(emit=heard).load_checkpointables(
+        None, {"state": abstract(other), "data": counter}
+    )
+    assert bits(restored["state"]) == bits(state(3))
+    assert restored["state"]["params"]["w"].sharding.is_equivalent_to(
+        other["params"]["w"].sharding, 2
+    )
+    assert restored["data"] is counter
+    assert counter.count == 7
+    (told,) = heard.of("restored_from")
+    assert told["local_bytes"] > 0
+    assert told["persistent_bytes"] == told["bad_copies"] == 0
+
+
+def test_saved_values_are_those_of_the_call(make):
+    checkpointer = make()
+    tree = {"w": jnp.arange(1024.0)}
+    step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    response = checkpointer.save_async(1, tree)
+    for _ in range(3):
+        tree = step(tree)
+    assert response.result()
+    found = checkpointer.load(1, {"w": jnp.zeros(1024)})
+    assert bits(found) == bits({"w": jnp.arange(1024.0)})
+
+
+def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
+    checkpointer = make(storage(tmp_path, every=4), every=3)
+    due = [step for step in range(1, 13) if checkpointer.should_save(step)]
+    assert due == [3, 4, 6, 8, 9, 12]
+    assert checkpointer.save_async(5, {"n": 1}) is None
+    assert checkpointer.save_async(5, {"n": 1}, force=True).result()
+    assert not checkpointer.should_save(4)
+    assert checkpointer.save_async(4, {"n": 1}, force=True) is None
+
+
+def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
+    heard = Heard()
+    checkpointer = make(storage(tmp_path, every=2), emit=heard)
+    for step in range(1, 6):
+        assert checkpointer.save(step, state(step))
+        checkpointer.wait()
+    assert [each.step for each in checkpointer.checkpoints] == [2, 4, 5]
+    assert [each["step"] for each in heard.of("backed_up")] == [2, 4]
+    names = os.listdir(tmp_path / "ram" / "hosts" / "0")
+    assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
+
+
+def test_a_forced_save_is_backed_up_before_close_returns(make, tmp_path):
+    checkpointer = make(storage(tmp_path, every=100))
+    checkpointer.save_async(7, state(7), force=True)
+    checkpointer.close()
+    assert ocp.training.Checkpointer(tmp_path / "steps").latest.step == 7
+
+
+def test_orbax_alone_loads_what_was_backed_up(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    checkpointer.save_checkpointables(
+        2,
+        {"state": state(2), "data": Counter(4)},
+        metrics={"loss": 0.5},
+        custom_metadata={"note": "x"},
+    )
+    checkpointer.close()
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        assert stock.latest.step == 2
+        assert stock.latest.metrics == {"loss": 0.5}
+        other = abstract(state(0, PartitionSpec("b")))
+        found = stock.load_checkpointables(2, {"state": other})["state"]
+        assert bits(found) == bits(state(2))
+        metadata = stock.checkpointables_metadata(2)
+        assert metadata.custom_metadata == {"note": "x"}
+
+
+def test_thousands_of_small_leaves_are_backed_up_in_a_few_commits(make, tmp_path):
+    tree = {f"{n:04d}": np.full(3, n, np.float32) for n in range(1000)}
+    checkpointer = make(storage(tmp_path))
+    checkpointer.save(1, tree)
+    checkpointer.wait()
+    (store,) = (tmp_path / "steps" / "1" / "state").glob("ocdbt.process_*")
+    base = ts.KvStore.open(f"file://{store}/").result()
+    manifest = ts.ocdbt.dump(base).result()
+    # Each commit of a store is a generation of it.
+    assert manifest["versions"][-1]["generation_number"] < 10
+    loaded = ocp.training.Checkpointer(tmp_path / "steps").load(1)
+    assert {name: values.tobytes() for name, values in loaded.items()} == {
+        name: values.tobytes() for name, values in tree.items()
+    }
+
+
+def test_without_ram_a_step_is_restored_from_storage(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    parts = {"state": state(2), "data": Counter(4)}
+    checkpointer.save_checkpointables(2, parts)
+    checkpointer.close()
+    counter, heard = Counter(), Heard()
+    found = make(storage(tmp_path), local="other", emit=heard).load_checkpointables(
+        None, {"state": abstract(state(0)), "data": counter}
+    )
+    assert bits(found["state"]) == bits(state(2))
+    assert counter.count == 4
+    (told,) = heard.of("restored_from")
+    assert told["local_bytes"] == 0
+    assert told["persistent_bytes"] > 0
+
+
+def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
     make, tmp_path
 ):
-    run = make(data=Failing())
-    run.save(2, state())
-    with pytest.raises(OSError, match="disk full"):
-        run.close()
-    assert saved_steps(tmp_path) == []
-    assert [s.step for s in checkpointer.interrupted_steps(tmp_path)] == [2]
-
-
-def test_an_interrupted_step_is_told_passed_over_and_cleaned_away(make, tmp_path):
-    run = make()
-    run.save(2, state())
-    run.close()
-    half = tmp_path / "4.orbax-checkpoint-tmp"
-    (half / "state").mkdir(parents=True)
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save_checkpointables(9, {"state": {"w": jnp.arange(4.0)}})
     heard = Heard()
-    run = make(emit=heard)
-    assert run.latest_step == 2
-    assert heard.events == [
-        ("step_interrupted", {"step": 4, "path": str(half), "resume_step": 2})
-    ]
-    run.save(4, state())
-    run.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+    checkpointer = make(storage(tmp_path), emit=heard)
+    assert checkpointer.latest.step == 9
+    found = checkpointer.load(None, {"w": jnp.zeros(4)})
+    assert bits(found) == bits({"w": jnp.arange(4.0)})
+    (told,) = heard.of("degraded")
+    assert told["why"] == "plain Orbax saved it, and its values cannot be verified"
 
 
-def test_a_step_that_orbax_declines_is_an_error_not_a_silence(make, monkeypatch):
-    run = make()
-    monkeypatch.setattr(run._orbax, "save_checkpointables_async", lambda *_, **__: None)
-    with pytest.raises(
-        errors.CheckpointError, match="step 4 was not saved: Orbax decl"
-    ):
-        run.save(4, state())
+def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
+    checkpointer = make()
+    tree = {"layers": [jnp.arange(6.0).reshape(2, 3), jnp.ones((), jnp.bfloat16)]}
+    parts = {"state": tree, "ema": jnp.arange(4), "data": Counter(1)}
+    checkpointer.save_checkpointables(4, parts)
+    held = checkpointer.checkpointables_metadata()
+    assert (held.step, held.save) == (4, checkpointer.latest.save)
+    assert held.metadata["data"] is None
+    assert held.metadata["ema"] == jax.ShapeDtypeStruct((4,), np.int32)
+    of_state = checkpointer.metadata(checkpointer.latest).metadata
+    assert of_state["layers"][0] == jax.ShapeDtypeStruct((2, 3), np.float32)
+    assert of_state["layers"][1].dtype == jnp.bfloat16
+    assert bits(checkpointer.load(checkpointer.latest, of_state)) == bits(tree)
+    assert bits(checkpointer.load()) == bits(tree)
+    found = checkpointer.load_checkpointables()
+    assert bits(found) == bits({"state": tree, "ema": jnp.arange(4)})
+    with pytest.raises(errors.CheckpointError, match="no 'opt'; it has"):
+        checkpointer.metadata(checkpointable_name="opt")
 
 
-def test_a_complete_step_is_never_written_over(make, tmp_path):
-    run = make()
-    run.save(4, state())
-    run.close()
-    before = files(tmp_path)
-    with pytest.raises(FileExistsError, match="Step 4 already exists"):
-        make().save(4, state(1.0))
-    assert files(tmp_path) == before
+def test_of_nothing_nothing_is_told(make):
+    with pytest.raises(errors.CheckpointError, match="no step is complete"):
+        make().metadata()
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        (
-            {"w": jax.ShapeDtypeStruct((8,), np.float32)},
-            r"w: saved float32\[16\], now float32\[8\]",
-        ),
-        (
-            {"w": jax.ShapeDtypeStruct((16,), np.int32)},
-            r"w: saved float32\[16\], now int32\[16\]",
-        ),
-        (
-            {"v": jax.ShapeDtypeStruct((16,), np.float32)},
-            r"v: saved nothing, now float32\[16\]; w: saved float32\[16\], now nothing",
-        ),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused_by_leaf(make, wanted, message):
-    run = make()
-    run.save(2, state())
-    run.close()
-    with pytest.raises(errors.CheckpointError, match=message):
-        make().restore(wanted)
+# What Orbax says when it is not told where arrays shall lie.
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_what_a_step_of_orbax_alone_holds_is_told_too(make, tmp_path):
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save(9, {"w": jnp.arange(4.0)})
+    checkpointer = make(storage(tmp_path))
+    assert checkpointer.metadata().metadata["w"].shape == (4,)
+    assert bits(checkpointer.load()) == bits({"w": jnp.arange(4.0)})
 
 
-def spoil_cut(path):
-    path.write_bytes(path.read_bytes()[:20])
+def test_a_part_is_restored_alone_only_if_that_is_said(make):
+    checkpointer = make()
+    checkpointer.save(1, state(1))
+    part = {"params": {"w": abstract(state(0))["params"]["w"]}}
+    with pytest.raises(errors.CheckpointError, match="state/n: saved"):
+        checkpointer.load(1, part)
+    found = checkpointer.load(1, part, partial=True)
+    assert bits(found) == bits({"params": {"w": state(1)["params"]["w"]}})
 
 
-def spoil_text(path):
-    path.write_text("nonsense")
-
-
-def spoil_pipeline(path):
-    content = json.loads(path.read_text())
-    content["pipeline"]["data_shuffle_seed"] = 3
-    path.write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda path: path.unlink(), r"data_state\.json is missing; restore the file"),
-        (spoil_cut, r"data_state\.json is cut short"),
-        (spoil_text, r"data_state\.json is not JSON"),
-        (spoil_pipeline, r"data_state\.json was altered"),
-    ],
-)
-def test_a_spoilt_data_state_is_one_error_and_changes_nothing(
-    make, tmp_path, spoil, message
+def test_an_older_step_can_be_asked_for_and_one_that_is_not_there_is_named(
+    make, tmp_path
 ):
-    run = make()
-    run.save(2, state())
-    run.close()
-    spoil(tmp_path / "2" / "data" / "data_state.json")
-    before = files(tmp_path)
-    run = make()
-    with pytest.raises(errors.DataError, match=message):
-        run.restore(abstract(state()))
-    assert files(tmp_path) == before
+    checkpointer = make(storage(tmp_path, every=1))
+    for step in (1, 2):
+        checkpointer.save(step, state(step))
+        checkpointer.wait()
+    assert bits(checkpointer.load(1, abstract(state(0)))) == bits(state(1))
+    with pytest.raises(errors.CheckpointError, match="restore it with step=2"):
+        checkpointer.load(3, abstract(state(0)))
 
 
-def test_a_step_that_lost_a_part_is_named(make, tmp_path):
-    run = make()
-    run.save(2, state())
-    run.close()
-    for path in (tmp_path / "2" / "data").iterdir():
-        path.unlink()
-    (tmp_path / "2" / "data").rmdir()
+def test_a_step_of_another_model_is_an_error_and_no_older_one_is_taken(make):
+    checkpointer = make()
+    checkpointer.save(1, {"w": jnp.zeros(4)})
     with pytest.raises(
-        errors.CheckpointError, match=r"2 lacks \['data'\] of its parts"
+        errors.CheckpointError, match="is a checkpoint of another model"
     ):
-        make().restore(abstract(state()))
+        checkpointer.load(None, {"w": jnp.zeros(5)})
+    with pytest.raises(errors.CheckpointError, match="has no parts"):
+        checkpointer.load_checkpointables(None, {"data": Counter()})
 
 
-def test_a_summary_tells_shapes_dtypes_shardings_and_bytes(make, tmp_path):
-    run = make()
-    run.save(2, state())
-    run.close()
-    parts = summary.read_parts(tmp_path / "2")
-    assert summary.summarize(parts["state"]) == [
-        summary.LeafSummary(
-            path="w",
-            shape=(16,),
-            dtype="float32",
-            sharding="[slice+fsdp] over slice=2, fsdp=4",
-            num_bytes=64,
+def test_what_was_saved_after_a_restore_is_not_mixed_with_what_was_before(make):
+    checkpointer = make(keep=ocp.training.preservation_policies.PreserveAll())
+    for step in (1, 2, 3):
+        checkpointer.save(step, {"w": jnp.full(4, step)})
+    checkpointer.load(1, {"w": jnp.zeros(4, jnp.int32)})
+    assert checkpointer.latest.step == 1
+    assert checkpointer.save(2, {"w": jnp.full(4, 20)})
+    found = checkpointer.load(2, {"w": jnp.zeros(4, jnp.int32)})
+    assert found["w"].tolist() == [20] * 4
+
+
+def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
+    heard = Heard()
+    checkpointer = make(limit_bytes=300_000, emit=heard)
+    assert checkpointer.save(1, {"w": jnp.zeros(10_000)})
+    assert not checkpointer.save(2, {"w": jnp.zeros(100_000)})
+    assert checkpointer.save(3, {"w": jnp.zeros(10_000)})
+    checkpointer.wait()
+    (told,) = heard.of("degraded")
+    assert (told["tier"], told["step"]) == ("local", 2)
+    assert "limit 300000 bytes" in told["why"]
+    assert checkpointer.latest.step == 3
+
+
+def test_a_deleted_step_is_gone_from_every_tier(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    for step in (1, 2):
+        checkpointer.save(step, {"n": step})
+        checkpointer.wait()
+    assert checkpointer.delete(checkpointer.latest)
+    assert checkpointer.latest.step == 1
+    assert checkpointer.load(None, {"n": 0}) == {"n": 1}
+    assert not checkpointer.delete(2, missing_ok=True)
+    with pytest.raises(errors.CheckpointError, match="step 2 is in no tier"):
+        checkpointer.delete(2)
+    assert checkpointer.save(2, {"n": 20})
+
+
+def test_a_step_that_somebody_else_backed_up_is_found_by_looking_again(make, tmp_path):
+    checkpointer = make(storage(tmp_path))
+    assert checkpointer.latest is None
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        stock.save_checkpointables(4, {"state": {"n": jnp.ones(1)}})
+    assert checkpointer.latest is None
+    checkpointer.reload()
+    assert checkpointer.latest.step == 4
+
+
+def test_a_leaf_that_cannot_be_saved_is_an_error_of_the_call(make):
+    checkpointer = make()
+    with pytest.raises(errors.CheckpointError, match="state/name"):
+        checkpointer.save(1, {"name": object()})
+    assert checkpointer.save(1, {"w": 1})
+
+
+def test_what_is_in_ram_is_its_owners_alone(make):
+    with shared_memory.directory("private") as directory:
+        root = pathlib.Path(directory, "ram")
+        # As a volume may be given.
+        root.mkdir(mode=0o755)
+        before = os.umask(0)
+        try:
+            checkpointer = make(Peers(), local=root)
+            assert checkpointer.save_checkpointables(
+                1, {"state": state(1), "data": Counter(7)}
+            )
+            checkpointer.load_checkpointables(
+                None, {"state": abstract(state(0)), "data": Counter()}
+            )
+            found = [root, *root.rglob("*")]
+            assert {"agent.json", "agents.json", "lock", "count", "zarr.json"} <= {
+                path.name for path in found
+            }
+            checkpointer.close()
+        finally:
+            os.umask(before)
+        for path in [root, *root.rglob("*")]:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            assert mode == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tmp_path):
+    make(local="idle").save(3, state(3))
+    service = agent.Service(root=str(tmp_path / "idle"))
+    with agent.serving(service) as address:
+        heard = Heard()
+        new = make(Peers(known=(address.url,)), emit=heard, local="new")
+        assert new.latest is None
+        (event,) = heard.of("degraded")
+        assert (event["tier"], event["step"]) == ("peer", 0)
+        secret_file = tmp_path / "new" / "secret"
+        assert (
+            f"{address.url} does not take the secret in {secret_file}" in event["why"]
         )
-    ]
+        new.close()
+        # As it says.
+        shutil.copy(tmp_path / "idle" / "secret", secret_file)
+        heard = Heard()
+        again = make(Peers(known=(address.url,)), emit=heard, local="new")
+        assert again.latest.step == 3
+        assert heard.of("degraded") == []
 
 
-def files(directory):
-    return {p: p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def test_the_promised_directory_is_orbax_own(make, batches, tmp_path):
-    # The state is inside the step's temporary directory before the step is committed.
-    seen = []
-
-    class Watching:
-        async def save(self, directory):
-            writing = await batches.save(directory)
-
-            async def write():
-                await writing
-                path = await directory.await_creation()
-                seen.append((path.parent.name, (path / "data_state.json").exists()))
-                await asyncio.sleep(0)
-
-            return write()
-
-        async def load(self, directory):
-            return await batches.load(directory)
-
-    run = make(data=Watching())
-    run.save(2, state())
-    run.close()
-    assert seen == [("2.orbax-checkpoint-tmp", True)]
-    assert saved_steps(tmp_path) == [2]
+@pytest.mark.parametrize(
+    ("tiers", "message"),
+    [
+        ([Local("/a"), Local("/b")], "there are two tiers Local"),
+        ([Peers()], r"add Local\(directory\)"),
+        ([Peers(), Persistent("/a", every=1)], r"add Local\(directory\)"),
+    ],
+)
+def test_tiers_that_do_not_fit_together_are_refused(tiers, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        factory.Checkpointer(tiers)

@@ -41,8 +41,7 @@ def test_backups_go_by_steps_and_keep_the_newest():
     assert found.keep == ocp.training.preservation_policies.LatestN(3)
 
 
-def test_peers_are_told_where_they_are_and_what_they_may(monkeypatch):
-    monkeypatch.setenv("POD_IP", "10.0.0.9")
+def test_peers_have_the_failure_domains_and_limits_of_the_configuration():
     _, found, _ = tiers(
         peer_copies=1,
         peer_assume_data_parallelism=True,
@@ -60,7 +59,6 @@ def test_peers_are_told_where_they_are_and_what_they_may(monkeypatch):
         assume_data_parallelism=True,
         domain="rack",
         domains={"rack": "r7", "zone": "z"},
-        interface="10.0.0.9",
         port=8090,
         known=("https://10.0.0.1:1", "https://10.0.0.2:1"),
         max_bytes_per_sec=2.5 * 2**20,

@@ -1,55 +1,53 @@
 """What is kept, told and tried again when a stage of a save fails."""
 
-import dataclasses
 import threading
 
 import pytest
 
 from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.described import Described
-from elastic_ckpt.host import answers, backup_requests, save_requests
-from elastic_ckpt.host.backup_requests import BackUpStep
 from elastic_ckpt.host.hosts_failed import HostsFailed
-from elastic_ckpt.host.save_requests import CollectSteps, ReplicateStep, WriteStep
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")
-COPIES = answers.Replicated(
-    copies=1, num_bytes=10, problems=(), diverged=(), failed=False, preserved=(2,)
-)
-WRITTEN = answers.Written(files={}, time_ms=0)
-BACKED_UP = answers.BackedUp(num_bytes=0, bad=())
+COPIES = {
+    "copies": 1,
+    "bytes": 10,
+    "problems": [],
+    "diverged": [],
+    "failed": False,
+    "preserved": [2],
+}
+WRITTEN = {"files": {}, "time_ms": 0}
 
 
 class OneHost:
-    """Answers each class of requests as a test wants; `requests` lists them in order.
-
-    An answer is a value, a function of the request, or the text of a failure.
-    """
+    """Says what a test wants; `asked` are the phases and arguments, in order."""
 
     own = 0
 
-    def __init__(self, answers):
+    def __init__(self, **answers):
         self._answers = answers
-        self.requests = []
+        self.asked = []
 
-    def all(self, request):
-        self.requests.append(request)
-        if isinstance(request, save_requests.ShareNotes | save_requests.ShareReadiness):
-            return [request.run(None)]
-        answer = self._answers.get(type(request))
+    def all(self, phase, *arguments):
+        self.asked.append((phase, *arguments))
+        name = phase.partition(".")[2]
+        if name == "say":
+            return [arguments[0]]
+        answer = self._answers.get(name, {**WRITTEN, "bytes": 0, "bad": []})
         if callable(answer):
-            answer = answer(request)
+            answer = answer(*arguments)
         if isinstance(answer, str):
             raise HostsFailed({0: answer})
         return [answer]
 
-    def first(self, request):
-        return self.all(request)[0]
+    def first(self, phase, *arguments):
+        return self.all(phase, *arguments)[0]
 
-    def of(self, kind):
-        """The requests of a class."""
-        return [request for request in self.requests if isinstance(request, kind)]
+    def of(self, phase):
+        """The arguments of each call of a phase."""
+        return [arguments for found, *arguments in self.asked if found == phase]
 
 
 @pytest.fixture
@@ -61,17 +59,8 @@ def told():
 def stages(told):
     """Makes the stages of a world of one host that answers so."""
 
-    def make(answers=None):
-        host = OneHost(
-            {
-                save_requests.WriteStep: WRITTEN,
-                save_requests.ReplicateStep: COPIES,
-                backup_requests.GetChunkShapes: {"n": ()},
-                backup_requests.BackUpStep: BACKED_UP,
-                backup_requests.CleanUploads: (),
-            }
-            | (answers or {})
-        )
+    def make(**answers):
+        host = OneHost(**{"replicate": COPIES, "chunk_shapes": {"n": []}, **answers})
         tell = lambda name, **fields: told.append((name, fields))  # noqa: E731
         return save_stages.SaveStages(host, tell=tell), host
 
@@ -109,71 +98,57 @@ def reasons(told, tier):
 
 def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(stages):
     failing = {2, 3}
-    made, host = stages(
-        {
-            ReplicateStep: lambda request: dataclasses.replace(
-                COPIES, failed=request.step in failing
-            )
-        }
-    )
+    made, host = stages(replicate=lambda step, _: {**COPIES, "failed": step in failing})
     for step in (1, 2, 3, 4):
         save(made, step)
-    kept = {each.step: each.in_flight for each in host.of(CollectSteps)}
-    assert kept == {1: (1,), 2: (1,), 3: (1,), 4: (4,)}
+    kept = {step: in_flight for step, _, in_flight, *_ in host.of("saver.collect")}
+    assert kept == {1: [1], 2: [1], 3: [1], 4: [4]}
 
 
 def test_a_step_that_was_restored_is_kept_until_another_has_its_copies(stages):
-    made, host = stages({ReplicateStep: "copies do not fit"})
+    made, host = stages(replicate="copies do not fit")
     made.go_on_from(5)
     save(made, 6)
-    assert host.of(CollectSteps) == [
-        CollectSteps(step=6, save=SAVE, in_flight=(5,), preserved=(), parents=())
-    ]
+    assert host.of("saver.collect") == [[6, SAVE, [5], [], ()]]
 
 
 def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
     full = {3}
     made, host = stages(
-        {
-            WriteStep: lambda each: "no room" if each.step in full else WRITTEN,
-            ReplicateStep: lambda each: COPIES if each.step == 1 else "no room",
-        }
+        write=lambda step, *_: "no room" if step in full else WRITTEN,
+        replicate=lambda step, _: COPIES if step == 1 else "copies do not fit",
     )
     assert [save(made, step) for step in (1, 2, 3, 4)] == [True, True, False, True]
-    kept = [(each.step, each.in_flight) for each in host.of(CollectSteps)]
+    kept = [(step, in_flight) for step, _, in_flight, *_ in host.of("saver.collect")]
     # The third does not fit: the first goes, and the second is the newest.
-    assert kept == [(1, (1,)), (2, (1,)), (2, ()), (4, ())]
+    assert kept == [(1, [1]), (2, [1]), (2, []), (4, [])]
     assert reasons(told, "local") == [(3, "it was not saved: host 0: no room")]
 
 
 def test_a_step_whose_replicas_differ_replaces_none(stages):
     made, host = stages(
-        {
-            ReplicateStep: lambda request: dataclasses.replace(
-                COPIES, diverged=("w",) if request.step == 2 else ()
-            )
-        }
+        replicate=lambda step, _: {**COPIES, "diverged": ["w"] if step == 2 else []}
     )
     for step in (1, 2):
         save(made, step)
-    assert [each.step for each in host.of(CollectSteps)] == [1]
+    assert [step for step, *_ in host.of("saver.collect")] == [1]
 
 
 def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, told):
     copying, go_on = threading.Event(), threading.Event()
 
-    def replicate(request):
+    def replicate(step, _):
         copying.set()
-        assert request.step != 1 or go_on.wait(600)
+        assert step != 1 or go_on.wait(600)
         return COPIES
 
-    made, host = stages({ReplicateStep: replicate})
+    made, host = stages(replicate=replicate)
     made.begin(saving(1)).result()
     assert copying.wait(600)
     assert made.begin(saving(2)).result()
     go_on.set()
     made.wait()
-    assert [each.step for each in host.of(ReplicateStep)] == [1, 2]
+    assert [step for step, _ in host.of("saver.replicate")] == [1, 2]
     ((step, why),) = reasons(told, "peer")
     assert step == 2
     assert why.startswith("copies of an earlier step are not done")
@@ -184,7 +159,10 @@ def test_what_a_component_raises_is_told_and_fails_the_save_alone(stages, told, 
     def fail():
         raise error
 
-    made, _ = stages({WriteStep: lambda request: request.problem or WRITTEN})
+    made, _ = stages(
+        # The last argument is what the components raised.
+        write=lambda *arguments: arguments[-1] or WRITTEN
+    )
     assert not save(made, 1, write_components=fail)
     ((step, why),) = reasons(told, "local")
     assert step == 1
@@ -195,36 +173,37 @@ def test_what_a_component_raises_is_told_and_fails_the_save_alone(stages, told, 
 def test_a_backup_begins_when_no_holder_changes_any_more(stages):
     begun, go_on = threading.Event(), threading.Event()
 
-    def replicate(_):
+    def replicate(step, _):
+        del step
         begun.set()
         assert go_on.wait(600)
         return COPIES
 
-    made, host = stages({ReplicateStep: replicate})
+    made, host = stages(replicate=replicate)
     made.begin(saving(1, back_up=True)).result()
     assert begun.wait(600)
-    assert not host.of(backup_requests.GetChunkShapes)
+    assert not host.of("backup.chunk_shapes")
     go_on.set()
     made.wait()
-    assert host.of(backup_requests.CommitBackup)
+    assert host.of("backup.commit")
 
 
 def test_of_backups_that_are_late_the_newest_is_made(stages, told):
     backing_up, go_on = threading.Event(), threading.Event()
 
-    def back_up(request):
+    def back_up(step, *_):
         backing_up.set()
-        assert request.step != 1 or go_on.wait(600)
-        return "storage is gone" if request.step == 1 else BACKED_UP
+        assert step != 1 or go_on.wait(600)
+        return "storage is gone" if step == 1 else {"bytes": 3, "bad": []}
 
-    made, host = stages({BackUpStep: back_up})
+    made, host = stages(back_up=back_up)
     made.begin(saving(1, back_up=True)).result()
     assert backing_up.wait(600)
     made.begin(saving(2, back_up=True)).result()
     made.begin(saving(3)).result()
     go_on.set()
     made.wait()
-    assert [each.step for each in host.of(BackUpStep)] == [1, 2]
+    assert [step for step, *_ in host.of("backup.back_up")] == [1, 2]
     assert [fields["step"] for name, fields in told if name == "backed_up"] == [2]
 
 
@@ -237,13 +216,13 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
     def clean(_):
         assert is_committed.wait(60)
         order.append("clean")
-        return ()
+        return []
 
-    def back_up(_):
+    def back_up(*_):
         order.append("back_up")
-        return BACKED_UP
+        return {"bytes": 0, "bad": []}
 
-    made, _ = stages({backup_requests.CleanUploads: clean, BackUpStep: back_up})
+    made, _ = stages(clean=clean, back_up=back_up)
     made.clean(0, SAVE)
     assert made.begin(saving(1, back_up=True)).result()
     is_committed.set()
@@ -254,27 +233,18 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
     ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "good"),
-    [
-        (ReplicateStep, COPIES),
-        (BackUpStep, BACKED_UP),
-        (CollectSteps, None),
-        (backup_requests.CollectBackups, None),
-        (WriteStep, WRITTEN),
-    ],
-)
+@pytest.mark.parametrize("stage", ["replicate", "back_up", "collect", "write"])
 def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
-    stages, told, stage, good
+    stages, told, stage
 ):
-    def fail(request):
-        if request.step == 1:
+    def fail(step, *_):
+        if step == 1:
             raise TypeError("a bug")
-        return good
+        return {**COPIES, **WRITTEN, "bytes": 0, "bad": []}
 
-    made, _ = stages({stage: fail})
+    made, _ = stages(**{stage: fail})
     response = made.begin(saving(1, back_up=True))
-    if stage is WriteStep:
+    if stage == "write":
         with pytest.raises(TypeError, match="a bug"):
             response.result()
     else:
@@ -289,14 +259,12 @@ def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
 
 
 def test_what_cannot_be_described_is_given_up_on_all_hosts(stages, told, monkeypatch):
-    made, host = stages({WriteStep: lambda request: request.problem or WRITTEN})
+    made, host = stages(write=lambda *arguments: arguments[-1] or WRITTEN)
     with monkeypatch.context() as patch:
-        patch.setattr(Described, "notes", lambda *_: 1 / 0)
+        patch.setattr(Described, "notes", lambda _: 1 / 0)
         assert not save(made, 1)
     ((step, why),) = reasons(told, "local")
     assert step == 1
     assert "ZeroDivisionError" in why
-    assert host.of(save_requests.AbandonStep) == [
-        save_requests.AbandonStep(step=1, save=SAVE)
-    ]
+    assert host.of("saver.abandon") == [[1, SAVE]]
     assert save(made, 2)

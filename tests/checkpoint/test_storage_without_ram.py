@@ -8,7 +8,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import storage as files
 from elastic_ckpt.tiers.ram import ram_disk
-from tests.checkpoint.test_tiered import (  # noqa: F401
+from tests.checkpoint.test_checkpointer import (  # noqa: F401
     Counter,
     Heard,
     abstract,

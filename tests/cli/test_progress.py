@@ -77,15 +77,13 @@ def test_a_save_that_failed_is_not_shown_as_under_way():
     assert second.endswith("| backed up step 4")
 
 
-def test_what_was_interrupted_and_restored_is_told():
+def test_a_step_that_was_interrupted_is_shown():
     stream = io.StringIO()
     shown = progress.Progress(1, stream)
     shown("step_interrupted", step=8, path="/r/8.tmp", resume_step=4)
-    shown("restored", step=4, path="/r/4", secs=0.25)
     assert stream.getvalue() == (
         "step 8 was interrupted while it was saved and is passed over (/r/8.tmp);"
         " the newest complete step is 4\n"
-        "restored /r/4 in 0.2 s\n"
     )
 
 

@@ -174,9 +174,9 @@ def meet(place, emit, *, colocated, differs):
         mesh, _ = topology.make_mesh(1)
         try:
             make(sharded(name), mesh=mesh, global_batch_size=12).close()
-            emit("restored", step=place.host, path="they met", secs=0.0)
+            emit("step_interrupted", step=place.host, path="they met", resume_step=0.0)
         except errors.ConfigError as error:
-            emit("restored", step=place.host, path=str(error), secs=0.0)
+            emit("step_interrupted", step=place.host, path=str(error), resume_step=0.0)
 
 
 @pytest.mark.parametrize("colocated", [True, False])

@@ -16,4 +16,9 @@ WANTED = (
 def look_around(place, emit):
     missing = sorted(set(WANTED) - set(sys.modules))
     threads = len(os.listdir(f"/proc/{os.getppid()}/task"))
-    emit("restored", step=threads, path=str(missing), secs=float(place.host))
+    emit(
+        "step_interrupted",
+        step=threads,
+        path=str(missing),
+        resume_step=float(place.host),
+    )

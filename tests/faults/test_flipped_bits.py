@@ -87,7 +87,7 @@ class Saved:
             ),
         ]
         if place.storage:
-            tiers.append(choices.Persistent(self.storage))
+            tiers.append(choices.Persistent(self.storage, every=1))
         with factory.Checkpointer(
             tiers,
             run="run",

@@ -48,7 +48,7 @@ class Lives:
         if not everybody:
             killed = f"host {point.host} failed: killed by SIGKILL"
             assert problem.startswith(killed), f"{told}: {problem}"
-        (restored,) = self._heard("restored") or [max(self._expected, default=0)]
+        (restored,) = self._heard("run_stopped") or [max(self._expected, default=0)]
         saved = self._heard("saved")
         if of == "restore":
             assert not saved, told

@@ -13,7 +13,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import iterator, pipeline
 from elastic_ckpt.integrations import maxtext, maxtext_seams
 from tests import corpora, shared_memory
-from tests.checkpoint import test_tiered_run
+from tests.checkpoint import test_run_saver
 from tests.integrations import stand_in
 
 
@@ -162,7 +162,7 @@ def test_in_tiers_a_last_step_that_is_not_in_storage_is_an_error(
     install()
     with shared_memory.directory("maxtext") as ram:
         write = storage.write_atomic
-        full = test_tiered_run.fill(files / "checkpoints")
+        full = test_run_saver.fill(files / "checkpoints")
         monkeypatch.setattr(storage, "write_atomic", full)
         assert main.main(arguments(files, **tiers(ram))) == 1
         assert "step 2, the last of the run, is not in" in printed_lines(capfd)[-1]

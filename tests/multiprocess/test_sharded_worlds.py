@@ -59,7 +59,12 @@ def train(place, emit, *, directory, size, late_host=None):
             for _ in range(BATCHES_A_WORLD):
                 batch = multihost_utils.process_allgather(next(batches), tiled=True)
                 ids = example_id.join(batch["example_id"])
-                emit("restored", step=step, path=str(ids), secs=token_sum(batch))
+                emit(
+                    "step_interrupted",
+                    step=step,
+                    path=str(ids),
+                    resume_step=token_sum(batch),
+                )
             parts = {"state": weights, "data": batches}
             checkpointer.save_checkpointables(step + BATCHES_A_WORLD, parts)
         batches.close()
@@ -93,7 +98,7 @@ def run_world(directory, tmp_path, num_hosts, size, **options):
     heard = []
 
     def hear(_, **fields):
-        heard.append((fields["path"], fields["secs"]))
+        heard.append((fields["path"], fields["resume_step"]))
 
     supervisor.World(
         functools.partial(train, directory=str(directory), size=size, **options),
@@ -168,7 +173,7 @@ def train_all(place, emit, *, directory, corpus):
                 for name, batches in iterators.items():
                     batch = multihost_utils.process_allgather(next(batches), tiled=True)
                     found = f"{name} {digest(name, batch)}"
-                    emit("restored", step=number, path=found, secs=0.0)
+                    emit("step_interrupted", step=number, path=found, resume_step=0.0)
             checkpointer.save_checkpointables(step + BATCHES_A_WORLD, dict(iterators))
         for batches in iterators.values():
             batches.close()

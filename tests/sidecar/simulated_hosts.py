@@ -10,7 +10,7 @@ import shutil
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import colocated_tiers, head_arrays, remote_hosts
+from elastic_ckpt_sidecar import head_arrays, host_agent, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import factory
@@ -77,16 +77,14 @@ def hosts_of(mesh, num_hosts, *, apart=False):
 def choices_of(machines, hosts, mesh, tiers, *, numbers):
     """What each host is to be, on the machines with these numbers."""
     slices = topology.slices_of(mesh)
-    chosen = factory.Chosen.of(tiers("/nowhere"))
     return [
-        colocated_tiers.HostChoice(
+        host_agent.HostChoice(
             number=number,
             device_ids=tuple(cpu.id for cpu in host.cpus),
             run="run",
             slice_name=slices[host.accelerators[0]],
-            local=tiers(machines.directory(numbers[number]))[0],
-            peers=chosen.peers,
-            persistent=chosen.persistent,
+            directory=machines.directory(numbers[number]),
+            chosen=factory.Chosen.of(tiers(machines.directory(numbers[number]))),
         )
         for number, host in enumerate(hosts)
     ]

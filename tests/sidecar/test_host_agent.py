@@ -9,17 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import (
-    component_files,
-    file_copies,
-    head_arrays,
-    messages,
-    remote_hosts,
-)
+from elastic_ckpt_sidecar import component_files, head_arrays, letters, remote_hosts
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import tiered
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.frontend import checkpointer as front_door
 from elastic_ckpt.host import saver
@@ -182,29 +175,29 @@ def test_arrays_may_be_donated_as_soon_as_the_save_has_begun(machines):
 
 
 class Passed:
-    """What passes through the head, as the bytes of messages, both ways.
+    """What passes through the head, as the bytes of letters, both ways.
 
     But for the questions whether hosts have answered, which are as many as it takes.
     """
 
     def __init__(self, monkeypatch):
         self.num_bytes = 0
-        write, rows = messages.encode, messages.rows
+        write, rows = letters.letter, letters.rows
 
-        def encode(content, sharding):
+        def letter(content, sharding):
             written = write(content, sharding)
             if content.keys() != {"call"}:
                 self.num_bytes += written.nbytes // len(written)
             return written
 
-        def rows_of(array):
+        def heard(array):
             found = rows(array)
             if found.ndim > 1:
                 self.num_bytes += found.nbytes
             return found
 
-        monkeypatch.setattr(messages, "encode", encode)
-        monkeypatch.setattr(messages, "rows", rows_of)
+        monkeypatch.setattr(letters, "letter", letter)
+        monkeypatch.setattr(letters, "rows", heard)
 
 
 class Forbidden:
@@ -370,7 +363,7 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 
     # Of the head alone.
     spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
-    for module in (component_files, file_copies):
+    for module in (component_files, remote_hosts):
         monkeypatch.setattr(module, "storage", spied)
     monkeypatch.setattr(machine, "find", lambda _: None)
     with simulated_hosts.world(machines, 2) as (checkpointer, _, _):
@@ -393,7 +386,6 @@ def test_a_single_controller_is_known_by_its_mesh(machines, monkeypatch, single)
         simulated_hosts.tiers_of(machines.directory(0)), mesh=mesh
     )
     with made:
-        assert isinstance(made, tiered.TieredCheckpointer)
         assert isinstance(made._hosts, remote_hosts.RemoteHosts) is single
         save(made, mesh, 1)
         restore(made, mesh, 1)

@@ -1,4 +1,5 @@
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.tiers import choices
@@ -61,3 +62,23 @@ def test_a_url_that_does_not_encrypt_is_refused_with_tls():
     assert choices.Peers(known=("https://a:1",), tls=TLS)
     with pytest.raises(errors.ConfigError, match="does not encrypt, and this run does"):
         choices.Peers(known=("http://a:1",), tls=TLS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "has no interval; give one of every=STEPS"),
+        ({"every": 1, "every_minutes": 2}, "has every, every_minutes; give one of"),
+        ({"every": 0}, r"Persistent\(every=0\): give a positive number"),
+        ({"every_minutes": -1.0}, r"every_minutes=-1.0\): give a positive number"),
+    ],
+)
+def test_a_persistent_tier_has_exactly_one_interval(options, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        choices.Persistent("/steps", **options)
+
+
+def test_a_persistent_tier_takes_a_policy_of_orbax():
+    policy = ocp.training.save_decision_policies.FixedIntervalPolicy(5)
+    tier = choices.Persistent("/steps", save_decision_policy=policy)
+    assert tier.save_decision_policy is policy

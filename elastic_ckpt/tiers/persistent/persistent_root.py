@@ -18,6 +18,7 @@ believes that directories can be renamed, unless it is told otherwise with its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -27,7 +28,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
 from elastic_ckpt.manifests import layout, manifest_file
 from elastic_ckpt.manifests.manifest import Manifest
 
@@ -225,6 +226,21 @@ class PersistentRoot:
                 f"the steps in {directory} cannot be listed ({error}); check the path"
                 " and who may read there, or try again when the storage is back"
             ) from error
+
+
+def find_run(path: epath.PathLike) -> str | None:
+    """The run that saved the newest steps at `path`, by their manifests; None if none.
+
+    Raises:
+      CheckpointError: if the steps cannot be listed.
+    """
+    root = PersistentRoot.of(path)
+    for step in reversed(root.steps()):
+        for name in manifest_names(root.final(step)):
+            with contextlib.suppress(OSError, checked_json.Unreadable):
+                content = (root.final(step) / name).read_bytes()
+                return manifest_file.parse(content, stores=True).run
+    return None
 
 
 def read_json(path: epath.Path) -> dict[str, Any]:

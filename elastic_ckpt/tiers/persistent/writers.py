@@ -62,14 +62,14 @@ class WritingWorld:
             if error.errno not in _NO_LOCKS:
                 raise
 
-    def discard_dead(self, *, before: str) -> list[str]:
+    def discard_dead(self, *, before: str) -> list[Leftover]:
         """Removes what uploads of dead worlds left.
 
         Args:
           before: the save of this world; younger leftovers stay.
 
         Returns:
-          The paths that were removed.
+          What was removed.
         """
         self.be_present()
         if self._presence is None:
@@ -83,7 +83,7 @@ class WritingWorld:
                 if each.save == REMOVED or self._is_older(each, before)
             ]
 
-    def discard_own(self, step: int, save: str) -> list[str]:
+    def discard_own(self, step: int, save: str) -> list[Leftover]:
         """Removes what uploads of this world that failed left of steps before `step`.
 
         To be called when no upload of it is running.
@@ -116,9 +116,9 @@ class WritingWorld:
             if self._presence is not None:
                 self._presence.close()
 
-    def _discard(self, leftover: Leftover) -> str:
+    def _discard(self, leftover: Leftover) -> Leftover:
         storage.remove(leftover.path)
-        return str(leftover.path)
+        return leftover
 
     def _is_older(self, leftover: Leftover, before: str) -> bool:
         saves = self._saves(leftover)

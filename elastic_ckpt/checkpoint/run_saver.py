@@ -1,4 +1,8 @@
-"""The run's checkpoints in tiers; `checkpointer.RunCheckpointer` has storage alone."""
+"""What a run saves and when: its state and its data state, in all tiers alike.
+
+A step is named by the number of steps done. It holds two checkpointables, `state`
+(weights, optimizer, step counter) and `data` (the data state).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint.checkpointer import DATA, STATE
-from elastic_ckpt.checkpoint.tiered import TieredCheckpointer
+from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics
 
+# The directory of the steps in that of a run.
+DIRECTORY = "checkpoints"
+STATE = "state"
+DATA = "data"
 
-class TieredRunCheckpointer:
-    """Saves and restores a run in tiers; every host makes one, and all call it alike.
+
+class RunSaver:
+    """Saves and restores a run; every host makes one, and all call it alike.
 
     Args:
       checkpointer: over the tiers.
@@ -23,7 +31,7 @@ class TieredRunCheckpointer:
 
     def __init__(
         self,
-        checkpointer: TieredCheckpointer,
+        checkpointer: Checkpointer,
         section: schema.CheckpointSection,
         *,
         data: ocp.StatefulCheckpointable,
@@ -80,7 +88,7 @@ class TieredRunCheckpointer:
         close(self._checkpointer, last_step=self._last_step)
 
 
-def close(checkpointer: TieredCheckpointer, *, last_step: int | None) -> None:
+def close(checkpointer: Checkpointer, *, last_step: int | None) -> None:
     """Waits for all tiers, a late backup too, and releases the hosts.
 
     Args:

@@ -1,0 +1,244 @@
+"""The steps of a run in all tiers: begun, found, restored and removed, by all hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ckpt.checkpoint import components, restore, step_errors
+from elastic_ckpt.checkpoint import metadata as metadata_of
+from elastic_ckpt.checkpoint.described import Described
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
+from elastic_ckpt.checkpoint.response import SaveResponse
+from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
+from elastic_ckpt.checkpoint.schedule import Schedule
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.tiers.choices import Chosen
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+
+
+class SavedSteps:
+    """The steps of a run; one thread at a time calls it, in all processes alike.
+
+    Args:
+      hosts: of the world.
+      chosen: the tiers.
+      emit: called for each event, from any thread.
+
+    Attributes:
+      stages: of the saves that were begun.
+      root: of persistent storage; None if there is none.
+    """
+
+    def __init__(self, hosts: Hosts, chosen: Chosen, *, emit: events.Emit) -> None:
+        self._hosts = hosts
+        self._emit = emit
+        self.root: PersistentRoot | None = None
+        minutes = None
+        if chosen.persistent is not None:
+            self.root = PersistentRoot.of(chosen.persistent.directory)
+            minutes = chosen.persistent.every_minutes
+        self.stages = SaveStages(
+            hosts,
+            in_ram=chosen.local is not None,
+            back_up_every_secs=None if minutes is None else 60 * minutes,
+            tell=emit,
+        )
+        self._schedule = Schedule(
+            chosen, agree=lambda value: hosts.all("world.decide", value)[0]
+        )
+        # The line that was saved to last, by this process.
+        self._own_line: Line | None = None
+        self._go_on_from(restore.find(hosts, None, emit=emit))
+        if self.root is not None:
+            step = 0 if self._found is None else self._found.step
+            self.stages.clean(step, self._save)
+
+    @property
+    def latest(self) -> CheckpointMetadata | None:
+        """The newest step that is complete, in all tiers together."""
+        return self.stages.committed or self._found
+
+    def complete(self) -> list[CheckpointMetadata]:
+        """The steps that are complete now, ascending, by a look at all tiers."""
+        found = self._hosts.first("reader.complete_steps")
+        return list(map(CheckpointMetadata.of, found))
+
+    def is_due(self, step: int, *, is_saving: bool) -> bool:
+        """Whether a tier is due at `step`, and it is newer than all others.
+
+        Args:
+          step: the training step.
+          is_saving: whether a save is under way.
+        """
+        if self.latest is not None and step <= self.latest.step:
+            return False
+        return self._schedule.is_due(self._current(step), is_saving=is_saving)
+
+    def begin_save(
+        self,
+        step: int,
+        checkpointables: Mapping[str, Any],
+        *,
+        force: bool,
+        overwrite: bool,
+        metrics: Mapping[str, Any] | None,
+        custom_metadata: Mapping[str, Any] | None,
+    ) -> SaveResponse | None:
+        """Begins to save a step; see `Checkpointer.save_checkpointables_async`."""
+        is_saving = self.stages.is_committing
+        self.stages.wait_for_commit()
+        line = self._line_for(step, overwrite=overwrite)
+        forced = force or overwrite
+        if line is None or not (forced or self.is_due(step, is_saving=is_saving)):
+            return None
+        self._emit("save_started", step=step)
+        began_secs = time.monotonic()
+        trees, stateful = components.split(checkpointables)
+        described = Described.of(
+            trees, stateful, metrics=metrics, custom_metadata=custom_metadata
+        )
+        current = dataclasses.replace(self._current(step), metrics=described.metrics)
+        back_up = self.root is not None and (
+            forced or self._schedule.is_backup_due(current, is_saving=is_saving)
+        )
+        directory = self._hosts.capture(step, line.save, trees)
+        write_components, problem = components.try_to_save(
+            stateful, lambda name: storage.make_directory(f"{directory}/{name}")
+        )
+        saving = Saving(
+            step=step,
+            save=line.save,
+            write_components=write_components,
+            back_up=back_up,
+            overwrite=overwrite,
+            described=described,
+            parents=line.parents,
+            path=current.path,
+            began_secs=began_secs,
+        )
+        committed = self.stages.begin(saving)
+        self._schedule.note_save(current, back_up=back_up)
+        if problem is not None:
+            raise problem
+        return SaveResponse(committed, functools.partial(self._is_stored, saving))
+
+    def load(
+        self,
+        step: int | CheckpointMetadata | None,
+        abstract_checkpointables: Mapping[str, Any] | None,
+        *,
+        partial: bool,
+    ) -> dict[str, Any]:
+        """Restores a step; see `Checkpointer.load_checkpointables`."""
+        if isinstance(abstract_checkpointables, CheckpointMetadata):
+            abstract_checkpointables = abstract_checkpointables.metadata
+        if not abstract_checkpointables:
+            abstract_checkpointables = {
+                name: None
+                for name, tree in self.held(step).metadata.items()
+                if tree is not None
+            }
+        self._own_line = None
+        search, restored = restore.restore(
+            self._hosts,
+            step,
+            abstract_checkpointables,
+            partial=partial,
+            emit=self._emit,
+        )
+        self._go_on_from(search)
+        return restored
+
+    def held(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
+        """What a step holds; see `Checkpointer.checkpointables_metadata`."""
+        found = restore.find(self._hosts, step, emit=self._emit).found
+        if found is None:
+            raise step_errors.StepNotFoundError(
+                "no step is complete in any tier; save one"
+            )
+        return metadata_of.of_step(self._hosts, found)
+
+    def reload(self) -> None:
+        """Looks again for the newest complete step: others may have written one."""
+        if self.stages.committed is not None:
+            self._own_line = self._line
+        self._go_on_from(
+            restore.find(self._hosts, None, emit=self._emit, own_line=self._own_line)
+        )
+
+    def delete(self, step: int, *, missing_ok: bool) -> bool:
+        """Removes a step; see `Checkpointer.delete`."""
+        was_there = any(self._hosts.all("saver.remove", step))
+        if self.root is not None:
+            was_there |= self._hosts.first("backup.remove", step)
+        if not (was_there or missing_ok):
+            raise step_errors.StepNotFoundError(
+                f"step {step} is in no tier; `checkpoints` lists those that are there"
+            )
+        self.reload()
+        return was_there
+
+    def is_durable(self, step: int) -> bool:
+        """Whether `step` is the newest and in persistent storage."""
+        latest = self.latest
+        if latest is None or latest.step != step or self.root is None:
+            return False
+        return self._hosts.first("backup.holds", step, latest.save)
+
+    def _is_stored(self, saving: Saving) -> bool:
+        if not saving.stored.is_set():
+            self.stages.wait()
+        return saving.stored.is_set()
+
+    def _current(self, step: int) -> CheckpointMetadata:
+        # A step as policies see it before it is saved.
+        return CheckpointMetadata(
+            step=step,
+            save=self._save,
+            path=None if self.root is None else self.root.final(step),
+            commit_timestamp_nsecs=time.time_ns(),
+        )
+
+    @property
+    def _line(self) -> Line:
+        # That the next step is saved to.
+        committed = self.stages.committed
+        if committed is not None:
+            return Line(save=committed.save, parents=committed.line[:-1])
+        parents = () if self._found is None else self._found.line
+        return Line(save=self._save, parents=parents)
+
+    def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
+        # That a step is saved to; None if it is behind the latest.
+        latest = self.latest
+        if latest is None or step > latest.step:
+            return self._line
+        if not overwrite:
+            if step == latest.step or step in [each.step for each in self.complete()]:
+                raise step_errors.StepAlreadyExistsError(
+                    f"step {step} exists already; save it with overwrite=True, or save"
+                    " a later step"
+                )
+            return None
+        if step < latest.step:
+            raise errors.CheckpointError(
+                f"step {step} is not the newest, {latest.step} is, and only the newest"
+                " is overwritten; load an earlier step to go on from there"
+            )
+        # Until the step is complete under the new line, nothing abandons the old save.
+        after = max(self._save, latest.line[-1][1])
+        save = self._hosts.first("world.new_save", after)
+        return Line(save=save, parents=latest.before())
+
+    def _go_on_from(self, search: restore.Search) -> None:
+        self._found = search.found
+        self.stages.go_on_from(0 if self._found is None else self._found.step)
+        # What is saved from here on is not to be mixed with what was saved before.
+        self._save = self._hosts.first("world.new_save", search.newest_save)
+        self._schedule.go_on_from([] if self._found is None else [self._found])

@@ -1,0 +1,105 @@
+"""When to save: at which steps the local and the persistent tier are due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from orbax.checkpoint import multihost
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.tiers.choices import Chosen
+
+# Of hosts whose clocks decide, at most so many steps pass between two comparisons.
+_MOST_STEPS = 16
+
+
+class Schedule:
+    """Decides which tiers are due at a step, the same in every process of a world.
+
+    Args:
+      chosen: the tiers.
+      agree: returns the value of host 0, in every process.
+    """
+
+    def __init__(self, chosen: Chosen, *, agree: Callable[[Any], Any]) -> None:
+        self._local = chosen.local
+        self._persistent = chosen.persistent
+        self._agree = agree
+        # The steps that a policy is given: that of the start, and those stored since.
+        self._stored: list[Any] = []
+        self._began_secs = time.monotonic()
+        self._is_time = False
+        # The step at which hosts compare clocks next, and when they did last.
+        self._next_look = 0
+        self._last_look: tuple[int, float] | None = None
+
+    def go_on_from(self, steps: Sequence[Any]) -> None:
+        """Notes the complete steps from which a run goes on, ascending."""
+        self._stored = list(steps)
+
+    def note_save(self, step: Any, *, back_up: bool) -> None:
+        """Notes that a save was begun.
+
+        Args:
+          step: with its number, time and metrics.
+          back_up: whether it goes to persistent storage.
+        """
+        if back_up:
+            self._stored.append(step)
+        self._began_secs, self._is_time, self._last_look = time.monotonic(), False, None
+        self._next_look = 0
+
+    def is_due(self, step: Any, *, is_saving: bool) -> bool:
+        """Whether any tier is due.
+
+        Args:
+          step: as for `note_save`.
+          is_saving: whether a save is under way.
+        """
+        if self._local is not None and step.step % self._local.every == 0:
+            return True
+        return self.is_backup_due(step, is_saving=is_saving)
+
+    def is_backup_due(self, step: Any, *, is_saving: bool) -> bool:
+        """Whether persistent storage is due, or the job is about to be preempted.
+
+        Beside a local tier, minutes are counted by the stages of a save.
+        """
+        if self._persistent is None:
+            return False
+        # The memory of hosts is lost with the machines.
+        preempted = multihost.reached_preemption(step.step)
+        policy = self._persistent.save_decision_policy
+        if policy is not None:
+            context = ocp.training.save_decision_policies.DecisionContext(
+                is_saving_in_progress=is_saving,
+                reached_preemption=preempted,
+                multiprocessing_options=ocp.options.MultiprocessingOptions().v0(),
+            )
+            return policy.should_save(step, self._stored, context=context)
+        if preempted:
+            return True
+        if self._persistent.every is not None:
+            return step.step % self._persistent.every == 0
+        return self._local is None and self._has_time_passed(step.step)
+
+    def _has_time_passed(self, step: int) -> bool:
+        assert self._persistent is not None
+        assert self._persistent.every_minutes is not None
+        if self._is_time or step < self._next_look:
+            return self._is_time
+        now_secs = time.monotonic()
+        due_secs = self._began_secs + 60 * self._persistent.every_minutes
+        skipped = 1
+        if self._last_look is not None:
+            last_step, last_secs = self._last_look
+            step_secs = (now_secs - last_secs) / max(1, step - last_step)
+            # Half of what is left: steps may become slower.
+            left = (due_secs - now_secs) / (2 * max(step_secs, 1e-6))
+            skipped = int(min(_MOST_STEPS, max(1, left)))
+        self._last_look = (step, now_secs)
+        self._is_time, skipped = self._agree([now_secs >= due_secs, skipped])
+        self._next_look = step + skipped
+        return self._is_time

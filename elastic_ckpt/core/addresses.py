@@ -1,0 +1,52 @@
+"""The address of this host in the network that it shares with others."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+
+from jax._src import distributed
+
+LOOPBACK = "127.0.0.1"
+# Of a network that is reserved for documentation: packets to it take the default route.
+_ELSEWHERE = "192.0.2.1"
+
+
+def of_this_host() -> str:
+    """The address by which this host reaches JAX's coordinator; loopback without one.
+
+    In a pod it is `POD_IP`.
+    """
+    coordinator = getattr(distributed.global_state, "coordinator_address", None)
+    if os.environ.get("POD_IP") or not coordinator:
+        return os.environ.get("POD_IP", LOOPBACK)
+    name = coordinator.rpartition(":")[0].strip("[]")
+    own = toward(name)
+    # A machine may know its own name by an address that others cannot reach.
+    if ipaddress.ip_address(own).is_loopback and not _is_loopback(name):
+        return of_the_head()
+    return own
+
+
+def of_the_head() -> str:
+    """The address of this machine to others: `POD_IP`, or that of its default route."""
+    try:
+        return os.environ.get("POD_IP") or toward(_ELSEWHERE)
+    except OSError:
+        return LOOPBACK
+
+
+def toward(other: str) -> str:
+    """The address of this machine from which it reaches `other`; nothing is sent."""
+    family, kind, *_, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"

@@ -1,0 +1,290 @@
+"""A run's checkpoints: weights and data state, saved and restored together."""
+
+import errno
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory, run_saver, summary
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, events, metrics, storage, topology
+from elastic_ckpt.data import iterator
+from elastic_ckpt.tiers.choices import Local, Persistent
+from tests.checkpoint.test_checkpointer import Heard
+
+
+@pytest.fixture
+def batches(data):
+    mesh, _ = topology.make_mesh(2)
+    return iterator.Batches(data, mesh=mesh, global_batch_size=16)
+
+
+@pytest.fixture(params=["storage", "ram and storage"])
+def tiers(request, tmp_path):
+    """Makes the tiers of a run."""
+
+    def make(**options):
+        stored = Persistent(tmp_path / "steps", **{"every": 2, **options})
+        if request.param == "storage":
+            return [stored]
+        return [Local(tmp_path / "ram", every=2), stored]
+
+    return make
+
+
+@pytest.fixture
+def make(tiers, batches):
+    made = []
+
+    def make(data=batches, emit=events.nobody, keep=None, **section):
+        checkpointer = factory.Checkpointer(tiers(keep=keep), run="run", emit=emit)
+        section = schema.CheckpointSection(**section)
+        made.append(run_saver.RunSaver(checkpointer, section, data=data))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.close()
+
+
+def state(value=0.0):
+    mesh, _ = topology.make_mesh(2)
+    weights = np.arange(16, dtype=np.float32) + value
+    return {"w": jax.device_put(weights, topology.batch_sharding(mesh))}
+
+
+def abstract(tree):
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
+    )
+
+
+def steps_of(tmp_path):
+    return list(summary.steps(tmp_path / "steps"))
+
+
+def test_weights_and_data_come_back_together(make, batches):
+    run = make()
+    next(batches)
+    run.save(2, state(5.0), last=False)
+    expected = next(batches)
+    run.close()
+    again = make()
+    assert again.latest_step == 2
+    restored = again.restore(abstract(state()))
+    np.testing.assert_array_equal(restored["w"], state(5.0)["w"])
+    assert restored["w"].sharding == state()["w"].sharding
+    np.testing.assert_array_equal(next(batches)["example_id"], expected["example_id"])
+
+
+def test_a_checkpoint_is_due_when_a_tier_is_and_at_the_end(make):
+    run = make()
+    due = [step for step in range(1, 10) if run.is_due(step, last=step == 9)]
+    assert due == [2, 4, 6, 8, 9]
+    run.save(9, state(), last=True)
+    assert not run.is_due(9, last=True)
+    run.close()
+    unfinished = make(save_checkpoint_on_completion=False)
+    assert not unfinished.is_due(11, last=True)
+
+
+def test_the_last_step_goes_to_storage_whatever_its_number(make, tmp_path):
+    run = make()
+    run.save(7, state(1.0), last=True)
+    run.close()
+    assert steps_of(tmp_path) == [7]
+
+
+def test_the_newest_are_kept(make, tmp_path):
+    run = make(keep=ocp.training.preservation_policies.LatestN(2))
+    for step in (2, 4, 6, 8):
+        run.save(step, state(), last=step == 8)
+        run._checkpointer.wait()
+    run.close()
+    assert steps_of(tmp_path) == [6, 8]
+
+
+def test_saves_and_restores_are_measured(make, heard, request):
+    run = make(async_checkpointing=False)
+    run.save(2, state(), last=False)
+    run.save(4, state(), last=False)
+    run.close()
+    make().restore(abstract(state()))
+    saves, blocks = heard[metrics.CHECKPOINT_SAVE], heard[metrics.CHECKPOINT_SAVE_BLOCK]
+    assert len(saves) == len(blocks) == 2
+    for saved, blocked in zip(saves, blocks, strict=True):
+        # Nothing is left to the background here.
+        assert 0 < saved <= blocked
+    assert len(heard[metrics.CHECKPOINT_LOAD]) == 1
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state()))
+    assert heard[metrics.CHECKPOINT_BACKUP][0] >= num_bytes
+    nearness = "local" if "ram" in request.node.callspec.id else "persistent"
+    assert heard[metrics.CHECKPOINT_READ[nearness]][0] >= num_bytes
+    assert heard[metrics.CHECKPOINT_BAD_COPIES] == [0]
+
+
+def fill(path):
+    """Storage in which nothing can be written from now on."""
+    os.makedirs(path, exist_ok=True)
+    write = storage.write_atomic
+
+    def write_or_fail(target, content, **options):
+        if str(target).startswith(str(path)):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(target, content, **options)
+
+    return write_or_fail
+
+
+def test_a_last_step_that_is_not_in_storage_is_an_error(make, tmp_path, monkeypatch):
+    run = make()
+    monkeypatch.setattr(storage, "write_atomic", fill(tmp_path / "steps"))
+    run.save(7, state(1.0), last=True)
+    with pytest.raises(errors.CheckpointError, match="step 7, the last of the run"):
+        run.close()
+    monkeypatch.undo()
+    # Started once more, it is at its end, and saves it.
+    again = make()
+    assert again.latest_step in (7, None)
+    assert again.is_due(7, last=True)
+    again.save(7, state(1.0), last=True)
+    again.close()
+    assert steps_of(tmp_path) == [7]
+    assert not make().is_due(7, last=True)
+
+
+class Failing:
+    """A data iterator whose disk is full."""
+
+    async def save(self, directory):
+        async def write():
+            await directory.await_creation()
+            raise OSError("disk full")
+
+        return write()
+
+    async def load(self, directory):
+        raise NotImplementedError
+
+
+def test_a_step_without_data_state_does_not_exist_and_is_reported(make, tmp_path):
+    heard = Heard()
+    run = make(data=Failing(), emit=heard)
+    run.save(2, state(), last=False)
+    run.close()
+    assert steps_of(tmp_path) == []
+    assert make().latest_step is None
+    (event,) = heard.of("degraded")
+    assert event["step"] == 2
+    assert "disk full" in event["why"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (
+            {"w": jax.ShapeDtypeStruct((8,), np.float32)},
+            r"w: saved \[16\], now \[8\]",
+        ),
+        (
+            {"v": jax.ShapeDtypeStruct((16,), np.float32)},
+            r"v: saved nothing, now \[16\]; state/w: saved \[16\], now nothing",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_leaf(make, wanted, message):
+    run = make()
+    run.save(2, state(), last=False)
+    run.close()
+    with pytest.raises(errors.CheckpointError, match=message):
+        make().restore(wanted)
+
+
+@pytest.fixture
+def by_orbax(tmp_path, batches):
+    """Steps as plain Orbax writes them: those of runs before version 0.1."""
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        next(batches)
+        stock.save_checkpointables(2, {"state": state(5.0), "data": batches})
+    return tmp_path / "steps" / "2"
+
+
+def test_a_step_of_plain_orbax_comes_back_with_its_data(by_orbax, make, batches):
+    expected = next(batches)
+    heard = Heard()
+    run = make(emit=heard)
+    restored = run.restore(abstract(state()))
+    np.testing.assert_array_equal(restored["w"], state(5.0)["w"])
+    np.testing.assert_array_equal(next(batches)["example_id"], expected["example_id"])
+    (event,) = heard.of("restored_from")
+    assert (event["step"], event["persistent_bytes"]) == (2, 64)
+    run.save(4, state(1.0), last=True)
+    run.close()
+    assert steps_of(by_orbax.parents[1]) == [2, 4]
+
+
+def spoil_cut(path):
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def spoil_text(path):
+    path.write_text("nonsense")
+
+
+def spoil_pipeline(path):
+    content = json.loads(path.read_text())
+    content["pipeline"]["data_shuffle_seed"] = 3
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.unlink(), r"data_state\.json is missing; restore the file"),
+        (spoil_cut, r"data_state\.json is cut short"),
+        (spoil_text, r"data_state\.json is not JSON"),
+        (spoil_pipeline, r"data_state\.json was altered"),
+    ],
+)
+def test_an_error_of_a_component_is_not_wrapped_in_one_of_orbax(
+    by_orbax, make, spoil, message
+):
+    spoil(by_orbax / "data" / "data_state.json")
+    before = files(by_orbax)
+    with pytest.raises(errors.DataError, match=message):
+        make().restore(abstract(state()))
+    assert files(by_orbax) == before
+
+
+def test_a_step_of_plain_orbax_that_lost_a_part_is_named(by_orbax, make):
+    for path in (by_orbax / "data").iterdir():
+        path.unlink()
+    (by_orbax / "data").rmdir()
+    message = r"2 lacks \['data'\] of its parts"
+    with pytest.raises(errors.CheckpointError, match=message):
+        make().restore(abstract(state()))
+
+
+@pytest.mark.usefixtures("by_orbax")
+def test_a_step_of_plain_orbax_and_another_model_is_refused_by_leaf(make):
+    wanted = {"w": jax.ShapeDtypeStruct((8,), np.float32)}
+    with pytest.raises(errors.CheckpointError, match=r"w: saved \[16\], now \[8\]"):
+        make().restore(wanted)
+
+
+def test_a_part_of_plain_orbax_that_cannot_be_read_is_one_line(by_orbax, make):
+    for path in (by_orbax / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    message = r"its part 'state' cannot be read \(.+\); restore it from a copy"
+    with pytest.raises(errors.CheckpointError, match=message) as caught:
+        make().restore(abstract(state()))
+    assert "\n" not in str(caught.value)
+
+
+def files(directory):
+    return {p: p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}

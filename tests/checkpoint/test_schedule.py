@@ -1,0 +1,85 @@
+"""At which steps tiers are due."""
+
+import dataclasses
+import itertools
+
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import schedule
+from elastic_ckpt.tiers.choices import Chosen, Local, Persistent
+
+
+@dataclasses.dataclass
+class Step:
+    step: int
+
+
+@pytest.fixture
+def make(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: clock[0])
+    asked = []
+
+    def make(*tiers, **options):
+        def agree(value):
+            asked.append(value)
+            return value
+
+        chosen = Chosen.of([*tiers, Persistent("/steps", **options)])
+        return schedule.Schedule(chosen, agree=agree)
+
+    make.clock, make.asked = clock, asked
+    return make
+
+
+def due(made, steps, secs_a_step=1.0, clock=None):
+    """Those at which the tiers are due, each of which is saved."""
+    found = []
+    for step in steps:
+        if clock is not None:
+            clock[0] += secs_a_step
+        if made.is_due(Step(step), is_saving=False):
+            assert made.is_due(Step(step), is_saving=False)
+            back_up = made.is_backup_due(Step(step), is_saving=False)
+            made.note_save(Step(step), back_up=back_up)
+            found.append(step)
+    return found
+
+
+def test_steps_are_counted(make):
+    assert due(make(every=3), range(1, 10)) == [3, 6, 9]
+    assert due(make(Local("/ram", every=2), every=3), range(1, 7)) == [2, 3, 4, 6]
+
+
+@pytest.mark.parametrize("secs", [0.5, 1.0, 20.0, 300.0])
+def test_minutes_are_counted_without_a_local_tier(make, secs):
+    steps = range(1, 5000)
+    found = due(make(every_minutes=10), steps, secs, make.clock)
+    period = max(1, round(600 / secs))
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert gaps
+    # Hosts compare their clocks now and then.
+    assert all(period <= gap <= period + 17 for gap in gaps)
+    if secs < 20:
+        assert len(make.asked) < len(steps) / 4
+
+
+def test_beside_a_local_tier_minutes_are_counted_by_the_stages(make):
+    made = make(Local("/ram", every=2), every_minutes=1)
+    assert due(made, range(1, 7), 100.0, make.clock) == [2, 4, 6]
+    assert make.asked == []
+
+
+def test_a_policy_of_orbax_decides(make):
+    policies = ocp.training.save_decision_policies
+    any_of = policies.AnySavePolicy(
+        [policies.InitialSavePolicy(), policies.SpecificStepsPolicy({5})]
+    )
+    assert due(make(save_decision_policy=any_of), range(1, 8)) == [1, 5]
+    continued = make(save_decision_policy=any_of)
+    continued.go_on_from([Step(4)])
+    assert due(continued, range(5, 8)) == [5]
+    busy = make(save_decision_policy=policies.ContinuousCheckpointingPolicy())
+    assert not busy.is_due(Step(1), is_saving=True)
+    assert busy.is_due(Step(2), is_saving=False)

@@ -1,0 +1,203 @@
+"""A checkpointer with persistent storage alone: the same class, checked as strictly."""
+
+import errno
+import os
+import random
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.core import storage as files
+from elastic_ckpt.inspect import places, verification
+from elastic_ckpt.tiers.choices import Local, Persistent
+from tests.checkpoint.test_checkpointer import Counter, Heard, abstract, bits, state
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def make(emit=events.nobody, tiers=(), run=None, **options):
+        stored = Persistent(tmp_path / "steps", **(options or {"every": 2}))
+        made.append(factory.Checkpointer([*tiers, stored], run=run, emit=emit))
+        return made[-1]
+
+    yield make
+    for checkpointer in made:
+        checkpointer.close()
+
+
+def save(checkpointer, step, **options):
+    parts = {"state": state(step), "data": Counter(10 * step)}
+    return checkpointer.save_checkpointables(step, parts, **options)
+
+
+def check(checkpointer, step, asked=None):
+    counter = Counter()
+    found = checkpointer.load_checkpointables(
+        asked, {"state": abstract(state(0)), "data": counter}
+    )
+    assert bits(found["state"]) == bits(state(step))
+    assert counter.count == 10 * step
+
+
+def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path):
+    heard = Heard()
+    checkpointer = make(emit=heard)
+    assert [save(checkpointer, step) for step in range(1, 5)] == [False, True] * 2
+    assert checkpointer.latest.path == tmp_path / "steps" / "4"
+    assert (tmp_path / "steps" / "4").is_dir()
+    assert checkpointer.is_durable(4)
+    response = checkpointer.save_async(5, state(5), force=True)
+    assert response.result()
+    assert (tmp_path / "steps" / "5").is_dir()
+    assert response.durable()
+    check(checkpointer, 4, 4)
+    assert [each["step"] for each in heard.of("saved")] == [2, 4, 5]
+    assert [each["step"] for each in heard.of("backed_up")] == [2, 4, 5]
+    assert heard.of("degraded") == []
+    checkpointer.close()
+    with ocp.training.Checkpointer(tmp_path / "steps") as stock:
+        assert [each.step for each in stock.checkpoints] == [2, 4, 5]
+        found = stock.load_checkpointables(4, {"state": abstract(state(0))})["state"]
+        assert bits(found) == bits(state(4))
+
+
+def test_each_step_verifies_without_a_clause(make, tmp_path):
+    checkpointer = make()
+    save(checkpointer, 2)
+    checkpointer.close()
+    assert verified(tmp_path / "steps").passed(strict=True)
+
+
+def verified(steps):
+    place = places.at_steps(steps, run=places.find_run(steps))
+    ignored = lambda *_: None  # noqa: E731
+    return verification.verify(places.Places([place]), [2], progress=ignored)
+
+
+def test_saved_values_are_those_of_the_call(make):
+    checkpointer = make()
+    tree = {"w": jnp.arange(2**19, dtype=np.float32)}
+    step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    tree = step(tree)
+    expected = bits(tree)
+    response = checkpointer.save_async(2, tree)
+    for _ in range(3):
+        tree = step(tree)
+    assert response.result()
+    assert bits(checkpointer.load(2, tree)) == expected
+
+
+def test_nothing_is_left_on_this_machine(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    os.makedirs(tmp_path / "temporary")
+    checkpointer = make()
+    save(checkpointer, 2)
+    check(checkpointer, 2)
+    checkpointer.close()
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_an_interrupted_save_is_reported_and_removed(make, tmp_path):
+    checkpointer = make()
+    save(checkpointer, 2)
+    checkpointer.close()
+    half = tmp_path / "steps" / "4.orbax-checkpoint-tmp-000000000000001"
+    (half / "state").mkdir(parents=True)
+    heard = Heard()
+    again = make(emit=heard)
+    again.wait()
+    assert not half.exists()
+    (event,) = heard.of("step_interrupted")
+    assert event["path"] == str(half)
+    assert (event["step"], event["resume_step"]) == (4, 2)
+
+
+def test_a_failed_save_is_reported_and_the_next_is_made(make, tmp_path, monkeypatch):
+    heard = Heard()
+    checkpointer = make(emit=heard)
+    save(checkpointer, 2)
+    write = files.write_atomic
+
+    def fail(target, content, **options):
+        if os.fspath(target).startswith(str(tmp_path / "steps")):
+            raise OSError(errno.EROFS, "read-only")
+        write(target, content, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_atomic", fail)
+        response = checkpointer.save_async(4, state(4))
+        assert not response.result()
+        assert not response.durable()
+    assert checkpointer.latest.step == 2
+    checkpointer.wait()
+    (event,) = heard.of("degraded")
+    assert (event["tier"], event["step"]) == ("persistent", 4)
+    assert save(checkpointer, 6)
+    checkpointer.close()
+    check(make(), 6)
+
+
+def test_an_older_step_is_gone_on_from(make):
+    checkpointer = make(every=1)
+    for step in (1, 2, 3):
+        save(checkpointer, step)
+    check(checkpointer, 1, 1)
+    assert checkpointer.save(2, state(20))
+    checkpointer.close()
+    again = make(every=1)
+    assert [each.step for each in again.checkpoints] == [1, 2]
+    assert bits(again.load(2, abstract(state(0)))) == bits(state(20))
+    assert again.save(2, state(21), overwrite=True)
+    assert bits(again.load(2, abstract(state(0)))) == bits(state(21))
+
+
+def test_a_run_can_drop_its_local_tier(make, tmp_path):
+    with_ram = make(tiers=[Local(tmp_path / "ram")], run="the run")
+    save(with_ram, 2)
+    with_ram.close()
+    alone = make()
+    check(alone, 2)
+    alone.close()
+    check(make(tiers=[Local(tmp_path / "ram")], run="the run"), 2)
+
+
+def test_a_flipped_bit_is_never_loaded_in_silence(make, tmp_path):
+    flip_bits(make, tmp_path, 30)
+
+
+@pytest.mark.slow
+def test_none_of_300_flipped_bits_is_loaded_in_silence(make, tmp_path):
+    flip_bits(make, tmp_path, 300)
+
+
+def flip_bits(make, tmp_path, count):
+    """Flips bits of what was saved, one at a time, and restores with each."""
+    saved = make(run="run")
+    save(saved, 2)
+    saved.close()
+    step = tmp_path / "steps" / "2"
+    everything = [path for path in sorted(step.rglob("*")) if path.is_file()]
+    chance = random.Random(0)
+    sizes = [path.stat().st_size for path in everything]
+    refused = 0
+    for path in chance.choices(everything, sizes, k=count):
+        before = path.read_bytes()
+        at, bit = chance.randrange(len(before)), chance.randrange(8)
+        flipped = bytes([before[at] ^ 1 << bit])
+        path.write_bytes(before[:at] + flipped + before[at + 1 :])
+        try:
+            # What is loaded is what was saved, or nothing is.
+            check(make(run="run"), 2)
+        except errors.ElasticCkptError:
+            refused += 1
+        path.write_bytes(before)
+    assert refused > count / 10
+    check(make(run="run"), 2)
