@@ -1,1 +1,1 @@
-"""MaxText-style configuration: YAML files, `base_config:` and `key=value`, strict."""
+"""MaxText-style configuration, strictly checked: YAML files, `key=value` overrides."""

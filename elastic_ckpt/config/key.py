@@ -1,4 +1,4 @@
-"""A key of the configuration: its type, default, meaning and allowed values."""
+"""A configuration key: its default, description and allowed values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def key(
     off: int | None = None,
     listed: bool = False,
 ) -> Any:
-    """A field of a section: a key with its default.
+    """A dataclass field of a section that defines one key.
 
     Args:
-      default: its value where it is not set.
-      doc: its meaning, for `configs/base.yml` and the command line.
+      default: the value if the key is not set.
+      doc: the description, for `configs/base.yml` and the command line.
       choices: the allowed values; empty allows all.
       at_least: the smallest allowed number.
-      off: another number, MaxText's, that stands for the default.
-      listed: whether a list of one text, as MaxText writes it, is read too.
+      off: another number, as in MaxText, that means the default.
+      listed: whether a list with one text, as in MaxText, is accepted, too.
     """
     metadata = {
         "doc": doc,

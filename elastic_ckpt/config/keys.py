@@ -1,4 +1,4 @@
-"""The keys of all sections together, and their values; `configs/base.yml` as text."""
+"""The keys of all sections, their values, and the text of `configs/base.yml`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_ckpt.config.key import Value
 
 
 def sections() -> dict[str, Any]:
-    """Each section's name and its defaults."""
+    """The default values of each section, by the section's name."""
     defaults = schema.Config()
     return {
         field.name: getattr(defaults, field.name)
@@ -21,13 +21,13 @@ def sections() -> dict[str, Any]:
 
 
 def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
-    """Each key's section name and field, in the order of definition."""
-    found: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
+    """The section name and field of each key, in the order of definition."""
+    fields: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
     for name, section in sections().items():
         for field in dataclasses.fields(section):
-            assert field.name not in found, f"{field.name} stands in two sections"
-            found[field.name] = (name, field)
-    return found
+            assert field.name not in fields, f"{field.name} is in two sections"
+            fields[field.name] = (name, field)
+    return fields
 
 
 def values(config: schema.Config) -> dict[str, Value]:
@@ -39,12 +39,12 @@ def values(config: schema.Config) -> dict[str, Value]:
 
 
 def listing() -> str:
-    """A line for each key: its default and the first sentence of its meaning."""
-    lines, described = [], ""
+    """A line for each key: its default and the first sentence of its description."""
+    lines, titled = [], ""
     for name, (section, field) in keys().items():
-        if section != described:
+        if section != titled:
             lines += ["", f"{_title(section)}"]
-            described = section
+            titled = section
         default = f"{name}={render(getattr(sections()[section], name))}"
         meaning = field.metadata["doc"].partition(". ")[0].rstrip(".")
         lines += textwrap.wrap(
@@ -60,28 +60,28 @@ def listing() -> str:
 
 def resolved_yaml(config: schema.Config, origins: Mapping[str, str]) -> str:
     """`config` as a YAML file, with the origin of each key that was set."""
-    lines, described = [], ""
+    lines, titled = [], ""
     for name, value in values(config).items():
         section, _ = keys()[name]
-        if section != described:
+        if section != titled:
             lines += ["", f"######## {_title(section)}"]
-            described = section
+            titled = section
         origin = f"  # {origins[name]}" if name in origins else ""
         lines.append(f"{name}: {render(value)}{origin}")
     return "\n".join(lines[1:]) + "\n"
 
 
 def base_yaml() -> str:
-    """The text of `configs/base.yml`: every key with its meaning and its default."""
+    """The text of `configs/base.yml`: every key with its description and default."""
     lines = [
-        "# Every key with its default, written from elastic_ckpt/config; a test",
-        "# compares them. Begin your own file with `base_config: base.yml`.",
+        "# Every key with its default, generated from elastic_ckpt/config; a test",
+        "# compares them. Start your own file with `base_config: base.yml`.",
     ]
-    described = ""
+    titled = ""
     for name, (section, field) in keys().items():
-        if section != described:
+        if section != titled:
             lines += ["", f"######## {_title(section)}"]
-            described = section
+            titled = section
         doc = field.metadata["doc"]
         if field.metadata["choices"]:
             allowed = ", ".join(render(choice) for choice in field.metadata["choices"])
@@ -99,7 +99,7 @@ def _title(section: str) -> str:
 
 
 def render(value: Value) -> str:
-    """`value` as YAML writes it."""
+    """`value` in YAML."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else repr(value)

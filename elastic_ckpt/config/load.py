@@ -1,7 +1,7 @@
-"""Reads a configuration: a YAML file, the files that it builds on, and overrides.
+"""Reads a configuration: a YAML file, its base files, and overrides.
 
-Strict on purpose: an unknown key, a key set twice or a value of another type is refused
-with its file and line, and with the nearest key that exists.
+It is strict: an unknown key, a key set twice or a value of a wrong type is an error,
+which names the file and line and, for an unknown key, the nearest existing key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_ckpt.config import keys, schema
 from elastic_ckpt.config.key import Value
 from elastic_ckpt.core import errors
 
-# The base of every key's default, of which no file is needed.
+# The base with every key's default, which need not exist as a file.
 DEFAULTS = "base.yml"
 
 _INHERIT = "base_config"
@@ -35,22 +35,23 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
     """The configuration in `path`, with `overrides` on top.
 
     Args:
-      path: a YAML file of `key: value` lines; `base_config:` names a file, relative to
-        this one, whose settings hold where this one is silent. `base_config: base.yml`
-        stands for the defaults if there is no such file.
-      overrides: `key=value` texts, as on a command line; later ones win.
+      path: a YAML file of `key: value` lines; `base_config:` names another file,
+        relative to this one, for the settings that this one lacks. `base_config:
+        base.yml` means the defaults if there is no such file.
+      overrides: `key=value` texts, as on a command line; later ones take precedence.
 
     Raises:
-      ConfigError: naming the file and line (or the override) and what to do.
+      ConfigError: names the file and line (or the override) and the remedy.
     """
     return _build(_settings(path, overrides))
 
 
 def origins(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Of each key that is set, the file and line, or the override, that sets it.
+    """The origin of each key that is set: file and line, or the override.
 
     Raises:
-      ConfigError: as `load`, but for keys and values that `load` alone checks.
+      ConfigError: as in `load`, except for unknown keys and invalid values, which only
+        `load` checks.
     """
     settings = _settings(path, overrides)
     return {key: setting.place for key, setting in settings.items()}
@@ -74,10 +75,14 @@ def _settings(
 
 
 def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
-    """The configuration of which `keys.values` made `values`.
+    """The configuration with `values`, which `keys.values` made.
+
+    Args:
+      values: the value of each key.
+      place: the origin of every key, for messages.
 
     Raises:
-      ConfigError: as `load` does, with `place` as the origin of every key.
+      ConfigError: if a key is unknown or a value is invalid.
     """
     return _build({k: _Setting(value=v, place=place) for k, v in values.items()})
 
@@ -87,7 +92,9 @@ def _read_file(
 ) -> dict[str, _Setting]:
     path = path.resolve()
     if path in below:
-        raise errors.ConfigError(f"{path}: base_config leads back to this file; cut it")
+        raise errors.ConfigError(
+            f"{path}: base_config leads back to this file; remove it"
+        )
     try:
         document = yaml.compose(path.read_text())
     except FileNotFoundError:
@@ -109,7 +116,9 @@ def _read_file(
         place = f"{path}, line {key_node.start_mark.line + 1}"
         if key in settings:
             first = settings[key].place.rpartition(" ")[2]
-            raise errors.ConfigError(f"{place}: {key} is set already in line {first}")
+            raise errors.ConfigError(
+                f"{place}: {key} is already set in line {first}; remove one of them"
+            )
         try:
             value = constructor.construct_object(value_node, deep=True)
         except yaml.YAMLError as error:
@@ -122,7 +131,7 @@ def _read_file(
         return settings
     below_this = path.parent / str(base.value)
     if base.value == DEFAULTS and not below_this.exists():
-        # An installed package has no configs/base.yml, which lists the defaults.
+        # An installed package has no configs/base.yml; it only lists the defaults.
         return settings
     return _read_file(below_this, below=(*below, path)) | settings
 
@@ -147,26 +156,26 @@ def _build(settings: dict[str, _Setting]) -> schema.Config:
 
 
 def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Value:
-    wanted = _TYPES[str(field.type)]
+    expected = _TYPES[str(field.type)]
     value = setting.value
     if (
-        wanted is float
+        expected is float
         and isinstance(value, (int, str))
         and not isinstance(value, bool)
     ):
         # YAML 1.1 reads `1e-3` as a string.
         with contextlib.suppress(ValueError):
             value = float(value)
-    if wanted is str and value is None:
+    if expected is str and value is None:
         value = ""
     if field.metadata["listed"] and isinstance(value, list) and len(value) == 1:
         (value,) = value
     off = field.metadata["off"]
     if off is not None and type(value) is int and value == off:
         value = field.default
-    if type(value) is not wanted:
+    if type(value) is not expected:
         raise errors.ConfigError(
-            f"{setting.place}: {key} takes {_ARTICLES[wanted]}, not {setting.value!r}"
+            f"{setting.place}: {key} takes {_ARTICLES[expected]}, not {setting.value!r}"
         )
     choices = field.metadata["choices"]
     if choices and value not in choices:

@@ -1,1 +1,1 @@
-"""What every other room stands on: errors, files, digests, topology, events."""
+"""Foundations of every other package: errors, files, digests, topology, events."""

@@ -9,12 +9,12 @@ import socket
 from jax._src import distributed
 
 LOOPBACK = "127.0.0.1"
-# Of a network that is reserved for documentation: packets to it take the default route.
+# An address reserved for documentation: packets to it take the default route.
 _ELSEWHERE = "192.0.2.1"
 
 
 def of_this_host() -> str:
-    """The address by which this host reaches JAX's coordinator; loopback without one.
+    """The local address of the route to JAX's coordinator; loopback without one.
 
     In a pod it is `POD_IP`.
     """
@@ -23,7 +23,7 @@ def of_this_host() -> str:
         return os.environ.get("POD_IP", LOOPBACK)
     name = coordinator.rpartition(":")[0].strip("[]")
     own = toward(name)
-    # A machine may know its own name by an address that others cannot reach.
+    # A machine may resolve its own name to an address that others cannot reach.
     if ipaddress.ip_address(own).is_loopback and not _is_loopback(name):
         return of_the_head()
     return own
@@ -38,7 +38,7 @@ def of_the_head() -> str:
 
 
 def toward(other: str) -> str:
-    """The address of this machine from which it reaches `other`; nothing is sent."""
+    """The local address of the route to `other`; sends nothing."""
     family, kind, *_, address = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)

@@ -1,9 +1,9 @@
-"""Which elements of an array no box covers, exactly, also where boxes overlap.
+"""Finds the elements of an array that no box covers; boxes may overlap.
 
-The distinct bounds of the boxes cut the array into cells, of which each is covered
-whole or not at all; how many boxes cover a cell is a prefix sum over the corners of the
-boxes (coordinate compression, a difference array). A regular grid of n boxes has n.
-Boxes that fit no grid have up to n**r of them: then the array is halved, and each half
+The distinct bounds of the boxes cut the array into cells. Each cell is covered whole or
+not at all; a prefix sum over the corners of the boxes counts the boxes that cover each
+cell (coordinate compression, a difference array). A regular grid of n boxes has n
+cells. Irregular boxes have up to n**r cells: then the array is halved, and each half
 has fewer bounds.
 """
 
@@ -21,31 +21,31 @@ _MAX_CELLS = 2**21
 
 
 def gaps(shape: Sequence[int], held: boxes.Boxes) -> boxes.Boxes:
-    """The elements of an array of `shape` that are in none of `held`.
+    """The elements of an array of `shape` that no box of `held` covers.
 
     Returns:
-      Disjoint boxes, each with an element, in a fixed order; none if all is covered.
+      Disjoint boxes that are not empty, in a fixed order; none if all is covered.
     """
     rank = len(shape)
     array = boxes.whole(shape)
     if not array.volume:
-        return boxes.Boxes.of([], rank=rank)
-    found = _gaps(array, _inside(array, held))
-    start = np.concatenate([part.start for part in found])
-    stop = np.concatenate([part.stop for part in found])
+        return boxes.Boxes.from_boxes([], rank=rank)
+    parts = _gaps(array, _inside(array, held))
+    start = np.concatenate([part.start for part in parts])
+    stop = np.concatenate([part.stop for part in parts])
     return boxes.Boxes(start=start, stop=stop)
 
 
 def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarray:
-    """Which arrays are cut into a regular grid of boxes, of which none is lacking.
+    """Which arrays are covered by a complete regular grid of boxes.
 
-    They have neither gaps nor overlaps; that it can be told of many at once is what
-    makes it worth while to ask. Of others it is not known.
+    Such arrays have neither gaps nor overlaps. This test is fast because it handles
+    many arrays at once; other arrays may or may not be covered.
 
     Args:
-      shapes: of the arrays, int64 `[a, r]`.
-      array: of each box the number of its array, int `[n]`.
-      held: boxes, each of them once.
+      shapes: the shape of each array, int64 `[a, r]`.
+      array: the number of each box's array, int `[n]`.
+      held: distinct boxes.
 
     Returns:
       bool `[a]`.
@@ -63,7 +63,7 @@ def tiled(shapes: np.ndarray, array: np.ndarray, held: boxes.Boxes) -> np.ndarra
 
 
 def _gaps(region: boxes.Box, held: boxes.Boxes) -> list[boxes.Boxes]:
-    # Of each dim, the bounds of the cells in ascending order.
+    # The bounds of the cells in each dim, ascending.
     cuts = [
         np.unique(np.concatenate([held.start[:, dim], held.stop[:, dim], ends]))
         for dim, ends in enumerate(zip(region.start, region.stop, strict=True))
@@ -85,12 +85,12 @@ def _gaps(region: boxes.Box, held: boxes.Boxes) -> list[boxes.Boxes]:
 def _inside(region: boxes.Box, held: boxes.Boxes) -> boxes.Boxes:
     start = np.maximum(held.start, np.array(region.start, np.int64))
     stop = np.minimum(held.stop, np.array(region.stop, np.int64))
-    meets = (start < stop).all(axis=1)
-    return boxes.Boxes(start=start[meets], stop=stop[meets])
+    overlap = (start < stop).all(axis=1)
+    return boxes.Boxes(start=start[overlap], stop=stop[overlap])
 
 
 def _covering(cuts: list[np.ndarray], held: boxes.Boxes) -> np.ndarray:
-    # How many boxes cover each cell: +1 and -1 at the corners of each box, summed up.
+    # The number of boxes over each cell: +1 and -1 at the corners of each box, summed.
     rank = len(cuts)
     sizes = tuple(len(bounds) for bounds in cuts)
     sides = [
@@ -107,12 +107,12 @@ def _covering(cuts: list[np.ndarray], held: boxes.Boxes) -> np.ndarray:
     grid = counts.reshape(sizes)
     for dim in range(rank):
         np.cumsum(grid, axis=dim, out=grid)
-    # The last bound of a dim begins no cell.
+    # No cell starts at the last bound of a dim.
     return grid[tuple(slice(size - 1) for size in sizes)]
 
 
 def _bare(cuts: list[np.ndarray], bare: np.ndarray) -> boxes.Boxes:
-    # Cells that follow each other in the last dim become one box.
+    # Adjacent cells along the last dim become one box.
     if not cuts:
         rows = int(bare.sum())
         return boxes.Boxes(

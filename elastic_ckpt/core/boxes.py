@@ -1,12 +1,12 @@
-"""Index boxes: parts of an array in global coordinates, and the algebra of them.
+"""Index boxes: parts of an array in global coordinates, and operations on them.
 
 A box is the elements `start <= index < stop` of one array. Arrays without dims have one
-box, `[]`, of volume 1; a box with an empty dim has no elements, so it meets nothing and
-is inside of everything.
+box, `[]`, of volume 1. A box with an empty dim has no elements: it overlaps no box, and
+every box contains it.
 
-`Box` is one box, `Boxes` are many as columns of numbers. What works on many compresses
-coordinates or halves the space, so that 1e5 boxes of a grid take a fraction of a second
-(see `elastic_ckpt.core.box_cover` for gaps, and `box_join` for overlaps).
+`Box` is one box; `Boxes` holds many as columns of numbers. Functions on many boxes
+compress coordinates or halve the space, so that 1e5 boxes of a grid take a fraction of
+a second (see `elastic_ckpt.core.box_cover` for gaps, and `box_join` for overlaps).
 
 Glossary: n boxes, r dims.
 """
@@ -64,8 +64,8 @@ class Boxes:
     stop: np.ndarray
 
     @classmethod
-    def of(cls, boxes: Iterable[Box], *, rank: int) -> Boxes:
-        """`boxes` as columns; `rank` is r, which no boxes could not tell."""
+    def from_boxes(cls, boxes: Iterable[Box], *, rank: int) -> Boxes:
+        """`boxes` as columns; `rank` is r, because `boxes` may be empty."""
         listed = list(boxes)
         shape = (len(listed), rank)
         start = np.array([box.start for box in listed], np.int64).reshape(shape)
@@ -80,7 +80,7 @@ class Boxes:
         return Box(start=tuple(start), stop=tuple(stop))
 
     def take(self, chosen: np.ndarray) -> Boxes:
-        """Those that `chosen` picks: numbers, or a bool for each."""
+        """The boxes that `chosen` selects: their indices, or a bool for each."""
         return Boxes(start=self.start[chosen], stop=self.stop[chosen])
 
     @property
@@ -90,7 +90,7 @@ class Boxes:
 
     @property
     def volumes(self) -> np.ndarray:
-        """The elements of each box, int64 `[n]`."""
+        """The number of elements of each box, int64 `[n]`."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
 
 
@@ -100,7 +100,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What is in both boxes; None if they share no element."""
+    """The intersection of two boxes; None if they share no element."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
     if any(first >= last for first, last in zip(start, stop, strict=True)):
@@ -114,13 +114,13 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where `inner`, which `outer` contains, lies in an array that holds `outer`."""
+    """The slices of `inner`, which `outer` contains, in an array that holds `outer`."""
     bounds = zip(inner.start, inner.stop, outer.start, strict=True)
     return tuple(slice(start - at, stop - at) for start, stop, at in bounds)
 
 
 def subtract(box: Box, others: Iterable[Box]) -> list[Box]:
-    """What of `box` is in none of `others`, as disjoint boxes."""
+    """The part of `box` that is in none of `others`, as disjoint boxes."""
     left = [box] if box.volume else []
     for other in others:
         left = [part for whole_part in left for part in _without(whole_part, other)]
@@ -131,7 +131,7 @@ def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
     """The box of a JAX index: slices of step 1, whose ends may be None.
 
     Raises:
-      ValueError: if a slice has a step, or there are not as many as dims.
+      ValueError: if a slice has another step, or their number is not that of the dims.
     """
     ranges = [part.indices(dim) for part, dim in zip(index, shape, strict=True)]
     if any(step != 1 for _, _, step in ranges):
@@ -147,29 +147,29 @@ def of_sharding(shape: Sequence[int], sharding: Sharding) -> dict[jax.Device, Bo
 
 
 def unique(boxes: Boxes) -> tuple[np.ndarray, np.ndarray]:
-    """Which boxes remain without their replicas, and which of these each box is.
+    """The distinct boxes, and the index of each box among them.
 
     Returns:
-      The numbers of the first of each, int64 `[m]`, and of each box its place in them,
-      int64 `[n]`.
+      The index of the first box of each kind, int64 `[m]`, and for each box its index
+      among these, int64 `[n]`.
     """
     columns = [*boxes.start.T, *boxes.stop.T]
     if not columns:
         return np.arange(min(1, len(boxes))), np.zeros(len(boxes), np.int64)
-    # One number a box sorts five times as fast as its bounds do.
+    # Sorting one number for each box is five times as fast as sorting its bounds.
     hashed = digest.mixed(*columns)
     order = np.argsort(hashed, kind="stable")
     fresh = _differ(columns, order)
     if (fresh[1:] != _differ([hashed], order)[1:]).any():
         order = np.lexsort(columns)
         fresh = _differ(columns, order)
-    places = np.empty(len(boxes), np.int64)
-    places[order] = np.cumsum(fresh) - 1
-    return order[fresh], places
+    numbers = np.empty(len(boxes), np.int64)
+    numbers[order] = np.cumsum(fresh) - 1
+    return order[fresh], numbers
 
 
 def _differ(columns: list[np.ndarray], order: np.ndarray) -> np.ndarray:
-    # Whether each row is unlike the one before it.
+    # Whether each row differs from the previous one.
     fresh = np.zeros(len(order), bool)
     fresh[:1] = True
     for column in columns:
@@ -184,7 +184,7 @@ def _without(box: Box, other: Box) -> list[Box]:
         return [box]
     parts = []
     start, stop = list(box.start), list(box.stop)
-    # Dim by dim, what lies before and after the shared part is cut off.
+    # Cuts off, dim by dim, the parts before and after the shared part.
     for dim in range(len(start)):
         before, after = shared.start[dim], shared.stop[dim]
         if start[dim] < before:

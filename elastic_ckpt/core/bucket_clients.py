@@ -1,4 +1,4 @@
-"""The clients of object stores: installed by extras, set up before use, and failing."""
+"""The clients of object stores: their extras, their settings and their errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 from elastic_ckpt.core import errors
 
-# The package that reads and writes under a protocol, and the extra that installs it.
+# The client package of each protocol, and the extra that installs it.
 _CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 
-# What clients raise besides OSErrors, by module.
+# The exceptions that clients raise besides OSErrors, by module.
 _FAILURES = {
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
     "gcsfs.retry": ("HttpError",),
@@ -20,22 +20,22 @@ _FAILURES = {
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What is raised where storage is out of reach, or refuses what it is asked for.
+    """The exceptions of storage that is unreachable or rejects a request.
 
-    OSErrors, and what the clients that this process uses raise besides; made anew for
-    each `except` clause, since clients are imported when they are needed.
+    These are OSError and the exceptions of the clients that this process has imported.
+    Call it in each `except` clause, because clients are imported when they are needed.
     """
-    of_clients = [
+    client_errors = [
         getattr(sys.modules[module], name)
         for module, names in _FAILURES.items()
         if module in sys.modules
         for name in names
     ]
-    return (OSError, *of_clients)
+    return (OSError, *client_errors)
 
 
 def prepare(url: str) -> None:
-    """Sets up the client for `url`; does nothing for protocols that are not known here.
+    """Sets up the client for `url`; does nothing for other protocols than gs and s3.
 
     Raises:
       ConfigError: if it is not installed.
@@ -53,9 +53,9 @@ def _prepare_protocol(protocol: str) -> None:
             f"{protocol}:// needs the extra `{extra}`: pip install"
             f" 'elastic-ckpt[{extra}]'"
         )
-    # Not before it is needed: it takes a while.
+    # Imported only when needed: the import is slow.
     import fsspec.config
 
-    # Clients keep listings, which hides what other processes have written since.
+    # Clients cache listings, which would hide files that other processes write.
     settings = fsspec.config.conf.setdefault(protocol, {})
     settings.setdefault("use_listings_cache", False)

@@ -1,7 +1,7 @@
-"""JSON objects in files that know their version and notice any change.
+"""JSON objects in files with a version and a digest.
 
 A file holds `version`, the fields of its format, and `digest`, the BLAKE2b-128 of the
-canonical JSON of all of the others.
+canonical JSON of all other fields.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from etils import epath
 
 from elastic_ckpt.core import digest, errors, storage
 
-# How `to_bytes` ends a file, and no field.
+# The end of each file that `to_bytes` makes; no field ends with it.
 _END = b"\n}\n"
 
 
 class Unreadable(ValueError):
-    """What is wrong with the content of a file, as the end of `<file> ...`."""
+    """The content of a file is invalid; the message continues `<file> ...`."""
 
 
 class OtherVersion(Unreadable):
@@ -26,12 +26,12 @@ class OtherVersion(Unreadable):
 
 
 def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
-    """The content of a file with `fields`."""
+    """The content of a file that holds `fields`."""
     return _laid_out(sealed(fields, version=version))
 
 
 def sealed(fields: dict[str, storage.Json], *, version: int) -> dict[str, storage.Json]:
-    """The object that stands in a file with `fields`."""
+    """The JSON object of a file that holds `fields`: with version and digest."""
     content: dict[str, storage.Json] = {"version": version, **fields}
     content["digest"] = digest.json_digest(content)
     return content
@@ -40,13 +40,13 @@ def sealed(fields: dict[str, storage.Json], *, version: int) -> dict[str, storag
 def parse(
     text: bytes, *, what: str, version: int, exact: bool = False
 ) -> dict[str, Any]:
-    """The fields that `to_bytes` made into `text`, checked, `version` among them.
+    """Checks the content of a file and returns its fields, including `version`.
 
     Args:
-      text: the content of a file.
-      what: what the file is, in messages.
+      text: the content of a file that `to_bytes` made.
+      what: the kind of file, for messages.
       version: the only version that the caller reads.
-      exact: whether also the layout has to be that of `to_bytes`, byte by byte.
+      exact: whether the layout, too, must be that of `to_bytes`, byte by byte.
 
     Raises:
       Unreadable: if it is cut short, not JSON, altered, or of another version.
@@ -67,11 +67,11 @@ def parse(
 
 
 def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
-    """The fields of an object that `sealed` made, `version` among them.
+    """Checks an object that `sealed` made and returns its fields with `version`.
 
     Args:
       content: the object.
-      what: what it is, in messages.
+      what: the kind of object, for messages.
       version: the only version that the caller reads.
 
     Raises:
@@ -86,10 +86,10 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
         )
     fields = {name: value for name, value in content.items() if name != "digest"}
     try:
-        found = digest.json_digest(fields)
+        actual = digest.json_digest(fields)
     except (TypeError, ValueError) as error:
         raise Unreadable(f"is not JSON ({error})") from None
-    if found != content.get("digest"):
+    if actual != content.get("digest"):
         raise Unreadable("was altered after it was saved (its digest differs)")
     return fields
 
@@ -99,12 +99,12 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
 
     Args:
       path: a file of a data state, two levels below its step's parent.
-      what: what the file is, in messages.
+      what: the kind of file, for messages.
       version: the only version that the caller reads.
 
     Raises:
-      DataError: if the file is missing or `parse` refuses it; the message names the
-        file and the way out.
+      DataError: if the file is missing or `parse` rejects it; the message names the
+        file and the remedy.
     """
     try:
         return parse(path.read_bytes(), what=what, version=version)
@@ -120,7 +120,7 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
 
 
 def _laid_out(content: dict[str, Any]) -> bytes:
-    # A field a line.
+    # One line for each field.
     lines = [
         f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
         for name, value in content.items()

@@ -1,4 +1,4 @@
-"""Columns of integers: what NumPy lacks to treat them as tables of runs."""
+"""Helpers for NumPy columns of integers that are used as tables of runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """The different values, ascending.
+    """The distinct values, ascending.
 
-    By sorting: `np.unique` hashes since NumPy 2.3, which takes three times as long for
+    Sorts them: `np.unique` hashes since NumPy 2.3, which takes three times as long for
     1e6 numbers.
     """
     ordered = np.sort(values)
@@ -18,7 +18,7 @@ def distinct(values: np.ndarray) -> np.ndarray:
 
 
 def runs(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each row of runs that follow each other, its run and its place in the run.
+    """The run of each row of consecutive runs, and its position in that run.
 
     Args:
       sizes: the rows of each run.

@@ -1,8 +1,8 @@
-"""Digests: of JSON values and of arrays on the host, of batch rows wherever they are.
+"""Digests of JSON values, of host arrays, and of batch rows on host or device.
 
 A row digest is a dot product with odd pseudo-random multipliers modulo 2**32 (a
 multiply-shift hash, Dietzfelbinger et al. 1997, without the shift). It needs integer
-arithmetic alone, so NumPy on the host and XLA on any number of devices give the same
+arithmetic only, so NumPy on the host and XLA on any number of devices give the same
 bits.
 """
 
@@ -35,26 +35,27 @@ def values_digest(values: np.ndarray) -> bytes:
 
     Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
     """
-    # It guards against damage and names equal values; it need not stop a forger, whom
-    # the run's secret keeps out. A flipped bit passes with a chance of 2**-128, and of
-    # 1e6 boxes a step no two share a name by accident (1e-27). On one core 25 GiB/s,
-    # where BLAKE2b makes 1.1; CRC32C makes 14, but has only 2**32 names.
+    # The digest detects damage and names equal values. It need not resist forgery:
+    # the run's secret keeps attackers out. A flipped bit is missed with probability
+    # 2**-128, and two of 1e6 boxes of a step collide with probability 1e-27. On one
+    # core it reaches 25 GiB/s; BLAKE2b reaches 1.1; CRC32C reaches 14, but has only
+    # 2**32 values.
     flat = np.ascontiguousarray(values).reshape(-1)
     return xxhash.xxh3_128_digest(flat.view(np.uint8).data)
 
 
 def values_hash() -> xxhash.xxh3_128:
-    """As in `hashlib`: the `values_digest` of what it is given piece by piece."""
+    """An incremental `values_digest`, with the interface of `hashlib`."""
     return xxhash.xxh3_128()
 
 
 def name_hash(name: str) -> int:
-    """64 pseudo-random bits that stand for a name, the same on every machine."""
+    """A 64-bit hash of a name, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
 
 def mixed(*columns: np.ndarray) -> np.ndarray:
-    """64 pseudo-random bits for each row of some columns of integers, uint64 `[n]`.
+    """A 64-bit hash of each row of columns of integers, uint64 `[n]`.
 
     Each column is added in turn and mixed by the finaliser of SplitMix64 (Steele, Lea
     and Flood 2014): the same numbers on every machine.
@@ -69,7 +70,7 @@ def mixed(*columns: np.ndarray) -> np.ndarray:
 
 
 def row_digests(tokens: Array) -> Array:
-    """One digest a row, the same bits from NumPy and from JAX under any sharding.
+    """A digest of each row, the same bits from NumPy and from JAX for any sharding.
 
     Args:
       tokens: integers of shape `[rows, length]`.
@@ -79,16 +80,16 @@ def row_digests(tokens: Array) -> Array:
     """
     length = tokens.shape[1]
     weights = _odd_multipliers(length)
-    # The shift by one keeps a zero token from vanishing in the sum.
+    # One is added so that zero tokens contribute to the sum.
     return ((tokens.astype(np.uint32) + np.uint32(1)) * weights).sum(
         axis=1, dtype=np.uint32
     )
 
 
 def row_features(batch: Mapping[str, Array]) -> list[Array]:
-    """The features of a batch that digests of its rows cover: `[rows, length]` each.
+    """The features of a batch that row digests cover: `[rows, length]` each.
 
-    The example ids are covered by `batch_digest`.
+    `batch_digest` covers the example ids.
     """
     names = sorted(batch.keys() - {"example_id"})
     return [batch[name] for name in names if batch[name].ndim == 2]

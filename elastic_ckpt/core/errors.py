@@ -1,4 +1,4 @@
-"""The errors that a person sees: each says what, where, and what to do next.
+"""The errors that users see: what is wrong, where, and what to do next.
 
 An `ElasticCkptError` is a message for the person who runs the job: the command line
 prints it without a traceback and exits with 1. Anything else is a bug, of ours or of a
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 
 class ElasticCkptError(Exception):
-    """The base of every error that names its own remedy."""
+    """The base class of every error whose message contains a remedy."""
 
 
 class ConfigError(ElasticCkptError):
-    """An invalid configuration: an unknown key, a value of a wrong type."""
+    """An invalid configuration, such as an unknown key or a value of a wrong type."""
 
 
 class DataError(ElasticCkptError):
@@ -25,8 +25,8 @@ class CheckpointError(ElasticCkptError):
 
 
 class RunError(ElasticCkptError):
-    """A run that cannot start or go on: its directory is taken, a host has failed."""
+    """A run that cannot start or continue, such as after the failure of a host."""
 
 
 class StoppedError(RunError):
-    """A run that was asked to end by SIGTERM, and could not save before it ended."""
+    """A run that received SIGTERM and could not save before it ended."""

@@ -1,8 +1,7 @@
-"""What happens in a run, as named values that a terminal and a log can both show.
+"""The events of a run: their names and fields, for terminals and logs.
 
-An event is a name of `NAMES` and a few JSON fields. Whoever acts emits through an
-`Emit`; whoever listens (a progress line, the supervisor across a pipe, a file) is such
-a callable.
+An event is a name in `NAMES` and a few JSON fields. Code reports events by calling an
+`Emit`. A progress line, a log file and the supervisor's pipe each implement it.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 
 class Emit(Protocol):
-    """A listener."""
+    """A callable that receives events."""
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Takes the event `name`, one of `NAMES`, with exactly its fields."""
+        """Receives the event `name`, one of `NAMES`, with exactly its fields."""
 
 
 def check(name: str, fields: dict[str, storage.Json]) -> None:
-    """Asserts that an event is spelt as `NAMES` says."""
+    """Asserts that `NAMES` has the event, with these fields."""
     assert name in NAMES, f"unknown event {name!r}"
     assert set(fields) == set(NAMES[name]), (name, sorted(fields))
 
 
 def nobody(name: str, **fields: storage.Json) -> None:
-    """An `Emit` to which nobody listens."""
+    """An `Emit` that only checks the event."""
     check(name, fields)

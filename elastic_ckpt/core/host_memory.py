@@ -1,8 +1,8 @@
-"""Host memory for arrays: on huge pages, and used again.
+"""Host memory for arrays: allocated on huge pages and reused.
 
-The kernel gives fresh memory page by page when it is first touched: on virtual machines
-that costs five times the copy itself. Pages of 2 MiB and memory that is kept make it
-vanish.
+The kernel allocates fresh memory page by page at the first access: on virtual machines
+that takes five times as long as the copy itself. Pages of 2 MiB and a pool of used
+memory avoid this cost.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def allocate(num_bytes: int) -> np.ndarray:
         return memory[skipped : skipped + num_bytes]
     rounded = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     pages = mmap.mmap(-1, rounded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Some kernels, of sandboxes above all, have no huge pages: these are small ones.
+    # Some kernels, mostly in sandboxes, have no huge pages: small ones remain.
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)[:num_bytes]
 
 
 class Pool:
-    """Memory that is kept when it is given back. Any thread may call it."""
+    """A thread-safe pool of memory that is reused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[int, list[np.ndarray]] = {}
 
     def take(self, num_bytes: int) -> np.ndarray:
-        """Memory of exactly `num_bytes`, uint8, with whatever was in it."""
+        """Memory of exactly `num_bytes`, uint8, with undefined content."""
         with self._lock:
             kept = self._free.get(num_bytes)
             if kept:
@@ -46,11 +46,11 @@ class Pool:
         return allocate(num_bytes)
 
     def give_back(self, memory: np.ndarray) -> None:
-        """Takes back what `take` gave; nothing may refer to it any more."""
+        """Returns memory from `take` to the pool; nothing may refer to it any more."""
         with self._lock:
             self._free.setdefault(memory.nbytes, []).append(memory)
 
     def clear(self) -> None:
-        """Lets go of all that was given back."""
+        """Frees all memory in the pool."""
         with self._lock:
             self._free.clear()

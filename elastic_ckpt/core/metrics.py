@@ -1,15 +1,14 @@
-"""What a run measures of itself, as named numbers that `jax.monitoring` carries.
+"""The metrics of a run: named numbers that are recorded through `jax.monitoring`.
 
-A metric is recorded where it is measured, `metrics.DATA_WAIT.record(secs)` or `with
-metrics.DATA_LOAD.timed():`, and reaches whoever has registered a listener with
-`jax.monitoring`: ours of `elastic_ckpt.monitoring`, or a program's own. There are three
-kinds:
+A metric is recorded by `metrics.DATA_WAIT.record(secs)` or `with
+metrics.DATA_LOAD.timed():`. `jax.monitoring` passes it to all registered listeners:
+those of `elastic_ckpt.monitoring` and the program's own. There are three kinds:
 
-* duration: seconds, to the listeners of durations
-* gauge: a level, of which the last value counts, to the listeners of scalars
-* counter: an amount, of which the sum counts, to the listeners of scalars too
+* duration: seconds, for the listeners of durations
+* gauge: a level, of which the last value counts, for the listeners of scalars
+* counter: an amount, of which the sum counts, for the listeners of scalars
 
-Recording takes about a microsecond with nobody listening, and never raises.
+Recording takes about a microsecond without listeners, and never raises.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ Kind: TypeAlias = Literal["duration", "gauge", "counter"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One number that a run measures, again and again.
+    """A quantity that a run measures repeatedly.
 
     Attributes:
-      name: under which `jax.monitoring` carries it.
-      kind: what may be made of its values.
-      unit: of its values; the name ends with it.
-      meaning: what a value says.
+      name: its name in `jax.monitoring`.
+      kind: how its values are combined.
+      unit: the unit of its values; the name ends with it.
+      meaning: the description of a value.
     """
 
     name: str
@@ -44,19 +43,19 @@ class Metric:
     meaning: str
 
     def record(self, value: float) -> None:
-        """Hands `value` to the listeners; of an error of theirs the log tells once."""
+        """Passes `value` to the listeners; the same error of one is logged once."""
         try:
             if self.kind == "duration":
                 monitoring.record_event_duration_secs(self.name, value)
             else:
                 monitoring.record_scalar(self.name, value)
-        # Anybody's listener is called here, and none may end the training.
+        # Listeners are foreign code; their errors must not end the training.
         except Exception as error:
-            _tell_once(self.name, f"{type(error).__name__}: {error}")
+            _warn_once(self.name, f"{type(error).__name__}: {error}")
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Records the seconds that the block took, unless it raised."""
+        """Records how many seconds the block takes, unless it raises."""
         assert self.kind == "duration", self
         began_secs = time.monotonic()
         yield
@@ -64,7 +63,7 @@ class Metric:
 
 
 @functools.lru_cache(maxsize=256)
-def _tell_once(name: str, reason: str) -> None:
+def _warn_once(name: str, reason: str) -> None:
     logging.warning(
         "a listener of jax.monitoring failed on %s (%s); the run goes on without it",
         name,
@@ -100,31 +99,31 @@ DATA_SAVE_BLOCK = Metric(
     name="/elastic_ckpt/data/save_block_secs",
     kind="duration",
     unit="secs",
-    meaning="the loop was held up while the data state was taken",
+    meaning="the loop was blocked while the data state was captured",
 )
 DATA_SAVE = Metric(
     name="/elastic_ckpt/data/save_secs",
     kind="duration",
     unit="secs",
-    meaning="from taking the data state until this host had written its part",
+    meaning="from capturing the data state until this host had written its part",
 )
 DATA_LOAD = Metric(
     name="/elastic_ckpt/data/load_secs",
     kind="duration",
     unit="secs",
-    meaning="the data state was read, and the iterator brought there",
+    meaning="the data state was read and the iterator moved to it",
 )
 CHECKPOINT_SAVE_BLOCK = Metric(
     name="/elastic_ckpt/checkpoint/save_block_secs",
     kind="duration",
     unit="secs",
-    meaning="the loop was held up by a save, waiting for the one before included",
+    meaning="the loop was blocked by a save, including the wait for the previous one",
 )
 CHECKPOINT_SAVE = Metric(
     name="/elastic_ckpt/checkpoint/save_secs",
     kind="duration",
     unit="secs",
-    meaning="from the start of a save until its step was found complete",
+    meaning="from the start of a save until its step was complete",
 )
 CHECKPOINT_LOAD = Metric(
     name="/elastic_ckpt/checkpoint/load_secs",
@@ -138,9 +137,9 @@ CHECKPOINT_READ = {
         name=f"/elastic_ckpt/checkpoint/read_{near}_bytes",
         kind="counter",
         unit="bytes",
-        meaning=f"all hosts read and verified for a restore, {where}",
+        meaning=f"all hosts read and verified for a restore, {source}",
     )
-    for near, where in {
+    for near, source in {
         "local": "each from its own RAM",
         "close": "from peers in their failure domain",
         "distant": "from peers in another failure domain",
@@ -151,25 +150,25 @@ CHECKPOINT_BAD_COPIES = Metric(
     name="/elastic_ckpt/checkpoint/bad_copies",
     kind="counter",
     unit="copies",
-    meaning="copies that a restore met which were not what was saved",
+    meaning="damaged copies that a restore read",
 )
 CHECKPOINT_REPAIRED = Metric(
     name="/elastic_ckpt/checkpoint/repaired_copies",
     kind="counter",
     unit="copies",
-    meaning="of these those that were put right",
+    meaning="damaged copies that were repaired",
 )
 CHECKPOINT_COPY = Metric(
     name="/elastic_ckpt/checkpoint/copy_bytes",
     kind="counter",
     unit="bytes",
-    meaning="all hosts took as copies of a step from their peers",
+    meaning="all hosts copied of a step from their peers",
 )
 CHECKPOINT_COPY_SECS = Metric(
     name="/elastic_ckpt/checkpoint/copy_secs",
     kind="duration",
     unit="secs",
-    meaning="until all copies of a step were there",
+    meaning="until all copies of a step existed",
 )
 CHECKPOINT_BACKUP = Metric(
     name="/elastic_ckpt/checkpoint/backup_bytes",

@@ -1,9 +1,9 @@
 """The only writer of files: atomic files, append-only logs, and the run's lock.
 
-A file appears whole or not at all: it is written under a temporary name beside its
-place, flushed to the disk and renamed. A log grows by whole lines; a line that a crash
-cut short is the last one, and `read_log` drops it. Local paths get these guarantees
-from POSIX, object stores (`gs://`, `s3://`) from their own atomic puts.
+A file appears whole or not at all: it is written under a temporary name in the same
+directory, flushed to the disk and renamed. A log grows by whole lines; only its last
+line can be cut short by a crash, and `read_log` drops it. Local paths get these
+guarantees from POSIX, object stores (`gs://`, `s3://`) from their own atomic puts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors
 
-# Of new files, where the process (its umask) and the directory allow it.
+# The mode of new files, before the umask and the directory's ACL apply.
 _MODE = 0o666
 # The default ACL of a directory, as Linux encodes it: version 2, then tag, permissions
 # and id of the owner, its group and others.
@@ -39,12 +39,12 @@ Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 def is_local(path: epath.PathLike) -> bool:
-    """Whether `path` names a file of this machine rather than an object store's."""
+    """Whether `path` is on this machine's file system, not in an object store."""
     return "://" not in os.fspath(path)
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
-    """`path` as what it means from any working directory.
+    """`path` as an absolute path or a URL.
 
     Raises:
       ConfigError: if it is in an object store whose client is not installed.
@@ -56,7 +56,7 @@ def absolute(path: epath.PathLike) -> epath.Path:
 
 
 def canonical_json(value: Json) -> bytes:
-    """`value` as the one JSON text that stands for it: keys sorted, no spaces."""
+    """`value` as canonical JSON: keys sorted, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -64,13 +64,12 @@ def canonical_json(value: Json) -> bytes:
 def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     """Yields a temporary local path; on success its file becomes `path`, durably.
 
-    For writers that insist on a path of their own (ArrayRecord). On an exception the
-    temporary file is removed and whatever stood at `path` is untouched.
+    For writers that take a path instead of an open file (ArrayRecord). On an exception
+    the temporary file is removed and a file at `path` is left unchanged.
 
     Args:
-      path: the final place, on this machine; its directory is created.
-      mode: who may read and write the file, as far as the process and the directory
-        allow it of new files.
+      path: the final path, on this machine; its directory is created.
+      mode: the file's permissions, before the umask and the directory's ACL apply.
     """
     final = pathlib.Path(os.fspath(path))
     handle, temporary = _temporary_file(final, mode)
@@ -86,12 +85,12 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
 
 
 def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> None:
-    """Writes `content` so that a reader finds all of it, or what was there before.
+    """Writes `content` so that a reader gets all of it, or the previous content.
 
     Args:
       path: the file; its directory is created.
-      content: of the file.
-      mode: as for `atomic_path`; object stores have rules of their own.
+      content: the new content of the file.
+      mode: as for `atomic_path`; ignored in object stores.
     """
     if not is_local(path):
         absolute(path).write_bytes(content)
@@ -101,9 +100,12 @@ def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> 
 
 
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
-    """Writes a local file unless it is there; whether it wrote.
+    """Writes a local file unless it exists.
 
-    Of several processes that try at once one writes, and all find what it wrote.
+    If several processes try at once, one of them writes.
+
+    Returns:
+      Whether this call wrote the file.
     """
     final = pathlib.Path(os.fspath(path))
     handle, temporary = _temporary_file(final, mode)
@@ -119,25 +121,25 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
 
 
 def sync_tree(path: epath.PathLike) -> None:
-    """Flushes a local directory and all that is in it to the disk."""
+    """Flushes a local directory and everything in it to the disk."""
     for directory, _, files in os.walk(path):
         for name in [*files, "."]:
             _fsync(os.path.join(directory, name))
 
 
 def make_directory(path: epath.PathLike) -> epath.Path:
-    """Creates the directory `path` with its parents, if need be, and returns it."""
+    """Creates the directory `path` and its parents unless they exist; returns it."""
     directory = absolute(path)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
 def make_private_directory(path: epath.PathLike) -> None:
-    """Creates a local directory that is its owner's alone, with all that comes into it.
+    """Creates a local directory that only its owner can read, with all its content.
 
-    Others cannot enter it. Besides, where the file system has access control lists,
-    whatever any program makes in it from now on is of mode 0600, directories of 0700.
-    A directory of another owner stays as it is.
+    The directory has mode 0700. If the file system supports access control lists, files
+    that any program creates in it get mode 0600, directories 0700. A directory that
+    belongs to another user is left unchanged.
     """
     os.makedirs(path, mode=0o700, exist_ok=True)
     with contextlib.suppress(PermissionError):
@@ -150,19 +152,19 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
     """Renames a local file or directory, durably; a file at `target` is replaced.
 
     Raises:
-      OSError: if `target` is a directory that is not empty, which stays as it is.
+      OSError: if `target` is a directory that is not empty; it is left unchanged.
     """
     os.replace(source, target)
     _fsync(os.path.dirname(os.path.abspath(target)))
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
-    """Copies a directory with all that it holds, one file after all others.
+    """Copies a directory and its content, one given file after all others.
 
     Args:
       source: the directory.
-      target: what is there already is replaced.
-      last: the path in the directory of the file that is copied last.
+      target: the copy; existing files in it are replaced.
+      last: the path, relative to the directory, of the file that is copied last.
     """
     root, copied = epath.Path(source), epath.Path(target)
     remove(copied / last)
@@ -180,17 +182,17 @@ def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> N
 
 
 def remove(path: epath.PathLike) -> None:
-    """Removes a file, or a directory with all that it holds, if it is there."""
-    found = epath.Path(path)
+    """Removes a file, or a directory and its content, if it exists."""
+    target = epath.Path(path)
     with contextlib.suppress(FileNotFoundError):
-        if found.is_dir():
-            found.rmtree()
+        if target.is_dir():
+            target.rmtree()
         else:
-            found.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
 
 
 def make_unique_directory(parent: epath.PathLike) -> str:
-    """Creates a new directory named by the time, below `parent` if that is local."""
+    """Creates a new directory named after the time, below `parent` if it is local."""
     stem = time.strftime("%Y%m%d-%H%M%S-")
     if not is_local(parent):
         return tempfile.mkdtemp(prefix=stem)
@@ -200,11 +202,11 @@ def make_unique_directory(parent: epath.PathLike) -> str:
 class AppendLog:
     """A file of JSON lines that only grows.
 
-    A line is in the kernel when `append` returns, so a killed process loses none that
-    it appended, and `sync` makes the lines survive the machine as well. A log that is
-    there already goes on after its last whole line.
-    Objects of a store cannot grow: there the lines wait in memory, and `sync` puts the
-    object anew.
+    A line is in the kernel when `append` returns, so killing the process loses no line;
+    after `sync` the lines also survive a crash of the machine. An existing log is
+    continued after its last whole line.
+    Objects in a store cannot be appended to: there the lines stay in memory until
+    `sync` writes the whole object.
     """
 
     def __init__(self, path: epath.PathLike) -> None:
@@ -241,13 +243,13 @@ class AppendLog:
 
 
 def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file, in order; a torn last line is dropped.
+    """The records of a JSON-lines file in order, without an incomplete last line.
 
     Raises:
       DataError: if a line other than the last is not a JSON object.
     """
     lines = absolute(path).read_bytes().split(b"\n")
-    # What follows the last newline was cut short by a crash: it was never promised.
+    # Text after the last newline is a line that a crash cut short: it is dropped.
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
@@ -265,9 +267,9 @@ def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def exclusive_lock(path: epath.PathLike) -> Iterator[None]:
-    """Holds `path` locked for this process; the kernel frees it if the process dies.
+    """Locks `path` for this process; the kernel unlocks it if the process dies.
 
-    Object stores have no locks: there, the launcher has to keep two runs apart.
+    Object stores have no locks: there the launcher must prevent two runs at a time.
 
     Raises:
       RunError: if another live process holds it; the message names that process.
@@ -293,15 +295,15 @@ def exclusive_lock(path: epath.PathLike) -> Iterator[None]:
 
 
 class Presence:
-    """This process among those that work in one place, until it is closed.
+    """A shared lock that marks this process as a user of a directory.
 
-    The kernel keeps account, and strikes out who dies.
+    The kernel releases it if the process dies.
 
     Args:
-      path: a local file in that place, created if need be.
+      path: a local file in that directory, created unless it exists.
 
     Raises:
-      OSError: if it cannot be had there, or the file system has no locks.
+      OSError: if the file cannot be opened, or the file system has no locks.
     """
 
     def __init__(self, path: epath.PathLike) -> None:
@@ -315,7 +317,10 @@ class Presence:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[bool]:
-        """Whether no other live process is there; none comes while the block runs."""
+        """Yields whether no other live process holds the lock.
+
+        If so, no other process can take it while the block runs.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -323,7 +328,7 @@ class Presence:
         else:
             alone = True
         try:
-            # Who tried and failed is struck out, too.
+            # The failed attempt to upgrade has released the shared lock.
             if not alone:
                 fcntl.flock(self._file, fcntl.LOCK_SH)
             yield alone
@@ -331,13 +336,12 @@ class Presence:
             fcntl.flock(self._file, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Strikes this process out."""
+        """Releases the lock."""
         self._file.close()
 
 
 def _drop_torn_line(file: BinaryIO) -> None:
-    # What follows the last newline was never promised; joined to the next line it
-    # would spoil that one too.
+    # An incomplete last line is dropped: the next line would be joined to it.
     end = start = file.seek(0, os.SEEK_END)
     while start:
         stop, start = start, max(0, start - 2**16)

@@ -1,8 +1,8 @@
-"""Who is there: hosts, slices and devices, and the mesh over them.
+"""The topology of a run: hosts, slices and devices, and the mesh over them.
 
-The mesh has two axes: `slice`, the failure domain that comes and goes as a whole, and
+The mesh has two axes: `slice`, the failure domain that joins and leaves as a whole, and
 `fsdp`, the devices inside a slice over which parameters are sharded. A batch is sharded
-over both. This module alone reads `jax.process_index()`.
+over both. Only this module reads `jax.process_index()`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Topology:
     """The hosts, slices and devices of a world.
 
     Attributes:
-      hosts: processes of the world.
-      slices: failure domains; whole hosts each, or parts of one host (simulated).
-      devices: accelerators of all hosts together.
+      hosts: the number of processes.
+      slices: the number of failure domains; each is made of whole hosts, or is a
+        simulated part of one host.
+      devices: the number of accelerators of all hosts together.
     """
 
     hosts: int
@@ -56,14 +57,14 @@ def this_host() -> int:
 
 
 def num_hosts() -> int:
-    """The processes that control devices: 1 of a single controller."""
+    """The number of processes that control devices; 1 with a single controller."""
     return jax.process_count()
 
 
 def slice_of_this_host(slices: int) -> str:
-    """The slice that this process is in, of the mesh that `make_mesh` makes.
+    """The slice of this process in the mesh that `make_mesh` makes.
 
-    A host that simulates several slices counts as one of its own.
+    A host that simulates several slices counts as a separate slice.
     """
     hardware = _hardware_slice(jax.local_devices()[0])
     if hardware or slices == 1:
@@ -72,12 +73,12 @@ def slice_of_this_host(slices: int) -> str:
 
 
 def hardware_slice() -> str:
-    """The slice that this process's devices are in, as the hardware says."""
+    """The hardware slice of this process's devices."""
     return str(_hardware_slice(jax.local_devices()[0]))
 
 
 def slices_of(mesh: Mesh) -> dict[jax.Device, str]:
-    """The slice of each device: by the mesh if it has that axis, or the hardware's."""
+    """The slice of each device: by the mesh's slice axis, or else the hardware's."""
     if SLICE_AXIS not in mesh.axis_names:
         return {device: str(_hardware_slice(device)) for device in mesh.devices.flat}
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(SLICE_AXIS), 0)
@@ -87,7 +88,7 @@ def slices_of(mesh: Mesh) -> dict[jax.Device, str]:
 
 
 def is_single_controller(mesh: Mesh) -> bool:
-    """Whether this process is the only one, and the devices are those of other hosts.
+    """Whether this process is the only one and controls devices of other hosts.
 
     Under Pathways JAX's platform is `proxy`.
     """
@@ -98,18 +99,18 @@ def is_single_controller(mesh: Mesh) -> bool:
 
 
 def is_primary() -> bool:
-    """Whether this process writes what is written once for all hosts."""
+    """Whether this process writes the files that exist once for all hosts."""
     return this_host() == 0
 
 
 def make_mesh(slices: int) -> tuple[Mesh, Topology]:
-    """A mesh `[slices, devices per slice]` over every device that is there.
+    """A mesh `[slices, devices per slice]` over all devices.
 
-    TPU slices are those of the hardware (`device.slice_index`). Elsewhere the hosts, in
-    the order of their numbers, are cut into `slices` equal runs.
+    On TPU, slices are those of the hardware (`device.slice_index`). Elsewhere the
+    hosts, in the order of their numbers, are divided into `slices` equal groups.
 
     Raises:
-      ConfigError: if the devices cannot be cut so.
+      ConfigError: if the devices cannot be divided like this.
     """
     devices = jax.devices()
     hosts = len({device.process_index for device in devices})
@@ -138,16 +139,17 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place(batch: dict[str, jax.Array], sharding: Sharding) -> dict[str, jax.Array]:
-    """`batch` under `sharding`, whose shards lie on the same hosts as the batch's own.
+    """`batch` under `sharding`, whose shards are on the same hosts as the batch's.
 
-    Nothing moves where an array lies there already. Across controllers each host moves
-    its own shards, since `jax.device_put` would compare values over all hosts first.
+    An array that already has an equivalent sharding is not moved. With several
+    controllers each host moves its own shards, because `jax.device_put` would first
+    compare the values of all hosts.
     """
     return {name: _place(array, sharding) for name, array in batch.items()}
 
 
 def _hardware_slice(device: jax.Device) -> int:
-    # CPU and single-slice devices have no such attribute, or say 0.
+    # CPU and single-slice devices lack this attribute, or it is 0.
     return getattr(device, "slice_index", 0) or 0
 
 

@@ -1,4 +1,4 @@
-"""How many rows a batch has, and whether a world can share them out."""
+"""The number of rows in each batch, and whether they divide over a world."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from elastic_ckpt.core import errors, topology
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The batch size of each step: stages that follow each other.
+    """The batch size of each step, in consecutive stages.
 
     Attributes:
-      stages: of each stage, the step that it begins with, and its rows.
+      stages: the first step and the number of rows of each stage.
     """
 
     stages: tuple[tuple[int, int], ...]
 
     def at(self, step: int) -> int:
-        """Rows of the global batch of `step`."""
+        """The number of rows in the global batch of `step`."""
         return next(rows for begin, rows in reversed(self.stages) if begin <= step)
 
 
 def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
     """The batch sizes of a run on `world`.
 
-    A ramp is Megatron-LM's (`num_microbatches_calculator.py`): stages from the start to
-    the final size, each until its share of the ramp's rows is taken.
+    A ramp follows Megatron-LM (`num_microbatches_calculator.py`): stages from the start
+    to the final size, each until its share of the ramp's rows is used.
 
     Raises:
       ConfigError: if a batch does not divide over the hosts and devices, or a ramp does
-        not lead from its start to its end, or its hosts would have to exchange shards.
+        not reach its final size, or hosts would have to exchange shards during it.
     """
     final = global_batch_size(data, world)
     if not data.enable_rampup_batch_size:
@@ -41,9 +41,9 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
     if data.global_batch_size or not step or distance < 0 or distance % step:
         raise errors.ConfigError(
             f"a ramp from per_device_batch_size_start={start} by"
-            f" per_device_batch_size_increment={step} does not come to"
-            f" per_device_batch_size={data.per_device_batch_size}; choose them so, and"
-            " global_batch_size=0"
+            f" per_device_batch_size_increment={step} does not reach"
+            f" per_device_batch_size={data.per_device_batch_size}; choose them so that"
+            " it does, and set global_batch_size=0"
         )
     num_increments = round(distance / step)
     begin, stages = 0, []
@@ -52,18 +52,18 @@ def schedule(data: schema.DataSection, world: topology.Topology) -> Schedule:
         rows = global_batch_size(size, world)
         stages.append((begin, rows))
         begin += max(1, round(data.global_rampup_samples / num_increments / rows))
-    found = Schedule(stages=(*stages, (begin, final)))
+    ramp = Schedule(stages=(*stages, (begin, final)))
     shards = data.num_logical_shards or 1
-    if world.hosts > 1 and any(rows % shards for _, rows in found.stages):
+    if world.hosts > 1 and any(rows % shards for _, rows in ramp.stages):
         raise errors.ConfigError(
-            f"a ramp of {[rows for _, rows in found.stages]} rows would move logical"
+            f"a ramp of {[rows for _, rows in ramp.stages]} rows would move logical"
             f" shards between running hosts; choose multiples of {shards}"
         )
-    return found
+    return ramp
 
 
 def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int:
-    """Rows of a global batch on `world`.
+    """The number of rows in a global batch on `world`.
 
     Raises:
       ConfigError: if the batch does not divide over the hosts and devices.
@@ -75,7 +75,7 @@ def global_batch_size(data: schema.DataSection, world: topology.Topology) -> int
         if not rows or rows != exact:
             raise errors.ConfigError(
                 f"per_device_batch_size={data.per_device_batch_size} on {world.devices}"
-                f" devices is {exact:g} rows; choose it so that this is a whole number"
+                f" devices is {exact:g} rows; choose it so that this is an integer"
             )
     for what, count in (("hosts", world.hosts), ("devices", world.devices)):
         if rows % count:

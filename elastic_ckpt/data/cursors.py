@@ -1,14 +1,14 @@
-"""Cursors: how far each logical shard is in its own pipeline, in files by shard range.
+"""Cursors: the position of each logical shard in its pipeline, in files by shard range.
 
-Shards `[first, last]` that follow each other and belong to one host are one file,
+Consecutive shards `[first, last]` of one host are saved in one file,
 `shards-00000-00011.json`: a `checked_json` file of version 1 with the fields
 
 * `position`: the position of the data state that the cursors belong to
-* `cursors`: one JSON value a shard, from `first` to `last`; null for a shard that has
-  not yielded a row
+* `cursors`: one JSON value for each shard, from `first` to `last`; null for a shard
+  that has not yielded a row
 
-The names alone say where each shard is, so a host reads the files that hold its own
-shards and no others, however many hosts wrote them.
+The file names contain the ranges, so a host reads only the files with its own shards,
+regardless of how many hosts wrote them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Cursors = Mapping[int, Cursor]
 Position = dict[str, storage.Json]
 
 
-def to_bytes(of_shards: Sequence[Cursor], position: Position) -> bytes:
-    """The content of the file of adjacent shards."""
-    fields: dict[str, storage.Json] = {"position": position, "cursors": list(of_shards)}
+def to_bytes(values: Sequence[Cursor], position: Position) -> bytes:
+    """The content of the file with the cursors of consecutive shards."""
+    fields: dict[str, storage.Json] = {"position": position, "cursors": list(values)}
     return checked_json.to_bytes(fields, version=VERSION)
 
 
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
-    """Writes the cursors that a host has, one file for each run of adjacent shards."""
+    """Writes the cursors of a host, one file for each run of consecutive shards."""
     for shards in _runs(sorted(cursors)):
         name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json"
         content = to_bytes([cursors[shard] for shard in shards], position)
@@ -46,22 +46,22 @@ def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> No
 def read(
     directory: epath.PathLike, shards: Iterable[int], position: Position
 ) -> dict[int, storage.Json]:
-    """The cursors of `shards` that any hosts wrote into `directory` at `position`.
+    """Reads the cursors of `shards` that hosts wrote into `directory` at `position`.
 
     Raises:
-      DataError: if a shard is missing, stands in two files, or a file is unreadable or
-        of another position; the message names it and the way out.
+      DataError: if a shard is missing or in two files, or a file is unreadable or of
+        another position; the message names it and the remedy.
     """
-    wanted = set(shards)
-    found: dict[int, storage.Json] = {}
+    required = set(shards)
+    values_by_shard: dict[int, storage.Json] = {}
     for path, first, last in _files(directory):
-        held = wanted.intersection(range(first, last + 1))
-        if not held:
+        in_file = required.intersection(range(first, last + 1))
+        if not in_file:
             continue
-        doubled = sorted(held & found.keys())
-        if doubled:
+        repeated = sorted(in_file & values_by_shard.keys())
+        if repeated:
             raise errors.DataError(
-                f"{directory} has logical shards {doubled} twice, the second time in"
+                f"{directory} has logical shards {repeated} twice, the second time in"
                 f" {path.name}; remove the file that does not belong there"
             )
         content = checked_json.read(path, what="shard cursors", version=VERSION)
@@ -72,20 +72,20 @@ def read(
                 f" {len(values)} shards, not of {position} and shards {first} to"
                 f" {last}: the file is from another step; restore it from a copy"
             )
-        found |= {shard: values[shard - first] for shard in held}
-    missing = sorted(wanted - found.keys())
+        values_by_shard |= {shard: values[shard - first] for shard in in_file}
+    missing = sorted(required - values_by_shard.keys())
     if missing:
         step = epath.Path(directory).parent
         raise errors.DataError(
-            f"{directory} lacks {len(missing)} of {len(wanted)} logical shards:"
+            f"{directory} lacks {len(missing)} of {len(required)} logical shards:"
             f" {missing}; restore their files from a copy, or move {step} out of its"
             " directory to continue from the step before"
         )
-    return found
+    return values_by_shard
 
 
 def parts(cursor: Any) -> Iterator[dict[str, Any]]:
-    """Every object inside a cursor, that of each transformation of a pipeline."""
+    """Every object inside a cursor: the state of each transformation of a pipeline."""
     if isinstance(cursor, dict):
         yield cursor
         cursor = list(cursor.values())

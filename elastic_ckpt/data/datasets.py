@@ -1,8 +1,8 @@
-"""Named datasets and their weights, as a configuration writes them.
+"""Parses the named datasets and weights of a configuration.
 
-Either a list, `a*.parquet,0.3;b*.parquet,0.7`, or a JSON file of names as MaxText has
-it, `{"web": {"path": "web/*.parquet", "weight": 0.3}, ...}`. In the file, an entry may
-have `datasets` in the place of `path`: a mixture in the mixture, whose parts are named
+They are either a list, `a*.parquet,0.3;b*.parquet,0.7`, or a JSON file in MaxText's
+form, `{"web": {"path": "web/*.parquet", "weight": 0.3}, ...}`. In the file, an entry
+may have `datasets` instead of `path`: a nested mixture, whose parts have names such as
 `code/python` and share the entry's weight.
 """
 
@@ -40,20 +40,20 @@ class Dataset:
 
 
 def from_list(text: str, *, key: str) -> list[Dataset]:
-    """The datasets of `patterns,weight;patterns,weight`, or of patterns alone.
+    """The datasets of `patterns,weight;patterns,weight`, or of patterns only.
 
-    A dataset is called by the end of its first pattern, from the last part without a
-    wildcard on, so that the same files elsewhere are the same dataset. Of several with
-    the same end, those after the first have a longer one: a dataset that is added to
-    the list leaves the names of those before it as they are.
+    A dataset is named after the end of its first pattern, from the last component
+    without a wildcard, so that files that are moved are still the same dataset. If a
+    name is already used, more leading components are included: a dataset appended to
+    the list does not change the names of those before it.
 
     Raises:
-      ConfigError: naming `key` and the part that lacks a weight.
+      ConfigError: if a part lacks a weight; names `key` and the part.
     """
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if len(parts) <= 1 and not (parts and _weight(parts[0]) is not None):
         return [Dataset(name=ONLY, patterns=text, weight=1.0)]
-    found = []
+    datasets = []
     for part, name in zip(parts, _names(parts), strict=True):
         patterns, _, _ = part.rpartition(",")
         weight = _weight(part)
@@ -61,16 +61,16 @@ def from_list(text: str, *, key: str) -> list[Dataset]:
             raise errors.ConfigError(
                 f"{key}: {part} has no weight; write patterns,weight;patterns,weight"
             )
-        found.append(Dataset(name=name, patterns=patterns, weight=weight))
-    mixing.check_weights({d.name: d.weight for d in found})
-    return found
+        datasets.append(Dataset(name=name, patterns=patterns, weight=weight))
+    mixing.check_weights({d.name: d.weight for d in datasets})
+    return datasets
 
 
 def from_file(path: epath.PathLike) -> list[Dataset]:
     """The datasets of a JSON file.
 
     Raises:
-      ConfigError: naming the file, the entry and what is wrong with it.
+      ConfigError: names the file, the invalid entry and the problem.
     """
     try:
         content = json.loads(epath.Path(path).read_text())
@@ -78,13 +78,13 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
         raise errors.ConfigError(f"{path}: no such mixture file") from None
     except ValueError as error:
         raise errors.ConfigError(f"{path}: not JSON ({error})") from None
-    found = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
-    mixing.check_weights({dataset.name: dataset.weight for dataset in found})
-    return found
+    datasets = list(_entries(content, place=os.fspath(path), prefix="", share=1.0))
+    mixing.check_weights({dataset.name: dataset.weight for dataset in datasets})
+    return datasets
 
 
 def to_list(datasets: list[Dataset]) -> str:
-    """The text that `from_list` reads as these datasets, given their order."""
+    """The text from which `from_list` makes these datasets in this order."""
     if [dataset.name for dataset in datasets] == [ONLY]:
         return datasets[0].patterns
     return ";".join(f"{d.patterns},{d.weight}" for d in datasets)

@@ -1,4 +1,4 @@
-"""What elastic data is to those that iterate over it, and what they are to it."""
+"""The interfaces between elastic data and the iterators over it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from elastic_ckpt.data import cursors, rows
 
 Batch: TypeAlias = dict[str, jax.Array]
 
-# The feature that tells real rows from padding, in data that ends.
+# The feature that is true for real rows and false for padding, in finite data.
 MASK = "mask"
 # The feature that numbers the examples.
 EXAMPLE_ID = "example_id"
 
-# Reads the cursors of the given shards, whoever saved them.
+# Reads the cursors of the given shards, from all hosts that saved some.
 ReadCursors = Callable[[Sequence[int]], cursors.Cursors]
 
 
 class End(enum.Enum):
     """How data ends.
 
-    PADDED: with the last real row; what is missing of the last batch is zeros, and
-    `mask` tells them apart. DROPPED: with the last batch of which every row is real.
+    NEVER: it is endless. PADDED: after the last real row; zeros fill the last batch,
+    and `mask` is false for them. DROPPED: after the last batch with only real rows.
     """
 
     NEVER = "never"
@@ -45,30 +45,30 @@ class HostBatches(Protocol):
         """The position after the last rows, the same on every host."""
 
     def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
-        """The cursors of the logical shards that this host saves, as they are now.
+        """The current cursors of the logical shards that this host saves.
 
-        With `shared` also of those that it runs, and another host saves.
+        With `shared`, also of the shards that it runs but another host saves.
         """
 
     def changed(self) -> cursors.Cursors:
         """The cursors that changed since the last call of this or `shard_cursors`."""
 
     def go_to(self, position: cursors.Position, read: ReadCursors) -> None:
-        """Goes to a position of any host, reading the cursors that it needs here.
+        """Moves to a position that any host saved; reads the cursors that it needs.
 
-        If that fails, the host stays where it is.
+        If this fails, the position does not change.
         """
 
     def close(self) -> None:
-        """Ends threads and processes that read ahead; `go_to` opens it again."""
+        """Ends threads and processes that read ahead; `go_to` starts them again."""
 
 
 class ElasticData(Protocol):
-    """Data that any number of hosts can share; it has to survive cloudpickle."""
+    """Data that any number of hosts can share; it must be picklable by cloudpickle."""
 
     @property
     def engine(self) -> str:
-        """Names the kind of position that its batches have."""
+        """The name of the engine, which determines the form of its positions."""
 
     @property
     def end(self) -> End:
@@ -76,20 +76,20 @@ class ElasticData(Protocol):
 
     @property
     def rows_of_end(self) -> int:
-        """Rows of padding, one after the other, behind which there is no real one."""
+        """The number of consecutive padding rows after which no real row follows."""
 
     def identity(self) -> dict[str, storage.Json]:
-        """What decides which example comes when, named by configuration keys."""
+        """The settings that determine the order of examples, by configuration key."""
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> ElasticData:
-        """This data, its datasets under the names that a saved pipeline has for them.
+        """This data, with its datasets renamed to their names in a saved pipeline.
 
         Args:
           pipeline: the identity in a saved state.
         """
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
-        """Where each row of a batch stands in what the hosts load; None if in place."""
+        """The index of each row of a batch in the loaded rows; None if in order."""
 
     def host_batches(self, placement: rows.Placement) -> HostBatches:
         """The batches of one host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# The id of a row that is no example but padding.
+# The id of a padding row.
 NONE = 2**64 - 1
 
 
@@ -20,6 +20,6 @@ def split_all(example_ids: np.ndarray) -> np.ndarray:
 
 
 def join(halves: np.ndarray) -> list[int]:
-    """The ids of which `split` made the rows of `halves`, uint32 `[rows, 2]`."""
+    """The inverse of `split`: the ids of the rows of `halves`, uint32 `[rows, 2]`."""
     high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
     return (high << np.uint64(32) | low).tolist()

@@ -1,8 +1,8 @@
-"""Finds and names the filter of a shard's pipeline that rejects everything.
+"""Detects and reports a filter of a shard's pipeline that rejects all elements.
 
-An endless pipeline would then read without end. `Filters` counts what each filter has
-rejected since it last passed an element, and raises an error when that is more than two
-epochs. Where a pipeline has another reason to make no row, it names the filter that has
+With such a filter an endless pipeline would read forever. `Filters` counts the elements
+that each filter has rejected since it last accepted one, and raises an error after two
+epochs. If a pipeline makes no row for another reason, it reports the filter that has
 rejected the most.
 """
 
@@ -17,26 +17,26 @@ import grain
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import records
 
-# Elements that may be rejected one after the other: at least so many, however few an
-# epoch has, and so many if it is not known how many it has.
+# How many consecutive elements may be rejected: at least this many even if an epoch has
+# fewer, and the second number if the length of an epoch is unknown.
 _MIN_PATIENCE = 10_000
 _PATIENCE = 1_000_000
 
-# Where Grain's datasets hold the function of a filter.
+# The attribute of Grain's datasets with the function of a filter.
 _FUNCTION = "_filter_fn"
 
 
 class Filters:
-    """The filters of pipelines, and what they reject from now on."""
+    """The filters of pipelines, and the number of elements that each rejects."""
 
     def __init__(self) -> None:
         self._counted: list[_Counted] = []
 
     def watch(self, dataset: grain.IterDataset, *, endless: bool) -> None:
-        """Counts what the filters of a pipeline reject.
+        """Counts the elements that the filters of a pipeline reject.
 
         Args:
-          dataset: the pipeline; iterate over it only after this.
+          dataset: the pipeline; it must not have been iterated over before.
           endless: whether it is an error if a filter rejects all of two epochs.
         """
         for node in _nodes(dataset):
@@ -44,7 +44,7 @@ class Filters:
             if function is None:
                 continue
             if isinstance(function, _Counted):
-                # Of a dataset that several pipelines have in common.
+                # Several pipelines share this dataset.
                 function = function.function
             name = re.sub(r"^\w+\(transform=(.*)\)$", r"\1", str(node))
             counted = _Counted(function, name, node if endless else None)
@@ -52,15 +52,15 @@ class Filters:
             self._counted.append(counted)
 
     def describe(self) -> str:
-        """Which filter has rejected the most since it last let an element pass."""
-        worst = max(self._counted, key=lambda of: of.num_rejected, default=None)
+        """A hint with the filter that rejected the most consecutive elements."""
+        worst = max(self._counted, key=lambda each: each.num_rejected, default=None)
         if worst is None or not worst.num_rejected:
-            return "is there a step that leaves out everything?"
+            return "check whether a step leaves out all of them"
         return worst.describe()
 
 
 class _Counted:
-    """The function of a filter, and the elements that it rejected one after another."""
+    """The function of a filter, which counts consecutive rejected elements."""
 
     def __init__(
         self, function: Callable[[Any], bool], name: str, endless: Any | None
@@ -80,21 +80,20 @@ class _Counted:
             self._patience = max(_MIN_PATIENCE, 2 * _epoch(self._endless))
             if self.num_rejected > self._patience:
                 raise errors.DataError(
-                    f"{self.describe()}, more than two epochs; let it pass some, or"
-                    " say that the data is finite"
+                    f"{self.describe()}, more than two epochs; change it to accept"
+                    " some, or declare the data finite"
                 )
         return False
 
     def describe(self) -> str:
-        """How much it rejected, in words."""
+        """A sentence with the number of rejected elements."""
         return (
             f"the filter {self._name} rejected the last {self.num_rejected:,} elements"
-            " that it was given"
         )
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:
-    # A dataset and all that it is made of.
+    # A dataset and all datasets that it reads from.
     seen, waiting = set(), [dataset]
     while waiting:
         node = waiting.pop()
@@ -105,7 +104,7 @@ def _nodes(dataset: Any) -> Iterator[Any]:
 
 
 def _epoch(dataset: Any) -> int:
-    # Elements of one pass over the sources of a filter.
+    # The number of elements in one pass over the sources of a filter.
     total = 0
     for node in _nodes(dataset):
         if getattr(node, "parents", ()):

@@ -1,8 +1,8 @@
-"""The way in for a run that has saved the states of Grain iterators so far.
+"""Converts the saved states of Grain iterators into an elastic data state.
 
-It is exact where each of P processes ran a pipeline of its own and saved its state: if
-logical shard `p` of P is that very pipeline, its cursor is that very state. From then
-on the run is elastic.
+The conversion is exact if each of P processes ran its own pipeline and saved its state:
+if logical shard `p` of P is the same pipeline, its cursor is that state. From then on
+the run is elastic.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ def adopt(
     """Writes a data state into `directory` that any iterator of `data` can load.
 
     Args:
-      directory: where to write; to Orbax, the directory of a checkpointable.
+      directory: the directory to write to; with Orbax, that of a checkpointable.
       data: P logical shards, of which shard `p` is the pipeline of process `p`.
-      states: what `get_state` of the P Grain iterators gave, one row an element.
-      num_rows: rows that each of them had yielded.
+      states: the results of `get_state` of the P Grain iterators, whose elements are
+        rows.
+      num_rows: the number of rows that each of them had yielded.
 
     Raises:
-      DataError: if there is not one state for each shard.
+      DataError: if the number of states differs from the number of shards.
     """
     if len(states) != data.num_shards:
         raise errors.DataError(
-            f"{len(states)} Grain states for {data.num_shards} logical shards; give the"
-            " state of each process, and as many shards"
+            f"{len(states)} Grain states for {data.num_shards} logical shards; pass the"
+            " state of each process, and use as many shards"
         )
     position: cursors.Position = {"stream_row": num_rows * data.num_shards}
-    found = {shard: shard_rows.to_json(value) for shard, value in enumerate(states)}
-    cursors.write(directory, found, position)
+    by_shard = {shard: shard_rows.to_json(value) for shard, value in enumerate(states)}
+    cursors.write(directory, by_shard, position)
     state.write(
         directory,
         state.DataState(

@@ -23,10 +23,10 @@ from jax.sharding import Mesh, Sharding
 
 from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.data import (
+    compatibility,
     cursors,
     delivery,
     elastic_data,
-    first_contact,
     prefetch,
     rows,
     state,
@@ -136,7 +136,7 @@ class HostIterator:
     def explain(self, waited_secs: float) -> str:
         """Why the loop has just waited so long, in words."""
         return (
-            f"waited {waited_secs:.1f} s for a batch: {first_contact.host_name()} did"
+            f"waited {waited_secs:.1f} s for a batch: {compatibility.host_name()} did"
             " not have its rows ready"
         )
 
@@ -290,7 +290,7 @@ class Batches:
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
         self._sharding = topology.batch_sharding(mesh)
-        first_contact.meet(data, self._sharding)
+        compatibility.check_controllers(data, self._sharding)
         self._host = HostIterator(
             data,
             sharding=self._sharding,

@@ -1,8 +1,8 @@
-"""From documents to examples of a language model: pairs of inputs and targets.
+"""Converts documents to examples of a language model: pairs of inputs and targets.
 
-A document of n tokens is the pair of its first n - 1 and its last n - 1, so that a
-target is always the token after its input, however pairs are then cut, shuffled and
-packed.
+A document of n tokens becomes the pair of its first n - 1 and its last n - 1 tokens, so
+that a target is always the token after its input, even if pairs are then cut, shuffled
+and packed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_ckpt.data import tokenizers
 from elastic_ckpt.data import tokens as token_numbers
 
 Example = dict[str, np.ndarray]
-# A document's text, its tokens if it has them already, or None.
+# A document's text, its tokens if it is already tokenized, or None.
 Value = str | bytes | np.ndarray | None
 
 _BYTES = tokenizers.Bytes()
@@ -33,11 +33,11 @@ BEST_FIT = "best_fit"
 CONCAT_THEN_SPLIT = "concat_then_split"
 PACKINGS = (FIRST_FIT, BEST_FIT, CONCAT_THEN_SPLIT)
 
-# Rows that a fitting packer has in hand: 16 are filled to 97 %.
+# The number of rows that a fitting packer fills at a time: 16 become 97 % full.
 PACKING_BINS = 16
 
 _FEATURES = ("inputs", "targets")
-# What packers call the features of a row, and MaxText.
+# The names of a row's features in packers, and in MaxText.
 _ROW_NAMES = {
     feature + theirs: feature + ours
     for feature in _FEATURES
@@ -51,10 +51,10 @@ _ROW_NAMES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Documents:
-    """How the records of a source are made tokens.
+    """The conversion of records to tokens.
 
     Attributes:
-      column: the column that has the text, or the tokens.
+      column: the column with the text, or with the tokens.
       tokenizer: makes the tokens; None if the column has them.
       add_begin: whether a text begins with the tokenizer's begin token.
       add_end: whether it ends with the end token.
@@ -67,31 +67,31 @@ class Documents:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether threads tokenise faster than one."""
+        """Whether several threads tokenise faster than one."""
         return self.tokenizer is not None and self.tokenizer.is_parallel
 
     def value(self, element: dict[str, Any]) -> Value:
         """The text of a record, or its tokens, int32 `[tokens]`; None if it has none.
 
         Raises:
-          DataError: if the column is missing or has something else.
+          DataError: if the column is missing or of another type.
         """
         if self.column not in element:
             raise errors.DataError(
-                f"a record has no column {self.column!r} but {sorted(element)}; set"
+                f"a record has no column {self.column!r}, only {sorted(element)}; set"
                 " train_data_columns"
             )
         value = element[self.column]
         if value is None:
             return None
         if self.tokenizer is None:
-            found = np.asarray(value)
-            if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+            numbers = np.asarray(value)
+            if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
                 raise errors.DataError(
-                    f"column {self.column!r} has {found.dtype}{list(found.shape)}, not"
-                    " a list of tokens; set tokenize_train_data=true if it is text"
+                    f"column {self.column!r} has {numbers.dtype}{list(numbers.shape)},"
+                    " not a list of tokens; set tokenize_train_data=true if it is text"
                 )
-            return token_numbers.narrowed(found, place=f"column {self.column!r}")
+            return token_numbers.narrowed(numbers, place=f"column {self.column!r}")
         if not isinstance(value, str | bytes):
             raise errors.DataError(
                 f"column {self.column!r} has a {type(value).__name__}, not text; set"
@@ -100,16 +100,16 @@ class Documents:
         return value
 
     def tokens(self, values: Sequence[Value]) -> list[np.ndarray]:
-        """The tokens of each value, int32 `[tokens]`; those of None are none."""
-        found: list[Any] = [_NO_TOKENS if value is None else value for value in values]
-        places = [n for n, value in enumerate(values) if isinstance(value, str | bytes)]
-        if self.tokenizer and places:
+        """The tokens of each value, int32 `[tokens]`; an empty array for None."""
+        result: list[Any] = [_NO_TOKENS if value is None else value for value in values]
+        texts = [n for n, value in enumerate(values) if isinstance(value, str | bytes)]
+        if self.tokenizer and texts:
             begin = _as_tokens(self.tokenizer.begin if self.add_begin else None)
             end = _as_tokens(self.tokenizer.end if self.add_end else None)
-            encoded = self.tokenizer.encode_batch([found[n] for n in places])
-            for place, tokens in zip(places, encoded, strict=True):
-                found[place] = np.concatenate([begin, tokens, end])
-        return found
+            encoded = self.tokenizer.encode_batch([result[n] for n in texts])
+            for number, tokens in zip(texts, encoded, strict=True):
+                result[number] = np.concatenate([begin, tokens, end])
+        return result
 
 
 def _as_tokens(token: int | None) -> np.ndarray:
@@ -119,13 +119,13 @@ def _as_tokens(token: int | None) -> np.ndarray:
 class Examples(grain.IterDataset[Example]):
     """Pairs of at most L tokens from documents.
 
-    A document of less than two tokens makes no example.
+    A document of fewer than two tokens makes no example.
 
     Args:
       parent: documents as arrays of tokens.
       length: L.
-      truncate: whether a longer document is trimmed to L; if not, it makes several
-        examples, one after the other.
+      truncate: whether a longer document is truncated to L; if not, it makes several
+        consecutive examples.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Examples(grain.IterDataset[Example]):
 
 
 class _ExamplesIterator(grain.DatasetIterator[Example]):
-    """Keeps the parent's state before the document, and the chunks taken of it."""
+    """Keeps the parent's state before the document, and the number of chunks taken."""
 
     def __init__(
         self, parent: grain.DatasetIterator, length: int, *, max_chunks: int | None
@@ -151,7 +151,7 @@ class _ExamplesIterator(grain.DatasetIterator[Example]):
         self._length = length
         self._max_chunks = max_chunks
         self._before = parent.get_state()
-        # The parent's state now, if it was asked for since the last document.
+        # The parent's current state, if it was computed since the last document.
         self._now: Any = None
         self._chunks: list[Example] = []
         self._taken = 0
@@ -159,7 +159,7 @@ class _ExamplesIterator(grain.DatasetIterator[Example]):
     def __next__(self) -> Example:
         while self._taken == len(self._chunks):
             if self._max_chunks != 1:
-                # Else no state is ever taken in the middle of a document.
+                # With one chunk for each document no state is in the middle of one.
                 self._before = self._parent_state()
             self._now = None
             made = chunks(next(self._parent), self._length)
@@ -181,19 +181,19 @@ class _ExamplesIterator(grain.DatasetIterator[Example]):
             next(self)
 
     def _parent_state(self) -> Any:
-        # A packer asks for it before each document, and so does this.
+        # Both a packer and this iterator need it before each document.
         if self._now is None:
             self._now = self._parent.get_state()
         return self._now
 
 
 def pair(tokens: np.ndarray) -> Example:
-    """Inputs and targets of a run of n tokens, each `[n - 1]`."""
+    """Inputs and targets of n consecutive tokens, each `[n - 1]`."""
     return {"inputs": tokens[:-1], "targets": tokens[1:]}
 
 
 def chunks(tokens: np.ndarray, length: int) -> Iterator[Example]:
-    """The pairs of at most `length` that hold each target of `tokens` once."""
+    """Pairs of at most `length` tokens that contain each target of `tokens` once."""
     for first in range(0, len(tokens) - 1, length):
         yield pair(tokens[first : first + length + 1])
 
@@ -201,7 +201,7 @@ def chunks(tokens: np.ndarray, length: int) -> Iterator[Example]:
 def padded(example: Example, length: int) -> Example:
     """`example` as a row of `length` tokens, with segmentation and position.
 
-    Segmentation is 1 where a token is, and 0 in the padding.
+    Segmentation is 1 for tokens and 0 for padding.
     """
     row = {}
     for name, tokens in example.items():
@@ -219,17 +219,17 @@ def packed(
     seed: int,
     max_examples: int = 0,
 ) -> grain.IterDataset:
-    """Rows of `length` tokens, of several examples each, by one of `PACKINGS`.
+    """Rows of `length` tokens with several examples each, by one of `PACKINGS`.
 
-    The segmentation counts the examples of a row from 1, and is 0 in the padding; the
-    position counts the tokens of an example from 0.
+    The segmentation numbers the examples of a row from 1, and is 0 for padding; the
+    position numbers the tokens of an example from 0.
 
     Args:
       parent: examples.
-      packing: how rows are filled.
+      packing: one of `PACKINGS`.
       length: tokens of a row.
-      seed: of the order in which a fitting packer gives its rows.
-      max_examples: of a row of a fitting packer; 0 sets no limit.
+      seed: the seed of the order in which a fitting packer yields rows.
+      max_examples: the most examples in a row of a fitting packer; 0 sets no limit.
     """
     lengths = dict.fromkeys(_FEATURES, length)
     if packing == CONCAT_THEN_SPLIT:
@@ -251,7 +251,7 @@ def packed(
 
 
 class _MaxTextRows(grain.IterDataset[Example]):
-    """Packed rows with MaxText's names; Grain's `map` takes ten times as long."""
+    """Renames the features of packed rows to MaxText's; ten times as fast as `map`."""
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
         return _MaxTextRowsIterator(iter(self._parent))

@@ -1,11 +1,12 @@
-"""One host's rows as NumPy arrays, for loops of PyTorch or of no framework at all.
+"""The rows of one host as NumPy arrays, for PyTorch and other training loops.
 
-`LocalBatches` is a plain iterator with both spellings of a state: Grain's `get_state`
-and `set_state`, and torchdata's `state_dict` and `load_state_dict`.
-`data.torch_dataset` makes a PyTorch dataset of it.
+`LocalBatches` is a plain iterator with the state methods of both Grain, `get_state` and
+`set_state`, and torchdata, `state_dict` and `load_state_dict`. `data.torch_dataset`
+wraps it as a PyTorch dataset.
 
-A state is JSON. Each rank has the cursors of the shards that it runs, so a world of
-another size takes the states of all ranks together: `load_state_dict([one, two])`.
+A state is JSON. The state of a rank has the cursors of the shards that it runs, so a
+world of another size loads the states of all ranks together:
+`load_state_dict([one, two])`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.data import cursors, delivery, elastic_data, prefetch, rows, state
 
 _VERSION = 2
-# Its states have no digest.
+# States of this version have no digest.
 _FIRST_VERSION = 1
 
 _FIELDS = {"engine": str, "position": dict, "pipeline": dict, "cursors": dict}
@@ -31,15 +32,15 @@ class LocalBatches:
     """The rows of each global batch that one rank loads.
 
     Args:
-      data: what to iterate over; if hosts load others than their own rows, those that
-        this rank loads.
+      data: the data; if hosts load rows other than their own, those that this rank
+        loads.
       rank: this host's number.
-      num_ranks: hosts.
+      num_ranks: the number of hosts.
       global_batch_size: rows of all hosts together, B.
-      agree: of data that ends, tells whether any rank has a row left (or, if the data
-        drops what fills no batch, whether all have): for several ranks an all-reduce
-        of what it is given.
-      read_ahead: how far a thread reads ahead; by default none does.
+      agree: an all-reduce of a bool over the ranks, required if the data is finite:
+        whether any rank has a row left or, if the data drops incomplete batches,
+        whether all have.
+      read_ahead: how far a thread reads ahead; by default it does not.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class LocalBatches:
             )
         if data.end is not elastic_data.End.NEVER and num_ranks > 1 and agree is None:
             raise errors.ConfigError(
-                f"data that ends has to end on all {num_ranks} ranks at once; give"
-                " LocalBatches agree=, an all-reduce of a bool"
+                f"finite data must end on all {num_ranks} ranks at once; pass agree=,"
+                " an all-reduce of a bool, to LocalBatches"
             )
         self._data = data
         self._identity = data.identity()
@@ -83,7 +84,7 @@ class LocalBatches:
 
     @property
     def at_end(self) -> bool:
-        """Whether the data has ended; then `reset` begins another pass."""
+        """Whether the data has ended; then `reset` starts another pass."""
         return self._at_end
 
     def __next__(self) -> dict[str, np.ndarray]:
@@ -99,12 +100,12 @@ class LocalBatches:
         raise StopIteration
 
     def reset(self) -> None:
-        """Goes to the beginning."""
+        """Moves to the beginning."""
         self._rows.close()
         self._rows, self._at_end = self._begin(self._data), False
 
     def get_state(self) -> StateDict:
-        """The state after the last batch, JSON."""
+        """The state after the last batch, as JSON."""
         fields: StateDict = {
             "engine": self._data.engine,
             "position": self._rows.position(),
@@ -115,55 +116,56 @@ class LocalBatches:
         return checked_json.sealed(fields, version=_VERSION)
 
     def set_state(self, saved: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Goes to a state, or to that which the ranks of a world have saved together.
+        """Moves to a state, or to the combined state of all ranks of a world.
 
         Raises:
-          DataError: if a state is not one, was altered, is of another pipeline or
-            version, the ranks' states are not of one moment, or shards are missing or
-            differ. The iterator then stays where it is.
+          DataError: if a state is invalid, was altered or is of another pipeline or
+            version, if the states of the ranks are of different steps, or if cursors of
+            shards are missing or differ. The position then does not change.
         """
         ranks = [saved] if isinstance(saved, Mapping) else saved
         if not isinstance(ranks, Sequence) or isinstance(ranks, str) or not ranks:
             raise errors.DataError(
-                f"{saved!r} is no state of LocalBatches; load what its get_state or"
-                " state_dict returned, or a list of what those of all ranks returned"
+                f"{saved!r} is no state of LocalBatches; load the result of its"
+                " get_state or state_dict, or a list of the results of all ranks"
             )
         data, identity = self._data, self._identity
         position, at_end = self._rows.position(), False
-        found: dict[int, cursors.Cursor] = {}
-        for rank, of_rank in enumerate(ranks):
-            fields = _checked(of_rank, rank)
-            own = state.DataState(
+        by_shard: dict[int, cursors.Cursor] = {}
+        for rank, rank_state in enumerate(ranks):
+            fields = _checked(rank_state, rank)
+            data_state = state.DataState(
                 **{key: fields[key] for key in ("engine", "position", "pipeline")}
             )
             if not rank:
-                data = self._data.continuing(own.pipeline)
+                data = self._data.continuing(data_state.pipeline)
                 identity = self._identity if data is self._data else data.identity()
-            state.check_same_pipeline(own, data.engine, identity)
+            state.check_same_pipeline(data_state, data.engine, identity)
             if not rank:
-                position, at_end = own.position, bool(fields.get("at_end"))
-            elif own.position != position:
+                position, at_end = data_state.position, bool(fields.get("at_end"))
+            elif data_state.position != position:
                 raise errors.DataError(
-                    f"the state of rank {rank} is that of {own.position}, and of rank 0"
-                    f" of {position}; load states that were saved at the same step"
+                    f"the state of rank {rank} has position {data_state.position}, and"
+                    f" that of rank 0 {position}; load states that were saved at the"
+                    " same step"
                 )
-            of_shards = {int(shard): cur for shard, cur in fields["cursors"].items()}
-            differing = [s for s, cur in of_shards.items() if found.get(s, cur) != cur]
+            added = {int(shard): cur for shard, cur in fields["cursors"].items()}
+            differing = [s for s, cur in added.items() if by_shard.get(s, cur) != cur]
             if differing:
                 raise errors.DataError(
                     f"the state of rank {rank} has other cursors of logical shards"
-                    f" {differing} than those before it; load the states of one run"
+                    f" {differing} than earlier ranks; load the states of one run"
                 )
-            found |= of_shards
+            by_shard |= added
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
-            missing = sorted(set(shards) - found.keys())
+            missing = sorted(set(shards) - by_shard.keys())
             if missing:
                 raise errors.DataError(
                     f"the state lacks logical shards {missing}; load the states of all"
                     " ranks together, as a list"
                 )
-            return {shard: found[shard] for shard in shards}
+            return {shard: by_shard[shard] for shard in shards}
 
         batches = self._rows if data is self._data else self._begin(data)
         batches.go_to(position, read)
@@ -173,17 +175,17 @@ class LocalBatches:
         self._at_end = at_end
 
     def state_dict(self) -> StateDict:
-        """`get_state`, as torchdata calls it."""
+        """`get_state` under torchdata's name."""
         return self.get_state()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
-        """`set_state`, as torchdata calls it."""
+        """`set_state` under torchdata's name."""
         self.set_state(state_dict)
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Stops reading ahead."""
         self._rows.close()
 
     def _begin(
@@ -197,7 +199,7 @@ class LocalBatches:
 
 
 def _checked(saved: Any, rank: int) -> dict[str, Any]:
-    # The fields of a state of any version.
+    # The fields of a state of any version, checked.
     try:
         if isinstance(saved, Mapping) and saved.get("version") == _FIRST_VERSION:
             fields = dict(saved)
@@ -206,20 +208,22 @@ def _checked(saved: Any, rank: int) -> dict[str, Any]:
             content = dict(saved) if isinstance(saved, Mapping) else saved
             fields = checked_json.unsealed(content, what=what, version=_VERSION)
         wrong = [
-            name for name, of in _FIELDS.items() if not isinstance(fields.get(name), of)
+            name
+            for name, kind in _FIELDS.items()
+            if not isinstance(fields.get(name), kind)
         ] or _invalid(fields)
         if wrong:
-            raise checked_json.Unreadable(f"lacks {wrong}, or has something else there")
+            raise checked_json.Unreadable(f"has missing or invalid fields {wrong}")
     except checked_json.Unreadable as problem:
         raise errors.DataError(
-            f"the state of rank {rank} {problem}; load what get_state or state_dict of"
-            " LocalBatches returned"
+            f"the state of rank {rank} {problem}; load the result of get_state or"
+            " state_dict of LocalBatches"
         ) from None
     return fields
 
 
 def _invalid(fields: Mapping[str, Any]) -> list[str]:
-    # Of fields that are of their types, those whose content is none.
+    # The fields of the right types with invalid content.
     positions = list(fields["position"].values())
     shards = fields["cursors"].keys()
     return [

@@ -1,11 +1,12 @@
-"""Mixtures of datasets by weight, after a schedule that is a pure function.
+"""Mixtures of datasets by weight, with a schedule that is a pure function.
 
-Which dataset gives element `n` of shard `s` follows from `n`, `s` and the weights now:
-the point `n * phi + s * sqrt(2)`, modulo one, falls into one of the intervals that the
-weights cut the unit interval into. Multiples of the golden ratio fill it more evenly
-than any other sequence of this kind (Kronecker's; Niederreiter 1992): of n elements, a
-dataset is at most 4 from its share up to n = 1,000, and 6 up to a million. As nothing
-is remembered but `n`, weights can change at any resume.
+The dataset of element `n` of shard `s` depends on `n`, `s` and the current weights: the
+weights divide the unit interval, and the point `n * phi + s * sqrt(2)`, modulo one, is
+in the interval of one dataset. Multiples of the golden ratio fill the unit interval
+more evenly than any other sequence of this kind (Kronecker's; Niederreiter 1992): among
+n elements, the count of a dataset differs from its share by at most 4 up to n = 1,000,
+and by at most 6 up to a million. Because the only state is `n`, weights can change at
+any resume.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _ONE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
 _PHASE = 0x6A09E667F3BCC909
 
-# Turns that are tried one by one before the next turn of a dataset is computed.
+# The number of turns that are tried one by one before the next one is computed.
 _NEAR_TURNS = 100
 
-# The field of a cursor that counts what was taken of each dataset.
+# The field of a cursor with the number of elements taken from each dataset.
 TAKEN = "taken"
-# The field with the stages that elements after the state were chosen in; and of a stage
-# the turn before which it ended, its weights, whether all of its datasets had ended,
-# and the first states of the mixtures that were opened in it.
+# The field with the stages in which elements after the state were chosen. The fields of
+# a stage: the turn before which it ended, its weights, whether all of its datasets had
+# ended, and the first states of the mixtures that were opened in it.
 SCHEDULE = "schedule"
 _UNTIL, _WEIGHTS, _ENDED, _OPENED = "until", "weights", "ended", "opened"
-# Marks the state of a mixture that another one reads again; it is not saved.
+# Marks the state of a nested mixture whose elements are read again; it is not saved.
 _READ_AGAIN = "read_again"
 
 
@@ -44,8 +45,8 @@ def check_weights(weights: Mapping[str, float]) -> None:
     for name, weight in weights.items():
         if not 0 <= weight < float("inf"):
             raise errors.ConfigError(
-                f"mixture: dataset {name} has the weight {weight}; weights are numbers"
-                " from 0 on"
+                f"mixture: dataset {name} has the weight {weight}; weights are finite"
+                " numbers of at least 0"
             )
     if not any(weights.values()):
         raise errors.ConfigError(
@@ -54,26 +55,26 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 
 def bounds(weights: Mapping[str, float]) -> list[tuple[int, str]]:
-    """Where the interval of each dataset ends, in 64 bits, and its name.
+    """The end of the interval of each dataset, in 64 bits, and its name.
 
-    However small a weight above 0 is, its interval has a point.
+    The interval of every weight above 0 has at least one point.
     """
     check_weights(weights)
     exact = {name: fractions.Fraction(weight) for name, weight in weights.items()}
     total = sum(exact.values())
     share, end = fractions.Fraction(), 0
-    to_come = sum(weight > 0 for weight in exact.values())
-    found = []
+    remaining = sum(weight > 0 for weight in exact.values())
+    ends = []
     for name, weight in exact.items():
         share += weight / total
-        to_come -= weight > 0
-        end = min(max(int(share * _ONE), end + (weight > 0)), _ONE - to_come)
-        found.append((end, name))
-    return found
+        remaining -= weight > 0
+        end = min(max(int(share * _ONE), end + (weight > 0)), _ONE - remaining)
+        ends.append((end, name))
+    return ends
 
 
 def chosen(turn: int, *, shard: int, ends: list[tuple[int, str]]) -> str:
-    """The dataset that gives element `turn` of `shard`; see `bounds`."""
+    """The dataset of element `turn` of `shard`; see `bounds`."""
     point = _point(turn, shard)
     return next(name for end, name in ends if point < end)
 
@@ -81,9 +82,9 @@ def chosen(turn: int, *, shard: int, ends: list[tuple[int, str]]) -> str:
 def next_chosen(
     turn: int, *, shard: int, ends: list[tuple[int, str]], among: Collection[str]
 ) -> tuple[int, str]:
-    """The first turn from `turn` on that is one of `among`'s datasets, and which.
+    """The first turn from `turn` on of a dataset in `among`, and that dataset.
 
-    However rare these datasets are, the time is about the same.
+    The time does not depend on how rare these datasets are.
     """
     for near in range(turn, turn + _NEAR_TURNS):
         name = chosen(near, shard=shard, ends=ends)
@@ -105,17 +106,18 @@ def _point(turn: int, shard: int) -> int:
 
 
 def _turns_until(low: int, high: int) -> int:
-    # Turns until the point has moved by low to high, around the unit interval.
+    # The number of turns until the point has moved by low to high, modulo one.
     if low > high:
         return 0
     return first_multiple(_GOLDEN, _ONE, low, high)
 
 
 def first_multiple(step: int, modulus: int, low: int, high: int) -> int:
-    """The least n from 0 on for which `n * step` modulo `modulus` is `low` to `high`.
+    """The smallest n >= 0 with `low <= n * step % modulus <= high`.
 
-    As Euclid's algorithm, it takes a logarithmic number of steps. `step` is less than
-    `modulus`, they have no common divisor, and `0 <= low <= high < modulus`.
+    Like Euclid's algorithm it takes a logarithmic number of steps. It requires that
+    `step` is less than `modulus`, that they have no common divisor, and that
+    `0 <= low <= high < modulus`.
     """
     if not low:
         return 0
@@ -124,7 +126,7 @@ def first_multiple(step: int, modulus: int, low: int, high: int) -> int:
     number = -(-low // step)
     if number * step <= high:
         return number
-    # No multiple before the first turn around; after how many turns is there one?
+    # No multiple fits before the first wraparound: computes after how many one does.
     turns = first_multiple(-modulus % step, step, low % step, high % step)
     return -(-(low + modulus * turns) // step)
 
@@ -132,14 +134,15 @@ def first_multiple(step: int, modulus: int, low: int, high: int) -> int:
 class Mixture(shard_steps.Step):
     """Elements of several datasets of one shard, by weight.
 
-    A dataset is opened when its first element is due. If datasets end, the others go
-    on, and the mixture ends with the last of them. The state is keyed by the datasets'
-    names: at a resume, one may be new, one gone, and the weights others. It does not
-    record which datasets have ended: after a resume they are asked again.
+    A dataset is opened when its first element is due. If a dataset ends, the others
+    continue, and the mixture ends with the last of them. The state is keyed by the
+    names of the datasets: at a resume, datasets may be new or gone, and weights may
+    differ. It does not record which datasets have ended: after a resume they are tried
+    again.
 
-    A shuffle or a packer saves the state of its parent before the elements that it has
-    in its buffer, and reads them again at a resume. So a state has the weights by which
-    these were chosen; those of now apply to the elements after them.
+    A shuffle or a packer saves the state of its parent before the elements in its
+    buffer, and reads these again at a resume. A state therefore contains the weights by
+    which they were chosen; the current weights apply to the elements after them.
 
     Args:
       parts: the datasets by name.
@@ -162,7 +165,7 @@ class Mixture(shard_steps.Step):
                 f" {sorted(weights)}; give each part a weight"
             )
         check_weights(weights)
-        # In the order of names, so that a list in another order is the same mixture.
+        # Sorted by name, so that the order of the list does not matter.
         self._parts = {name: parts[name] for name in sorted(parts)}
         super().__init__(list(self._parts.values()))
         self._given = {name: weights[name] for name in self._parts}
@@ -176,12 +179,12 @@ class Mixture(shard_steps.Step):
         return f"Mixture(shard={self.shard}, {sorted(self._given)})"
 
     def settings(self) -> dict[str, storage.Json]:
-        """Each dataset by its name: its weight and its steps."""
+        """The weight and the steps of each dataset, by its name."""
         return {
             "datasets": {
                 name: {
                     "weight": weight,
-                    "steps": shard_steps.described(self._parts[name]),
+                    "steps": shard_steps.step_descriptions(self._parts[name]),
                 }
                 for name, weight in self._given.items()
             }
@@ -202,11 +205,11 @@ class _MixtureIterator(grain.DatasetIterator):
         self._turn = 0
         self._opened: dict[str, grain.DatasetIterator] = {}
         self._taken: dict[str, int] = {}
-        # Where the datasets are that were not opened since.
+        # The saved states of datasets that were not opened since.
         self._saved: dict[str, Any] = {}
-        # The state as it is now, if it was asked for.
+        # The current state, if `get_state` was called.
         self._state: dict[str, Any] | None = None
-        # Stages of other weights that are read again, and last the one of now.
+        # Stages of other weights that are read again, and last the current stage.
         self._schedule = _continued([], turn=0, weights=weights)
         self._now = self._schedule[-1]
         self._read_again_until = 0
@@ -214,7 +217,7 @@ class _MixtureIterator(grain.DatasetIterator):
 
     def __next__(self) -> Any:
         if self._state is not None:
-            # A holder of this state may set it again, and then has to read the same.
+            # A caller that sets this state again must then read the same elements.
             self._state[SCHEDULE] = self._schedule[self._number :]
             self._state = None
         while self._stage is not self._now:
@@ -261,22 +264,22 @@ class _MixtureIterator(grain.DatasetIterator):
         self._number, self._stage = number, self._schedule[number]
         weights = self._stage[_WEIGHTS]
         self._ends = bounds(weights)
-        # Also those that had ended: the weights inside them may be others now.
-        self._going_on = weights.keys() & self._parts.keys()
+        # Includes datasets that had ended: the weights inside them may have changed.
+        self._active = weights.keys() & self._parts.keys()
 
     def _draw(self, until: int | None) -> list[Any]:
         # The next element, if there is one at a turn before `until`.
-        while self._going_on:
-            # The turns of those that have ended pass by, and the others keep theirs.
+        while self._active:
+            # Skips the turns of datasets that have ended; the others keep theirs.
             turn, name = next_chosen(
-                self._turn, shard=self._shard, ends=self._ends, among=self._going_on
+                self._turn, shard=self._shard, ends=self._ends, among=self._active
             )
             if until is not None and turn >= until:
                 break
             try:
                 element = next(self._open(name))
             except StopIteration:
-                self._going_on.remove(name)
+                self._active.remove(name)
                 continue
             self._turn = turn + 1
             self._taken[name] = self._taken.get(name, 0) + 1
@@ -296,7 +299,7 @@ class _MixtureIterator(grain.DatasetIterator):
             else:
                 first = opened.get_state()
                 if any(_mixtures(first)):
-                    # It is to be read again by the same weights.
+                    # Its elements must be read again with the same weights.
                     self._stage.setdefault(_OPENED, {})[name] = first
             self._opened[name] = opened
         return opened
@@ -304,7 +307,7 @@ class _MixtureIterator(grain.DatasetIterator):
     def _check_datasets(
         self, past: Sequence[dict[str, Any]], *, is_read_again: bool
     ) -> None:
-        # Raises a DataError if what is to be read again cannot be as it was.
+        # Raises a DataError if elements that are read again would differ.
         turn = self._turn
         for stage in past:
             until, weights = stage[_UNTIL], stage[_WEIGHTS]
@@ -316,16 +319,16 @@ class _MixtureIterator(grain.DatasetIterator):
                 if due < until:
                     raise errors.DataError(
                         f"mixture: dataset {name} is gone, but examples of it are in a"
-                        " shuffle window or in rows that are not complete; give it back"
-                        " with weight 0 until they were used"
+                        " shuffle window or in incomplete rows; add it again with"
+                        " weight 0 until they are used"
                     )
             new = sorted(self._weights.keys() - weights.keys())
             if stage.get(_ENDED) and new and (turn < until or is_read_again):
                 raise errors.DataError(
                     f"mixture: the weights of {new} were raised from 0 when the other"
-                    " datasets had ended, and the last examples of these are in a"
-                    " shuffle window or in rows that are not complete; set the weights"
-                    " to 0 until they were used"
+                    " datasets had ended, but the last examples of these are in a"
+                    " shuffle window or in incomplete rows; set the weights to 0 until"
+                    " they are used"
                 )
             turn = max(turn, until)
 
@@ -333,27 +336,27 @@ class _MixtureIterator(grain.DatasetIterator):
 def _continued(
     past: Sequence[dict[str, Any]], *, turn: int, weights: dict[str, float]
 ) -> list[dict[str, Any]]:
-    # The stages of a saved schedule that are to be read again from `turn` on, and last
-    # the stage of now.
-    found = []
+    # The stages of a saved schedule that are read again from `turn` on, and last the
+    # current stage.
+    stages = []
     for stage in past:
         if stage[_UNTIL] > turn:
-            found.append(dict(stage))
+            stages.append(dict(stage))
             turn = stage[_UNTIL]
-    if found and found[-1][_WEIGHTS] == weights:
-        return found
-    return [*found, {_UNTIL: turn, _WEIGHTS: weights}]
+    if stages and stages[-1][_WEIGHTS] == weights:
+        return stages
+    return [*stages, {_UNTIL: turn, _WEIGHTS: weights}]
 
 
 def _mixtures(state: Any) -> Iterator[dict[str, Any]]:
-    # The states of mixtures in that of a pipeline.
+    # The states of mixtures in the state of a pipeline.
     return (part for part in cursors.parts(state) if TAKEN in part and "parts" in part)
 
 
-def taken(of_shards: Iterable[cursors.Cursor]) -> dict[str, int]:
-    """Elements taken of each dataset, by the cursors of all shards."""
-    found: collections.Counter[str] = collections.Counter()
-    for cursor in of_shards:
+def taken(shard_cursors: Iterable[cursors.Cursor]) -> dict[str, int]:
+    """The number of elements taken from each dataset, by the cursors of all shards."""
+    counts: collections.Counter[str] = collections.Counter()
+    for cursor in shard_cursors:
         for part in _mixtures(cursor):
-            found.update(part[TAKEN])
-    return dict(found)
+            counts.update(part[TAKEN])
+    return dict(counts)

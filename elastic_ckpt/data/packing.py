@@ -1,8 +1,8 @@
-"""Packs examples into rows by joining them end to end and cutting every L tokens.
+"""Packs examples into rows by concatenating them and cutting every L tokens.
 
-Rows are those of Grain's `ConcatThenSplitIterDataset`, token for token. What differs is
-the cost: an example is copied into its row at once, and the state, where the row began
-in the last example, is put together when it is asked for.
+Rows equal those of Grain's `ConcatThenSplitIterDataset`, token by token, but cost less:
+an example is copied into its row directly, and the state is computed only when it is
+requested.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from elastic_ckpt.data import shard_steps
 
 Example = dict[str, np.ndarray]
 
-# How the features are named that a row has beside each one that is packed.
+# The suffixes of the features that a row has in addition to each packed one.
 _ADDED = ("_segment_ids", "_positions")
 
 
 class ConcatThenSplit(shard_steps.Step[Example]):
-    """Rows of L tokens without padding, but for the last row of data that ends.
+    """Rows of L tokens without padding, except in the last row of finite data.
 
-    Beside each feature, a row has its `{feature}_segment_ids`, which count the examples
-    of the row from 1 (0 is padding), and `{feature}_positions`, which count the tokens
-    of an example, or of the part of it that is in the row, from 0; both int32 `[L]`.
+    For each feature, a row also has `{feature}_segment_ids`, which number the examples
+    of the row from 1 (0 is padding), and `{feature}_positions`, which number the tokens
+    of an example, or of its part in the row, from 0; both int32 `[L]`.
 
     Args:
       parent: examples: dicts of arrays of one length each, `[tokens, ...]`.
-      features: the features to pack; others are left out.
+      features: the features to pack; others are dropped.
       length: L.
     """
 
@@ -41,13 +41,13 @@ class ConcatThenSplit(shard_steps.Step[Example]):
         if isinstance(features, str) or not features or length < 1:
             raise errors.ConfigError(
                 f"ConcatThenSplit: features={features!r}, length={length}; give a tuple"
-                " of names, and 1 or more tokens"
+                " of names, and a length of 1 or more tokens"
             )
         clashing = {f"{name}{end}" for name in features for end in _ADDED} & {*features}
         if clashing:
             raise errors.ConfigError(
-                f"the features {sorted(clashing)} are named as those that packing adds;"
-                " rename them before they are packed"
+                f"the features {sorted(clashing)} have names of features that packing"
+                " adds; rename them before they are packed"
             )
         self._features = features
         self._length = length
@@ -70,15 +70,15 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Example]):
         self._source = parent
         self._features = features
         self._length = length
-        self._places = np.arange(length, dtype=np.int32)
-        # The example that the next row begins in, the parent's state before it, and how
-        # many of its tokens are in rows already.
+        self._indices = np.arange(length, dtype=np.int32)
+        # The example in which the next row begins, the parent's state before it, and
+        # how many of its tokens are already in rows.
         self._columns: list[np.ndarray] = []
         self._before: Any = None
         self._size, self._taken = 0, 0
 
     def __next__(self) -> Example:
-        length, places = self._length, self._places
+        length, indices = self._length, self._indices
         rows: list[np.ndarray] = []
         segments, positions = np.zeros((2, length), np.int32)
         filled, segment = 0, 0
@@ -101,7 +101,7 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Example]):
             for row, column in zip(rows, self._columns, strict=True):
                 row[filled:end] = column[first : first + count]
             segments[filled:end] = segment
-            positions[filled:end] = places[:count]
+            positions[filled:end] = indices[:count]
             self._taken, filled = first + count, end
         packed = dict(zip(self._features, rows, strict=True))
         for feature in self._features:
@@ -129,7 +129,7 @@ class _ConcatThenSplitIterator(grain.DatasetIterator[Example]):
         if len(sizes) != 1:
             raise errors.DataError(
                 f"an example has {self._features} of {sorted(sizes)} tokens; to be"
-                " packed together they have to be of one length"
+                " packed together they must have the same length"
             )
         self._columns, self._before = columns, before
         self._size, self._taken = sizes.pop(), 0

@@ -1,8 +1,9 @@
 """The pipeline of a logical shard that a configuration describes.
 
-    units -> records -> tokens -> mix -> trim or chunk -> window shuffle -> pack or pad
+    units -> records -> tokens -> mix -> truncate or chunk -> window shuffle
+        -> pack or pad
 
-Each arrow is a Grain dataset that saves where it is, so the whole saves where it is.
+Each stage is a Grain dataset that saves its position, so the whole pipeline does.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ class LanguagePipeline:
     Attributes:
       parts: the datasets, which are mixed by weight.
       num_shards: S.
-      reading: in which order records are read, and until when.
-      documents: how a record is made tokens.
+      reading: the order of records and the number of epochs.
+      documents: converts records to tokens.
       length: tokens of a row, L.
-      truncate: whether longer documents are trimmed; if not, they are cut in chunks.
-      window: examples that are shuffled at a time; 0 shuffles none.
+      truncate: whether longer documents are truncated; if not, they are chunked.
+      window: the size of the shuffle window in examples; 0 does not shuffle.
       packing: one of `language.PACKINGS`; empty pads each example to a row.
-      max_examples: of a packed row; 0 sets no limit.
-      seed: of every shuffle.
-      tokenizer_threads: threads of a host that tokenise; 0 takes its share of cores.
-      num_processes: processes of a host that share them.
-      vocab_size: rows of the model's embedding. Tokens that the column has are compared
-        with it; 0 compares none.
+      max_examples: the most examples in a packed row; 0 sets no limit.
+      seed: the seed of every shuffle.
+      tokenizer_threads: tokenizer threads of a host; 0 takes its share of cores.
+      num_processes: processes of a host that share these threads.
+      vocab_size: rows of the model's embedding. Data that is already tokenized is
+        checked against it; 0 disables the check.
     """
 
     parts: tuple[Part, ...]
@@ -87,33 +88,35 @@ class LanguagePipeline:
         """The rows of a shard."""
         read = {part.name: self._tokens(part, shard) for part in self.parts}
         weights = {part.name: part.weight for part in self.parts}
-        found = language.Examples(
-            # Also of a single dataset: others may join it at a resume.
+        examples = language.Examples(
+            # Even a single dataset is a mixture: others may be added at a resume.
             mixing.Mixture(read, weights, shard=shard),
             length=self.length,
             truncate=self.truncate,
         )
-        # Another order in each shard.
+        # Each shard has its own order.
         seed = units.mixed(self.seed ^ shard) >> 32
         if self.window:
-            found = shuffling.WindowShuffle(found, window_size=self.window, seed=seed)
+            examples = shuffling.WindowShuffle(
+                examples, window_size=self.window, seed=seed
+            )
         if self.packing:
             rows = language.packed(
-                found,
+                examples,
                 packing=self.packing,
                 length=self.length,
                 seed=seed,
                 max_examples=self.max_examples,
             )
         else:
-            rows = found.map(self._pad)
+            rows = examples.map(self._pad)
         compared = self.vocab_size and not self.documents.tokenizer
         return rows.map(self._in_vocabulary) if compared else rows
 
     def threads_of_process(self) -> int:
-        """Threads that tokenise in this process; 0 if the tokenizer has no use for any.
+        """The number of tokenizer threads in this process; 0 if threads do not help.
 
-        It may run on another machine than the one that read the configuration.
+        This depends on the machine that it runs on, so it is computed late.
         """
         if not self.documents.is_parallel:
             return 0
@@ -122,9 +125,9 @@ class LanguagePipeline:
         )
 
     def identity(self) -> dict[str, storage.Json]:
-        """What decides which row comes when, named by configuration keys."""
+        """The settings that determine the order of rows, by configuration key."""
         tokenizer = self.documents.tokenizer
-        # States from before this setting have no word of it.
+        # Older states lack this setting: it is included only if there is a limit.
         limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
         return {
             state.DATASETS: {
@@ -146,7 +149,7 @@ class LanguagePipeline:
         }
 
     def renamed(self, names: Mapping[str, str]) -> LanguagePipeline:
-        """This pipeline with other names of its datasets."""
+        """This pipeline with other dataset names."""
         parts = tuple(
             dataclasses.replace(part, name=names.get(part.name, part.name))
             for part in self.parts
@@ -154,7 +157,7 @@ class LanguagePipeline:
         return dataclasses.replace(self, parts=parts)
 
     def _source_identity(self, part: Part) -> dict[str, storage.Json]:
-        # Damage that is left out does not make another file.
+        # Damage that is skipped does not change the identity of a file.
         return source.identity(part.source, sampled=not self.reading.skip_corrupt)
 
     def _tokens(self, part: Part, shard: int) -> token_blocks.Tokens:
@@ -167,13 +170,13 @@ class LanguagePipeline:
 
     def _in_vocabulary(self, row: language.Example) -> language.Example:
         for name in ("inputs", "targets"):
-            # As unsigned numbers, those below zero are the largest.
+            # Viewed as unsigned numbers, negative ones are the largest.
             if row[name].view(np.uint32).max() >= self.vocab_size:
                 wrong = row[name][row[name].view(np.uint32) >= self.vocab_size][0]
                 raise errors.DataError(
-                    f"column {self.documents.column!r} has the token {wrong}, and the"
-                    f" model's vocabulary tokens from 0 to {self.vocab_size - 1}; set"
-                    " vocab_size to that of the tokenizer which made the tokens"
+                    f"column {self.documents.column!r} has the token {wrong}, but the"
+                    f" model's vocabulary has tokens from 0 to {self.vocab_size - 1};"
+                    " set vocab_size to that of the tokenizer that made the tokens"
                 )
         return row
 
@@ -186,15 +189,15 @@ def from_config(
 ) -> elastic_data.ElasticData:
     """The training data that a configuration describes.
 
-    With `num_logical_shards` it is sharded, else positional.
+    With `num_logical_shards` it is sharded, otherwise positional.
 
     Args:
       data: the configuration.
-      vocab_size: rows of the model's embedding: for a token that it has no row for, JAX
-        would take another row in silence. 0 if it is not known.
+      vocab_size: rows of the model's embedding; 0 if unknown. For a token without a
+        row, JAX would silently use another row.
 
     Raises:
-      ConfigError: if the engine cannot do what is asked, or the tokenizer has more
+      ConfigError: if the engine does not support a setting, or the tokenizer has more
         tokens than `vocab_size`.
       DataError: if files are missing or not of their format.
     """
@@ -203,12 +206,12 @@ def from_config(
         if data.grain_use_elastic_iterator:
             raise errors.ConfigError(
                 "grain_use_elastic_iterator=true and num_logical_shards="
-                f"{data.num_logical_shards}: Grain's elastic iterator knows no shards;"
-                " set one of them back"
+                f"{data.num_logical_shards}: Grain's elastic iterator does not support"
+                " shards; reset one of them"
             )
         return _sharded(
             data,
-            of=_datasets(data),
+            mixture=_datasets(data),
             num_epochs=data.num_epoch,
             num_workers=data.grain_worker_count,
             vocab_size=vocab_size,
@@ -216,8 +219,8 @@ def from_config(
     needs = _needs_shards(data)
     if needs:
         raise errors.ConfigError(
-            f"{needs} needs logical shards; set num_logical_shards to a number that the"
-            " numbers of hosts divide, for example the global batch size"
+            f"{needs} needs logical shards; set num_logical_shards to a multiple of"
+            " each number of hosts that you will use, for example the global batch size"
         )
     return positional.from_config(data)
 
@@ -235,7 +238,7 @@ def eval_from_config(
     )
     return _sharded(
         ordered,
-        of=datasets.from_list(data.grain_eval_files, key="grain_eval_files"),
+        mixture=datasets.from_list(data.grain_eval_files, key="grain_eval_files"),
         key="grain_eval_files",
         num_epochs=1,
         num_workers=0,
@@ -244,18 +247,18 @@ def eval_from_config(
 
 
 def vocab_size(data: schema.DataSection) -> int:
-    """Tokens that the data may have, as far as it tells."""
+    """The number of tokens in the data's vocabulary, by its tokenizer."""
     return (_tokenizer(data) or tokenizers.Bytes()).vocab_size
 
 
 def describe(data: schema.DataSection) -> str:
-    """The training data in words: each dataset as a tree, with its share."""
-    of = _datasets(data)
-    total = sum(dataset.weight for dataset in of)
+    """A description of the training data: each dataset as a tree, with its share."""
+    mixture = _datasets(data)
+    total = sum(dataset.weight for dataset in mixture)
     return "\n".join(
         f"{dataset.name}, {dataset.weight / total:.1%}\n"
         + source.tree(_source(data, dataset))
-        for dataset in of
+        for dataset in mixture
     )
 
 
@@ -276,7 +279,7 @@ def _datasets(data: schema.DataSection) -> list[datasets.Dataset]:
 def _sharded(
     data: schema.DataSection,
     *,
-    of: list[datasets.Dataset],
+    mixture: list[datasets.Dataset],
     key: str = "grain_train_files",
     num_epochs: int,
     num_workers: int,
@@ -286,13 +289,14 @@ def _sharded(
     packing = data.grain_packing_type if data.packing else ""
     if data.max_segments_per_seq and packing == language.CONCAT_THEN_SPLIT:
         raise errors.ConfigError(
-            f"max_segments_per_seq={data.max_segments_per_seq} does not go with"
-            " grain_packing_type=concat_then_split, which cuts rows wherever they are"
-            " full; set it to 0, or pack by first_fit or best_fit"
+            f"max_segments_per_seq={data.max_segments_per_seq} does not work with"
+            " grain_packing_type=concat_then_split, which cuts examples wherever a row"
+            " is full; set it to 0, or pack by first_fit or best_fit"
         )
     pipeline = LanguagePipeline(
         parts=tuple(
-            Part(name=d.name, source=_source(data, d, key), weight=d.weight) for d in of
+            Part(name=d.name, source=_source(data, d, key), weight=d.weight)
+            for d in mixture
         ),
         num_shards=data.num_logical_shards,
         reading=records.Reading(
@@ -330,12 +334,11 @@ def _sharded(
 def _source(
     data: schema.DataSection, dataset: datasets.Dataset, key: str = "grain_train_files"
 ) -> source.Source:
-    columns = (data.train_data_columns,)
-    found = files.find_files(dataset.patterns, key=key)
-    more = {}
+    settings: dict[str, Any] = {"columns": (data.train_data_columns,)}
     if data.grain_file_type != "parquet":
-        more["record_format"] = data.grain_record_format
-    return _SOURCES[data.grain_file_type](files=found, columns=columns, **more)
+        settings["record_format"] = data.grain_record_format
+    paths = files.find_files(dataset.patterns, key=key)
+    return _SOURCES[data.grain_file_type](files=paths, **settings)
 
 
 def _tokenizer(data: schema.DataSection) -> tokenizers.Tokenizer | None:
@@ -345,7 +348,7 @@ def _tokenizer(data: schema.DataSection) -> tokenizers.Tokenizer | None:
 
 
 def _needs_shards(data: schema.DataSection) -> str:
-    # The first setting that the positional engine has nothing for, in words.
+    # The first setting that the positional engine does not support; empty if none.
     asked = {
         f"grain_file_type={data.grain_file_type}": (
             data.grain_file_type != "arrayrecord"

@@ -1,8 +1,8 @@
-"""What differs between two descriptions of a pipeline, in words.
+"""Finds the differences between two pipeline descriptions, as messages.
 
-A description is what `ElasticData.identity` gives: JSON values by key. Most have to be
-equal. Of a mixture (`datasets`, by name) weights may differ, and datasets be new or
-gone; of files, a state of an older program has less to compare with.
+A description is the result of `ElasticData.identity`: JSON values by key. Most values
+must be equal. In a mixture (`datasets`, by name) weights may differ, and datasets may
+be new or gone. States of older programs describe files in less detail.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from elastic_ckpt.core import storage
 
-# The field that has the datasets of a mixture by name.
+# The field with the datasets of a mixture by name.
 DATASETS = "datasets"
-# The field that has the epochs until the end; 0 if there is none.
+# The field with the number of epochs until the end; 0 if there is none.
 NUM_EPOCH = "num_epoch"
-# The field that has the steps of a pipeline, first to last.
+# The field with the steps of a pipeline, first to last.
 STEPS = "steps"
-# The field that has the name which the user gave to a pipeline.
+# The field with the name that the user gave to a pipeline.
 _NAME = "pipeline"
 _NUM_SHARDS = "num_logical_shards"
 
@@ -33,32 +33,32 @@ Pipeline = Mapping[str, Any]
 
 
 def between(before: Pipeline, now: Pipeline) -> list[str]:
-    """Each part in which the pipeline `now` may not differ from `before`, but does.
+    """The forbidden differences between the pipelines `before` and `now`.
 
-    If the data ends, no dataset may be new or gone: shards that have ended would not
-    read it.
+    If the data is finite, no dataset may be new or gone: shards that have ended would
+    not read it.
     """
     before, now = dict(before), dict(now)
     if STEPS not in before:
-        # Older programs saved the name alone, and none if the user gave none.
+        # Older programs saved only the name, and none if the user gave none.
         now.pop(STEPS, None)
         if not before.get(_NAME):
             for description in (before, now):
                 description.pop(_NAME, None)
     elif before.get(_NUM_SHARDS) != now.get(_NUM_SHARDS):
-        # The last shard is another one.
-        before, now = _of_first_shard(before), _of_first_shard(now)
+        # The last shard has another number, so its settings cannot be compared.
+        before, now = _for_first_shard(before), _for_first_shard(now)
     return _changes("", before, now, ends=bool(now.get(NUM_EPOCH)))
 
 
 def kept_names(before: Pipeline, now: Pipeline) -> dict[str, str]:
-    """The names with which datasets go on that have other names than before.
+    """The saved names of datasets that now have other names.
 
-    A dataset is recognised by its files. One that is new gets another name if its own
-    belonged to a dataset that goes on.
+    A dataset is recognised by its files. A new dataset gets another name if its own is
+    the saved name of a continued dataset.
 
     Returns:
-      for each name of today that has to change, the one to use.
+      The name to use for each current name that must change.
     """
     names = _renamed(before, now)
     kept = set(names.values())
@@ -69,7 +69,7 @@ def kept_names(before: Pipeline, now: Pipeline) -> dict[str, str]:
 
 
 def _renamed(before: Pipeline, now: Pipeline) -> dict[str, str]:
-    # For each dataset that has another name than before, the one before.
+    # The old name of each dataset that was renamed, by its new name.
     def is_same(name: str, old: str) -> bool:
         return not _entry_changes("", before[old], now[name])
 
@@ -84,14 +84,15 @@ def _renamed(before: Pipeline, now: Pipeline) -> dict[str, str]:
     return names
 
 
-def _of_first_shard(described: Any) -> Any:
-    if isinstance(described, dict):
-        if described.keys() == {"first", "last"}:
-            return _of_first_shard(described["first"])
-        return {key: _of_first_shard(value) for key, value in described.items()}
-    if isinstance(described, list):
-        return [_of_first_shard(value) for value in described]
-    return described
+def _for_first_shard(value: Any) -> Any:
+    # A description with the settings of the first shard only.
+    if isinstance(value, dict):
+        if value.keys() == {"first", "last"}:
+            return _for_first_shard(value["first"])
+        return {key: _for_first_shard(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_for_first_shard(each) for each in value]
+    return value
 
 
 def _changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
@@ -119,8 +120,8 @@ def _dataset_changes(prefix: str, before: Any, now: Any, ends: bool) -> list[str
     if others and before and now and (ends or _ends(now) or not common):
         return [f"{prefix}: saved {sorted(before)}, now {sorted(now)}"]
     changed = [
-        f"{prefix}: {old} has the name {new} now, with the same files and steps; give"
-        " it its old name"
+        f"{prefix}: {old} is now named {new}, with the same files and steps; restore"
+        " its old name"
         for new, old in _renamed(before, now).items()
     ]
     for name in sorted(common):
@@ -133,11 +134,11 @@ def _entry_changes(prefix: str, before: Any, now: Any) -> list[str]:
     return _changes(prefix, *weightless, ends=False)
 
 
-def _ends(described: Any) -> bool:
-    # Whether records are read for a number of epochs.
-    if isinstance(described, dict):
-        return bool(described.get("num_epochs")) or any(map(_ends, described.values()))
-    return isinstance(described, list) and any(map(_ends, described))
+def _ends(value: Any) -> bool:
+    # Whether a description has records that are read for a number of epochs.
+    if isinstance(value, dict):
+        return bool(value.get("num_epochs")) or any(map(_ends, value.values()))
+    return isinstance(value, list) and any(map(_ends, value))
 
 
 def _step_changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
@@ -155,7 +156,7 @@ def _step_changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str
 
 
 def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
-    # Files are lists that begin with a name, a size in bytes and a number of records.
+    # A file is a list that begins with name, size in bytes and number of records.
     old, new = _by_name(before), _by_name(now)
     gone = [f"{key[0]} is gone" for key in old if key not in new]
     added = [f"{key[0]} is new" for key in new if key not in old]
@@ -168,17 +169,17 @@ def _file_changes(before: list[Any], now: list[Any]) -> list[str]:
     if not changes and list(old) != list(new):
         changes = ["the files are in another order"]
     more = len(changes) - _MAX_SHOWN
-    return changes[:_MAX_SHOWN] + [f"and {more} changes more"] * (more > 0)
+    return changes[:_MAX_SHOWN] + [f"and {more} more changes"] * (more > 0)
 
 
 def _by_name(files: list[Any]) -> dict[tuple[str, int], Any]:
-    # Files of one name, from several directories, are distinguished by their order.
+    # Files with the same name, from several directories, are numbered in their order.
     counts: collections.Counter[str] = collections.Counter()
-    found = {}
+    by_name = {}
     for file in files:
-        found[file[0], counts[file[0]]] = file
+        by_name[file[0], counts[file[0]]] = file
         counts[file[0]] += 1
-    return found
+    return by_name
 
 
 def _same_file(old: list[Any], new: list[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a choice of shards, hosts and batch sizes comes to, before a run starts."""
+"""Predicts, before a run, how numbers of shards, hosts and rows work together."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from elastic_ckpt.data import rows
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outlook:
-    """How one number of hosts would load batches of one size.
+    """The loading of batches of one size by a number of hosts.
 
     Attributes:
       num_hosts: H.
       global_batch_size: B.
-      arrangement: how rows lie in a batch; it depends on S and B alone.
-      loading_hosts: the hosts that would load, H or the most that divide B.
-      rows_identical: whether H hosts have batches that are row for row those of one
-        host; false if H does not divide B, and rows have to be handed on.
+      arrangement: the arrangement of rows in a batch; depends only on S and B.
+      loading_hosts: the number of hosts that load: H, or the largest number below that
+        divides B.
+      rows_identical: whether batches on H hosts equal those of one host row by row;
+        false if H does not divide B, because rows then move between hosts.
       host_shards: the shards that each loading host runs.
-      moved_rows: rows of a batch that are loaded on another host than they belong to.
-      made_rows: rows that all hosts make for a batch; more than B if hosts run the same
-        shards, and each discards what is another's.
+      moved_rows: rows of a batch that are loaded on a host other than their own.
+      made_rows: rows that all hosts make for a batch; more than B if several hosts run
+        the same shard, and each discards the rows of other hosts.
     """
 
     num_hosts: int
@@ -38,7 +39,7 @@ class Outlook:
 
 
 def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
-    """How H hosts, in row order, would load batches of B rows from S shards."""
+    """The loading of batches of B rows from S shards by H hosts in row order."""
     batch = rows.BatchRows(num_shards=num_shards, global_batch_size=global_batch_size)
     loading_hosts = next(
         h for h in range(num_hosts, 0, -1) if not global_batch_size % h
@@ -47,13 +48,13 @@ def outlook(num_shards: int, num_hosts: int, global_batch_size: int) -> Outlook:
         0, num_hosts=loading_hosts, global_batch_size=global_batch_size
     )
     assigned = rows.assign(batch, placement.row_hosts, 0)
-    # Where a row would have to be, if H divides B; else each host takes an equal share.
+    # The host of each row if H divides B; otherwise each host takes an equal share.
     belongs = np.arange(global_batch_size) * num_hosts // global_batch_size
     stays = sum(
         int((belongs[host.rows] == number).sum())
         for number, host in enumerate(assigned)
     )
-    # How often a batch takes a row of each shard, on average.
+    # The average number of rows that a batch takes from each shard.
     rows_a_shard = global_batch_size / num_shards
     return Outlook(
         num_hosts=num_hosts,

@@ -1,13 +1,14 @@
-"""The positional engine: one record in, one example out, a position for a state.
+"""The positional engine: each record is one example, and the state is a position.
 
-Records are shuffled anew each epoch and repeated without end, so example number `n` of
-the run is a pure function of `n`, and the state is the number of the next example. Row
-`r` of the batch at position `p` is example `p + r`. Who loads it can be chosen:
+Records are shuffled differently in each epoch and repeated endlessly, so example number
+`n` of the run is a pure function of `n`, and the state is the number of the next
+example. Row `r` of the batch at position `p` is example `p + r`. There are two ways to
+load it:
 
-* in place: each host the rows that its devices hold, so every batch is row for row that
-  of one host;
-* by Grain's `ElasticIterator`, unchanged: host `h` of H the rows `h + j * H`, so every
-  batch has the rows of one host, in other places.
+* in place: each host loads the rows that its devices hold, so every batch equals that
+  of one host, row by row;
+* by Grain's `ElasticIterator`, unchanged: host `h` of H loads the rows `h + j * H`, so
+  every batch has the rows of one host in a different order.
 
 Both have the same state, and a run may change from one to the other.
 """
@@ -36,20 +37,20 @@ _POSITION = "global_next_index"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PositionalData:
-    """Text records as examples for a language model, elastic.
+    """Elastic data of text records as examples for a language model.
 
     Attributes:
       files: ArrayRecord files; a record is the bytes of one text.
       max_target_length: tokens of an example, L.
-      shuffle: whether each epoch has an order of its own.
-      shuffle_seed: seed of these orders.
+      shuffle: whether to shuffle, differently in each epoch.
+      shuffle_seed: the seed of the shuffle.
       in_place: whether hosts load the rows that their devices hold; if not, Grain's
-        `ElasticIterator` deals them out.
+        `ElasticIterator` assigns rows to hosts.
       num_threads: threads that read on each host; 0 reads in the caller.
       prefetch_records: records read ahead on each host.
-      num_epochs: epochs until the end; None repeats the records without end.
-      drop_remainder: whether the rows that fill no batch at the end are left out. Grain
-        leaves them out anyway.
+      num_epochs: the number of epochs; None repeats the records endlessly.
+      drop_remainder: whether the last rows are dropped if they do not fill a batch.
+        Grain always drops them.
     """
 
     files: tuple[str, ...]
@@ -70,38 +71,38 @@ class PositionalData:
         """How the data ends."""
         if self.num_epochs is None:
             return elastic_data.End.NEVER
-        # Of Grain's rows that fill no batch, some hosts may have one, and others none.
+        # With Grain's ElasticIterator only some hosts may have rows of the last batch.
         dropped = self.drop_remainder or not self.in_place
         return elastic_data.End.DROPPED if dropped else elastic_data.End.PADDED
 
     @property
     def rows_of_end(self) -> int:
-        """One: padding has no rows after it."""
+        """One: no real row follows a padding row."""
         return 1
 
     @property
     def engine(self) -> str:
-        """Names the kind of position that the batches have."""
+        """The name of the engine, which determines the form of its positions."""
         return "positional"
 
     def num_records(self) -> int:
-        """Examples of an epoch."""
+        """The number of examples in an epoch."""
         return len(arrayrecord.ArrayRecordFiles(self.files))
 
     def identity(self) -> dict[str, storage.Json]:
-        """What decides which example has which number, named by configuration keys."""
-        found: dict[str, storage.Json] = {
+        """The settings that determine the order of examples, by configuration key."""
+        settings: dict[str, storage.Json] = {
             "grain_train_files": arrayrecord.ArrayRecordFiles(self.files).identity(),
             "max_target_length": self.max_target_length,
             "tokenizer": "bytes",
             "enable_data_shuffling": self.shuffle,
             "data_shuffle_seed": self.shuffle_seed,
         }
-        # Without it, where there is none, the states of older programs still load.
-        return found | ({"num_epoch": self.num_epochs} if self.num_epochs else {})
+        # Older states lack the number of epochs: it is included only if there is one.
+        return settings | ({"num_epoch": self.num_epochs} if self.num_epochs else {})
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> PositionalData:
-        """Itself: it has no named datasets."""
+        """This data: it has no named datasets."""
         del pipeline
         return self
 
@@ -117,7 +118,7 @@ class PositionalData:
         return records.repeat(self.num_epochs).map(self._example)
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
-        """None: what hosts load stays where it is."""
+        """None: rows stay in the order in which hosts load them."""
         del row_hosts
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
@@ -152,7 +153,7 @@ class PositionalData:
 
 
 class _InPlaceBatches:
-    """The examples that stand in the rows of one host."""
+    """The examples in the rows of one host."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class _InPlaceBatches:
         try:
             batch = next(self._batches)
         except BaseException:  # Ctrl-C too
-            # Some of its rows are gone, or more of them: begin this batch anew.
+            # Some rows of this batch were already taken: start the batch again.
             self.close()
             raise
         self._next_index += self._global_batch_size
@@ -207,17 +208,17 @@ class _InPlaceBatches:
 
 
 class _RowExamples(grain.MapDataset):
-    """The given rows of batch after batch, from an example on."""
+    """The given rows of consecutive batches, starting at an example."""
 
     def __init__(
         self,
         examples: grain.MapDataset,
-        of_batch: np.ndarray,
+        batch_rows: np.ndarray,
         global_batch_size: int,
         first: int,
     ) -> None:
         super().__init__(examples)
-        self._of_batch = of_batch.tolist()
+        self._batch_rows = batch_rows.tolist()
         self._global_batch_size = global_batch_size
         self._first = first
 
@@ -227,18 +228,18 @@ class _RowExamples(grain.MapDataset):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
-        batch, row = divmod(index, len(self._of_batch))
-        number = self._first + batch * self._global_batch_size + self._of_batch[row]
+        batch, row = divmod(index, len(self._batch_rows))
+        number = self._first + batch * self._global_batch_size + self._batch_rows[row]
         if number < len(self._parent):
             return self._parent[number]
-        # Padding for whoever has to know when all hosts have come to the end.
+        # Padding, so that the caller can detect that all hosts have reached the end.
         first = self._parent[0]
         assert first is not None
         return _padding(first)
 
 
 class _ElasticBatches:
-    """Grain's elastic iterator, whose state is a position and no cursors."""
+    """Grain's elastic iterator, whose state is a position without cursors."""
 
     def __init__(self, elastic: grain.DatasetIterator) -> None:
         self._elastic = elastic
@@ -250,7 +251,7 @@ class _ElasticBatches:
         except StopIteration:
             return _padding(self._last or self._reread())
         except BaseException:  # Ctrl-C too
-            # Some of its rows are gone, or more of them: begin this batch anew.
+            # Some rows of this batch were already taken: start the batch again.
             self._elastic.set_state(self._elastic.get_state())
             raise
         return self._last
@@ -273,7 +274,7 @@ class _ElasticBatches:
         self._elastic.close()
 
     def _reread(self) -> Example:
-        # A batch, for its shapes.
+        # A batch, used only for its shapes.
         at_end = self._elastic.get_state()
         self._elastic.set_state({_POSITION: 0})
         first = next(self._elastic)
@@ -282,7 +283,7 @@ class _ElasticBatches:
 
 
 def _padding(example: Example) -> Example:
-    # What takes the place of `example`, or of a batch, when the data has ended.
+    # Padding with the shapes of `example` or of a batch, for the end of the data.
     padding = {name: np.zeros_like(array) for name, array in example.items()}
     padding["example_id"] = np.broadcast_to(
         example_id.split(example_id.NONE), example["example_id"].shape

@@ -1,8 +1,9 @@
-"""Reading ahead: batches are ready before they are asked for, and no state knows of it.
+"""Reads batches ahead of the loop, without any effect on the saved state.
 
-`Prefetched` reads the rows of a host in a thread, and makes something of them there
-(arrays on devices, for instance). Each batch comes with the cursors that it changed, so
-that the state is always that of the last batch taken, however far the reading is ahead.
+`Prefetched` reads the rows of a host in a background thread and converts them there,
+for instance to arrays on devices. Each batch is stored with the cursors that it
+changed, so the state is always that after the last batch taken, regardless of how many
+batches are read ahead.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from elastic_ckpt.core import ahead, errors
+from elastic_ckpt.core import background, errors
 from elastic_ckpt.data import cursors, elastic_data
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ class ReadAhead:
     """How far to read ahead of the loop.
 
     Attributes:
-      batches: batches that are ready, or being made so; 0 reads when asked.
-      max_bytes: bytes that they take on one host, at most; a batch that is larger than
-        that is read when it is asked for.
-      warn_after_secs: a host that has to wait longer for a batch, but for its first,
-        is named in the log.
+      batches: batches that are read ahead; 0 reads each when it is requested.
+      max_bytes: the most memory of these batches on one host; a batch that is larger is
+        read when it is requested.
+      warn_after_secs: a host that waits longer for a batch, except the first, is named
+        in a warning.
     """
 
     batches: int = 2
@@ -38,13 +39,13 @@ class ReadAhead:
     warn_after_secs: float = 1.0
 
     def depth(self, batch_bytes: int) -> int:
-        """Batches to be ahead, if one of them takes `batch_bytes` on a host."""
+        """The number of batches to read ahead if one takes `batch_bytes` on a host."""
         return min(self.batches, self.max_bytes // max(batch_bytes, 1))
 
 
-# What `LocalBatches` does by default.
+# The default of `LocalBatches`.
 IN_CALLER = ReadAhead(batches=0)
-# What the others do.
+# The default of the other iterators.
 TWO_BATCHES = ReadAhead()
 
 
@@ -56,12 +57,12 @@ class _Made(Generic[T]):
 
 
 class Prefetched(Generic[T]):
-    """The rows of a host, read ahead, and what was made of them.
+    """The rows of a host, read ahead and converted.
 
     Args:
       rows: the rows.
-      make: makes of a batch's rows what is taken; called in the thread.
-      read_ahead: how far.
+      make: converts the rows of a batch; called in the background thread.
+      read_ahead: how far to read ahead.
     """
 
     def __init__(
@@ -74,55 +75,55 @@ class Prefetched(Generic[T]):
         self._rows = rows
         self._making = _Making(rows, make)
         self._read_ahead = read_ahead
-        self._ahead: ahead.Ahead[_Made[T]] | None = None
+        self._calls: background.BackgroundCalls[_Made[T]] | None = None
         self._is_first = True
         self._open = _Open(rows)
-        ahead.close_with(self, self._open.close)
+        background.close_with(self, self._open.close)
 
     def __next__(self) -> T:
-        if self._ahead is None:
+        if self._calls is None:
             what = next(self._making)
             if self._is_first:
                 self._is_first = False
                 self._read_on(self._making.batch_bytes)
             return what
-        made = self._ahead.take()
+        made = self._calls.take()
         self._position = made.position
         self._cursors.update(made.changed)
         return made.what
 
     def num_ready(self) -> int:
-        """Batches that can be taken without waiting."""
-        return self._ahead.num_ready() if self._ahead else 0
+        """The number of batches that can be taken without waiting."""
+        return self._calls.num_ready() if self._calls else 0
 
     def position(self) -> cursors.Position:
         """The position after the last batch taken."""
-        if self._ahead:
+        if self._calls:
             return self._position
         self._making.check_made()
         return self._rows.position()
 
     def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
         """The cursors after the last batch taken; see `HostBatches.shard_cursors`."""
-        if self._ahead is None:
+        if self._calls is None:
             return self._rows.shard_cursors(shared=shared)
         shards = self._cursors if shared else self._saves
         return {shard: self._cursors[shard] for shard in shards}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        """Goes to a position; see `HostBatches.go_to`."""
-        if self._ahead is None:
+        """Moves to a position; see `HostBatches.go_to`."""
+        if self._calls is None:
             self._rows.go_to(position, read)
         else:
-            # Between two reads. If it fails, what was read is still good.
-            self._ahead.submit(lambda: self._rows.go_to(position, read)).result()
+            # This runs between two reads. If it fails, the batches read stay valid.
+            self._calls.submit(lambda: self._rows.go_to(position, read)).result()
             self._open.stop()
-            self._ahead = None
-        self._making.forget()
+            self._calls = None
+        self._making.clear()
         self._is_first = True
 
     def close(self) -> None:
-        """Ends what reads ahead; a read that hangs is left alone after a while."""
+        """Stops reading ahead; waits for a read that hangs for at most 10 s."""
         self._open.close(wait=True)
 
     def _read_on(self, batch_bytes: int) -> None:
@@ -133,35 +134,37 @@ class Prefetched(Generic[T]):
         self._cursors = dict(self._rows.shard_cursors(shared=True))
         self._saves = list(self._rows.shard_cursors())
         self._rows.changed()
-        self._ahead = self._open.start(self._making.with_state, depth)
+        self._calls = self._open.start(self._making.with_state, depth)
 
 
 class _Open:
-    """What a `Prefetched` has to close: its rows, and the thread if it has one."""
+    """The resources of a `Prefetched`: its rows, and the thread if it has one."""
 
     def __init__(self, rows: elastic_data.HostBatches) -> None:
         self._rows = rows
-        self._ahead: ahead.Ahead[Any] | None = None
+        self._calls: background.BackgroundCalls[Any] | None = None
 
-    def start(self, call: Callable[[], Any], depth: int) -> ahead.Ahead[Any]:
-        self._ahead = ahead.Ahead(call, depth=depth)
-        return self._ahead
+    def start(
+        self, call: Callable[[], Any], depth: int
+    ) -> background.BackgroundCalls[Any]:
+        self._calls = background.BackgroundCalls(call, depth=depth)
+        return self._calls
 
     def stop(self) -> None:
-        if self._ahead:
-            self._ahead.close()
-        self._ahead = None
+        if self._calls:
+            self._calls.close()
+        self._calls = None
 
     def close(self, *, wait: bool) -> None:
-        if self._ahead is None:
+        if self._calls is None:
             self._rows.close()
             return
-        # In the thread: it may be reading the rows.
-        self._ahead.close(self._rows.close, wait=wait)
+        # Closes the rows in the thread, which may be reading them.
+        self._calls.close(self._rows.close, wait=wait)
 
 
 class _Making(Generic[T]):
-    """Makes something of rows; those of which it could not are tried again."""
+    """Converts rows; rows for which that failed are tried again."""
 
     def __init__(
         self,
@@ -189,9 +192,9 @@ class _Making(Generic[T]):
     def check_made(self) -> None:
         if self._unmade is not None:
             raise errors.DataError(
-                "the last batch was read and not handed over; ask for it again before"
-                " you save"
+                "the last batch was read, but the iterator failed before it returned"
+                " it; request the batch again before you save"
             )
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._unmade = None

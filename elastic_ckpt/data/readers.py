@@ -1,7 +1,7 @@
-"""Who reads a host's rows: the caller, or worker processes that share its shards.
+"""Readers of a host's rows: in the caller, or in worker processes that share shards.
 
-The processes are Grain's. Each share of a batch comes with the cursors of the shards
-that gave it rows, so that the state does not tell who read.
+The processes are Grain's. They return each share of a batch with the cursors of its
+shards, so the state does not depend on the kind of reader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Reader(Protocol):
         """The rows of the next batch."""
 
     def changed(self) -> cursors.Cursors:
-        """The cursors of the shards that gave rows since the last call."""
+        """The cursors of the shards that yielded rows since the last call."""
 
     def close(self) -> None:
         """Ends processes, and closes pipelines."""
@@ -39,8 +39,8 @@ def reader(task: shard_rows.Task, *, num_workers: int, per_worker: int) -> Reade
 
     Args:
       task: what to read.
-      num_workers: processes that share the task's shards; 0 reads in the caller.
-      per_worker: batches that each of them has ready.
+      num_workers: worker processes that share the shards; 0 reads in the caller.
+      per_worker: batches that each worker prepares in advance.
     """
     num_workers = min(num_workers, len(task.start))
     if num_workers:
@@ -51,13 +51,13 @@ def reader(task: shard_rows.Task, *, num_workers: int, per_worker: int) -> Reade
 class _InCaller:
     def __init__(self, task: shard_rows.Task) -> None:
         self._rows = shard_rows.ShardRowsIterator(task)
-        # Also at the end of the program, before the modules are gone.
+        # This also runs at the end of the program, before modules are unloaded.
         self._close = weakref.finalize(self, self._rows.close)
 
     def __next__(self) -> shard_rows.Rows:
-        found = next(self._rows).rows
-        assert found is not None
-        return found
+        loaded = next(self._rows).rows
+        assert loaded is not None
+        return loaded
 
     def changed(self) -> cursors.Cursors:
         return self._rows.changed()
@@ -67,16 +67,16 @@ class _InCaller:
 
 
 class _Workers:
-    """Processes that each run every n-th shard; their shares make up the batch."""
+    """Worker processes that each run every n-th shard; combines their rows."""
 
     def __init__(
         self, task: shard_rows.Task, num_workers: int, per_worker: int
     ) -> None:
         if not flags.FLAGS.is_parsed():
-            # Grain asks absl for its flags, also in programs that have no use for any.
+            # Grain reads absl's flags even if the program does not use absl.
             flags.FLAGS.mark_as_parsed()
         tracked = shard_rows.ShardRows(dataclasses.replace(task, track=True))
-        # Through pipes: shared memory would outlive a host that is killed.
+        # Rows pass through pipes: shared memory would outlive a host that is killed.
         in_pipes = experimental.WithOptionsIterDataset(
             tracked, experimental.DatasetOptions(min_shm_size=2**62)
         )
@@ -94,21 +94,21 @@ class _Workers:
         self._changed: dict[int, cursors.Cursor] = {}
 
     def __next__(self) -> shard_rows.Rows:
-        shards, keep = self._task.wanted(self._position)
+        shards, keep = self._task.row_shards(self._position)
         kept = shards[keep]
-        places, found, over = [], [], False
+        row_numbers, parts, over = [], [], False
         for share in self._shares:
             loaded = next(self._loaded)
             self._changed.update(loaded.cursors)
             over |= loaded.over
             if loaded.rows is not None:
-                places.append(np.flatnonzero(np.isin(kept, share)))
-                found.append(loaded.rows)
+                row_numbers.append(np.flatnonzero(np.isin(kept, share)))
+                parts.append(loaded.rows)
         self._position += self._task.batch.global_batch_size
-        order = np.argsort(np.concatenate(places))
+        order = np.argsort(np.concatenate(row_numbers))
         rows = {
-            name: np.concatenate([part[name] for part in found])[order]
-            for name in found[0]
+            name: np.concatenate([part[name] for part in parts])[order]
+            for name in parts[0]
         }
         if over:
             rows[elastic_data.MASK][:] = False
@@ -123,7 +123,7 @@ class _Workers:
 
 
 def _end_with_parent(worker: int, num_workers: int) -> None:
-    # A host that is killed cannot tell its workers to end.
+    # A worker watches its host, because a host that is killed cannot end its workers.
     del worker, num_workers
     parent = parent_process()
     assert parent is not None

@@ -1,4 +1,4 @@
-"""The records of one logical shard, unit after unit, epoch after epoch."""
+"""The records of one logical shard, read unit by unit and epoch by epoch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import cursors, shard_steps, units
 from elastic_ckpt.data.sources import source
 
-# Which record an element was made of: its number in the endless list of all epochs.
+# The field of an element with the number of its record in the list of all epochs.
 RECORD = "record"
 
-# The field of a cursor that counts the corrupt records left out.
+# The field of a cursor with the number of corrupt records that were skipped.
 _SKIPPED = "skipped"
 
-# A shard that makes no row of so many records yields none any more, if they are two
-# epochs; or if they are many, and of so many units that one in a hundred is among them.
+# When a shard without rows is an error: after this many records if these are two
+# epochs, or after the second number of records if they are from this many units.
 _MIN_FRUITLESS_RECORDS = 30_000
 _MAX_FRUITLESS_RECORDS = 1_000_000
 _MAX_FRUITLESS_UNITS = 1_000
@@ -31,13 +31,14 @@ _MAX_FRUITLESS_UNITS = 1_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the records of a source are read.
+    """Settings for reading the records of a source.
 
     Attributes:
-      shuffle_seed: of the order of units in each epoch; None reads them in file order.
-      num_epochs: epochs until the end; None reads without end.
-      skip_corrupt: whether records that are not what was written are left out and
-        counted; else they are an error.
+      shuffle_seed: the seed of the order of units in each epoch; None reads them in
+        file order.
+      num_epochs: the number of epochs; None reads endlessly.
+      skip_corrupt: whether corrupt records are skipped and counted; otherwise they are
+        an error.
     """
 
     shuffle_seed: int | None = None
@@ -48,26 +49,26 @@ class Reading:
         if self.num_epochs is not None and self.num_epochs < 1:
             raise errors.ConfigError(
                 f"Reading: num_epochs={self.num_epochs}; give 1 or more, or None to"
-                " read without end"
+                " read endlessly"
             )
 
 
 class Records(shard_steps.Step[source.Element]):
-    """The records that are one shard's, as dicts of columns.
+    """The records of one shard, as dicts of columns.
 
     Each element also has `record`, an int that no other element of the source has. The
-    state is the shard's turn (`data.units`), and the records taken in it.
+    state is the shard's turn (`data.units`), and the number of records taken in it.
 
     Args:
-      of: the files.
+      source: the files.
       shard: the shard's number.
       num_shards: S.
-      reading: in which order, and until when.
+      reading: the order and the number of epochs.
     """
 
     def __init__(
         self,
-        of: source.Source,
+        source: source.Source,
         *,
         shard: int,
         num_shards: int,
@@ -79,7 +80,7 @@ class Records(shard_steps.Step[source.Element]):
                 f"Records: shard={shard} of num_shards={num_shards}; shards are"
                 " numbered from 0 to num_shards - 1"
             )
-        self._source = of
+        self._source = source
         self._shard = self.shard = shard
         self._num_shards = self.num_shards = num_shards
         self._reading = reading or Reading()
@@ -90,33 +91,33 @@ class Records(shard_steps.Step[source.Element]):
         )
 
     def epoch_records(self) -> int:
-        """Records of an epoch, those of all shards."""
+        """The number of records in an epoch, over all shards."""
         return source.num_records(self._source)
 
     def __str__(self) -> str:
         return f"Records(shard={self.shard} of {self.num_shards})"
 
     def settings(self) -> dict[str, storage.Json]:
-        """The files, and in which order they are read until when."""
+        """The files, their order and the number of epochs."""
         reading = self._reading
         return {
             "shuffle_seed": reading.shuffle_seed,
             "num_epochs": reading.num_epochs,
-            # Damage that is left out does not make another file.
+            # Damage that is skipped does not change the identity of a file.
             **source.identity(self._source, sampled=not reading.skip_corrupt),
         }
 
 
 class _RecordsIterator(grain.DatasetIterator[source.Element]):
     def __init__(
-        self, of: source.Source, shard: int, num_shards: int, reading: Reading
+        self, files: source.Source, shard: int, num_shards: int, reading: Reading
     ) -> None:
         super().__init__()
-        self._source = of
+        self._source = files
         self._shard = shard
         self._num_shards = num_shards
         self._reading = reading
-        self._units = source.cut(of, num_shards)
+        self._units = source.cut(files, num_shards)
         self._turn, self._taken, self._skipped = 0, 0, 0
         self._open: Iterator[source.Read] | None = None
         self._first_record = 0
@@ -131,7 +132,7 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
                 self._turn, self._taken, self._open = self._turn + 1, 0, None
                 continue
             except BaseException:
-                # A generator that has raised has ended; the unit has not.
+                # A generator ends when it raises; the unit is opened again.
                 self._open = None
                 raise
             if isinstance(element, source.CorruptError):
@@ -144,8 +145,8 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
                 continue
             if RECORD in element:
                 raise errors.DataError(
-                    f"{self._source.files[0]}: its column {RECORD!r} has the name of"
-                    " what Records adds; select other columns, or rename it"
+                    f"{self._source.files[0]}: its column {RECORD!r} has the name of a"
+                    " field that Records adds; select other columns, or rename it"
                 )
             element[RECORD] = self._first_record + self._taken
             self._taken += 1
@@ -176,17 +177,17 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
         return self._source.read(unit, self._taken)
 
 
-def skipped(of_shards: Iterable[cursors.Cursor]) -> int:
-    """Corrupt records left out so far, by the cursors of all shards."""
-    parts = itertools.chain.from_iterable(map(cursors.parts, of_shards))
+def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:
+    """The number of corrupt records skipped so far, by the cursors of all shards."""
+    parts = itertools.chain.from_iterable(map(cursors.parts, shard_cursors))
     return sum(part[_SKIPPED] for part in parts if _SKIPPED in part)
 
 
 class RandomMap(shard_steps.Step):
-    """Maps elements with randomness that belongs to the example.
+    """Maps elements with randomness that depends only on the example.
 
-    What an example meets depends on the seed and on its `record`, which is another in
-    each epoch: not on the host, the shard, or what else was read before it.
+    The random generator depends on the seed and on the element's `record`, which
+    differs in each epoch, but not on the host, the shard or other elements.
 
     Args:
       parent: elements with the field `record`, as `Records` yields them.
@@ -224,14 +225,14 @@ class RandomMap(shard_steps.Step):
 
 
 class _Fruitless(threading.local):
-    """Records read in this thread since a shard was asked for the row that is due."""
+    """Counts the records that this thread reads until a shard yields its next row."""
 
-    # None while no row is due: then nobody waits, and nothing is counted.
+    # None while no row is due; then nothing is counted.
     describe: Callable[[], str] | None = None
     num_records = 0
     num_units = 0
 
-    def count(self, num_records: int, two_epochs: int, of: source.Source) -> None:
+    def count(self, num_records: int, two_epochs: int, files: source.Source) -> None:
         """Counts the records of a unit that is opened."""
         if self.describe is None:
             return
@@ -244,7 +245,7 @@ class _Fruitless(threading.local):
         )
         if enough or many:
             raise errors.DataError(
-                f"{of.files[0]} and the {len(of.files) - 1} files after it:"
+                f"{files.files[0]} and the {len(files.files) - 1} files after it:"
                 f" {self.num_records:,} records in a row made no example;"
                 f" {self.describe()}"
             )
@@ -254,12 +255,12 @@ _FRUITLESS = _Fruitless()
 
 
 def row_is_due(describe: Callable[[], str] | None) -> None:
-    """Begins to count the records of this thread until a row has come.
+    """Starts or stops counting the records that this thread reads for a row.
 
-    Meanwhile, reading without end is an error, not a loop.
+    While it counts, reading endlessly without a row is an error instead of a loop.
 
     Args:
-      describe: returns what may be the reason, in words; None once the row has come.
+      describe: returns a message with the likely reason; None once the row was read.
     """
     _FRUITLESS.describe = describe
     _FRUITLESS.num_records = _FRUITLESS.num_units = 0

@@ -1,4 +1,4 @@
-"""Rows of a few logical shards, batch after batch, in whatever process reads them."""
+"""Reads the rows of some logical shards, batch by batch, in the current process."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ Rows = dict[str, np.ndarray]
 
 # Marks a JSON list that was a tuple.
 _TUPLE = "()"
-# The only field of the cursor of a shard that came to its end: what its pipeline said.
+# The only field of the cursor of a shard that has ended: its pipeline's last state.
 _ENDED = "ended"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What was read of one batch.
+    """The rows read for one batch.
 
     Attributes:
-      rows: features of shape `[rows, ...]`; None if no row was to be read.
-      cursors: the shards that gave rows, as they are after it; empty if nobody asked.
+      rows: features of shape `[rows, ...]`; None if the batch needs no row from here.
+      cursors: the cursors, after the batch, of shards that yielded rows; empty unless
+        requested.
       over: whether this batch and all later ones are to be dropped.
     """
 
@@ -46,17 +47,17 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What to read.
+    """The shards and rows to read.
 
     Attributes:
       make_shard: makes the pipeline of a shard.
       batch: S and B.
-      keep: the rows of a batch that are wanted, ascending.
-      position: where in the stream the first batch begins.
-      start: the cursors of the shards to run; None for one at its beginning.
+      keep: the rows of a batch to return, ascending.
+      position: the position in the stream of the first batch.
+      start: the cursors of the shards to run; None for a shard at its beginning.
       end: how the data ends. If it does, shards that have ended yield rows of zeros,
-        and `mask` says which.
-      track: whether each batch comes with its cursors.
+        and `mask` is false for these.
+      track: whether to return cursors with each batch.
     """
 
     make_shard: MakeShard
@@ -69,11 +70,11 @@ class Task:
 
     @property
     def finite(self) -> bool:
-        """Whether shards end."""
+        """Whether the data is finite."""
         return self.end is not elastic_data.End.NEVER
 
-    def wanted(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards that a batch takes rows from in turn, and which rows are kept."""
+    def row_shards(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shard of each row that is read for a batch, and whether it is kept."""
         shards = self.batch.shards(position)
         runs, keep = np.zeros(self.batch.num_shards, bool), np.zeros(len(shards), bool)
         runs[list(self.start)] = keep[self.keep] = True
@@ -82,7 +83,7 @@ class Task:
 
 
 class ShardRows(grain.IterDataset[Loaded]):
-    """The rows of one batch after another; a worker takes its share of the shards."""
+    """The rows of consecutive batches; a worker process reads its share of shards."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -100,32 +101,33 @@ class ShardRows(grain.IterDataset[Loaded]):
 
 
 class ShardRowsIterator(grain.DatasetIterator[Loaded]):
-    """Runs the pipelines of a task's shards, each opened when its first row is due."""
+    """Runs the pipelines of a task's shards; opens each when its first row is due."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
         self._task = task
         self._position = task.position
-        # A shard that was not opened is still where it was.
+        # The cursors of shards that are not opened yet.
         self._unopened = dict(task.start)
         self._opened: dict[int, grain.DatasetIterator] = {}
         self._filters: dict[int, filters.Filters] = {}
         self._ended: dict[int, storage.Json] = {}
-        # Rows that shards were asked for before it was their turn.
+        # Rows that were read before their turn.
         self._early: dict[int, Any] = {}
         self._is_first, self._over = True, False
         self._changed: set[int] = set()
         self._zeros: Any = None
 
     def __next__(self) -> Loaded:
-        shards, keep = (array.tolist() for array in self._task.wanted(self._position))
+        row_shards = self._task.row_shards(self._position)
+        shards, keep = (array.tolist() for array in row_shards)
         self._position += self._task.batch.global_batch_size
         if self._is_first:
             self._is_first, self._over = False, self._is_over()
         drawn = [self._next_row(shard) for shard in shards]
         if self._task.end is elastic_data.End.DROPPED:
             self._over |= any(row is None for row in drawn)
-        kept = [row for row, wanted in zip(drawn, keep, strict=True) if wanted]
+        kept = [row for row, is_kept in zip(drawn, keep, strict=True) if is_kept]
         self._changed.update(shards)
         return Loaded(
             rows=self._stack(kept) if kept else None,
@@ -134,16 +136,16 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         )
 
     def changed(self) -> cursors.Cursors:
-        """The cursors of the shards that gave rows since the last call."""
+        """The cursors of the shards that yielded rows since the last call."""
         changed, self._changed = self._changed, set()
         return {shard: self._cursor(shard) for shard in changed}
 
     def get_state(self) -> dict[str, Any]:
-        """Nothing: the cursors say where the shards are."""
+        """An empty state: the cursors have the positions of the shards."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Does nothing; a task begins where its cursors say."""
+        """Does nothing: a task begins at its cursors."""
 
     def close(self) -> None:
         """Closes the pipelines."""
@@ -152,8 +154,8 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         self._opened = {}
 
     def _is_over(self) -> bool:
-        # Whether a batch was dropped before this task, for the want of a row that there
-        # is none of now either.
+        # Whether a batch was already dropped before this task because a shard had ended
+        # that still has no row.
         if self._task.end is not elastic_data.End.DROPPED:
             return False
         at_end = [shard for shard, cur in self._unopened.items() if _is_end(cur)]
@@ -181,8 +183,8 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             records.row_is_due(None)
         if not self._task.finite:
             raise errors.DataError(
-                f"logical shard {shard} came to its end; let make_shard repeat its"
-                " records without end, or say that the data is finite"
+                f"logical shard {shard} has ended; make make_shard repeat its records"
+                " endlessly, or declare the data finite"
             )
         final = to_json(self._opened.pop(shard).get_state())
         self._ended[shard] = {_ENDED: final}
@@ -196,7 +198,7 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
             self._filters[shard].watch(made, endless=not self._task.finite)
             opened = iter(made)
             if _is_end(cursor):
-                # It is asked again: with other weights it may go on.
+                # It is tried again: with other weights it may continue.
                 cursor = cursor[_ENDED]
             if cursor is not None:
                 opened.set_state(from_json(cursor))
@@ -225,16 +227,16 @@ class ShardRowsIterator(grain.DatasetIterator[Loaded]):
         return {**_stacked(filled, added=added), elastic_data.MASK: mask}
 
     def _any(self) -> Any:
-        # An example of any shard, for the shapes: those of this task have none.
-        found = filters.Filters()
+        # An example of any shard, for its shapes: the shards of this task have none.
+        watched = filters.Filters()
         for shard in range(self._task.batch.num_shards):
             made = self._task.make_shard(shard)
-            found.watch(made, endless=False)
+            watched.watch(made, endless=False)
             for example in made:
                 return example
         raise errors.DataError(
             f"none of the {self._task.batch.num_shards} logical shards has an example;"
-            f" {found.describe()}"
+            f" {watched.describe()}"
         )
 
 
@@ -245,14 +247,14 @@ def _is_end(cursor: cursors.Cursor) -> bool:
 def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
     if not isinstance(examples[0], Mapping):
         raise errors.DataError(
-            f"make_shard gives a {type(examples[0]).__name__} as a row; give dicts of"
+            f"make_shard yields a {type(examples[0]).__name__} as a row; yield dicts of"
             " arrays, by the names of features"
         )
     clashing = added & examples[0].keys()
     if clashing:
         raise errors.DataError(
-            f"the examples of make_shard have features named {sorted(clashing)}, as"
-            " those that batches add to them; rename them in make_shard"
+            f"the examples of make_shard have features named {sorted(clashing)}, which"
+            " batches add themselves; rename them in make_shard"
         )
     features = examples[0].keys()
     if all(example.keys() == features for example in examples):
@@ -270,7 +272,7 @@ def _stacked(examples: list[Any], *, added: set[str]) -> Rows:
 
 
 def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
-    """`loaded` with the feature `example_id`; padding has the id that means none."""
+    """`loaded` with the feature `example_id`; padding rows have `example_id.NONE`."""
     halves = example_id.split_all(ids)
     if elastic_data.MASK in loaded:
         halves[~loaded[elastic_data.MASK]] = example_id.split(example_id.NONE)
@@ -278,11 +280,11 @@ def with_ids(loaded: Rows, ids: np.ndarray) -> Rows:
 
 
 def to_json(state: Any) -> Any:
-    """A Grain state as a cursor, from which `from_json` makes the state again."""
-    # Such states hold NumPy integers, and tuples that must not come back as lists:
+    """A Grain state as a cursor, which `from_json` converts back to the state."""
+    # Such states hold NumPy integers, and tuples that must not become lists, because
     # Grain's concat-then-split compares them with tuples.
     if isinstance(state, dict):
-        # Most values are plain integers, and this is done for every row.
+        # A fast path: most values are plain integers, and this runs for every row.
         return {
             key: value if type(value) is int else to_json(value)
             for key, value in state.items()
@@ -295,7 +297,7 @@ def to_json(state: Any) -> Any:
 
 
 def from_json(cursor: Any) -> Any:
-    """The Grain state of which `to_json` made a cursor."""
+    """The inverse of `to_json`: the Grain state of a cursor."""
     if isinstance(cursor, dict):
         if cursor.keys() == {_TUPLE}:
             return tuple(from_json(value) for value in cursor[_TUPLE])

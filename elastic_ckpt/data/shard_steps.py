@@ -1,9 +1,10 @@
-"""The steps of a shard's pipeline, and what decides its rows, read off its datasets.
+"""Describes the steps of a shard's pipeline by inspecting its datasets.
 
-A pipeline is a chain of Grain datasets, each of which refers to its parents. Ours are
-`Step`s, which say what they were made of; of Grain's the settings are known by name.
-Anything else, such as a function that is mapped, is the user's own code: nothing
-describes it but the name that the user gives to the pipeline.
+A pipeline is a chain of Grain datasets, each of which refers to its parents. Our
+datasets are `Step`s with a method that returns their settings; the settings of Grain's
+datasets are read from attributes listed here. Everything else, such as a mapped
+function, is the user's own code: only the name that the user gives to the pipeline
+identifies it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MakeShard = Callable[[int], grain.IterDataset]
 # The field of a step that names it.
 STEP = "name"
 
-# What decides the elements of Grain's datasets, by the names of their attributes.
+# The attributes that determine the elements of Grain's datasets.
 _PACKER = (
     "_length_struct",
     "_num_packing_bins",
@@ -56,7 +57,7 @@ _GRAIN_SETTINGS = {
     "ZipIterDataset": ("_strict",),
     "ZipMapDataset": (),
 }
-# Those that give the elements of their parent.
+# The datasets that pass on the elements of their parent.
 _GRAIN_PASSING = {
     "PrefetchIterDataset",
     "ThreadPrefetchIterDataset",
@@ -67,13 +68,13 @@ _GRAIN_PASSING = {
 
 
 class Step(grain.IterDataset[T]):
-    """A dataset that says what decides its elements, beside those of its parents.
+    """A dataset that reports the settings that determine its elements.
 
     Attributes:
-      shard: the shard that it was made for; None if it is the same for each.
-      num_shards: S, if it was made for one of so many.
+      shard: the shard that it was made for; None if it is the same for all.
+      num_shards: S, if it was made for one of S shards.
       runs_own_code: whether it also runs a function of the user's.
-      describes_parents: whether its settings have the steps before it.
+      describes_parents: whether its settings include the steps before it.
     """
 
     shard: int | None = None
@@ -83,12 +84,12 @@ class Step(grain.IterDataset[T]):
 
     @abc.abstractmethod
     def settings(self) -> dict[str, storage.Json]:
-        """The settings by the names of the arguments, the same for each shard."""
+        """The settings by the names of the arguments, the same for all shards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckedShards:
-    """A `make_shard` whose pipelines are compared with the shard that they are for.
+    """A `make_shard` that checks that each pipeline reads the requested shard.
 
     Attributes:
       make_shard: makes the pipeline of a shard.
@@ -102,7 +103,7 @@ class CheckedShards:
         """The pipeline of a shard.
 
         Raises:
-          ConfigError: if it is no `IterDataset`, or reads another shard.
+          ConfigError: if it is not an `IterDataset`, or reads another shard.
         """
         made = made_for(self.make_shard, shard)
         for step in _datasets(made):
@@ -120,17 +121,17 @@ class CheckedShards:
     def steps(self) -> list[storage.Json]:
         """The steps of all shards, first to last.
 
-        A setting that depends on the shard is that of the first and of the last one.
+        For a setting that depends on the shard, those of the first and of the last one.
         """
-        first, last = (described(self(s)) for s in (0, self.num_shards - 1))
+        first, last = (step_descriptions(self(s)) for s in (0, self.num_shards - 1))
         return _spread(first, last)
 
 
 def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
-    """What `make_shard` makes.
+    """The result of `make_shard`, checked.
 
     Raises:
-      ConfigError: if it is no `IterDataset`.
+      ConfigError: if it is not an `IterDataset`.
     """
     made = make_shard(shard)
     if not isinstance(made, grain.IterDataset):
@@ -145,24 +146,24 @@ def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
 
 
 def numbers_of_shards(made: grain.IterDataset) -> set[int]:
-    """Each S that the steps of a pipeline were given."""
+    """The values of S in the steps of a pipeline."""
     given = (step.num_shards for step in _datasets(made) if isinstance(step, Step))
     return {number for number in given if number is not None}
 
 
 def own_code(made: grain.IterDataset) -> list[str]:
-    """The datasets of a pipeline that run the user's own code, in words."""
+    """The datasets of a pipeline that run the user's own code, as strings."""
     return [str(dataset) for dataset in _datasets(made) if _settings(dataset) is None]
 
 
-def described(
+def step_descriptions(
     made: grain.IterDataset | grain.MapDataset,
 ) -> list[dict[str, storage.Json]]:
-    """The steps of a pipeline, first to last, each with what decides its elements."""
+    """The steps of a pipeline, first to last, each with its name and settings."""
     parents = _parents(made)
     if isinstance(made, Step) and made.describes_parents:
         parents = ()
-    before = described(parents[0]) if len(parents) == 1 else []
+    before = step_descriptions(parents[0]) if len(parents) == 1 else []
     name = type(made).__name__
     if _is_grains(made) and name in _GRAIN_PASSING:
         return before
@@ -170,7 +171,7 @@ def described(
     if isinstance(made, Step):
         step |= made.settings()
     if len(parents) > 1:
-        step["parents"] = [described(parent) for parent in parents]
+        step["parents"] = [step_descriptions(parent) for parent in parents]
     return [*before, step]
 
 
@@ -182,12 +183,12 @@ def _datasets(made: Any) -> Iterator[Any]:
 
 
 def _parents(dataset: Any) -> Sequence[Any]:
-    # A source of the user's may not have called the constructor of its base.
+    # A user's source may not have called the constructor of its base class.
     return getattr(dataset, "_parents", ())
 
 
 def _settings(dataset: Any) -> dict[str, storage.Json] | None:
-    """The settings of a dataset of Grain's; None if it runs the user's own code."""
+    """The settings of a Grain dataset; None if it runs the user's own code."""
     if isinstance(dataset, Step):
         return None if dataset.runs_own_code else {}
     name = type(dataset).__name__
@@ -201,7 +202,7 @@ def _settings(dataset: Any) -> dict[str, storage.Json] | None:
             for attribute in _GRAIN_SETTINGS[name]
         }
     except (AttributeError, TypeError):
-        # Another version of Grain, or an object of the user's.
+        # Another version of Grain, or a user's object.
         return None
 
 
@@ -217,7 +218,7 @@ def _to_json(value: Any) -> storage.Json:
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, Mapping):
-        return {str(key): _to_json(of_key) for key, of_key in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(item) for item in value]
     if dataclasses.is_dataclass(value):

@@ -1,11 +1,12 @@
-"""The sharded engine: S logical shards, each a whole pipeline of its own.
+"""The sharded engine: S logical shards, each a complete and independent pipeline.
 
-A shard may filter, tokenise, chunk, shuffle and pack as it likes, for nothing inside it
-depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`); a
-host runs the shards that it owns, and hands their cursors on when the hosts change.
+A shard may filter, tokenise, chunk, shuffle and pack in any way, because nothing inside
+it depends on hosts or batches. Rows are taken from the shards in turn (`data.rows`). A
+host runs the shards that it owns; when the hosts change, shards move to other hosts by
+their cursors.
 
-Rows are read by the caller, or by worker processes that share the host's shards. What
-is saved is the same.
+The caller, or worker processes that share the host's shards, read the rows. The saved
+state is the same in both cases.
 """
 
 from __future__ import annotations
@@ -35,32 +36,32 @@ MakeShard = shard_rows.MakeShard
 
 @runtime_checkable
 class Renamable(Protocol):
-    """A `make_shard` whose datasets have names that do not matter to the user."""
+    """A `make_shard` whose datasets have generated names, which may be changed."""
 
     def __call__(self, shard: int) -> grain.IterDataset:
         """The pipeline of a shard."""
 
     def renamed(self, names: Mapping[str, str]) -> MakeShard:
-        """The same with other names: for each of today, the one to use."""
+        """The same with other names: `names` maps current names to new ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedData:
-    """A pipeline for each logical shard, elastic; `sharded` makes one.
+    """Elastic data with a pipeline for each logical shard; `sharded` makes it.
 
     Attributes:
       make_shard: makes the pipeline of a shard from the shard's number: a Grain
-        `IterDataset` of dicts of arrays that have the same shapes everywhere. It has to
-        be a pure function and survive cloudpickle. Batches have one feature more,
-        `example_id`, uint32 `[B, 2]`: each row's place in the stream. Examples that
-        have a feature of this name, or of that of `end`, are refused.
-      num_shards: S, frozen for the life of a run.
-      pipeline: names what `make_shard` does, JSON; change it when the examples change.
+        `IterDataset` of dicts of arrays with the same shapes everywhere. It must be a
+        pure function and picklable by cloudpickle. Batches have an additional feature,
+        `example_id`, uint32 `[B, 2]`: the number of each row in the stream. Examples
+        must not have a feature of this name, or of that in `end`.
+      num_shards: S, fixed for the whole run.
+      pipeline: identifies `make_shard`, JSON; change it when the examples change.
       end: how the data ends. If it does, batches have the feature `mask`, bool `[B]`:
-        rows of a shard that has ended are zeros, with the `example_id` of no example.
-      num_workers: processes of each host that run its shards; 0 runs them in the host's
-        own. The state does not depend on it, nor on the next one.
-      per_worker_batches: batches that each of these processes has ready.
+        rows of a shard that has ended are zeros, with the `example_id` of padding.
+      num_workers: worker processes of each host that run its shards; 0 runs them in the
+        host's own process. The state depends neither on this nor on the next attribute.
+      per_worker_batches: batches that each worker process prepares in advance.
     """
 
     make_shard: MakeShard
@@ -73,32 +74,33 @@ class ShardedData:
     def __post_init__(self) -> None:
         if self.num_shards < 1:
             raise errors.ConfigError(
-                f"num_shards={self.num_shards}; logical shards are counted from 1 on"
+                f"num_shards={self.num_shards}; use at least 1 logical shard"
             )
 
     @property
     def rows_of_end(self) -> int:
-        """A row of each shard: before that, some may still have rows."""
+        """S: until each shard had its turn, one may still have rows."""
         return self.num_shards
 
     @property
     def engine(self) -> str:
-        """Names the kind of position that the batches have."""
+        """The name of the engine, which determines the form of its positions."""
         return "sharded"
 
     def identity(self) -> dict[str, storage.Json]:
-        """What decides which example comes when."""
-        own: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
+        """The settings that determine the order of examples."""
+        settings: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
         if isinstance(self.make_shard, shard_steps.CheckedShards):
-            own[state.STEPS] = self.make_shard.steps()
+            settings[state.STEPS] = self.make_shard.steps()
         if isinstance(self.pipeline, dict):
-            return own | self.pipeline
-        return own | {"pipeline": self.pipeline}
+            return settings | self.pipeline
+        return settings | {"pipeline": self.pipeline}
 
     def continuing(self, pipeline: Mapping[str, storage.Json]) -> ShardedData:
-        """This data, its datasets under the names that a saved pipeline has for them.
+        """This data, with its datasets renamed to their names in a saved pipeline.
 
-        A dataset is recognised by its files. Names of the user's own mixtures stay.
+        A dataset is recognised by its files. Names in the user's own mixtures do not
+        change.
         """
         if not isinstance(self.make_shard, Renamable):
             return self
@@ -117,7 +119,7 @@ class ShardedData:
         )
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
-        """Where each row of a batch stands in what the hosts load; None if in place."""
+        """The index of each row of a batch in the loaded rows; None if in order."""
         return rows.exchanged(self._batch(row_hosts), row_hosts)
 
     def host_batches(self, placement: rows.Placement) -> elastic_data.HostBatches:
@@ -139,20 +141,20 @@ def sharded(
 ) -> ShardedData:
     """Elastic data from a pipeline for each logical shard.
 
-    The files that `Records` reads, and the settings of our steps and Grain's, are part
-    of what a saved state is compared with; of the functions that the pipeline maps or
-    filters with, the name `pipeline` is.
+    At a resume, the saved state is compared with the files that `Records` reads and the
+    settings of our steps and Grain's. For functions with which the pipeline maps or
+    filters, only the name `pipeline` is compared.
 
     Args:
       make_shard: as in `ShardedData`.
-      num_shards: S; only where no `Records` of the pipeline has it.
+      num_shards: S; only needed if the pipeline has no `Records`.
       pipeline: a name and version, JSON, of your own functions in `make_shard`; change
-        it when they give other examples. Needed if there are any.
+        it when their examples change. Required if there are any.
       **more: as in `ShardedData`.
 
     Raises:
-      ConfigError: if S is missing or given twice and differently, if `make_shard` reads
-        another shard than it is asked for, or if `pipeline` is missing.
+      ConfigError: if S is missing or inconsistent, if `make_shard` reads another shard
+        than the requested one, or if `pipeline` is missing.
     """
     made = shard_steps.made_for(make_shard, 0)
     given = shard_steps.numbers_of_shards(made)
@@ -160,20 +162,20 @@ def sharded(
         given.add(num_shards)
     if not given:
         raise errors.ConfigError(
-            "sharded: no ec.data.Records in make_shard has a num_shards; give sharded"
-            " num_shards="
+            "sharded: no ec.data.Records in make_shard has a num_shards; pass"
+            " num_shards= to sharded"
         )
     if len(given) > 1:
         raise errors.ConfigError(
-            f"sharded: num_shards is given differently, {sorted(given)}; give it once,"
-            " to the ec.data.Records of make_shard"
+            f"sharded: num_shards has different values, {sorted(given)}; set it once,"
+            " in the ec.data.Records of make_shard"
         )
-    own = shard_steps.own_code(made)
-    if own and pipeline in ("", None):
+    code = shard_steps.own_code(made)
+    if code and pipeline in ("", None):
         raise errors.ConfigError(
-            f"sharded: make_shard runs code of your own, {', '.join(own)}, which a"
-            ' saved state cannot be compared with; give pipeline="a name, version 1",'
-            " and change it when the examples change"
+            f"sharded: make_shard runs your own code, {', '.join(code)}, which cannot"
+            ' be compared with a saved state; pass pipeline="a name, version 1", and'
+            " change it when the examples change"
         )
     (number,) = given
     data = ShardedData(
@@ -187,7 +189,7 @@ def sharded(
 
 
 class _HostBatches:
-    """The shards of one host, taken in turn."""
+    """The rows of one host, from its shards in turn."""
 
     def __init__(
         self, data: ShardedData, batch: rows.BatchRows, placement: rows.Placement
@@ -203,7 +205,7 @@ class _HostBatches:
         try:
             loaded = self._read()
         except BaseException as error:  # Ctrl-C too
-            # Some shards are further than the position now: neither go on nor save.
+            # Some shards are now ahead of the position: do not continue or save.
             self._error = str(error) or type(error).__name__
             raise
         ids = rows.stream_rows(self._batch, self._stream_row)[self._mine.rows]
@@ -261,5 +263,5 @@ class _HostBatches:
         if self._error is not None:
             raise errors.DataError(
                 "the data stopped in the middle of a batch; load a saved state before"
-                f" you go on or save ({self._error})"
+                f" you continue or save ({self._error})"
             )

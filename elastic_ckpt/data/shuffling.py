@@ -1,7 +1,7 @@
-"""Shuffles a stream within windows, at the cost of one small permutation a window.
+"""Shuffles a stream within windows, with one small permutation for each window.
 
-Grain's own window shuffle asks its `index_shuffle` for one index at a time; that walks
-a cycle of at least 2**16 numbers, which for a window of 100 takes 174 us an element.
+Grain's own window shuffle calls its `index_shuffle` for each index, which walks a cycle
+of at least 2**16 numbers: 174 us for each element with a window of 100.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from elastic_ckpt.data import shard_steps
 
 
 class WindowShuffle(shard_steps.Step):
-    """Each run of `window_size` elements of the parent, in an order of its own.
+    """Shuffles each window of `window_size` consecutive elements of the parent.
 
     The order of a window is a function of the seed and the window's number. The state
-    is the parent's at the window's begin, and how many elements were taken since.
+    is that of the parent at the start of the window, and the number of elements taken
+    since.
 
     Args:
-      parent: the elements.
-      window_size: elements that are held and shuffled at a time.
+      parent: the dataset.
+      window_size: the number of elements in a window.
       seed: a non-negative number.
     """
 
@@ -44,7 +45,7 @@ class WindowShuffle(shard_steps.Step):
         )
 
     def settings(self) -> dict[str, storage.Json]:
-        """The size of a window, and the seed."""
+        """The window size and the seed."""
         return {"window_size": self._window_size, "seed": self._seed}
 
 
@@ -69,7 +70,7 @@ class _WindowShuffleIterator(grain.DatasetIterator):
 
     def get_state(self) -> dict[str, Any]:
         if self._taken == len(self._window):
-            # Nothing is left in it, and nothing has to be read again.
+            # The window is used up, so nothing has to be read again.
             parent = self._parent.get_state()
             return {"parent": parent, "window": self._window_number, "taken": 0}
         return {

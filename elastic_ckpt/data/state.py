@@ -1,14 +1,14 @@
-"""The data state: where a run stands in its data, as one small checked file.
+"""The data state: the position of a run in its data, in one small checked file.
 
 Version 1 of `data_state.json` (a `checked_json` file) has the fields
 
 * `engine`: the engine that wrote it, `"positional"` or `"sharded"`
 * `position`: the position that all hosts share: `{"global_next_index": 960}` or
   `{"stream_row": 960}`
-* `pipeline`: what decides which example comes when, named by configuration keys
+* `pipeline`: the settings that determine the order of examples, by configuration key
 
-It says nothing of hosts or of the batch size: both may differ at resume. The cursors of
-logical shards lie beside it, see `data.cursors`.
+It contains neither the number of hosts nor the batch size: both may differ at resume.
+The cursors of logical shards are in files beside it, see `data.cursors`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DataState:
     Attributes:
       engine: the engine's name.
       position: the position that all hosts share, JSON.
-      pipeline: identity of the pipeline, from configuration key to JSON value.
+      pipeline: the identity of the pipeline, from configuration key to JSON value.
     """
 
     engine: str
@@ -59,10 +59,10 @@ def write(directory: epath.PathLike, state: DataState) -> None:
 
 
 def read(directory: epath.PathLike) -> DataState:
-    """The state that `write` left in `directory`, checked.
+    """Reads and checks the state that `write` wrote into `directory`.
 
     Raises:
-      DataError: as `checked_json.read` says.
+      DataError: as in `checked_json.read`.
     """
     path = epath.Path(directory) / FILE_NAME
     content = checked_json.read(path, what="data state", version=VERSION)
@@ -76,9 +76,9 @@ def read(directory: epath.PathLike) -> DataState:
 def check_same_pipeline(
     saved: DataState, engine: str, pipeline: dict[str, storage.Json]
 ) -> None:
-    """Raises a DataError naming each part in which `saved` is of another pipeline.
+    """Raises a DataError with each difference if `saved` is of another pipeline.
 
-    Which parts may differ is decided by `pipeline_changes.between`.
+    `pipeline_changes.between` defines which parts may differ.
     """
     changed = pipeline_changes.between(saved.pipeline, pipeline)
     if saved.engine != engine:

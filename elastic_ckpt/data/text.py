@@ -1,4 +1,4 @@
-"""Writes the text files below a directory as training files, one file a record."""
+"""Writes the text files below a directory as training files, one record for each."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from elastic_ckpt.data.sources import parquet, tfrecord
 
 PYTHON_STDLIB = "python-stdlib"
 
-# Below the standard library's directory, but not of it.
+# Directories below the standard library's that are not part of it.
 _NOT_STDLIB = ("site-packages", "dist-packages")
 _ROW_GROUP_DOCUMENTS = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written: how many documents, and how many bytes of text they hold."""
+    """The number of written documents, and of bytes of text in them."""
 
     num_documents: int
     text_bytes: int
@@ -29,12 +29,12 @@ class Written:
 def write_arrayrecord(directory: str, file: str) -> Written:
     """Writes each non-empty text file below `directory` as one record of `file`.
 
-    Records follow the sorted relative paths, so the same tree gives the same file.
-    Files that are not UTF-8 are taken for binary and left out.
+    Records are in the order of the sorted relative paths, so the same tree gives the
+    same file. Files that are not UTF-8 are regarded as binary and skipped.
 
     Args:
       directory: any directory, or `python-stdlib` for the `.py` files of the standard
-        library of the Python that runs this, or `python-stdlib/email` for a part of it.
+        library of the running Python, or `python-stdlib/email` for a part of it.
       file: the ArrayRecord file to write; it appears whole or not at all.
 
     Raises:
@@ -44,24 +44,24 @@ def write_arrayrecord(directory: str, file: str) -> Written:
 
 
 def write(directory: str, file: str, *, file_type: str) -> Written:
-    """As `write_arrayrecord`, in any of the file types that can be read."""
+    """Like `write_arrayrecord`, for any of the file types that can be read."""
     counted = _Counted(map(pathlib.Path.read_bytes, _documents(directory)))
     with storage.atomic_path(file) as temporary:
         _WRITERS[file_type](temporary, counted)
         if not counted.num_documents:
             raise errors.DataError(
-                f"{directory}: no text file in it; name a directory that has some"
+                f"{directory}: no text file in it; give a directory that has some"
             )
     return Written(num_documents=counted.num_documents, text_bytes=counted.text_bytes)
 
 
 def file_type(file: str) -> str | None:
-    """The file type that a name ends in, such as `.parquet`; None if in none."""
+    """The file type by the suffix of a name, such as `.parquet`; None if unknown."""
     return _FILE_TYPES.get(pathlib.PurePath(file).suffix.lower())
 
 
 class _Counted:
-    """Those of the given contents that are text, counted as they pass."""
+    """Iterates over the contents that are text, and counts them."""
 
     def __init__(self, contents: Iterable[bytes]) -> None:
         self._contents = contents
@@ -119,17 +119,17 @@ def _documents(directory: str) -> list[pathlib.Path]:
         root, pattern = pathlib.Path(directory).expanduser(), "*"
     if not root.is_dir():
         raise errors.DataError(
-            f"{root}: no such directory; name one that has text files, or"
+            f"{root}: no such directory; give one that has text files, or"
             f" {PYTHON_STDLIB!r} for Python's own sources"
         )
-    found = []
+    documents = []
     for path in root.rglob(pattern):
         parts = path.relative_to(root).parts
         hidden = any(part.startswith(".") for part in parts)
         foreign = pattern == "*.py" and any(part in _NOT_STDLIB for part in parts)
         if not hidden and not foreign and path.is_file():
-            found.append(path)
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+            documents.append(path)
+    return sorted(documents, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _is_text(content: bytes) -> bool:

@@ -1,12 +1,12 @@
-"""Tokens of documents, a block at a time and ahead of the consumer.
+"""Tokenises documents in blocks, ahead of the consumer.
 
-`Tokens` reads a block of documents from its parent, has threads of the process tokenise
-it, and reads the next block when half of it is taken. All pipelines of a process share
-the threads, so many logical shards keep many cores busy, and the consumer reads and
-packs meanwhile. The threads start with the first block, never before a fork.
+`Tokens` reads a block of documents from its parent, submits it to threads of the
+process, and reads the next block when half of the documents are taken. All pipelines of
+a process share the threads, so many logical shards keep many cores busy while the
+consumer reads and packs. The threads start with the first block, never before a fork.
 
-The state is that of the parent before the block, and how many documents of the block
-were taken. At a resume these documents are read again, but not tokenised.
+The state is that of the parent before the block, and the number of documents taken from
+the block. At a resume these documents are read again, but not tokenised.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import numpy as np
 
 from elastic_ckpt.data import language
 
-# A block ends with whichever comes first. 32,768 characters are tokenised in some 5 ms.
+# A block ends at the first of these limits. 32,768 characters take about 5 ms.
 _MAX_DOCUMENTS = 16
 _MAX_CHARACTERS = 32_768
-# What a thread tokenises at a time, so that a block is spread over several.
+# The documents of one task, so that several threads share a block.
 _DOCUMENTS_AT_A_TIME = 8
 
-# How many processes a launcher started on this machine; `torchrun` and ours set it.
+# The number of processes on this machine; `torchrun` and our launcher set it.
 LOCAL_HOSTS_VARIABLE = "LOCAL_WORLD_SIZE"
 
 Tokenize = Callable[[Sequence[language.Value]], list[np.ndarray]]
 
 
 def num_threads(asked: int, *, num_processes: int = 1) -> int:
-    """Threads for each of the processes that read a host's data.
+    """The number of threads for each of the processes that read a host's data.
 
     Args:
-      asked: threads of the host; 0 takes the cores that this process may use, divided
-        by the hosts on this machine.
-      num_processes: processes that share them.
+      asked: the configured threads of a host; 0 takes the cores that this process may
+        use, divided by the number of hosts on this machine.
+      num_processes: the number of processes that share them.
     """
     hosts = int(os.environ.get(LOCAL_HOSTS_VARIABLE) or 1)
     return max(1, (asked or _num_cores() // hosts) // num_processes)
@@ -52,8 +52,8 @@ class Tokens(grain.IterDataset[np.ndarray]):
 
     Args:
       parent: records as dicts of columns.
-      documents: how a record is made tokens.
-      num_threads: threads of this process that tokenise; 0 tokenises in the caller. The
+      documents: converts records to tokens.
+      num_threads: tokenizer threads of this process; 0 tokenises in the caller. The
         tokens and the state do not depend on it.
     """
 
@@ -84,7 +84,7 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
         self._num_threads = num_threads
         self._block: _Block | None = None
         self._next_block: _Block | None = None
-        # The parent's state before the block, and the documents taken of it.
+        # The parent's state before the block, and the documents taken from the block.
         self._before: Any = None
         self._taken = 0
 
@@ -94,14 +94,14 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
             assert block.end is not None
             if isinstance(block.end, StopIteration):
                 raise StopIteration
-            # Asked again, the parent tries again.
+            # The next call tries the parent again.
             self.set_state(self.get_state())
             raise block.end
         is_half_taken = 2 * (self._taken + 1) >= block.num_documents
         if self._num_threads and is_half_taken and not block.end:
             self._next_block = self._next_block or self._read()
-        number, place = divmod(self._taken - block.first, _DOCUMENTS_AT_A_TIME)
-        tokens = block.parts[number].tokens()[place]
+        part, number = divmod(self._taken - block.first, _DOCUMENTS_AT_A_TIME)
+        tokens = block.parts[part].tokens()[number]
         self._taken += 1
         return tokens
 
@@ -115,7 +115,7 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._cancel()
-        # States from before there were blocks are those of the parent.
+        # Older states, without blocks, are those of the parent.
         before = state["parent"] if "document" in state else state
         self._parent.set_state(before)
         self._block = self._next_block = None
@@ -140,7 +140,7 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
         return self._block
 
     def _read(self, first: int = 0) -> _Block:
-        # A block of which the documents before `first` are not needed again.
+        # A block without the documents before `first`, which are not needed again.
         before = self._parent.get_state()
         values: list[language.Value] = []
         num_documents, num_characters, end = 0, 0, None
@@ -175,7 +175,7 @@ class _TokensIterator(grain.DatasetIterator[np.ndarray]):
 
 
 class _Block(NamedTuple):
-    """Documents that follow each other, and the error or end of data after them."""
+    """Consecutive documents, and the error or the end of the data after them."""
 
     before: Any
     first: int
@@ -189,7 +189,7 @@ class _Block(NamedTuple):
 
 
 class _Part:
-    """Documents of a block, and their tokens when a thread has made them."""
+    """Some documents of a block, and their tokens once a thread has made them."""
 
     def __init__(
         self, values: Sequence[language.Value], tokenize: Tokenize, *, num_threads: int
@@ -204,7 +204,7 @@ class _Part:
 
     def tokens(self) -> list[np.ndarray]:
         if self._tokens is None:
-            # A process that was forked has none of the threads that would make them.
+            # A forked process does not have the threads, so it tokenises by itself.
             future = self._future if self._threads is _threads else None
             self._tokens = future.result() if future else self._tokenize(self._values)
         return self._tokens
@@ -215,7 +215,7 @@ class _Part:
 
 
 class _Threads:
-    """The threads of this process, which start with the first task."""
+    """The tokenizer threads of this process, started with the first task."""
 
     def __init__(self) -> None:
         self._pools: dict[int, futures.ThreadPoolExecutor] = {}
@@ -230,12 +230,12 @@ class _Threads:
 _threads = _Threads()
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     global _threads
     _threads = _Threads()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _num_cores() -> int:

@@ -1,16 +1,16 @@
-"""Tokenizers: each turns a text into tokens, and says what decides them.
+"""Tokenizers: convert text to tokens, and report the settings that determine them.
 
-`load(kind, path)` gives one of four kinds:
+`load(kind, path)` returns one of four kinds:
 
 * `bytes`: the byte-level tokens of `data.tokens`, no file
 * `sentencepiece`: a SentencePiece `.model` file
-* `tiktoken`: a `.tiktoken` file, each line a base64 token and its rank, read as Llama 3
-  and MaxText do: their pattern, and 256 special tokens after the last rank
+* `tiktoken`: a `.tiktoken` file, each line a base64 token and its rank, used as in
+  Llama 3 and MaxText: their pattern, and 256 special tokens after the last rank
 * `huggingface`: a `tokenizer.json` file, or a directory that has one
 
-The last three need the packages of the extra `tokenizers`. Special tokens that a text
-spells out stay plain text; only in a `tokenizer.json`, as with `transformers`, do they
-become the special token.
+The last three need the packages of the extra `tokenizers`. The text of a special token
+in a document remains plain text; only with a `tokenizer.json`, as with `transformers`,
+it becomes the special token.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import tokens
 
 _BYTES = "bytes"
-_WANTED = {
+_FILES = {
     "sentencepiece": "a SentencePiece .model file",
     "tiktoken": "a .tiktoken file of base64 tokens and their ranks",
     "huggingface": "a downloaded tokenizer.json file, or a directory that has one",
 }
-KINDS = (_BYTES, *_WANTED)
+KINDS = (_BYTES, *_FILES)
 
-# Llama 3's. `begin` and `end` are the first two of its special tokens.
+# The pattern of Llama 3; `begin` and `end` are the first two of its special tokens.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,13 +51,13 @@ _LLAMA3_NUM_SPECIAL = 256
 
 _VARINT = re.compile(rb"[\x80-\xff]*[\x00-\x7f]")
 
-# Where no file beside a tokenizer.json names them.
+# The usual names, if no file beside a tokenizer.json has them.
 _USUAL_BEGINS = ("<s>", "<|begin_of_text|>", "<bos>")
 _USUAL_ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """Turns a text into tokens; survives pickling, and several threads may use it."""
+    """Converts text to tokens; picklable, and safe to use from several threads."""
 
     @property
     def vocab_size(self) -> int:
@@ -65,7 +65,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad(self) -> int:
-        """What fills a batch, always 0; in many vocabularies that is a token too."""
+        """The padding of a batch, always 0, which may also be a token."""
 
     @property
     def begin(self) -> int | None:
@@ -83,15 +83,15 @@ class Tokenizer(Protocol):
         """The tokens of `text` without begin and end, int32 of shape `[tokens]`."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The tokens of each text, as `encode` has them."""
+        """The tokens of each text, as by `encode`."""
 
     def identity(self) -> storage.Json:
-        """What decides the tokens, the same wherever the tokenizer's file lies."""
+        """The settings that determine the tokens, without the path of the file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """A byte's token is its value plus 3, whatever the bytes are."""
+    """Byte-level tokens: a byte's token is its value plus 3, for any bytes."""
 
     vocab_size: int = dataclasses.field(default=tokens.VOCAB_SIZE, init=False)
     pad: int = dataclasses.field(default=tokens.PAD, init=False)
@@ -100,26 +100,26 @@ class Bytes:
     is_parallel: bool = dataclasses.field(default=False, init=False)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """One token a byte; a `str` is taken as UTF-8."""
+        """One token for each byte; a `str` is encoded as UTF-8."""
         content = text if isinstance(text, bytes) else _readable(text).encode()
         first_byte = tokens.VOCAB_SIZE - 256
         return np.frombuffer(content, np.uint8).astype(np.int32) + first_byte
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """One text after the other."""
+        """The tokens of each text."""
         return [self.encode(text) for text in texts]
 
     def identity(self) -> storage.Json:
-        """The kind alone: it has no file."""
+        """Only the kind: it has no file."""
         return {"kind": _BYTES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTokenizer:
-    """A tokenizer that lies in a file; `load` makes it.
+    """A tokenizer in a file; `load` makes it.
 
-    Only these fields are pickled: another process opens the file at `path`, absolute or
-    a URI, at its first text, and refuses one of another BLAKE2b `digest`.
+    Only these fields are pickled: another process opens the file at `path`, an absolute
+    path or URI, for its first text, and rejects a file with another BLAKE2b `digest`.
     """
 
     kind: str
@@ -132,7 +132,7 @@ class FileTokenizer:
     is_parallel: bool = dataclasses.field(default=True, init=False)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The tokens of `text`; what is not Unicode in it becomes U+FFFD."""
+        """The tokens of `text`; invalid Unicode in it becomes U+FFFD."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
@@ -142,7 +142,7 @@ class FileTokenizer:
         return [np.array(tokens, np.int32) for tokens in encoded]
 
     def identity(self) -> storage.Json:
-        """Kind, digest of the file, and the tokens of begin and end."""
+        """The kind, the digest of the file, and the begin and end tokens."""
         return {
             "kind": self.kind,
             "digest": self.digest,
@@ -152,14 +152,15 @@ class FileTokenizer:
 
 
 def load(kind: str, path: str = "") -> Tokenizer:
-    """The tokenizer of `kind` that lies at `path`; a process opens each file once.
+    """The tokenizer of `kind` in the file at `path`; a process opens each file once.
 
     Args:
       kind: one of `KINDS`.
-      path: its file, on this machine or a URI; empty for `bytes`.
+      path: its file, a local path or a URI; empty for `bytes`.
 
     Raises:
-      ConfigError: if kind and path do not fit, or the kind's package is not installed.
+      ConfigError: if kind and path do not match, or the kind's package is not
+        installed.
       DataError: if the file is missing, cut short or of another kind.
     """
     if kind not in KINDS:
@@ -167,7 +168,7 @@ def load(kind: str, path: str = "") -> Tokenizer:
             f"tokenizer_type {kind!r} is unknown; set it to one of {', '.join(KINDS)}"
         )
     if (kind == _BYTES) != (not path):
-        remedy = f"set it to {_WANTED[kind]}" if kind in _WANTED else "leave it empty"
+        remedy = f"set it to {_FILES[kind]}" if kind in _FILES else "leave it empty"
         raise errors.ConfigError(
             f"tokenizer_path {path!r} does not fit tokenizer_type {kind!r}; {remedy}"
         )
@@ -207,7 +208,7 @@ def _opened(kind: str, path: str, digest: str) -> _Opened:
             if _digest(content) != digest:
                 raise errors.DataError(
                     f"{path} is not the tokenizer that was loaded (its digest differs);"
-                    " put the same file there on every host"
+                    " use the same file on every host"
                 )
             _opened_files[key] = _open(kind, path, content)
     return _opened_files[key]
@@ -224,8 +225,8 @@ def _open(kind: str, path: str, content: bytes) -> _Opened:
         raise
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise errors.DataError(
-            f"{path}: cannot be read as {_WANTED[kind]} ({error}); restore the file"
-            " from a copy, or set tokenizer_type to the kind that it is"
+            f"{path}: cannot be read as {_FILES[kind]} ({error}); restore the file"
+            " from a copy, or set tokenizer_type to its kind"
         ) from None
 
 
@@ -236,14 +237,14 @@ def _open_sentencepiece(content: bytes) -> _Opened:
     begin, end = (
         token if token >= 0 else None for token in (model.bos_id(), model.eos_id())
     )
-    # In the thread that calls; threads of its own would be one more layer of them.
+    # It encodes in the calling thread: more threads would add to those of the caller.
     encode = functools.partial(model.encode, num_threads=1)
     return _Opened(encode, model.vocab_size(), begin, end)
 
 
 def _is_whole_model(content: bytes) -> bool:
-    # A model cut between two of its pieces loads as a smaller vocabulary. The file is a
-    # protocol buffer: pieces, then field 2 (the trainer's) and 3 (the normalizer's).
+    # A model that is cut between two pieces loads as a smaller vocabulary. The file is
+    # a protocol buffer: pieces, then field 2 (trainer) and field 3 (normalizer).
     missing, place = {2, 3}, 0
     while missing and place < len(content):
         missing.discard(content[place] >> 3)
@@ -269,7 +270,7 @@ def _open_tiktoken(content: bytes) -> _Opened:
     )
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # Its batch call does the same in a thread pool of its own.
+        # tiktoken's batch function does the same, but creates a thread pool.
         return [
             [n for part in _parts(text) for n in encoding.encode_ordinary(part)]
             for text in texts
@@ -287,8 +288,8 @@ def _ranks(content: bytes) -> Iterator[tuple[bytes, int]]:
             raise ValueError(f"line {number} is not a token and its rank") from None
 
 
-# Llama 3 cuts a text here before tiktoken sees it, and so does MaxText: without these
-# cuts, a long text's tokens would differ from theirs.
+# Llama 3 and MaxText split a text at these lengths before they call tiktoken: without
+# these splits, the tokens of a long text would differ from theirs.
 _MAX_CHARACTERS = 400_000
 _MAX_RUN = 25_000
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{_MAX_RUN + 1},}}|(?<!\s)\s{{{_MAX_RUN + 1},}}")
@@ -308,19 +309,19 @@ def _open_huggingface(content: bytes, directory: epath.Path) -> _Opened:
     tokenizer = _package("tokenizers").Tokenizer.from_str(content.decode())
     if getattr(tokenizer.model, "dropout", None):
         raise ValueError("it drops merges at random: set its dropout to null")
-    # The file may say so; a text's tokens must not depend on the length of a batch.
+    # The file may enable these; tokens must not depend on the length of a batch.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     named = {
         **_settings(directory / "special_tokens_map.json"),
         **_settings(directory / "tokenizer_config.json"),
     }
-    # Threads of ours call it. Its own would take every core of the machine, whatever
-    # the configuration allows, and would not survive a fork.
+    # Our threads call it. Its own threads would use every core of the machine,
+    # regardless of the configuration, and would not survive a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # Without the offsets of tokens in the text, which nobody reads.
+        # The fast variant skips the offsets of tokens in the text, which are not used.
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encoded]
 
@@ -336,15 +337,15 @@ def _settings(file: epath.Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(file.read_bytes())) if file.exists() else {}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file.name} beside it is no JSON object: {error}") from None
+        raise ValueError(f"{file.name} beside it is no JSON object ({error})") from None
 
 
 def _special_token(
     tokenizer: Any, named: Mapping[str, Any], key: str, usual: Sequence[str]
 ) -> int | None:
     if key not in named:
-        found = map(tokenizer.token_to_id, usual)
-        return next((token for token in found if token is not None), None)
+        candidates = map(tokenizer.token_to_id, usual)
+        return next((token for token in candidates if token is not None), None)
     name = named[key]["content"] if isinstance(named[key], dict) else named[key]
     token = None if name is None else tokenizer.token_to_id(name)
     if name is not None and token is None:
@@ -358,7 +359,7 @@ def _read(kind: str, file: epath.Path) -> bytes:
     except OSError as error:
         raise errors.DataError(
             f"{file}: cannot be read ({error.strerror or error}); set tokenizer_path"
-            f" to {_WANTED[kind]}"
+            f" to {_FILES[kind]}"
         ) from None
 
 
@@ -367,7 +368,7 @@ def _digest(content: bytes) -> str:
 
 
 def _readable(text: str | bytes) -> str:
-    # JSON can bring halves of surrogate pairs into a `str`; no library takes them.
+    # JSON can put halves of surrogate pairs into a `str`, which no library accepts.
     if isinstance(text, str):
         if text.isascii():
             return text

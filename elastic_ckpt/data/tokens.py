@@ -1,6 +1,7 @@
-"""Byte-level tokens: a byte's token is its value plus 3, below are the special ones.
+"""Byte-level tokens: a byte's token is its value plus 3; special tokens are below 3.
 
-The numbering is ByT5's (Xue et al. 2022): 0 pads, 1 ends a text; 2 begins one here.
+The numbering is that of ByT5 (Xue et al. 2022): 0 is padding, 1 ends a text. In
+addition, 2 begins a text.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ def narrowed(values: np.ndarray, *, place: str) -> np.ndarray:
     """Integers of any type as tokens, int32 of the same shape.
 
     Raises:
-      DataError: naming `place` and the number, if there is one that int32 cannot hold.
+      DataError: if int32 cannot hold a number; names `place` and the number.
     """
     if values.dtype == np.int32:
         return values
-    found = values.astype(np.int32)
-    if values.dtype.itemsize >= found.itemsize and (found != values).any():
-        wrong = values[found != values][0]
+    narrow = values.astype(np.int32)
+    if values.dtype.itemsize >= narrow.itemsize and (narrow != values).any():
+        wrong = values[narrow != values][0]
         raise errors.DataError(
-            f"{place} has the token {wrong}, which is no number of 32 bits; write the"
+            f"{place} has the token {wrong}, which does not fit into 32 bits; write the"
             " data again with tokens below the size of the vocabulary"
         )
-    return found
+    return narrow
 
 
 def encode(text: bytes, length: int) -> np.ndarray:
-    """Begin, the bytes of `text`, end; trimmed or padded to `length` tokens.
+    """BEGIN, the bytes of `text`, END; truncated or padded to `length` tokens.
 
     Returns:
       int32 of shape `[length]`.

@@ -1,6 +1,6 @@
 """The rows of one rank as a PyTorch dataset, for torchdata's `StatefulDataLoader`.
 
-The one module that imports torch; nothing else of ours imports it.
+This is the only module that imports torch, and no other module of ours imports it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from elastic_ckpt.data import local_batches
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _LoaderFrames:
-    """What the frames on the stack show of the loader that iterates.
+    """Properties of the loader that iterates, determined from the frames on the stack.
 
-    A dataset can learn nothing of its loader but the number of its workers.
+    PyTorch gives a dataset no access to its loader except the number of workers.
 
     Attributes:
       is_stateful: whether it is torchdata's, which saves the state of its workers.
-      batches_again: whether it makes batches of what the dataset yields.
+      batches_again: whether it makes batches of the elements of the dataset.
     """
 
     is_stateful: bool
     batches_again: bool
 
     @classmethod
-    def of_caller(cls) -> _LoaderFrames:
-        """The loader that called, if one did."""
+    def from_stack(cls) -> _LoaderFrames:
+        """The properties of the calling loader, if any."""
         frames = [
             (frame.f_globals.get("__name__", "").partition(".")[0], frame)
             for frame, _ in traceback.walk_stack(None)
@@ -48,13 +48,13 @@ class _LoaderFrames:
 
 
 class TorchDataset(torch_data.IterableDataset):
-    """Global batches' rows of one rank, whose state a loader saves with its own.
+    """The rows of one rank from each global batch; a loader saves its state.
 
-    Give it to a `StatefulDataLoader` with `batch_size=None` and at most one worker:
-    processes of our own (`num_workers` of the data) share the work, and leave no trace
-    in the state. A plain `DataLoader` has no way to ask a worker for its state, and
-    may have none. An iteration continues where the last one stopped; one after the end
-    of finite data is another pass over it.
+    Pass it to a `StatefulDataLoader` with `batch_size=None` and at most one worker. For
+    more processes use `num_workers` of the data, which does not change the state. A
+    plain `DataLoader` cannot read the state of a worker, so it must have none. An
+    iteration continues after the previous one; after the end of finite data, it is
+    another pass over it.
 
     Args:
       batches: the rows.
@@ -69,19 +69,20 @@ class TorchDataset(torch_data.IterableDataset):
         if info is not None and info.num_workers > 1:
             raise errors.ConfigError(
                 f"{info.num_workers} workers of a DataLoader would each read every row;"
-                " use num_workers=0 or 1, and num_workers of the data for processes"
+                " use num_workers=0 or 1, and num_workers of the data for more"
+                " processes"
             )
-        loader = _LoaderFrames.of_caller()
+        loader = _LoaderFrames.from_stack()
         if info is not None and not loader.is_stateful:
             raise errors.ConfigError(
-                "a DataLoader's state_dict would not have the position of its worker;"
-                " use torchdata's StatefulDataLoader, or num_workers=0, and num_workers"
-                " of the data for processes"
+                "a DataLoader's state_dict would not contain the position of its"
+                " worker; use torchdata's StatefulDataLoader, or num_workers=0, and"
+                " num_workers of the data for more processes"
             )
         if loader.batches_again:
             raise errors.ConfigError(
-                "the rows of a global batch come together, and the loader would batch"
-                " them again; give it batch_size=None"
+                "the dataset yields whole batches, and the loader would batch them"
+                " again; set its batch_size=None"
             )
         if self.batches.at_end:
             self.batches.reset()
@@ -94,5 +95,5 @@ class TorchDataset(torch_data.IterableDataset):
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> None:
-        """Goes to a state, or to that which several ranks saved together."""
+        """Moves to a state, or to the combined state of several ranks."""
         self.batches.set_state(state_dict)

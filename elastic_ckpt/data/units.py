@@ -1,9 +1,9 @@
-"""Units of work, and which shard reads which of them when: numbers to numbers.
+"""Units of work, and their assignment to shards, as pure functions of numbers.
 
-The units of an epoch come in an order of its own, a keyed permutation that is computed
-one number at a time. Epoch after epoch they form one endless list, and shard `s` of S
-reads entries `s`, `s + S`, `s + 2S` and so on. So each unit is read once an epoch, and
-every shard reads as many units as any other, whatever their number.
+Each epoch has its own order of units, a keyed permutation that is computed one number
+at a time. The epochs together form one endless list, and shard `s` of S reads entries
+`s`, `s + S`, `s + 2S` and so on. Thus each unit is read once in an epoch, and all
+shards read the same number of units, whatever the number of units.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Blocks a shard, from which on their sizes even out.
+# The number of blocks per shard from which differences in their sizes average out.
 _ENOUGH_BLOCKS = 4
 
 _MASK = 2**64 - 1
@@ -27,10 +27,10 @@ class Unit:
     Attributes:
       file: the file's number.
       block: the block's number in the file.
-      first: the first record, counted in its block.
-      num_records: how many.
-      block_records: records of the whole block.
-      record: number of the first record over all files.
+      first: the number of the first record in its block.
+      num_records: the number of records.
+      block_records: the number of records in the whole block.
+      record: the number of the first record over all files.
     """
 
     file: int
@@ -66,18 +66,18 @@ class Units:
 
 
 def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
-    """The units of files whose blocks have so many records.
+    """The units of files whose blocks have the given numbers of records.
 
-    A unit is a block. Only where shards would get too few of these to be alike, blocks
-    are cut into parts, of sizes as equal as can be and in a number that S divides. No
+    A unit is a block. If shards would get too few blocks to have similar sizes, blocks
+    are cut into parts of sizes as equal as possible, and S divides their number. No
     unit is empty.
 
     Args:
-      block_records: of each file, the records of its blocks.
+      block_records: for each file, the number of records in each block.
       num_shards: S.
     """
     records = np.concatenate([np.asarray(b, np.int64) for b in block_records])
-    counts = np.array([len(of_file) for of_file in block_records])
+    counts = np.array([len(blocks) for blocks in block_records])
     file = np.repeat(np.arange(len(counts)), counts)
     block = np.arange(len(records)) - np.repeat(np.cumsum(counts) - counts, counts)
     filled = records > 0
@@ -85,7 +85,7 @@ def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
     first, num_records = np.zeros_like(records), records
     if len(records) < _ENOUGH_BLOCKS * num_shards:
         parts = _parts(records, num_shards)
-        # Part i of a block of n records is the records from i * n // parts on.
+        # Part i of a block of n records begins at record i * n // parts.
         of_block = np.repeat(np.arange(len(records)), parts)
         part = np.arange(len(of_block)) - np.repeat(np.cumsum(parts) - parts, parts)
         file, block, records = file[of_block], block[of_block], records[of_block]
@@ -102,30 +102,30 @@ def cut(block_records: Sequence[np.ndarray], num_shards: int) -> Units:
 
 
 def _parts(records: np.ndarray, num_shards: int) -> np.ndarray:
-    wanted = min(num_shards * -(-len(records) // num_shards), int(records.sum()))
-    # The least size of a part with which there are not too many.
+    required = min(num_shards * -(-len(records) // num_shards), int(records.sum()))
+    # Finds the smallest size of a part that does not result in too many parts.
     low, high = 0, int(records.max())
     while high - low > 1:
         size = (low + high) // 2
-        fits = (-(-records // size)).sum() <= wanted
+        fits = (-(-records // size)).sum() <= required
         low, high = (low, size) if fits else (size, high)
     parts = -(-records // high)
-    while rest := wanted - int(parts.sum()):
+    while rest := required - int(parts.sum()):
         sizes = records / parts
         parts[np.flatnonzero(sizes == sizes.max())[:rest]] += 1
     return parts
 
 
 def dealt(turn: int, *, shard: int, num_shards: int, num_units: int) -> tuple[int, int]:
-    """Epoch, and place in its order, of the unit that `shard` reads at `turn`."""
+    """The epoch, and the index in its order, of the unit `shard` reads at `turn`."""
     return divmod(turn * num_shards + shard, num_units)
 
 
 def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
-    """The number that stands at `place` of a permutation of `range(length)`.
+    """The number at index `place` of a keyed permutation of `range(length)`.
 
-    A Feistel network over the smallest square that holds the range, walked until it
-    falls into it (Black and Rogaway 2002). Nothing is stored, whatever the length.
+    A Feistel network over the smallest square that contains the range, applied until
+    the result is in the range (Black and Rogaway 2002). It needs no storage.
     """
     bits = max(1, (length - 1).bit_length() + 1 >> 1)
     half = (1 << bits) - 1
@@ -142,7 +142,7 @@ def permuted(place: int, *, length: int, key: tuple[int, ...]) -> int:
 
 
 def mixed(number: int) -> int:
-    """64 bits that look random (the finaliser of SplitMix64, Steele et al. 2014)."""
+    """A 64-bit hash of a number: SplitMix64's finaliser (Steele et al. 2014)."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     number = (number ^ number >> 27) * 0x94D049BB133111EB & _MASK

@@ -1,1 +1,1 @@
-"""Kubernetes manifests, made from a configuration by pure functions."""
+"""Kubernetes manifests, generated from a configuration by pure functions."""

@@ -1,7 +1,7 @@
-"""What both kinds of JobSet have in common: the program, its files, its host memory.
+"""The common parts of both kinds of JobSet: program, configuration and host memory.
 
-The program of a pod is `elastic-ckpt train`. Its configuration travels in a ConfigMap,
-so that an image serves many runs, and a run changes its keys without a new image.
+Each pod runs `elastic-ckpt train`. Its configuration is in a ConfigMap, so that one
+image serves many runs, and a run can change its keys without a new image.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elastic_ckpt.manifests import failure_domains
 
 Object = dict[str, Any]
 
-# Of the volume with the configuration, where it is mounted, and the file in it.
+# The volume with the configuration, its mount path, and the file in it.
 CONFIG = "config"
 CONFIG_DIRECTORY = "/etc/elastic-ckpt"
 _CONFIG_FILE = "config.yml"
@@ -27,18 +27,18 @@ CONTAINER = "train"
 COMMAND = ("elastic-ckpt", "train", f"{CONFIG_DIRECTORY}/{_CONFIG_FILE}")
 # The label of a GKE node that names its node pool.
 NODE_POOL = "cloud.google.com/gke-nodepool"
-# A container without a message of its own shows the end of its log when it fails.
+# A container that fails without a message shows the end of its log.
 TERMINATION_MESSAGE_POLICY = "FallbackToLogsOnError"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """A part of a host's memory that a container sees as a directory.
+    """A part of a host's memory that is mounted into a container as a directory.
 
     Attributes:
-      name: of the volume.
-      path: where it is mounted.
-      size_limit: the most that it may hold.
+      name: the name of the volume.
+      path: the mount path.
+      size_limit: the capacity.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Memory:
 
 
 def check(config: schema.Config) -> machine.Machine:
-    """The hosts of the run, if it could start on them.
+    """Checks the configuration of a run and returns the kind of host that it requires.
 
     Raises:
-      ConfigError: if a value is invalid, or the hosts cannot share the batches.
+      ConfigError: if a value is invalid, or batches do not divide among the hosts.
     """
     deploy = config.deploy
     names.check_image("docker_image", deploy.docker_image)
@@ -65,16 +65,16 @@ def check(config: schema.Config) -> machine.Machine:
         names.check_size("local_checkpoint_size_limit", size)
     names.check_size("shared_memory_size_limit", deploy.shared_memory_size_limit)
     names.check_remote("base_output_directory", config.run.base_output_directory)
-    of_hosts = machine.of(config)
-    hosts = config.world.slices * of_hosts.hosts_per_slice
-    devices = hosts * (of_hosts.devices or config.world.devices_per_host)
+    host = machine.from_config(config)
+    hosts = config.world.slices * host.hosts_per_slice
+    devices = hosts * (host.devices or config.world.devices_per_host)
     world = topology.Topology(hosts=hosts, slices=config.world.slices, devices=devices)
     batch_size.schedule(config.data, world)
-    return of_hosts
+    return host
 
 
 def host_memory(config: schema.Config) -> list[Memory]:
-    """The RAM disk, if there is one, and the memory that a host's processes share."""
+    """The RAM disk, if configured, and the shared memory of a host's processes."""
     size = config.deploy.shared_memory_size_limit
     shared = Memory(name="dshm", path="/dev/shm", size_limit=size)
     tiers = config.tiers
@@ -89,29 +89,30 @@ def host_memory(config: schema.Config) -> list[Memory]:
 
 
 def environment() -> list[Object]:
-    """The variables of a container: its pod's address, and its failure domains.
+    """The environment of a container: its pod's address and its failure domains.
 
-    Kubernetes gives pods the zone of their node from 1.35 on (KEP 4742); where it does
-    not, the variable is empty, and no domain.
+    Since version 1.35 Kubernetes labels pods with the zone of their node (KEP 4742);
+    in older versions the variable is empty and defines no domain.
     """
     fields = {
         "POD_IP": "status.podIP",
         "NODE_ZONE": "metadata.labels['topology.kubernetes.io/zone']",
     }
-    found: list[Object] = [
+    from_pod: list[Object] = [
         {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
         for name, path in fields.items()
     ]
-    return [*found, {"name": failure_domains.VARIABLE, "value": "zone=$(NODE_ZONE)"}]
+    domains: Object = {"name": failure_domains.VARIABLE, "value": "zone=$(NODE_ZONE)"}
+    return [*from_pod, domains]
 
 
 def config_map(config: schema.Config) -> Object:
-    """The ConfigMap with every key that is not at its default."""
+    """The ConfigMap with every key whose value is not the default."""
     defaults = keys.values(schema.Config())
     chosen = {
         key: value
         for key, value in keys.values(config).items()
-        # The hosts are those that the JobSet starts.
+        # The JobSet determines the number of hosts.
         if value != defaults[key] and key != "hosts"
     }
     return {

@@ -1,4 +1,4 @@
-"""What a GKE machine type has: accelerators, their resource and their node labels."""
+"""GKE machine types: their accelerators, resource limits and node labels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _INSTANCE = "node.kubernetes.io/instance-type"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A host as Kubernetes asks for it.
+    """A kind of host, as a manifest specifies it.
 
     Attributes:
-      node_selector: the labels of the nodes that are such hosts.
-      limits: the resources of a host that one pod takes.
-      devices: JAX devices of a host; 0 if that is the configuration's choice.
-      hosts_per_slice: hosts that make up a slice.
+      node_selector: the labels of the nodes of this kind.
+      limits: the resources of a host, which one pod takes.
+      devices: JAX devices of a host; 0 if the configuration sets their number.
+      hosts_per_slice: the number of hosts in a slice.
     """
 
     node_selector: dict[str, str]
@@ -58,11 +58,12 @@ _GPUS = {
 }
 
 
-def of(config: schema.Config) -> Machine:
-    """The hosts that `config` asks for.
+def from_config(config: schema.Config) -> Machine:
+    """The kind of host that `config` requires.
 
     Raises:
-      ConfigError: if there is no such machine, or its hosts make no whole slices.
+      ConfigError: if the machine type is unknown, or the hosts do not divide into
+        slices.
     """
     deploy, world = config.deploy, config.world
     if world.hardware == "tpu":
@@ -79,12 +80,12 @@ def of(config: schema.Config) -> Machine:
     if deploy.topology:
         raise errors.ConfigError(
             f"topology={deploy.topology} with hardware={world.hardware}: only TPU"
-            " slices have one; leave it empty"
+            " slices have a topology; leave it empty"
         )
     if world.hosts % world.slices:
         raise errors.ConfigError(
-            f"hosts={world.hosts} do not divide into slices={world.slices}; set hosts"
-            " to a multiple: those of all slices together"
+            f"hosts={world.hosts} do not divide into slices={world.slices}; set hosts,"
+            " the hosts of all slices together, to a multiple"
         )
     hosts_per_slice = world.hosts // world.slices
     if world.hardware == "gpu":
@@ -111,7 +112,7 @@ def _known(
         near = difflib.get_close_matches(machine_type, machines, n=1, cutoff=0.0)
         raise errors.ConfigError(
             f"machine_type={machine_type!r} is no machine with hardware={hardware}; the"
-            f" nearest is {near[0]!r}, and there are {', '.join(machines)}"
+            f" nearest is {near[0]!r}; choose one of {', '.join(machines)}"
         )
     return machines[machine_type]
 
@@ -120,14 +121,14 @@ def _hosts_of_topology(deploy: schema.DeploySection, chips: int) -> int:
     # pathwaysutils counts the hosts of a slice in the same way.
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", deploy.topology):
         raise errors.ConfigError(
-            f"topology={deploy.topology!r} is not one of a TPU slice; write its chips"
+            f"topology={deploy.topology!r} is not that of a TPU slice; write its chips"
             " along each dimension, 4x4 or 2x2x4"
         )
     total = math.prod(int(length) for length in deploy.topology.split("x"))
     if total % chips:
         raise errors.ConfigError(
-            f"topology={deploy.topology} has {total} chips, which"
-            f" machine_type={deploy.machine_type} with {chips} does not divide; choose"
-            " the topology of the node pool"
+            f"topology={deploy.topology} has {total} chips, which is no multiple of the"
+            f" {chips} chips of machine_type={deploy.machine_type}; choose the topology"
+            " of the node pool"
         )
     return total // chips

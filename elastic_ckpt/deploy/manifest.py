@@ -1,4 +1,4 @@
-"""A configuration as the YAML that `kubectl apply` takes."""
+"""Generates the YAML for `kubectl apply` from a configuration."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from elastic_ckpt.deploy import job, multicontroller_jobset, pathways_jobset
 
 
 def documents(config: schema.Config) -> list[job.Object]:
-    """The objects of the run, in the order in which the cluster should get them.
+    """The objects of the run, in the order in which they are to be created.
 
     Raises:
-      ConfigError: if a value is invalid, naming it and what to set instead.
+      ConfigError: if a value is invalid; names the key and a remedy.
     """
     if not config.run.run_name:
         raise errors.ConfigError(
-            "run_name is empty, and names the job; set it, for example run_name=first"
+            "run_name is empty, but it becomes the name of the job; set it, for"
+            " example run_name=first"
         )
     if config.world.enable_single_controller:
         return pathways_jobset.documents(config)
@@ -25,12 +26,12 @@ def documents(config: schema.Config) -> list[job.Object]:
 
 
 def to_yaml(objects: list[job.Object]) -> str:
-    """`objects` as one YAML text."""
+    """`objects` as one YAML stream."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text of several lines as such."""
+    """Writes multi-line text as a literal block."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -1,10 +1,10 @@
-"""The JobSet in which every host runs the program; JAX finds out who takes part.
+"""The JobSet in which every host runs the program and JAX detects the other hosts.
 
-On TPUs each slice is a Job of its own, as wide as the slice has hosts: GKE tells each
-pod its slice and its place, and JAX reads that. Elsewhere JAX asks the Kubernetes API
-for its own Job and takes that Job's pods for the world
-(`jax/_src/clusters/k8s_cluster.py`): so all slices are one Job, and its pods need an
-account that may read pods and jobs.
+On TPUs each slice is a separate Job with one pod for each host: GKE sets the slice and
+the index of each pod in its environment, and JAX reads them. Elsewhere JAX queries the
+Kubernetes API for its own Job and uses the pods of that Job as the world
+(`jax/_src/clusters/k8s_cluster.py`). Therefore all slices are one Job, and its pods
+need an account with permission to read pods and jobs.
 """
 
 from __future__ import annotations
@@ -15,63 +15,63 @@ from elastic_ckpt.deploy import job, machine, names
 
 _EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 _RBAC = "rbac.authorization.k8s.io"
-# Where JAX's coordination service and libtpu listen.
+# The ports of JAX's coordination service and of libtpu.
 _PORTS = {"tpu": (8471, 8482), "gpu": (55527,), "cpu": (55527,)}
 
 
 def documents(config: schema.Config) -> list[job.Object]:
-    """The JobSet, and before it what its pods need.
+    """The objects that the pods need, and then the JobSet.
 
     Raises:
-      ConfigError: as `job.check` and `names.check_jobset_name` do.
+      ConfigError: as in `job.check` and `names.check_jobset_name`.
     """
-    of_hosts = job.check(config)
-    _check(config, of_hosts)
+    host = job.check(config)
+    _check(config, host)
     slices = config.world.slices
     if config.world.hardware == "tpu":
-        replicated_job = ("slice", slices, of_hosts.hosts_per_slice)
+        replicated_job = ("slice", slices, host.hosts_per_slice)
     else:
-        replicated_job = ("hosts", 1, slices * of_hosts.hosts_per_slice)
+        replicated_job = ("hosts", 1, slices * host.hosts_per_slice)
     name, replicas, pods = replicated_job
     names.check_jobset_name(config.run.run_name, {name: (replicas, pods)})
     replicated = {
         "name": name,
         "replicas": replicas,
-        "template": _job_template(config, of_hosts, pods),
+        "template": _job_template(config, host, pods),
     }
     before = [job.config_map(config)]
     if config.world.hardware != "tpu":
         before += _access(config)
-    return [*before, _jobset(config, of_hosts, replicated)]
+    return [*before, _jobset(config, host, replicated)]
 
 
-def _check(config: schema.Config, of_hosts: machine.Machine) -> None:
+def _check(config: schema.Config, host: machine.Machine) -> None:
     deploy, world = config.deploy, config.world
     on_tpus = world.hardware == "tpu"
-    if on_tpus and world.slices > 1 and of_hosts.hosts_per_slice == 1:
+    if on_tpus and world.slices > 1 and host.hosts_per_slice == 1:
         raise errors.ConfigError(
             f"slices={world.slices} of topology={deploy.topology} on"
-            f" machine_type={deploy.machine_type} have one host each, and GKE joins"
-            " slices of several; take a larger topology, or"
+            f" machine_type={deploy.machine_type} have one host each, but GKE connects"
+            " only slices of several hosts; choose a larger topology, or set"
             " enable_single_controller=true"
         )
-    wrong = of_hosts.devices and world.devices_per_host != of_hosts.devices
+    wrong = host.devices and world.devices_per_host != host.devices
     if config.data.colocated_python_data_input and wrong:
         raise errors.ConfigError(
             f"devices_per_host={world.devices_per_host}: a host of"
-            f" machine_type={deploy.machine_type} has {of_hosts.devices} devices, and"
-            " colocated Python needs as many of the CPU; set"
-            f" devices_per_host={of_hosts.devices}"
+            f" machine_type={deploy.machine_type} has {host.devices} devices, and"
+            " colocated Python needs as many CPU devices; set"
+            f" devices_per_host={host.devices}"
         )
 
 
 def _jobset(
-    config: schema.Config, of_hosts: machine.Machine, replicated: job.Object
+    config: schema.Config, host: machine.Machine, replicated: job.Object
 ) -> job.Object:
     deploy = config.deploy
     metadata: job.Object = _named(config)
-    if config.world.hardware == "tpu" and of_hosts.hosts_per_slice > 1:
-        # A node pool is one slice; without this pods of two would mix.
+    if config.world.hardware == "tpu" and host.hosts_per_slice > 1:
+        # A node pool is one slice; without this, pods of two slices could share one.
         metadata["annotations"] = {_EXCLUSIVE: job.NODE_POOL}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -90,15 +90,15 @@ def _jobset(
 
 
 def _job_template(
-    config: schema.Config, of_hosts: machine.Machine, pods: int
+    config: schema.Config, host: machine.Machine, pods: int
 ) -> job.Object:
     deploy = config.deploy
     memory = job.host_memory(config)
     pod: job.Object = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": deploy.termination_grace_period_seconds,
-        "nodeSelector": of_hosts.node_selector,
-        "containers": [_container(config, of_hosts, memory)],
+        "nodeSelector": host.node_selector,
+        "containers": [_container(config, host, memory)],
         "volumes": [
             {"name": job.CONFIG, "configMap": {"name": config.run.run_name}},
             *(
@@ -118,7 +118,7 @@ def _job_template(
             "completionMode": "Indexed",
             "completions": pods,
             "parallelism": pods,
-            # A pod that fails ends the world: all begin again, by failurePolicy.
+            # A pod that fails ends the world: failurePolicy restarts all pods.
             "backoffLimit": 0,
             "template": {"spec": pod},
         }
@@ -126,7 +126,7 @@ def _job_template(
 
 
 def _container(
-    config: schema.Config, of_hosts: machine.Machine, memory: list[job.Memory]
+    config: schema.Config, host: machine.Machine, memory: list[job.Memory]
 ) -> job.Object:
     return {
         "name": job.CONTAINER,
@@ -135,7 +135,7 @@ def _container(
         "env": job.environment(),
         "terminationMessagePolicy": job.TERMINATION_MESSAGE_POLICY,
         "ports": [{"containerPort": port} for port in _PORTS[config.world.hardware]],
-        "resources": {"limits": of_hosts.limits},
+        "resources": {"limits": host.limits},
         "volumeMounts": [
             {
                 "name": job.CONFIG,
@@ -148,12 +148,12 @@ def _container(
 
 
 def _access(config: schema.Config) -> list[job.Object]:
-    """Lets the pods ask the Kubernetes API which Job they are of."""
+    """The permission of the pods to look up their Job in the Kubernetes API."""
     role = _RBAC + "/v1"
     account = _account(config)
-    found: list[job.Object] = []
+    accounts: list[job.Object] = []
     if not config.deploy.service_account:
-        found.append(
+        accounts.append(
             {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(config)}
         )
     rules = [
@@ -162,7 +162,7 @@ def _access(config: schema.Config) -> list[job.Object]:
     ]
     subject = {"name": account, "namespace": config.deploy.namespace}
     return [
-        *found,
+        *accounts,
         {
             "apiVersion": role,
             "kind": "Role",

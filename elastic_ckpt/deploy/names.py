@@ -1,4 +1,4 @@
-"""Names, sizes and places as Kubernetes takes them, checked before it sees them."""
+"""Checks of names, sizes and paths against the rules of Kubernetes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from elastic_ckpt.core import errors, storage
 
-# RFC 1123, and RFC 1035, which wants a letter first: JobSet makes a service of its
-# name, and services are so named.
+# RFC 1123, and RFC 1035, which requires a letter first: JobSet creates a service with
+# its own name, and RFC 1035 applies to the names of services.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _CHARACTERS = 63
@@ -18,14 +18,16 @@ _QUANTITY = re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti|k|M|G|T)?")
 def check_jobset_name(
     run_name: str, replicated_jobs: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Raises a ConfigError unless `run_name` can name a JobSet, and each of its pods.
+    """Raises a ConfigError unless `run_name` is valid as the name of a JobSet.
+
+    The names of its pods, which begin with it, must be valid, too.
 
     Args:
       run_name: the name of the run.
-      replicated_jobs: of each replicated job, how many jobs of how many pods it has.
+      replicated_jobs: the number of jobs, and of pods in each, by replicated job.
 
     Raises:
-      ConfigError: with a name that would do.
+      ConfigError: suggests a valid name.
     """
     suffixes = [
         f"-{name}-{jobs - 1}-{pods - 1}"
@@ -37,18 +39,18 @@ def check_jobset_name(
     near = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).lstrip("-0123456789")
     near = near[:room].strip("-") or "run"
     raise errors.ConfigError(
-        f"run_name={run_name!r} cannot name a JobSet: that takes at most {room} letters"
-        " a to z, digits and hyphens, a letter first and no hyphen last; set"
+        f"run_name={run_name!r} is not valid as the name of a JobSet: at most {room}"
+        " letters a to z, digits and hyphens, a letter first and no hyphen last; set"
         f" run_name={near}"
     )
 
 
 def check_name(key: str, value: str, *, dots: bool = False) -> None:
-    """Raises a ConfigError unless `value` is a name, if `dots` one of parts."""
+    """Raises a ConfigError unless `value` is a name; with `dots` it may have dots."""
     parts = value.split(".") if dots else [value]
     if not all(_NAME.fullmatch(part) for part in parts) or len(value) > _CHARACTERS:
         raise errors.ConfigError(
-            f"{key}={value!r} is not a name in Kubernetes: that is at most"
+            f"{key}={value!r} is not a valid Kubernetes name: use at most"
             f" {_CHARACTERS} letters a to z, digits and hyphens, with no hyphen first"
             " or last"
         )
@@ -73,10 +75,10 @@ def check_image(key: str, value: str) -> None:
 
 
 def check_remote(key: str, value: str) -> None:
-    """Raises a ConfigError unless `value` is a place that every pod reaches."""
+    """Raises a ConfigError unless `value` is a URL that every pod can reach."""
     if storage.is_local(value):
         raise errors.ConfigError(
-            f"{key}={value!r} is a directory of each pod's own, and goes with it; set"
+            f"{key}={value!r} is local to each pod and is deleted with it; set"
             f" {key}=gs://bucket/path"
         )
 
@@ -85,6 +87,6 @@ def check_mount(key: str, value: str) -> None:
     """Raises a ConfigError unless `value` is an absolute path that may be mounted."""
     if not re.fullmatch(r"(/[\w.-]+)+", value) or value in ("/tmp", "/dev/shm"):
         raise errors.ConfigError(
-            f"{key}={value!r} cannot be mounted; write an absolute path of its own, for"
-            " example /local, or leave it empty"
+            f"{key}={value!r} cannot be mounted; write an absolute path that nothing"
+            " else uses, for example /local, or leave it empty"
         )

@@ -1,8 +1,8 @@
 """The JobSet of Pathways: one head, and workers with the colocated-Python sidecar.
 
-`pathwaysutils` knows what Pathways needs and builds it; here it is told what of ours
-goes where. The head's pod runs the program beside the resource manager and the proxy.
-A worker's pod has the Pathways server, the sidecar, and in the sidecar the RAM disk.
+`pathwaysutils` builds the JobSet; this module adds the program, the sidecar and their
+volumes. The head's pod runs the program beside the resource manager and the proxy. A
+worker's pod has the Pathways server and the sidecar, which mounts the RAM disk.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import job, names
 
 _HEAD, _WORKER = "pathways-head", "pathways-worker"
-# Of a worker's pod, the container in which the host saves and reads.
+# The container of a worker's pod in which the host saves and reads checkpoints.
 _SIDECAR = "colocated-python-sidecar"
 
 
 def documents(config: schema.Config) -> list[job.Object]:
-    """The JobSet, and before it the configuration of the head.
+    """The head's configuration and the JobSet, in this order.
 
     Raises:
       ConfigError: if a value is invalid, or the extra `pathways` is not installed.
     """
     _check(config)
-    of_hosts = job.check(config)
-    counts = {_HEAD: (1, 1), _WORKER: (config.world.slices, of_hosts.hosts_per_slice)}
+    host = job.check(config)
+    counts = {_HEAD: (1, 1), _WORKER: (config.world.slices, host.hosts_per_slice)}
     names.check_jobset_name(config.run.run_name, counts)
     return [job.config_map(config), _jobset(config)]
 
@@ -34,7 +34,7 @@ def _check(config: schema.Config) -> None:
     if world.hardware != "tpu":
         raise errors.ConfigError(
             f"enable_single_controller=true with hardware={world.hardware}: Pathways"
-            " drives TPUs; set hardware=tpu, or enable_single_controller=false"
+            " supports only TPUs; set hardware=tpu, or enable_single_controller=false"
         )
     sidecar_image = deploy.colocated_python_sidecar_image
     names.check_image("colocated_python_sidecar_image", sidecar_image)
@@ -59,7 +59,7 @@ def _jobset(config: schema.Config) -> job.Object:
         from pathwaysutils.experimental.gke import jobset
     except ImportError as error:
         raise errors.ConfigError(
-            "enable_single_controller=true needs what the extra `pathways` installs"
+            "enable_single_controller=true needs the extra `pathways`"
             f" ({error.name} is missing): pip install 'elastic-ckpt[pathways]'"
         ) from None
 
@@ -100,7 +100,7 @@ def _jobset(config: schema.Config) -> job.Object:
 
 
 def _with_environment(jobset: job.Object) -> job.Object:
-    # pathwaysutils takes variables with values alone.
+    # pathwaysutils accepts only variables with literal values.
     for replicated in jobset["spec"]["replicatedJobs"]:
         pod = replicated["template"]["spec"]["template"]["spec"]
         for container in [*pod["containers"], *pod.get("initContainers", [])]:

@@ -1,1 +1,1 @@
-"""Worlds: which processes compute together, and what happens when one of them fails."""
+"""Worlds: starting and joining host processes, and handling their failures."""

@@ -1,4 +1,4 @@
-"""A process's place in a world; free of JAX, so that a launcher starts at once."""
+"""The identity of a process in a world; does not import JAX, for a fast launcher."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """A process's place in a world on this machine.
+    """The identity of a process in a world on this machine.
 
     Attributes:
-      address: `127.0.0.1:port`, where host 0 runs JAX's coordination service.
-      num_hosts: processes of the world.
-      host: the number of this one.
+      address: `127.0.0.1:port`, at which host 0 runs JAX's coordination service.
+      num_hosts: the number of processes in the world.
+      host: the number of this process.
     """
 
     address: str

@@ -1,4 +1,4 @@
-"""Joins this process to a world of JAX processes, or makes it a world of its own."""
+"""Joins this process to a world of JAX processes, and chooses its devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic_ckpt.elastic import member, termination
 
 
 def configure(world: schema.WorldSection) -> None:
-    """Chooses the devices; before anything else is asked of JAX."""
+    """Chooses the devices; must be called before any other use of JAX."""
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
     jax.config.update("jax_num_cpu_devices", world.devices_per_host)
     if world.jax_cache_dir:
@@ -28,11 +28,11 @@ def join_outer_launcher() -> bool:
     """Joins the world of an outer launcher that JAX detects (Slurm, JobSet, TPU pods).
 
     Returns:
-      Whether there is one; if not, nothing has changed.
+      Whether there is an outer launcher; if not, nothing has changed.
     """
     try:
         with warnings.catch_warnings():
-            # Inside any Kubernetes pod JAX advises to install its k8s extra.
+            # In every Kubernetes pod JAX recommends to install its k8s extra.
             warnings.simplefilter("ignore")
             jax.distributed.initialize()
     except ValueError as error:
@@ -44,9 +44,9 @@ def join_outer_launcher() -> bool:
 
 @contextlib.contextmanager
 def joined(place: member.Member) -> Iterator[None]:
-    """Joins the world; at the end of the body leaves it together with all others.
+    """Joins the world; at the end of the body leaves it together with all hosts.
 
-    A body that raises leaves nothing in order: its process has to end.
+    If the body raises, JAX is not shut down: the process must end.
     """
     jax.distributed.initialize(
         place.address,
@@ -58,9 +58,9 @@ def joined(place: member.Member) -> Iterator[None]:
     # From here on JAX's preemption service receives the signal.
     termination.release()
     yield
-    # The coordination service ends with host 0, and takes with it who is still there.
+    # The coordination service ends with host 0; hosts still connected would fail.
     jax.distributed.shutdown()
 
 
-# The CPU is always there too: the data iterator's colocated devices.
+# The CPU is always included: colocated data iterators use its devices.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}

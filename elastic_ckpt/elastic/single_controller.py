@@ -1,4 +1,4 @@
-"""Makes this process the head: the one program that drives all hosts, by Pathways."""
+"""Makes this process the head: the only program, which controls hosts by Pathways."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elastic_ckpt.core import errors
 
 
 def initialize() -> None:
-    """Has JAX compute through Pathways; before anything else is asked of JAX.
+    """Configures JAX for Pathways; must be called before any other use of JAX.
 
     Raises:
       ConfigError: if this process was not started beside a Pathways proxy, or the extra
@@ -21,8 +21,8 @@ def initialize() -> None:
         ) from None
     if not pathwaysutils.is_pathways_backend_used():
         raise errors.ConfigError(
-            "enable_single_controller=true, but JAX_PLATFORMS does not say `proxy`:"
-            " start the run by the JobSet of `elastic-ckpt manifest`, which sets it, or"
-            " set enable_single_controller=false"
+            "enable_single_controller=true, but JAX_PLATFORMS does not contain `proxy`:"
+            " start the run with the JobSet of `elastic-ckpt manifest`, which sets it,"
+            " or set enable_single_controller=false"
         )
     pathwaysutils.initialize()

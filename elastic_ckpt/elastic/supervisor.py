@@ -1,12 +1,12 @@
-"""Starts the hosts of a world as processes of this machine, and stands by them.
+"""Starts the hosts of a world as processes of this machine, and supervises them.
 
 The processes are forked from a warm server (`multiprocessing`'s forkserver) that has
 imported JAX, Orbax, Grain and this package but has started neither a backend nor a
-thread. Each host writes to a log of its own and reports over a pipe. When one fails,
-the others are killed at once - they could only hang in a collective - and the first
-failure is raised with the end of its log. SIGTERM is passed on to the hosts, which save
-and end; those that have not ended in time are killed. However the supervisor ends, no
-host outlives it.
+thread. Each host writes to its own log and reports over a pipe. When one fails, the
+others are killed at once, because they would hang in a collective, and the first
+failure is raised with the end of its log. SIGTERM is forwarded to the hosts, which save
+and end; hosts that do not end within the grace period are killed. Hosts never outlive
+the supervisor.
 """
 
 from __future__ import annotations
@@ -30,26 +30,25 @@ from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import termination
 from elastic_ckpt.elastic.member import Member
 
-# What a host runs; it joins the world as the member that it is told to be.
+# The program of a host; it joins the world as the given member.
 Program = Callable[[Member, events.Emit], None]
 
-# Failures arrive from several hosts at once; so long the first of them may be on its
-# way.
+# Several hosts may fail at once: how long to wait for further reports of failures.
 _GRACE_SECS = 0.5
 _SHOWN_LOG_LINES = 15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostFailure:
-    """Why a host stopped.
+    """The reason why a host stopped.
 
     Attributes:
-      host: its number.
-      message: what a person should read.
-      is_ours: whether it is an ElasticCkptError, which names its own remedy.
+      host: the host's number.
+      message: the message for the user.
+      is_ours: whether it is an ElasticCkptError, whose message has a remedy.
       is_signal: whether the process died by a signal.
-      is_silent: whether it ended without a report of its own.
-      at_secs: when, on the machine's monotonic clock.
+      is_silent: whether it ended without reporting a failure.
+      at_secs: the time, on the machine's monotonic clock.
     """
 
     host: int
@@ -61,10 +60,10 @@ class HostFailure:
 
 
 def first_failure(failures: list[HostFailure]) -> HostFailure:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    An error that names its remedy cannot be the echo of another host's death, and a
-    death by a signal cannot be one of an exception; among equals the earliest is first.
+    An ElasticCkptError is never a consequence of another host's death, and death by a
+    signal is never a consequence of an exception. Among equals the earliest is first.
     """
     return min(failures, key=lambda f: (not f.is_ours, not f.is_signal, f.at_secs))
 
@@ -73,12 +72,12 @@ class World:
     """Host processes on this machine that compute together until their program ends.
 
     Args:
-      program: runs on every host; picklable. SIGTERM is held until it has joined.
-      num_hosts: how many hosts.
-      log_directory: gets `host-<n>.log`, what each host printed.
-      emit: called with the events of every host, and with `host_lost` and
+      program: runs on every host; picklable. SIGTERM is blocked until it has joined.
+      num_hosts: the number of hosts.
+      log_directory: the directory for `host-<n>.log`, the output of each host.
+      emit: called for the events of every host, and for `host_lost` and
         `stop_requested`.
-      grace_secs: how long hosts may take to save and end after SIGTERM.
+      grace_secs: the time limit for hosts to save and end after SIGTERM.
     """
 
     def __init__(
@@ -102,15 +101,15 @@ class World:
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
         self._is_running = False  # whether a host has reported anything
-        # Until when hosts that are to end, or follow another's failure, may take.
+        # The time limit for hosts to end, or to report their failures after the first.
         self._deadline_secs: float | None = None
 
     def run(self) -> None:
-        """Starts the hosts and returns when all of them are done; in the main thread.
+        """Starts the hosts and returns when all are done; runs in the main thread.
 
         Raises:
-          RunError: with the first failure; all hosts are gone by then.
-          StoppedError: if SIGTERM arrived, and the hosts did not end in time.
+          RunError: with the first failure, after all hosts have ended.
+          StoppedError: if SIGTERM arrived and hosts exceeded the grace period.
         """
         reserved, address = _reserve_port()
         try:
@@ -166,7 +165,7 @@ class World:
         try:
             message = json.loads(channel.recv_bytes())
         except (EOFError, OSError):
-            # The host is gone: without a message, or in the middle of one.
+            # The host has ended, without a message or in the middle of one.
             del self._channels[channel]
             child = self._processes[host]
             child.join()
@@ -186,13 +185,13 @@ class World:
 
     def _stop(self) -> None:
         if not self._is_running:
-            # Nothing is there to be saved.
+            # There is nothing to save yet.
             self._deadline_secs = time.monotonic()
         elif self._deadline_secs is None:
             self._emit("stop_requested", within_secs=self._grace_secs)
             self._deadline_secs = time.monotonic() + self._grace_secs
             for child in self._processes:
-                # JAX's preemption service catches it.
+                # JAX's preemption service handles the signal.
                 child.terminate()
 
     def _kill(self) -> None:
@@ -215,7 +214,7 @@ class World:
         if failure.is_ours:
             return failure.message
         log = self._logs[failure.host]
-        # A host that could not even begin has no log.
+        # A host that failed to start has no log.
         text = log.read_text(errors="replace") if log.exists() else ""
         lines = text.splitlines()[-_SHOWN_LOG_LINES:]
         return "\n".join(
@@ -228,11 +227,11 @@ class World:
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Starts the fork server, which imports `modules` while the caller goes on.
+    """Starts the fork server, which imports `modules` while the caller continues.
 
     Args:
-      modules: what hosts would import; nothing that starts a thread or a JAX backend
-        when it is imported.
+      modules: the modules that hosts import; importing them must not start a thread or
+        a JAX backend.
     """
     forkserver.set_forkserver_preload(list(modules))
     with termination.held():
@@ -256,9 +255,8 @@ def _silent_death(host: int, exit_code: int) -> HostFailure:
 
 
 def _reserve_port() -> tuple[socket.socket, str]:
-    # The OS picks the port, and nobody else gets it while this socket is open; gRPC
-    # servers bind with SO_REUSEPORT as well, and only a listening socket takes
-    # connections.
+    # The OS chooses the port and reserves it while this socket is open. gRPC servers
+    # also bind with SO_REUSEPORT, and only a listening socket accepts connections.
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -272,8 +270,7 @@ def _host_main(
     channel: connection.Connection,
 ) -> None:
     _die_with_supervisor()
-    # Ctrl-C reaches every process of the terminal; what it means, the supervisor
-    # decides.
+    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log)
 
@@ -284,7 +281,7 @@ def _host_main(
     try:
         program(member, emit)
     except BaseException as error:
-        # The root of the process: nothing above it could hear of the error.
+        # The root of the process: the error is reported here or never.
         traceback.print_exc()
         ours = isinstance(error, errors.ElasticCkptError)
         summary = traceback.format_exception_only(error)[-1].strip()
@@ -298,7 +295,7 @@ def _host_main(
         del fields["host"]
         _send(channel, {"failure": fields})
         sys.stdout.flush()
-        # Not through JAX's shutdown, which would wait for hosts that hang.
+        # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
     sys.stdout.flush()
 

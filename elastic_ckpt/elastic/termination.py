@@ -1,9 +1,10 @@
-"""SIGTERM: a run that is asked to end saves first, after a step agreed on by all hosts.
+"""SIGTERM: the run saves and ends after a step that all hosts agree on.
 
 Launchers send SIGTERM and some time later SIGKILL. In a world of several processes
-JAX's preemption service catches the signal on any host and agrees on the step. A
-process of its own has a `Notice`, and gives up when the time is over. The supervisor of
-a world has one too: it passes the signal on, and kills the hosts when the time is over.
+JAX's preemption service handles the signal on any host and chooses the step. A single
+process uses a `Notice`, and ends without saving when the time is over. The supervisor
+of a world also has a `Notice`: it forwards the signal, and kills the hosts when the
+time is over.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
-# As a shell reports a process that SIGTERM ended.
+# The exit status that a shell reports for a process ended by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Notice:
     """Receives SIGTERM while it is open, instead of ending the process.
 
-    Unlike a handler it does so at once, even while the main thread compiles or waits.
+    Unlike a handler it reacts at once, even while the main thread compiles or waits.
     Its descriptor is readable once a signal has arrived. Open it in the main thread.
     """
 
@@ -43,15 +44,15 @@ class Notice:
         self._reader.close()
 
     def fileno(self) -> int:
-        """Of the descriptor that becomes readable."""
+        """The descriptor that becomes readable."""
         return self._reader.fileno()
 
     def received(self) -> bool:
-        """Whether SIGTERM is among the signals that have arrived; waits for any."""
+        """Waits for signals, and returns whether SIGTERM is one of them."""
         return signal.SIGTERM in self._reader.recv(4096)
 
     def wait(self) -> bool:
-        """Waits for SIGTERM; False if another thread calls `stop` first."""
+        """Waits for SIGTERM; returns False if another thread calls `stop` first."""
         while signals := self._reader.recv(4096):
             if signal.SIGTERM in signals:
                 return True
@@ -65,8 +66,8 @@ class Notice:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Has processes that are started in the block hold SIGTERM until `release`."""
-    # Starting the tracker unblocks the signal.
+    """Blocks SIGTERM, until `release`, in processes that are started in the block."""
+    # Starting the tracker would unblock the signal, so it is started before.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -76,7 +77,7 @@ def held() -> Iterator[None]:
 
 
 def release() -> None:
-    """Takes a SIGTERM that was held, and those to come."""
+    """Unblocks SIGTERM; one that arrived while it was blocked is delivered now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
@@ -88,14 +89,14 @@ def agreed(
     requested: Callable[[], None],
     expired: Callable[[], None],
 ) -> Iterator[Callable[[int], bool]]:
-    """Yields a function: is the run to end now that so many steps are done?
+    """Yields a function that returns whether the run must end after a number of steps.
 
-    Every host calls it after each step, and gets the same answer.
+    Every host calls it after each step, and gets the same result.
 
     Args:
-      start_step: steps that are done already.
-      grace_secs: how long after the signal the block may last in a process of its own;
-        elsewhere the supervisor or the launcher sets the limit.
+      start_step: the number of steps that are done already.
+      grace_secs: in a single process, the time limit of the block after the signal;
+        otherwise the supervisor or the launcher sets the limit.
       requested: called, in another thread, when the signal arrives.
       expired: called, in another thread, when the time is over.
     """
@@ -103,19 +104,19 @@ def agreed(
     from jax.experimental import multihost_utils
 
     if jax.distributed.is_initialized():
-        # The service counts from 0 and ends all hosts one call after the farthest of
-        # them, so steps are counted from the first of this world: a signal before it
-        # ends the run after it.
+        # The service counts from 0 and ends all hosts one call after the most advanced
+        # of them. Steps are therefore counted from the first one of this world: a
+        # signal before that step ends the run after it.
         def is_reached(step: int) -> bool:
             return multihost_utils.reached_preemption_sync_point(step - start_step)
 
         yield is_reached
         return
-    asked, ended = threading.Event(), threading.Event()
+    signalled, ended = threading.Event(), threading.Event()
 
     def watch(notice: Notice) -> None:
         if notice.wait():
-            asked.set()
+            signalled.set()
             requested()
             if not ended.wait(grace_secs):
                 expired()
@@ -126,7 +127,7 @@ def agreed(
         )
         watching.start()
         try:
-            yield lambda _: asked.is_set()
+            yield lambda _: signalled.is_set()
         finally:
             ended.set()
             notice.stop()
@@ -134,5 +135,5 @@ def agreed(
 
 
 def _do_nothing(number: int, frame: types.FrameType | None) -> None:
-    # With a handler in Python the signal is written to the descriptor.
+    # A handler in Python is required for signals to be written to the descriptor.
     del number, frame

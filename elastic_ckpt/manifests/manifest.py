@@ -241,4 +241,4 @@ def padded(of_leaves: Sequence[boxes.Box], *, rank: int) -> boxes.Boxes:
         boxes.Box(start=box.start + (0,) * n, stop=box.stop + (1,) * n)
         for box, n in zip(of_leaves, more, strict=True)
     ]
-    return boxes.Boxes.of(wide, rank=rank)
+    return boxes.Boxes.from_boxes(wide, rank=rank)

@@ -175,7 +175,7 @@ def plan(
     of_wanted = np.concatenate([np.empty(0, np.int64), *(part[0] for part in found)])
     box = np.concatenate([np.empty(0, np.int64), *(part[1] for part in found)])
     rank = holdings.contents.rank
-    nothing = boxes.Boxes.of([], rank=rank).start
+    nothing = boxes.Boxes.from_boxes([], rank=rank).start
     pieces = boxes.Boxes(
         start=np.concatenate([nothing, *(part[2].start for part in found)]),
         stop=np.concatenate([nothing, *(part[2].stop for part in found)]),
@@ -286,7 +286,7 @@ def _pieces(
     order = np.lexsort([-shared.volumes, nearest, of_wanted])
     given = _without_overlaps(wanted, of_wanted, shared, order)
     numbers = np.array([number for number, _ in given], np.int64)
-    pieces = boxes.Boxes.of([piece for _, piece in given], rank=shared.rank)
+    pieces = boxes.Boxes.from_boxes([piece for _, piece in given], rank=shared.rank)
     return of_wanted[numbers], box[numbers], pieces
 
 

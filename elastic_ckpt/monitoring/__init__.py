@@ -1,6 +1,6 @@
-"""Listeners that carry the metrics of `core.metrics` out of the program.
+"""Exporters for the metrics of `core.metrics`.
 
-`prometheus.Prometheus` serves them over HTTP. `summaries.Summaries` hands them, summed
-up in a bounded number of points, to a sink that keeps them: `jsonl.JsonLines` or
-`tensorboard.TensorBoard`. A listener hears from its construction until `close`.
+`prometheus.Prometheus` serves them over HTTP. `summaries.Summaries` aggregates them to
+a bounded number of points and passes these to a sink: `jsonl.JsonLines` or
+`tensorboard.TensorBoard`. An exporter is active from its construction until `close`.
 """

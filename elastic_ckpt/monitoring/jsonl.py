@@ -1,13 +1,13 @@
 """Metrics as JSON lines: a file per host, each line a summary of one metric.
 
-A line stands for `count` values of a metric, mostly one; `monitoring.summaries` says
-how they are summed up:
+A line represents `count` values of a metric, usually one; `monitoring.summaries`
+describes the aggregation:
 
     {"time":1795168800.25,"metric":"/elastic_ckpt/data/rows","count":1,"sum":16.0,
      "min":16.0,"max":16.0,"last":16.0}
 
-(in the file on one line). `time` is that of the last of them, in seconds since the
-epoch. A run that is started again goes on in the same file.
+(on one line in the file). `time` is that of the last value, in seconds since the
+epoch. A run that is restarted appends to the same file.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from elastic_ckpt.monitoring import summaries
 
 
 class JsonLines:
-    """A sink that appends to a file, and holds nothing open in between.
+    """A sink that appends to a file and closes it after each batch.
 
     Args:
-      path: the file, of this machine or of an object store.
+      path: the file, local or in an object store.
     """
 
     def __init__(self, path: epath.PathLike) -> None:
         self._path = path
 
     def write(self, batch: Sequence[summaries.Summary]) -> None:
-        """Appends a line for each summary, durably; makes file and directory anew."""
+        """Appends a line for each summary, durably; creates file and directory."""
         with contextlib.closing(storage.AppendLog(self._path)) as log:
             for summary in batch:
                 log.append(

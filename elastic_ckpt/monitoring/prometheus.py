@@ -1,10 +1,10 @@
 """Metrics served to Prometheus; needs the extra `prometheus`.
 
-Names are those of `core.metrics` as Prometheus spells them: `secs` is `seconds`, and an
-amount ends in `_total`. `/elastic_ckpt/data/wait_secs` is the histogram
+Names follow the conventions of Prometheus: `secs` becomes `seconds`, and counters end
+in `_total`. `/elastic_ckpt/data/wait_secs` is the histogram
 `elastic_ckpt_data_wait_seconds`, `/elastic_ckpt/data/rows` the counter
-`elastic_ckpt_data_rows_total`, and a level is a gauge. They count from the start of
-this process, as Prometheus expects. Whoever reaches the port can read them.
+`elastic_ckpt_data_rows_total`, and a level is a gauge. Values count from the start of
+this process, as Prometheus expects. Anyone who can reach the port can read them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from elastic_ckpt.core import errors, metrics
 from elastic_ckpt.monitoring import subscription
 
-# From a batch that was ready to the restore of a huge model.
+# From the wait for a batch that is ready to the restore of a huge model.
 BUCKETS_SECS = (
     *(0.0001, 0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
     *(2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
 )
 
-# How soon the server sees that it is to end; its library's own takes half a second.
+# How often the server checks whether to end; the library's default is half a second.
 _POLL_SECS = 0.05
 
 
@@ -32,21 +32,21 @@ class Prometheus:
     """Serves every metric over HTTP until it is closed.
 
     Args:
-      port: to listen at; 0 has the system choose one.
-      interface: to listen at, for example `0.0.0.0` for all.
+      port: the port to listen at; 0 lets the system choose one.
+      interface: the interface to listen at, for example `0.0.0.0` for all.
 
     Attributes:
-      port: where it listens.
+      port: the port of the server.
 
     Raises:
-      ConfigError: if the extra is not installed, or the port cannot be had.
+      ConfigError: if the extra is not installed, or the port cannot be opened.
     """
 
     def __init__(self, *, port: int, interface: str = "127.0.0.1") -> None:
         client = library()
         registry = client.CollectorRegistry()
-        self._take = {
-            name: _taker(client, metric, registry)
+        self._record = {
+            name: _recorder(client, metric, registry)
             for name, metric in metrics.METRICS.items()
         }
         try:
@@ -56,7 +56,7 @@ class Prometheus:
         except (OSError, OverflowError) as error:
             raise errors.ConfigError(
                 f"cannot serve metrics at {interface}, port {port} ({error}); set"
-                " prometheus_port to a free one, or to 0 to serve none"
+                " prometheus_port to a free port, or to 0 to disable it"
             ) from None
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -66,7 +66,7 @@ class Prometheus:
             daemon=True,
         )
         self._thread.start()
-        self._subscription = subscription.Subscription(self._hear)
+        self._subscription = subscription.Subscription(self._receive)
 
     def close(self) -> None:
         """Stops listening and frees the port; a second call does nothing."""
@@ -76,8 +76,8 @@ class Prometheus:
             self._server.server_close()
             self._thread.join()
 
-    def _hear(self, metric: metrics.Metric, value: float) -> None:
-        self._take[metric.name](value)
+    def _receive(self, metric: metrics.Metric, value: float) -> None:
+        self._record[metric.name](value)
 
 
 def library() -> Any:
@@ -111,14 +111,14 @@ def _server(address: tuple[str, int], handler: Any) -> socketserver.TCPServer:
     return Server(address, handler)
 
 
-def _taker(
+def _recorder(
     client: Any, metric: metrics.Metric, registry: Any
 ) -> Callable[[float], None]:
-    name, said = spelling(metric), f"{metric.meaning} ({metric.unit})"
+    name, text = spelling(metric), f"{metric.meaning} ({metric.unit})"
     if metric.kind == "duration":
         return client.Histogram(
-            name, said, registry=registry, buckets=BUCKETS_SECS
+            name, text, registry=registry, buckets=BUCKETS_SECS
         ).observe
     if metric.kind == "counter":
-        return client.Counter(name, said, registry=registry).inc
-    return client.Gauge(name, said, registry=registry).set
+        return client.Counter(name, text, registry=registry).inc
+    return client.Gauge(name, text, registry=registry).set

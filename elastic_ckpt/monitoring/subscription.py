@@ -1,4 +1,4 @@
-"""A callable that hears every metric of `core.metrics` until it is closed."""
+"""A subscription to every value that `core.metrics` records."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from jax import monitoring
 from elastic_ckpt.core import metrics
 
 
-class Hear(Protocol):
-    """Takes values; is called by the thread that records, so it must be quick."""
+class Callback(Protocol):
+    """Receives values in the thread that records them, so it must be quick."""
 
     def __call__(self, metric: metrics.Metric, value: float) -> None:
-        """Takes one value of `metric`."""
+        """Receives one value of `metric`."""
 
 
 class Subscription:
-    """Calls `hear` with each value that is recorded, until `close`.
+    """Calls `callback` with each value that is recorded, until `close`.
 
     Args:
-      hear: what to call.
+      callback: called with each value.
     """
 
-    def __init__(self, hear: Hear) -> None:
-        self._hear = hear
+    def __init__(self, callback: Callback) -> None:
+        self._callback = callback
         self._is_closed = False
         monitoring.register_event_duration_secs_listener(self._take_secs)
         monitoring.register_scalar_listener(self._take)
 
     def close(self) -> None:
-        """Ends it: `hear` is not called any more; a second call does nothing."""
+        """Ends the subscription: `callback` is not called again. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        # Somebody may have cleared all listeners of the process before.
+        # Other code may have cleared all listeners of the process before.
         with contextlib.suppress(AssertionError, ValueError):
             monitoring.unregister_event_duration_listener(self._take_secs)
         with contextlib.suppress(AssertionError, ValueError):
@@ -47,4 +47,4 @@ class Subscription:
     def _take(self, event: str, value: float, **_: Any) -> None:
         metric = metrics.METRICS.get(event)
         if metric is not None and not self._is_closed:
-            self._hear(metric, value)
+            self._callback(metric, value)

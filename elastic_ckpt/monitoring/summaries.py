@@ -1,13 +1,13 @@
-"""Values summed up, so that what a run keeps of its metrics stays small.
+"""Aggregates the values of metrics, so that their files stay small.
 
-The first `NUM_SINGLE` values of a metric are kept one by one. Those after them are
-summed up over intervals of ten seconds, and of a thousandth of the time so far once
-that is more. So a short run has every value, and however long a run is, a start of it
-keeps some thousands of summaries of each metric: about 9,000 in four months.
+The first `NUM_SINGLE` values of a metric are kept individually. Later values are
+aggregated over intervals of ten seconds, or of a thousandth of the elapsed time if that
+is longer. A short run thus keeps every value, and a long one keeps some thousands of
+summaries of each metric for each start: about 9,000 in four months.
 
-Recording only adds numbers in memory; a thread of its own hands them to the sink. A
-sink that fails costs the summaries of that interval and a warning, never the run. A
-killed process loses what it recorded in its last interval.
+Recording only adds numbers in memory; a background thread passes the summaries to the
+sink. If the sink fails, the summaries of that interval are lost and a warning is
+logged, but the run continues. A killed process loses the values of its last interval.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from elastic_ckpt.monitoring import subscription
 NUM_SINGLE = 1000
 INTERVAL_SECS = 10.0
 _INTERVALS_A_RUN = 1000
-# Training does not wait longer than this for a disk that hangs.
+# How long training waits at most for a disk that hangs.
 _CLOSE_SECS = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What is kept of one value of a metric, or of several that follow each other.
+    """The aggregate of one value of a metric, or of several consecutive ones.
 
     Attributes:
-      metric: whose values.
-      time: when the last of them was recorded, in seconds since the epoch.
-      number: how many values of the metric there were by then, from 1.
-      count: how many are summed up here; 1 is that value itself.
-      sum: of them; min, max and last likewise.
+      metric: the metric.
+      time: the time of the last value, in seconds since the epoch.
+      number: the number of the last value among all of the metric, from 1.
+      count: how many values are aggregated.
+      sum: the sum of the values.
+      min: the smallest value.
+      max: the largest value.
+      last: the last value.
     """
 
     metric: metrics.Metric
@@ -53,22 +56,23 @@ class Summary:
 
 
 class Sink(Protocol):
-    """Keeps summaries somewhere; is called by one thread."""
+    """Stores summaries; is called by one thread."""
 
     def write(self, batch: Sequence[Summary]) -> None:
-        """Keeps `batch`, in the order of time for each metric; may raise."""
+        """Stores `batch`, which is in the order of time for each metric; may raise."""
 
     def close(self) -> None:
-        """Ends it; may raise."""
+        """Releases the sink's resources; may raise."""
 
 
 class Summaries:
-    """Hears every metric, and hands summaries to a sink in the background.
+    """Receives every metric, and passes summaries to a sink in the background.
 
     Args:
-      sink: who keeps them.
-      name: of the sink, for the log.
-      interval_secs: between two batches, until a thousandth of the run is longer.
+      sink: stores the summaries.
+      name: the sink's name in log messages.
+      interval_secs: the time between two batches, unless a thousandth of the run is
+        longer.
     """
 
     def __init__(
@@ -86,17 +90,17 @@ class Summaries:
             target=self._write_at_intervals, name=f"metrics to {name}", daemon=True
         )
         self._thread.start()
-        self._subscription = subscription.Subscription(self._hear)
+        self._subscription = subscription.Subscription(self._receive)
 
     def close(self) -> None:
-        """Hands over what is left and closes the sink; a second call does nothing."""
+        """Writes the remaining summaries and closes the sink. Idempotent."""
         self._subscription.close()
         self._closing.set()
         self._thread.join(_CLOSE_SECS)
         if self._thread.is_alive():
             self._warn(f"no answer in {_CLOSE_SECS:.0f} s")
 
-    def _hear(self, metric: metrics.Metric, value: float) -> None:
+    def _receive(self, metric: metrics.Metric, value: float) -> None:
         now = time.time()
         with self._lock:
             series = self._series.get(metric.name)
@@ -119,12 +123,12 @@ class Summaries:
 
     def _write(self) -> None:
         with self._lock:
-            batch = [kept for series in self._series.values() for kept in series.take()]
+            batch = [each for series in self._series.values() for each in series.take()]
         if not batch:
             return
         try:
             self._sink.write(batch)
-        # The root of a thread. Storage fails in as many ways as there are stores.
+        # The root of a thread; each kind of storage raises other errors.
         except Exception as error:
             self._warn(error)
 
@@ -132,15 +136,15 @@ class Summaries:
         if not self._has_warned:
             self._has_warned = True
             logging.warning(
-                "metrics cannot be written to %s (%s); the run goes on, and the next"
-                " ones are tried again without further warning",
+                "metrics cannot be written to %s (%s); the run continues, and later"
+                " metrics are tried again without further warnings",
                 self._name,
                 reason,
             )
 
 
 class _Series:
-    """The values of one metric that no sink has yet."""
+    """The values of one metric that are not yet written."""
 
     def __init__(self, metric: metrics.Metric) -> None:
         self._metric = metric

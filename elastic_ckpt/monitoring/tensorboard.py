@@ -1,8 +1,8 @@
 """Metrics as scalars for TensorBoard; needs the extra `tensorboard`.
 
-A metric has the tag of its name, `elastic_ckpt/data/wait_secs`. A point is the mean of
-the values that a summary stands for, mostly of one, and its step the number of the
-values so far: for what is recorded once a step, the steps since this start.
+A metric's tag is its name, `elastic_ckpt/data/wait_secs`. A point is the mean of the
+values of a summary, usually a single one. Its step is the number of values so far: for
+metrics recorded once in each training step, the steps since this start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elastic_ckpt.monitoring import summaries
 
 
 def library() -> None:
-    """Raises a ConfigError that names the extra if `tensorboardX` is not installed."""
+    """Raises a ConfigError with the extra's name unless `tensorboardX` is installed."""
     _module("event_file_writer")
 
 
@@ -26,7 +26,7 @@ class TensorBoard:
     """A sink that writes an event file.
 
     Args:
-      directory: where the file is to be; one of its own for each start and host.
+      directory: the directory of the file, different for each start and host.
 
     Raises:
       ConfigError: if the extra is not installed.
@@ -34,15 +34,15 @@ class TensorBoard:
 
     def __init__(self, directory: epath.PathLike) -> None:
         self._directory = directory
-        # Not SummaryWriter: its own thread and queue would wait forever for a full
-        # disk, at the end of the program too.
+        # SummaryWriter is not used: its thread and queue would wait forever for a full
+        # disk, even at the end of the program.
         self._make_writer = _module("event_file_writer").EventsWriter
         self._event = _module("proto.event_pb2").Event
         self._summary = _module("proto.summary_pb2").Summary
         self._writer: Any = None
 
     def write(self, batch: Sequence[summaries.Summary]) -> None:
-        """Adds a point for each summary, durably; the first call makes the file."""
+        """Adds a point for each summary, durably; the first call creates the file."""
         if self._writer is None:
             directory = storage.make_directory(self._directory)
             self._writer = self._make_writer(str(directory / "events"))

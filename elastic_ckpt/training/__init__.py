@@ -1,1 +1,1 @@
-"""The training program: model, step, loop, and the log that proves what it used."""
+"""The training program: model, step, loop, step log and audit."""

@@ -1,9 +1,9 @@
-"""Compares what a run trained on with what one host would have trained on.
+"""Compares the batches of a run with those of the same run on one host.
 
 The batch of a step is the examples that it was computed from, with their tokens; most
-pipelines promise the order of its rows too. The one-host run goes through the same
-pipeline, anew: what that leaves out by itself (filters, truncation, rows that fill no
-batch) is left out of both, and an audit does not judge it.
+pipelines also guarantee the order of its rows. The one-host run executes the same
+pipeline again: examples that the pipeline itself leaves out (filters, truncation, rows
+of an incomplete batch) are missing in both, and the audit does not report them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ class Audit:
 
     Attributes:
       num_steps: steps in the run's lineage.
-      num_examples: rows that these steps took, repeats of later epochs counted.
-      num_epochs: passes over the data, the last one perhaps in part; None where an
+      num_examples: rows of these steps, including repeats in later epochs.
+      num_epochs: passes over the data, including a partial last one; None if an
         example is not a record.
-      num_lost: examples that the one-host run used up to here, and the run did not.
+      num_lost: examples of the one-host run's steps that the run did not use.
       num_repeated: examples that the run used more often than the one-host run.
       num_batch_identical_steps: steps with the batch of the one-host run.
       num_row_identical_steps: those of them with its order of rows.
-      num_row_promised_steps: steps whose pipeline promises that order.
+      num_row_promised_steps: steps whose pipeline guarantees that order.
       num_redone_steps: steps that were trained again after a crash (and count once).
-      hosts: hosts of each attempt.
-      first_difference: the first step that differs, in words; empty if none does.
-      missing_checkpoint: which checkpoint did not reach storage though it was due, in
-        words; empty if none is missing.
+      hosts: the number of hosts of each attempt.
+      first_difference: a description of the first step that differs; empty if none
+        does.
+      missing_checkpoint: a description of a checkpoint that was due but is not in
+        storage; empty if none is missing.
     """
 
     num_steps: int
@@ -55,9 +56,9 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether each step had the batch of the one-host run, in order if promised.
+        """Whether each step had the batch of the one-host run, in the promised order.
 
-        A run whose checkpoints did not reach storage does not pass.
+        A run with a missing checkpoint does not pass.
         """
         problem = self.first_difference or self.missing_checkpoint
         return not (problem or self.num_lost or self.num_repeated)
@@ -74,16 +75,16 @@ def audit(
 ) -> Audit:
     """Compares the lineage of `attempts` with a one-host run over the same data.
 
-    Batch for batch, the same examples with the same tokens have to be there, and in the
-    same rows where that is promised. The one-host run is read anew from the files.
+    Each batch must have the same examples with the same tokens, and in the same rows
+    if the pipeline guarantees that. The one-host run reads the files again.
 
     Args:
       attempts: the step log.
-      data_of: the data that an attempt was configured to train on, by its number.
-      is_in_order: whether these data promise the order of rows, by the same number.
-      num_records: records of an epoch, if each of them is an example.
-      num_saved_steps: the run's newest checkpoint; a log that ends before it has lost
-        steps that were trained.
+      data_of: returns the configured data of an attempt, given its number.
+      is_in_order: returns whether these data guarantee the order of rows.
+      num_records: the number of records in an epoch, if each of them is an example.
+      num_saved_steps: the run's newest checkpoint; if the log ends before it, its last
+        steps were lost.
       missing_checkpoint: see `Audit`.
     """
     lineage = step_log.lineage(attempts)
@@ -126,16 +127,17 @@ def audit(
 def missing_checkpoint(
     *, period: int | None, at_end: bool, finished: bool, num_steps: int, saved: int
 ) -> str:
-    """The checkpoint of a run that is not in storage though it was due, in words.
+    """Describes a checkpoint that was due but is not in storage; empty if none.
 
-    The last steps of a run that was killed, or still runs, may be on their way there:
-    of these runs only one that has saved nothing is looked at.
+    If a run was killed or is still running, an upload may have been in progress: such a
+    run is reported only if it has saved nothing.
 
     Args:
-      period: steps between two checkpoints in storage; None if time alone counts.
-      at_end: whether the last step is saved as well.
-      finished: whether the run came to its end.
-      num_steps: that were trained.
+      period: steps between two checkpoints in storage; None if only time determines
+        them.
+      at_end: whether the last step is saved, too.
+      finished: whether the run has finished.
+      num_steps: the number of trained steps.
       saved: the newest step in storage; 0 if there is none.
     """
     due = 0
@@ -149,8 +151,8 @@ def missing_checkpoint(
         return ""
     newest = f"the newest is {saved}" if saved else "there is none"
     return (
-        f"checkpoint {due} was due in storage, and {newest}: a loss of the hosts would"
-        " take the run with it; look for `degraded` in its events"
+        f"checkpoint {due} was due in storage, but {newest}: losing the hosts would"
+        " lose the run; look for `degraded` in its events"
     )
 
 
@@ -172,36 +174,37 @@ class _Compared:
         in_order: bool,
     ) -> None:
         """Compares step `number` of the one-host run with the record in its place."""
-        of_batch, of_rows = _difference(record, one_host), _misplaced(record, one_host)
-        self.num_batch_identical += not of_batch
-        self.num_row_identical += not (of_batch or of_rows)
+        in_batch, in_rows = _difference(record, one_host), _misplaced(record, one_host)
+        self.num_batch_identical += not in_batch
+        self.num_row_identical += not (in_batch or in_rows)
         self.num_row_promised += in_order
         if self.difference:
             return
         if record.step != number:
             self.difference = f"step {number} is missing from the step log"
         else:
-            self.difference = of_batch or (of_rows if in_order else "")
+            self.difference = in_batch or (in_rows if in_order else "")
 
 
 class _OneHost:
-    """The run of one host; sizes and data change where those of the run did."""
+    """The run on one host, whose batch size and data change at the same steps."""
 
     def __init__(self, data_of: Callable[[int], elastic_data.ElasticData]) -> None:
         self._data_of = data_of
-        self._of: tuple[int, int] | None = None
+        self._attempt_and_size: tuple[int, int] | None = None
         self._batches: elastic_data.HostBatches | None = None
-        # Batches without a real row that may come before one that has some.
-        self._passed_over = 0
+        # How many batches without a real row may come before one that has some.
+        self._max_empty = 0
 
     def next(self, record: step_log.StepRecord) -> list[tuple[int, int]]:
         """The batch of a step: example id and row digest of each row, in order."""
-        if self._of != (record.attempt, len(record.ids)):
+        attempt_and_size = record.attempt, len(record.ids)
+        if self._attempt_and_size != attempt_and_size:
             self._batches = self._continued(record)
-            self._of = record.attempt, len(record.ids)
+            self._attempt_and_size = attempt_and_size
         assert self._batches is not None
         batch = next(self._batches)
-        for _ in range(self._passed_over):
+        for _ in range(self._max_empty):
             if batch[elastic_data.MASK].any():
                 break
             batch = next(self._batches)
@@ -210,7 +213,7 @@ class _OneHost:
         return list(zip(example_id.join(batch["example_id"]), digests, strict=True))
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Stops reading ahead."""
         if self._batches:
             self._batches.close()
 
@@ -219,7 +222,7 @@ class _OneHost:
             0, num_hosts=1, global_batch_size=len(record.ids)
         )
         data = self._data_of(record.attempt)
-        self._passed_over = delivery.batches_of_end(data, len(record.ids)) - 1
+        self._max_empty = delivery.batches_of_end(data, len(record.ids)) - 1
         continued = data.host_batches(placement)
         if self._batches:
             cursors = self._batches.shard_cursors()
@@ -260,8 +263,8 @@ def _misplaced(record: step_log.StepRecord, one_host: list[tuple[int, int]]) -> 
     for row, (used, (expected, _)) in enumerate(zip(record.ids, one_host, strict=True)):
         if used != expected:
             return (
-                f"step {record.step}, row {row}: example {used} is in the row that the"
-                f" one-host run has for {expected}, and the pipeline promises the order"
-                " of rows"
+                f"step {record.step}, row {row}: example {used} is in the row of"
+                f" example {expected} in the one-host run, but the pipeline guarantees"
+                " the order of rows"
             )
     return ""

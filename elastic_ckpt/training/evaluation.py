@@ -1,4 +1,4 @@
-"""Evaluation: the mean loss over data that ends, the same on any number of hosts."""
+"""Evaluation: the mean loss over finite data, the same on any number of hosts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from elastic_ckpt.training import train_step
 
 
 class Restartable(Protocol):
-    """Global batches that end, and can begin again."""
+    """Finite global batches that can start again."""
 
     def __next__(self) -> elastic_data.Batch:
         """The next batch; StopIteration at the end, on all hosts at once."""
 
     def reset(self) -> None:
-        """Goes to the beginning."""
+        """Moves to the beginning."""
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Stops reading ahead."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """When and on what to evaluate.
+    """The periodic evaluation of a run.
 
     Attributes:
-      evaluate: the program's.
-      batches: global batches that end; what pads the last one is not counted.
+      evaluate: the `evaluate` function of the program.
+      batches: finite global batches; padding in the last one is not counted.
       interval: training steps between two evaluations.
-      max_batches: batches of an evaluation; 0 takes all.
-      emit: hears of each evaluation.
+      max_batches: the most batches of an evaluation; 0 takes all.
+      emit: called after each evaluation.
     """
 
     evaluate: Callable[
@@ -52,7 +52,7 @@ class Evaluation:
         return step % self.interval == 0
 
     def run(self, step: int, state: train_step.TrainState) -> float:
-        """The mean loss in nats a target, over the data from its beginning."""
+        """The mean loss in nats per target, over the data from its beginning."""
         began = time.monotonic()
         self.batches.reset()
         loss, targets, num_batches = 0.0, 0, 0

@@ -1,4 +1,4 @@
-"""The loop: batches in, steps out; each step is logged, some are saved."""
+"""The training loop: computes, logs, evaluates and saves steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_ckpt.training import evaluation, step_log, train_step
 
 
 class Saver(Protocol):
-    """Whatever saves the run."""
+    """Saves the run."""
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save now that `step` steps are done; `last` ends the run."""
@@ -29,17 +29,17 @@ class Batches(Protocol):
         """The next batch; StopIteration at the end, on all hosts at once."""
 
     def resize(self, global_batch_size: int) -> None:
-        """Goes on with batches of another size."""
+        """Continues with batches of another size."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a loop ended.
+    """The result of a loop.
 
     Attributes:
-      state: after the last step.
-      step: steps that are done.
-      is_stopped: whether it was asked to stop before its last step.
+      state: the state after the last step.
+      step: the number of steps that are done.
+      is_stopped: whether it was stopped before its last step.
     """
 
     state: train_step.TrainState
@@ -49,7 +49,7 @@ class Ended:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loop:
-    """What a training run goes through.
+    """The training loop of one host.
 
     Attributes:
       program: the compiled program.
@@ -57,12 +57,12 @@ class Loop:
       sizes: the batch size of each step.
       log: the step log; None on the hosts that do not write it.
       saver: None trains without checkpoints.
-      evaluation: None trains without evaluating.
-      emit: called with each step, and around compiling.
-      meet: returns when all hosts have called it, after compiling: in a collective on
-        CPU they would wait 30 s for each other, and fail.
-      is_stopping: called after each step; whether to save and end there, the same on
-        all hosts.
+      evaluation: None trains without evaluation.
+      emit: called for each step, and before and after compiling.
+      meet: a barrier: returns when all hosts have called it. It is called after
+        compiling, because a collective on CPU fails if a host is more than 30 s late.
+      is_stopping: called after each step; returns whether to save and end now, the same
+        on all hosts.
     """
 
     program: train_step.Program
@@ -78,10 +78,10 @@ class Loop:
     def run(
         self, state: train_step.TrainState, *, start_step: int, steps: int
     ) -> Ended:
-        """Trains from step `start_step` on, until `steps` are done or the data ends.
+        """Trains from step `start_step` until `steps` are done or the data ends.
 
-        The log runs one step behind the devices, so that they never wait for it, and
-        catches up before a checkpoint: what is saved is logged.
+        The log is written one step behind the devices, so that they never wait for it.
+        It catches up before a checkpoint, so that every saved step is logged.
         """
         recorder = _Recorder(self.log, self.emit, steps)
         done, saved = start_step, -1
@@ -113,7 +113,7 @@ class Loop:
                 self.saver.save(done, state, last=last or stopping)
                 saved = done
         recorder.catch_up()
-        # A run that was at its end already may lack its checkpoint in storage.
+        # A run that was already complete may lack its last checkpoint in storage.
         if self.saver and done not in (0, saved) and self.saver.is_due(done, last=True):
             self.saver.save(done, state, last=True)
         return Ended(state=state, step=done, is_stopped=stopping)
@@ -131,7 +131,7 @@ class Loop:
 
 
 class _Recorder:
-    """Logs each step when the next one is under way."""
+    """Logs each step while the next one is computed."""
 
     def __init__(
         self, log: step_log.StepLog | None, emit: events.Emit, steps: int
@@ -147,7 +147,7 @@ class _Recorder:
         self._pending = (step, report)
 
     def catch_up(self) -> None:
-        """Writes what is pending and makes the log durable."""
+        """Writes the pending step and makes the log durable."""
         self._write_pending()
         if self._log:
             self._log.sync()

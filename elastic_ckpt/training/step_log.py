@@ -1,22 +1,21 @@
-"""The step log: which examples each step was computed from, written as the run goes.
+"""The step log: a record of the examples that each step was computed from.
 
 A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 2 of the
-file is JSON lines. The first describes the attempt, and what it was to read (`data`,
-which version 1 did not have):
+file is JSON lines. The first line describes the attempt and the configuration of its
+data (`data`, which version 1 lacks):
 
     {"version":2,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8,"data":{}}
 
-and each further line a step, in order:
+Each further line describes a step, in order:
 
     {"step":0,"loss":5.6,"digest":"9c1f00de12345678","ids":[12,7]}
 
 `ids` are the example ids of the global batch in row order, `digest` covers them and the
-tokens of their rows (`core.digest.batch_digest`). Both come out of the jitted step,
-from the very arrays that the gradient was computed from.
+tokens of their rows (`core.digest.batch_digest`). Both are outputs of the jitted step,
+computed from the same arrays as the gradient.
 
-A killed run may have logged steps past its last checkpoint. The next attempt starts at
-that checkpoint and repeats them; what counts is the `lineage`: of each step, the last
-record.
+A killed run may have logged steps after its last checkpoint. The next attempt starts at
+that checkpoint and repeats them; `lineage` selects the last record of each step.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class StepRecord:
       loss: over the global batch, before the update.
       digest: of ids and tokens, `core.digest.batch_digest`.
       ids: example ids in row order.
-      attempt: the start of the run that it is of.
+      attempt: the number of the attempt that logged it.
     """
 
     step: int
@@ -61,9 +60,9 @@ class Attempt:
 
     Attributes:
       attempt: its number, from 1.
-      start_step: the first step that it was to train.
-      hosts: hosts of its world; slices and devices likewise.
-      data: the configuration of its data, by key; empty if it is not known.
+      start_step: its first step.
+      hosts: the number of hosts in its world; slices and devices likewise.
+      data: the configuration of its data, by key; empty if unknown.
       records: its steps.
     """
 
@@ -77,7 +76,7 @@ class Attempt:
 
 
 class StepLog:
-    """Writes the log of a new attempt; on the primary host alone.
+    """Writes the log of a new attempt; used only on the primary host.
 
     Args:
       run_directory: the run's directory.
@@ -125,7 +124,7 @@ class StepLog:
         return loss
 
     def sync(self) -> None:
-        """Makes every step so far durable; before its checkpoint is saved."""
+        """Makes every step so far durable; called before a checkpoint is saved."""
         self._log.sync()
 
     def close(self) -> None:
@@ -137,22 +136,26 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
     """Every attempt of a run, in order.
 
     Raises:
-      DataError: if there is none, or a file is not a step log of this version.
+      DataError: if there is none, or a file is not a step log of a readable version.
     """
-    attempts = [_read_attempt(path) for path in _files(run_directory)]
-    found = [attempt for attempt in attempts if attempt is not None]
-    if not found:
+    attempts = [
+        attempt
+        for path in _files(run_directory)
+        if (attempt := _read_attempt(path)) is not None
+    ]
+    if not attempts:
         raise errors.DataError(
-            f"{run_directory}: no step log in it; name the directory of a run,"
+            f"{run_directory}: no step log in it; give the directory of a run,"
             " base_output_directory/run_name"
         )
-    return found
+    return attempts
 
 
 def lineage(attempts: list[Attempt]) -> dict[int, StepRecord]:
-    """Of each step the record that counts: later attempts overrule earlier ones.
+    """The valid record of each step: later attempts override earlier ones.
 
-    Steps that an attempt starts below are forgotten, also where it did not get as far.
+    Earlier records from an attempt's first step on are discarded, even if the attempt
+    itself did not get as far.
     """
     steps: dict[int, StepRecord] = {}
     for attempt in attempts:
@@ -173,7 +176,7 @@ def _attempt_number(path: epath.Path) -> int:
 def _read_attempt(path: epath.Path) -> Attempt | None:
     lines = storage.read_log(path)
     if not lines:
-        # Killed while it wrote its first line: nothing was trained.
+        # The attempt was killed while it wrote its first line: it trained nothing.
         return None
     header: dict[str, Any] = lines[0]
     version = header.pop("version", None)

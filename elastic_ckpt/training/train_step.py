@@ -21,7 +21,7 @@ TrainState = dict[str, Any]
 
 
 class StepReport(NamedTuple):
-    """What a step tells of itself; every host holds all of it.
+    """The outputs of a step besides the state; every host holds all of them.
 
     Attributes:
       loss: float32 scalar, over the global batch before the update.
@@ -39,15 +39,15 @@ Step = Callable[[TrainState, elastic_data.Batch], tuple[TrainState, StepReport]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What is compiled for one mesh.
+    """The compiled functions for one mesh.
 
     Attributes:
       abstract_state: shapes, dtypes and shardings of the train state.
       init: makes the initial state, sharded.
-      step: `(state, batch) -> (state, StepReport)`; takes the state over (donates it).
-      compile: makes the `step` of a state and a batch, without running it.
+      step: `(state, batch) -> (state, StepReport)`; donates the state.
+      compile: compiles `step` for a state and a batch, without running it.
       evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats, and the
-        number of targets that it is of.
+        number of its targets.
     """
 
     abstract_state: TrainState
@@ -58,7 +58,7 @@ class Program:
 
 
 def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
-    """The program of `config` on `mesh`: weights over `fsdp`, rows over both axes."""
+    """Builds the program: weights are sharded over `fsdp`, rows over both axes."""
     optimizer = _optimizer(config)
 
     def init() -> TrainState:
@@ -122,7 +122,7 @@ def _abstract(
 
 
 def check_step(state: TrainState, step: int) -> None:
-    """Raises a CheckpointError if `state` is not that after `step` steps."""
+    """Raises a CheckpointError unless `state` is the state after `step` steps."""
     saved = int(state["step"])
     if saved != step:
         raise errors.CheckpointError(
@@ -149,7 +149,7 @@ def _summed_loss(
 
 
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    # The longest dim that divides over a slice is sharded; what has none is replicated.
+    # Shards the longest dim that divides over a slice; replicates if there is none.
     size = mesh.shape[topology.FSDP_AXIS]
     fitting = [dim for dim, length in enumerate(shape) if length % size == 0]
     if size == 1 or not fitting:

@@ -1,9 +1,8 @@
 """A small decoder-only transformer, in pure JAX.
 
 Pre-norm blocks of rotary attention (Su et al. 2021) and a gated feed-forward (Shazeer
-2020), the embedding shared with the output. Parameters of all layers are stacked on a
-leading dim and scanned over, so that compiling takes as long for forty layers as for
-one.
+2020); input and output share the embedding. The parameters of all layers are stacked
+along a leading dim and scanned, so that compiling forty layers takes as long as one.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from elastic_ckpt.data import tokens
 
 Params = dict[str, jax.Array]
 Batch = dict[str, jax.Array]
-# Makes the parameters of one layer whole on each device, where they lie in shards.
+# Gathers the sharded parameters of one layer on each device.
 Gather = Callable[[Params], Params]
 
 
 def init(key: jax.Array, model: schema.ModelSection, *, vocab_size: int) -> Params:
-    """Initial parameters, float32: LeCun's uniform, of variance 1 / fan-in.
+    """Initial parameters, float32: LeCun's uniform distribution, variance 1 / fan-in.
 
     Args:
       key: a JAX PRNG key.
-      model: the sizes.
+      model: the sizes of the model.
       vocab_size: rows of the embedding.
     """
     layers, emb = model.base_num_decoder_layers, model.base_emb_dim
@@ -41,9 +40,9 @@ def init(key: jax.Array, model: schema.ModelSection, *, vocab_size: int) -> Para
         "mlp_in": (layers, emb, 2 * mlp),
         "mlp_out": (layers, mlp, emb),
     }
-    # One draw for all of them compiles in a quarter of the time of one draw each. It is
-    # uniform, since that takes no rounding before the last product: weights have the
-    # same bits on every mesh, where a normal draw's last bit depends on the compiler.
+    # One draw for all parameters compiles in a quarter of the time of separate draws.
+    # It is uniform because it rounds only in the last product, so weights have the same
+    # bits on every mesh; the last bit of a normal draw depends on the compiler.
     ends = np.cumsum([math.prod(shape) for shape in shapes.values()])
     uniform = jax.random.uniform(key, (ends[-1],), minval=-1.0, maxval=1.0)
     drawn = jnp.split(uniform, ends[:-1])
@@ -61,10 +60,10 @@ def logits(params: Params, batch: Batch, *, head_dim: int, gather: Gather) -> ja
     """Next-token logits.
 
     Args:
-      params: what `init` made.
+      params: parameters that `init` made.
       batch: `inputs`, int32 tokens `[rows, length]`. If rows are packed, also
         `inputs_segmentation` and `inputs_position`, of the same shape: a token attends
-        to those before it in its segment.
+        to itself and to earlier tokens of its segment.
       head_dim: width of an attention head.
       gather: applied to the parameters of a layer before the layer.
 
@@ -93,10 +92,10 @@ def logits(params: Params, batch: Batch, *, head_dim: int, gather: Gather) -> ja
 def loss(
     params: Params, batch: Batch, *, head_dim: int, gather: Gather
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy in nats, summed over the targets that are not padding; their count.
+    """The summed cross-entropy in nats, and the number of targets; without padding.
 
-    Takes the arguments of `logits`; the batch also has `targets`, and if rows are
-    packed, `targets_segmentation`, which is 0 in the padding.
+    Takes the arguments of `logits`; the batch also has `targets` and, if rows are
+    packed, `targets_segmentation`, which is 0 for padding.
     """
     targets = batch["targets"]
     scores = jax.nn.log_softmax(logits(params, batch, head_dim=head_dim, gather=gather))

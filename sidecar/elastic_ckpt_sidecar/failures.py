@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import first_contact
+from elastic_ckpt.data import compatibility
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ def account(error: Exception) -> dict[str, str]:
     # Reads an error even if its own `__str__` fails.
     shown = traceback.TracebackException.from_exception(error)
     return {
-        "host": first_contact.host_name(),
+        "host": compatibility.host_name(),
         "kind": type(error).__name__,
         "message": str(shown),
         "traceback": "".join(shown.format()),

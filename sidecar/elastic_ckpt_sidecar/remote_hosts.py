@@ -20,8 +20,8 @@ import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import ahead, storage, topology
-from elastic_ckpt.data import first_contact
+from elastic_ckpt.core import background, storage, topology
+from elastic_ckpt.data import compatibility
 from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.host.trees import arrays as captured_leaves
 from elastic_ckpt.host.trees import asked, rebuilt
@@ -52,11 +52,11 @@ def hosts_of(mesh: Mesh) -> list[HostDevices]:
     cpus = tuple(colocated_python.colocated_cpu_devices(accelerators))
     with failures.reaching_the_head():
         told = letters.rows(worker.Facts(letters.letter({}, _over(cpus))))
-    facts = first_contact.from_rows(told)
-    first_contact.check([first_contact.of_host(role="the head"), *facts])
+    facts = compatibility.from_rows(told)
+    compatibility.check([compatibility.local_facts(role="the head"), *facts])
     found: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):
-        found.setdefault(fact[first_contact.HOST], []).append(number)
+        found.setdefault(fact[compatibility.HOST], []).append(number)
     return [
         HostDevices(
             accelerators=tuple(accelerators[n] for n in of),
@@ -95,7 +95,7 @@ class RemoteHosts:
             self._agent.meet, {}, _over([d for host in hosts for d in host.cpus])
         )
         # Also when nobody calls `close`.
-        ahead.close_with(self, functools.partial(_release, self._agent))
+        background.close_with(self, functools.partial(_release, self._agent))
 
     def all(self, phase: str, *arguments: Any) -> list[Any]:
         """See `Hosts`."""

@@ -17,8 +17,8 @@ from etils import epath
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import ahead, errors, metrics, topology
-from elastic_ckpt.data import delivery, elastic_data, first_contact, iterator, prefetch
+from elastic_ckpt.core import background, errors, metrics, topology
+from elastic_ckpt.data import compatibility, delivery, elastic_data, iterator, prefetch
 from elastic_ckpt_sidecar import failures, letters, worker
 
 # How long a worker may take to go to the beginning, or to another batch size.
@@ -70,13 +70,13 @@ class RemoteIterator:
         )
         self._tickets = itertools.count()
         self._worker = worker.Worker(data, global_batch_size, read_ahead)
-        self._check_first_contact()
+        self._check_compatibility()
         self._workers = _Workers(
             self._worker, letters.letter({}, self._cpu_sharding), self._sharding
         )
         # Also when nobody calls `close`.
         release = functools.partial(_release, self._worker, self._workers.calls)
-        ahead.close_with(self, release)
+        background.close_with(self, release)
 
     def __iter__(self) -> RemoteIterator:
         return self
@@ -159,8 +159,8 @@ class RemoteIterator:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECS)
 
-    def _check_first_contact(self) -> None:
-        head = [first_contact.of_host(self._data, role="the head")]
+    def _check_compatibility(self) -> None:
+        head = [compatibility.local_facts(self._data, role="the head")]
         letter = letters.letter({}, self._cpu_sharding)
         # First what needs no code of the user's, which may not arrive.
         for ask in (worker.Facts, self._worker.facts):
@@ -175,8 +175,8 @@ class RemoteIterator:
                     f" {error}; build their image as sidecar/README.md says, with what"
                     " your pipeline imports"
                 ) from error
-            first_contact.check(head + first_contact.from_rows(told))
-        first_contact.meet(self._data, self._sharding)
+            compatibility.check(head + compatibility.from_rows(told))
+        compatibility.check_controllers(self._data, self._sharding)
 
     def _in_turn(
         self, method: Any, *, within_secs: float | None = None, **content: Any
@@ -218,7 +218,7 @@ class _Workers:
     def __init__(
         self, workers: Any, letter: jax.Array, sharding: NamedSharding
     ) -> None:
-        self.calls = ahead.Ahead(
+        self.calls = background.BackgroundCalls(
             functools.partial(_fetch, workers, letter, sharding),
             depth=worker.HEAD_AHEAD,
         )
@@ -257,7 +257,9 @@ def _fetch(workers: Any, letter: jax.Array, sharding: NamedSharding) -> _Fetched
     return _Fetched(batch=topology.place(batch, sharding), waited_secs=waited_secs)
 
 
-def _release(workers: Any, calls: ahead.Ahead[_Fetched], *, wait: bool) -> None:
+def _release(
+    workers: Any, calls: background.BackgroundCalls[_Fetched], *, wait: bool
+) -> None:
     calls.close(wait=wait)
     # The wrapper of a colocated class sits in reference cycles, and its finalizer
     # fails, loudly, when it first runs in a dying interpreter: so break the cycles

@@ -14,7 +14,7 @@ import jax
 from jax.experimental import colocated_python
 from jax.sharding import NamedSharding
 
-from elastic_ckpt.data import elastic_data, first_contact, iterator, prefetch
+from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch
 from elastic_ckpt_sidecar import failures, letters
 
 # Batches that the head takes from its workers before the loop asks for them.
@@ -30,7 +30,7 @@ _SAVES_AT_ONCE = 8
 @failures.told
 def facts(call: jax.Array) -> jax.Array:
     """The facts of each host, but for its pipeline: uint8 `[devices, 512]`."""
-    return first_contact.placed(first_contact.of_host(), _rows_of(call))
+    return compatibility.placed(compatibility.local_facts(), _rows_of(call))
 
 
 class _HostWorker:
@@ -61,7 +61,9 @@ class _HostWorker:
     @failures.told
     def facts(self, call: jax.Array) -> jax.Array:
         """The facts of each host with those of its pipeline: uint8 `[devices, 512]`."""
-        return first_contact.placed(first_contact.of_host(self._data), _rows_of(call))
+        return compatibility.placed(
+            compatibility.local_facts(self._data), _rows_of(call)
+        )
 
     @failures.told
     def next(self, call: jax.Array) -> tuple[elastic_data.Batch, jax.Array]:

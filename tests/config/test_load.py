@@ -76,16 +76,14 @@ def test_a_mistyped_override_is_refused(tmp_path):
         ),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_with_its_line(
-    tmp_path, setting, message
-):
+def test_an_invalid_value_is_refused_with_its_line(tmp_path, setting, message):
     with refused(rf"a\.yml, line 2: {message}"):
         load.load(write(tmp_path / "a.yml", f"# why\n{setting}\n"))
 
 
 def test_a_key_set_twice_is_refused(tmp_path):
     path = write(tmp_path / "a.yml", "steps: 1\nhosts: 1\nsteps: 2\n")
-    with refused(r"line 3: steps is set already in line 1"):
+    with refused(r"line 3: steps is already set in line 1"):
         load.load(path)
 
 

@@ -56,7 +56,7 @@ def test_what_two_boxes_share_and_one_contains_and_one_lacks(array):
 @given(arrays())
 def test_gaps_are_what_no_box_covers_and_overlap_nowhere(array):
     shape, listed = array
-    found = box_cover.gaps(shape, boxes.Boxes.of(listed, rank=len(shape)))
+    found = box_cover.gaps(shape, boxes.Boxes.from_boxes(listed, rank=len(shape)))
     bare = painted(shape, [found[n] for n in range(len(found))])
     assert (bare == (painted(shape, listed) == 0)).all()
     assert (found.volumes > 0).all()
@@ -65,7 +65,7 @@ def test_gaps_are_what_no_box_covers_and_overlap_nowhere(array):
 @given(arrays())
 def test_gaps_are_the_same_where_the_array_has_to_be_halved(array):
     shape, listed = array
-    columns = boxes.Boxes.of(listed, rank=len(shape))
+    columns = boxes.Boxes.from_boxes(listed, rank=len(shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_cover, "_MAX_CELLS", 2)
         found = box_cover.gaps(shape, columns)
@@ -82,8 +82,8 @@ def test_overlaps_are_the_pairs_that_share_an_element(few_pairs, array, data):
         patch.setattr(box_join, "_FEW_PAIRS", few_pairs)
         patch.setattr(box_join, "_MANY_PAIRS", few_pairs)
         pairs = box_join.overlaps(
-            boxes.Boxes.of(first, rank=len(shape)),
-            boxes.Boxes.of(second, rank=len(shape)),
+            boxes.Boxes.from_boxes(first, rank=len(shape)),
+            boxes.Boxes.from_boxes(second, rank=len(shape)),
         )
     assert list(zip(*(each.tolist() for each in pairs), strict=True)) == [
         (n, m)
@@ -101,7 +101,7 @@ def test_replicas_are_found_also_when_all_hashes_collide(array, collide):
             patch.setattr(
                 boxes.digest, "mixed", lambda *columns: np.zeros(len(columns[0]))
             )
-        first, places = boxes.unique(boxes.Boxes.of(listed, rank=len(shape)))
+        first, places = boxes.unique(boxes.Boxes.from_boxes(listed, rank=len(shape)))
     once = [listed[n] for n in first]
     assert len(set(once)) == len(once) == len(set(listed))
     assert [once[place] for place in places] == listed
@@ -131,7 +131,7 @@ def nearly_tiled(draw):
 def test_an_array_that_is_tiled_is_covered_once(arrays):
     shapes = np.array([shape for shape, _, _ in arrays])
     listed = [(n, box) for n, (_, held, _) in enumerate(arrays) for box in held]
-    columns = boxes.Boxes.of([box for _, box in listed], rank=2)
+    columns = boxes.Boxes.from_boxes([box for _, box in listed], rank=2)
     numbers = np.array([n for n, _ in listed])
     tiled = box_cover.tiled(shapes, numbers, columns)
     for (shape, held, is_grid), said in zip(arrays, tiled.tolist(), strict=True):
@@ -142,7 +142,7 @@ def test_an_array_that_is_tiled_is_covered_once(arrays):
 
 def test_scalars_and_empty_arrays_are_tiled():
     shapes = np.array([[1, 1], [3, 0], [0, 2]])
-    whole = boxes.Boxes.of([boxes.whole((1, 1))], rank=2)
+    whole = boxes.Boxes.from_boxes([boxes.whole((1, 1))], rank=2)
     assert box_cover.tiled(shapes, np.array([0]), whole).tolist() == [True] * 3
     assert box_cover.tiled(shapes, np.array([1]), whole).tolist() == [
         False,
@@ -177,9 +177,9 @@ def test_the_boxes_of_a_sharding_are_what_the_devices_hold():
 def test_a_scalar_has_one_box_and_an_empty_array_needs_none():
     scalar = boxes.of_index((), ())
     assert (scalar.volume, str(scalar)) == (1, "[]")
-    assert len(box_cover.gaps((), boxes.Boxes.of([], rank=0))) == 1
-    assert not len(box_cover.gaps((), boxes.Boxes.of([scalar], rank=0)))
-    assert not len(box_cover.gaps((3, 0), boxes.Boxes.of([], rank=2)))
+    assert len(box_cover.gaps((), boxes.Boxes.from_boxes([], rank=0))) == 1
+    assert not len(box_cover.gaps((), boxes.Boxes.from_boxes([scalar], rank=0)))
+    assert not len(box_cover.gaps((3, 0), boxes.Boxes.from_boxes([], rank=2)))
 
 
 def test_an_index_with_steps_is_no_box():

@@ -84,7 +84,7 @@ def endless(shard):
         ),
         (
             lambda: ec_data.ConcatThenSplit(endless(0), features=("x",), length=0),
-            "length=0; give a tuple of names, and 1 or more tokens",
+            "length=0; give a tuple of names, and a length of 1 or",
         ),
         (
             lambda: mixing.Mixture({"a": endless(0)}, {"b": 1}, shard=0),
@@ -167,8 +167,8 @@ def batch(make_shard):
             lambda n: {"x": np.zeros(2), **({"y": np.zeros(3)} if n % 2 else {})},
             r"feature 'y' of several shapes, \(3,\), None \(None: without it\)",
         ),
-        (lambda n: np.array(n), "make_shard gives a ndarray as a row; give dicts of"),
-        (lambda n: (n, n), "make_shard gives a tuple as a row; give dicts of arrays"),
+        (lambda n: np.array(n), "make_shard yields a ndarray as a row; yield dicts of"),
+        (lambda n: (n, n), "make_shard yields a tuple as a row; yield dicts of arrays"),
     ],
 )
 def test_rows_that_make_no_batch_are_named(row, message):
@@ -208,5 +208,7 @@ def test_a_token_that_int32_cannot_hold_is_an_error(dtype):
         tokens.narrowed(kept, place="a"), kept.astype(np.int32), strict=True
     )
     wide = 2**40 if dtype != np.uint32 else 2**31
-    with refused(f"a has the token {wide}, which is no number of 32", errors.DataError):
+    with refused(
+        f"a has the token {wide}, which does not fit into 32", errors.DataError
+    ):
         tokens.narrowed(np.array([1, wide], dtype), place="a")

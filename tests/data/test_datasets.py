@@ -85,7 +85,7 @@ def test_the_same_files_elsewhere_have_the_same_names(root):
         ("a;b", "grain_train_files: a has no weight"),
         ("a,0.5;b,half", "grain_train_files: b,half has no weight"),
         ("a,0.5;a,0.5", "a,0.5; a,0.5 names the same files twice"),
-        ("a,0.5;b,-1", "mixture: dataset b has the weight -1.0; weights are numbers"),
+        ("a,0.5;b,-1", "mixture: dataset b has the weight -1.0; weights are finite"),
         ("a,nan;b,1", "mixture: dataset a has the weight nan"),
         ("a,0;b,0", r"mixture: all weights of \['a', 'b'\] are 0"),
     ],

@@ -282,7 +282,7 @@ def test_a_record_without_a_value_has_no_tokens(documents):
         (
             TOKENS,
             {"text": 1, "record": 2},
-            r"no column 'tokens' but \['record', 'text'",
+            r"no column 'tokens', only \['record', 'text'",
         ),
         (
             TOKENS,

@@ -115,7 +115,7 @@ def test_every_dataset_above_zero_has_turns(weights):
 def test_a_weight_that_cannot_be_meant_is_named(weight):
     with pytest.raises(
         errors.ConfigError,
-        match=f"mixture: dataset web has the weight {weight}; weights are numbers from",
+        match=f"mixture: dataset web has the weight {weight}; weights are finite",
     ):
         mixing.check_weights({"code": 1, "web": weight})
 
@@ -393,7 +393,7 @@ def test_a_dataset_of_which_examples_are_in_a_window_cannot_be_gone():
     found = take(elements, 21)
     state = saved(elements)
     message = (
-        "dataset b is gone, but examples of it .*; give it back with weight 0 until"
+        "dataset b is gone, but examples of it .*; add it again with weight 0 until"
     )
     with pytest.raises(errors.DataError, match=message):
         resumed(in_windows({"a": 1}, "a"), state)

@@ -91,5 +91,5 @@ def test_features_of_other_lengths_are_refused():
 
 
 def test_features_that_are_named_as_those_that_packing_adds_are_refused():
-    with pytest.raises(errors.ConfigError, match=r"\['a_positions'\] are named as"):
+    with pytest.raises(errors.ConfigError, match=r"\['a_positions'\] have names of"):
         packed([3], features=("a", "a_positions"))

@@ -87,7 +87,9 @@ def test_with_logical_shards_it_is_the_sharded_one(corpus):
     ],
 )
 def test_what_the_positional_engine_has_nothing_for_is_named(corpus, asked, settings):
-    with refused(f"^{asked} needs logical shards; set num_logical_shards to a number"):
+    with refused(
+        f"^{asked} needs logical shards; set num_logical_shards to a multiple"
+    ):
         pipeline.from_config(section(corpus, num_logical_shards=0, **settings))
 
 
@@ -305,7 +307,9 @@ def test_a_limit_of_examples_to_a_row_is_part_of_the_identity_if_there_is_one(co
 
 
 def test_a_limit_of_examples_does_not_go_with_rows_cut_anywhere(corpus):
-    with refused("max_segments_per_seq=3 does not go with .*concat_then_split, .*to 0"):
+    with refused(
+        "max_segments_per_seq=3 does not work with .*concat_then_split, .*to 0"
+    ):
         pipeline.from_config(
             section(
                 corpus,
@@ -532,8 +536,8 @@ def test_a_token_that_is_not_in_the_vocabulary_is_an_error(tmp_path, packing, wr
     for document in ([wrong, 1, 2], [1, wrong, 2], [1, 2, wrong]):
         file = token_file(tmp_path, document)
         with refused(
-            f"column 'tokens' has the token {wrong}, and the model's vocabulary tokens"
-            " from 0 to 299; set vocab_size",
+            f"column 'tokens' has the token {wrong}, but the model's vocabulary has"
+            " tokens from 0 to 299; set vocab_size",
             errors.DataError,
         ):
             first_row(file, vocab_size=300, packing=packing)

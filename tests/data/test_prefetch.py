@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import ahead, errors
+from elastic_ckpt.core import background, errors
 from elastic_ckpt.data import prefetch, rows, sharded_data
 from tests import pipelines, worlds
 
@@ -156,8 +156,8 @@ class Counting:
 
 def settle(one):
     """Waits until everything that may be read ahead was."""
-    if one._ahead:
-        one._ahead.submit(lambda: None).result()
+    if one._calls:
+        one._calls.submit(lambda: None).result()
 
 
 def number(batch):
@@ -276,11 +276,11 @@ def test_what_is_made_of_rows_is_made_in_the_thread(read_ahead):
     for _ in range(3):
         next(one)
     settle(one)
-    assert set(made_in[1:]) == {"elastic_ckpt-ahead"}
+    assert set(made_in[1:]) == {"elastic_ckpt-background"}
 
 
 def test_closing_does_not_wait_for_a_read_that_hangs(read_ahead, monkeypatch):
-    monkeypatch.setattr(ahead, "_CLOSE_SECS", 0.05)
+    monkeypatch.setattr(background, "_CLOSE_SECS", 0.05)
     reading, may_go_on = threading.Event(), threading.Event()
 
     class Hanging(Counting):
@@ -394,7 +394,9 @@ def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
                 if depth:
                     assert saved(one) == saved(plain)
                 else:
-                    with pytest.raises(errors.DataError, match="not handed over"):
+                    with pytest.raises(
+                        errors.DataError, match="failed before it returned"
+                    ):
                         saved(one)
         assert found == next_of(plain)
         assert saved(one) == saved(plain)

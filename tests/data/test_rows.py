@@ -211,7 +211,7 @@ def test_hosts_that_fit_neither_shards_nor_batch_run_every_shard_that_they_hold(
 
 
 def test_batches_that_no_host_count_divides_have_no_suggestion():
-    with pytest.raises(errors.ConfigError, match="10 rows is divided by none of"):
+    with pytest.raises(errors.ConfigError, match="divides a batch of 10 rows"):
         rows.suggest_num_shards([3, 4], [12, 10])
 
 

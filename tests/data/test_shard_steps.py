@@ -145,7 +145,7 @@ def test_an_own_function_needs_a_name_that_is_compared(files):
         return row["tokens"][0] % 2 == 0
 
     with refused(
-        r"code of your own, FilterIterDataset\(.*is_even.*; give pipeline=\"a name"
+        r"your own code, FilterIterDataset\(.*is_even.*; pass pipeline=\"a name"
     ):
         sharded_data.sharded(make_shard)
     data = sharded_data.sharded(make_shard, pipeline="even, version 1")
@@ -158,19 +158,19 @@ def test_a_random_map_is_an_own_function(files):
     def make_shard(shard):
         return ec_data.RandomMap(rows_of(files, shard), lambda e, _: e, seed=1)
 
-    with refused(r"code of your own, RandomMap\(<lambda>\)"):
+    with refused(r"your own code, RandomMap\(<lambda>\)"):
         sharded_data.sharded(make_shard)
 
 
 def test_the_number_of_shards_is_not_given_twice_and_differently(files):
-    with refused(r"num_shards is given differently, \[4, 10\]; give it once"):
+    with refused(r"num_shards has different values, \[4, 10\]; set it once"):
         sharded_data.sharded(functools.partial(rows_of, files), num_shards=10)
 
     def two(shard):
         parts = {str(n): rows_of(files, shard, num_shards=n) for n in (4, 5)}
         return mixing.Mixture(parts, {"4": 1, "5": 1}, shard=shard)
 
-    with refused(r"given differently, \[4, 5\]"):
+    with refused(r"different values, \[4, 5\]"):
         sharded_data.sharded(two)
 
 
@@ -181,7 +181,7 @@ def test_a_number_of_shards_is_positive(files, num_shards):
 
 
 def test_without_records_the_number_of_shards_has_to_be_given():
-    with refused("no ec.data.Records in make_shard has a num_shards; give sharded"):
+    with refused("no ec.data.Records in make_shard has a num_shards; pass num_shards"):
         sharded_data.sharded(lambda _: grain.MapDataset.range(9).to_iter_dataset())
 
 
@@ -238,8 +238,8 @@ def test_a_dataset_of_another_name_and_the_same_files_is_refused(files):
 
     assert pipeline_changes.between(identity("web"), identity("web")) == []
     assert pipeline_changes.between(identity("web"), identity("internet")) == [
-        "Mixture.datasets: web has the name internet now, with the same files and"
-        " steps; give it its old name"
+        "Mixture.datasets: web is now named internet, with the same files and"
+        " steps; restore its old name"
     ]
 
 
@@ -296,7 +296,7 @@ def test_a_batch_function_and_a_source_of_the_user_are_own_code():
         return grain.MapDataset.source([1, 2, 3]).to_iter_dataset()
 
     for make_shard, name in ((batched, "BatchIterDataset"), (sourced, "Source")):
-        with refused(f"code of your own, {name}"):
+        with refused(f"your own code, {name}"):
             sharded_data.sharded(make_shard, num_shards=2)
 
 

@@ -122,7 +122,7 @@ def test_a_shard_that_ends_is_named():
     world = worlds.World(finite, 1, 2)
     world.next()
     before = world.save()
-    with pytest.raises(errors.DataError, match="logical shard 0 came to its end; let"):
+    with pytest.raises(errors.DataError, match="logical shard 0 has ended; make"):
         world.next()
     # Shard 0 may be ahead of the position now.
     for step in (world.next, world.save):
@@ -151,7 +151,7 @@ def test_a_feature_is_delivered_or_refused_but_never_overwritten(feature, end):
     if feature == "mask" and end is elastic_data.End.NEVER:
         assert world.batch()["mask"].tolist() == [False, True]
         return
-    message = rf"features named \['{feature}'\], as those that batches add .*; rename"
+    message = rf"features named \['{feature}'\], which batches add .*; rename"
     with pytest.raises(errors.DataError, match=message):
         world.batch()
 

@@ -239,7 +239,7 @@ def test_another_file_at_the_path_of_a_pickled_tokenizer_is_refused(
     loaded = tokenizers.load(kind, written(tmp_path, kind))
     written(tmp_path, kind, OTHER_CONTENTS[kind])
     monkeypatch.setattr(tokenizers, "_opened_files", {})
-    with pytest.raises(errors.DataError, match="same file there on every host"):
+    with pytest.raises(errors.DataError, match="same file on every host"):
         loaded.encode(TEXT)
 
 

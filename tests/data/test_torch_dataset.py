@@ -49,11 +49,11 @@ def test_loaders_resume_where_they_were_or_are_refused(
         "1 workers: each pass over data that ends is whole",
         "a plain loader: resumed",
         "DataLoader of 2 workers: 2 workers of a DataLoader would each read every row",
-        "DataLoader of 1 worker: a DataLoader's state_dict would not have the position",
-        "DataLoader of batches: the rows of a global batch come together",
+        "DataLoader of 1 worker: a DataLoader's state_dict would not contain the",
+        "DataLoader of batches: the dataset yields whole batches",
         "StatefulDataLoader of 2 workers: 2 workers of a DataLoader would each read",
         "StatefulDataLoader of 1 worker: iterates",
-        "StatefulDataLoader of batches: the rows of a global batch come together",
+        "StatefulDataLoader of batches: the dataset yields whole batches",
     ]
     begins = [line[: len(begin)] for line, begin in zip(lines, expected, strict=True)]
     assert begins == expected

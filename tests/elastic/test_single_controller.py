@@ -15,7 +15,7 @@ def test_a_head_that_was_not_started_beside_a_proxy_says_what_starts_it(
 ):
     config = runs.write_config(tmp_path, corpus, enable_single_controller=True)
     output = runs.verb("train", config, code=1)
-    assert "JAX_PLATFORMS does not say `proxy`" in output
+    assert "JAX_PLATFORMS does not contain `proxy`" in output
     assert "`elastic-ckpt manifest`" in output
 
 

@@ -38,7 +38,7 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("-1;{},2", "dataset x.parquet has the weight -1.0; weights are numbers from"),
+        ("-1;{},2", "dataset x.parquet has the weight -1.0; weights are finite"),
         ("0;{},0", "all weights of ['a.parquet', 'x.parquet'] are 0; raise one"),
         ("1;{}", "has no weight; write patterns,weight;patterns,weight"),
     ],

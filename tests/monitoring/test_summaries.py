@@ -122,7 +122,7 @@ def test_a_full_disk_fails_no_recording_and_is_told_once(start, caplog):
     assert [s.last for s in sink.all()] == [3.0]
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1
-    assert "cannot be written to kept (no space left); the run goes on" in told[0]
+    assert "cannot be written to kept (no space left); the run continues" in told[0]
 
 
 def test_a_disk_that_hangs_holds_up_neither_recording_nor_the_end(

@@ -9,7 +9,7 @@ from elastic_ckpt_sidecar import failures
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import first_contact, sharded_data, state
+from elastic_ckpt.data import compatibility, sharded_data, state
 from tests import iterator_contract, pipelines
 from tests.data import test_positional
 
@@ -72,7 +72,7 @@ def test_any_exception_reaches_the_head_with_its_host_and_traceback(error, shown
     raised = at_the_head(text_of(error))
     assert type(raised) is errors.DataError
     message = str(raised)
-    assert message.startswith(f"{first_contact.host_name()} failed with ")
+    assert message.startswith(f"{compatibility.host_name()} failed with ")
     assert shown in message
     assert "in failing\n" in message
     assert message.count("Its traceback:") == 1
@@ -109,7 +109,7 @@ def test_a_long_traceback_and_a_long_message_come_whole():
 def test_what_the_runtime_writes_around_it_does_not_matter(before, behind):
     text = text_of(ValueError("line\nbreak {not JSON}"))
     message = str(at_the_head(before + text + behind))
-    assert message.startswith(first_contact.host_name())
+    assert message.startswith(compatibility.host_name())
     assert "failed with ValueError: line\nbreak {not JSON}\n" in message
 
 
@@ -124,7 +124,7 @@ def test_of_the_same_failure_told_twice_the_first_is_heard():
 def test_our_own_errors_keep_their_class_and_need_no_traceback(of):
     raised = at_the_head(text_of(of("say what; do that")))
     assert type(raised) is of
-    assert str(raised) == f"{first_contact.host_name()}: say what; do that"
+    assert str(raised) == f"{compatibility.host_name()}: say what; do that"
 
 
 def test_an_error_that_no_worker_marked_passes_as_it_is():
@@ -177,7 +177,7 @@ def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(
     with pytest.raises(errors.DataError) as raised:
         next(batches)
     message = str(raised.value)
-    assert message.startswith(f"{first_contact.host_name()} failed with OfTheUser: grö")
+    assert message.startswith(f"{compatibility.host_name()} failed with OfTheUser: grö")
     assert "größe at 3" in message
     assert "in function_of_the_user\n" in message
     assert "in the pipeline of logical shard 5" in message

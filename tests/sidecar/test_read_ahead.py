@@ -14,7 +14,7 @@ from elastic_ckpt_sidecar import RemoteIterator, remote_iterator, worker
 from etils import epath
 
 import elastic_ckpt as ec
-from elastic_ckpt.core import ahead, errors, metrics, topology
+from elastic_ckpt.core import background, errors, metrics, topology
 from elastic_ckpt.data import iterator, prefetch, state
 from tests import ctrl_c, iterator_contract
 from tests.sidecar import held_pipeline
@@ -35,7 +35,7 @@ def valve():
 
 def threads():
     """Threads of ours, and of executors of ours."""
-    names = ("elastic_ckpt-ahead", "ThreadPoolExecutor")
+    names = ("elastic_ckpt-background", "ThreadPoolExecutor")
     return {t for t in threading.enumerate() if t.name.startswith(names)}
 
 
@@ -87,7 +87,7 @@ def test_batches_lie_on_the_devices_of_the_workers_before_they_are_asked_for(
     wait_until(lambda: len(placed) == 4)
     sharding = topology.batch_sharding(topology.make_mesh(2)[0])
     for thread, batch in placed[1:]:
-        assert thread == "elastic_ckpt-ahead"
+        assert thread == "elastic_ckpt-background"
         assert batch["x"].sharding.is_equivalent_to(sharding, 2)
 
 
@@ -258,7 +258,7 @@ def test_a_next_that_is_interrupted_loses_no_batch_and_no_count(
 
 
 def test_closing_does_not_wait_for_a_pipeline_that_hangs(valve, monkeypatch, remote):
-    monkeypatch.setattr(ahead, "_CLOSE_SECS", 0.1)
+    monkeypatch.setattr(background, "_CLOSE_SECS", 0.1)
     batches = batches_of(remote, batches=1)
     valve.close(at=2)
     for _ in range(2):

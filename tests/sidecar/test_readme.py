@@ -9,7 +9,7 @@ import yaml
 
 from elastic_ckpt.config import keys
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import first_contact
+from elastic_ckpt.data import compatibility
 from tests import runs
 
 DIRECTORY = pathlib.Path(__file__).parents[2] / "sidecar"
@@ -64,12 +64,12 @@ def test_images_that_it_builds_are_those_that_the_examples_use():
     assert built == used
 
 
-def test_it_shows_what_first_contact_says_of_other_versions():
+def test_it_shows_what_the_check_reports_of_other_versions():
     (shown,) = re.findall(r"elastic-ckpt train: (the hosts .*)", README)
     head, host = re.findall(r"(?:the head|host 0) \([^)]*\)", shown)
     facts = [{"host": head, "jax": "0.12.0"}, {"host": host, "jax": "0.10.0"}]
     with pytest.raises(errors.ConfigError) as raised:
-        first_contact.check(facts)
+        compatibility.check(facts)
     assert str(raised.value).startswith(shown + ". ")
 
 

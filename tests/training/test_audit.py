@@ -93,8 +93,8 @@ def test_rows_in_other_places_fail_where_their_order_is_promised(data):
     assert outcome.num_row_promised_steps == 4
     first, last = one_host[2].ids[0], one_host[2].ids[-1]
     assert outcome.first_difference == (
-        f"step 2, row 0: example {last} is in the row that the one-host run has for"
-        f" {first}, and the pipeline promises the order of rows"
+        f"step 2, row 0: example {last} is in the row of example {first} in the"
+        " one-host run, but the pipeline guarantees the order of rows"
     )
 
 
@@ -169,12 +169,12 @@ def test_a_step_that_was_not_logged_is_a_difference(data, missing):
     [
         ({"finished": True, "num_steps": 55, "saved": 55}, ""),
         ({"finished": True, "num_steps": 55, "saved": 50}, "checkpoint 55 was due"),
-        ({"finished": True, "num_steps": 55, "saved": 0}, "and there is none"),
+        ({"finished": True, "num_steps": 55, "saved": 0}, "but there is none"),
         ({"finished": True, "num_steps": 55, "saved": 50, "at_end": False}, ""),
         ({"finished": True, "num_steps": 9, "saved": 0, "at_end": False}, ""),
         (
             {"finished": True, "num_steps": 55, "saved": 40, "at_end": False},
-            "checkpoint 50 was due in storage, and the newest is 40",
+            "checkpoint 50 was due in storage, but the newest is 40",
         ),
         # The first may be on its way.
         ({"finished": False, "num_steps": 19, "saved": 0}, ""),

@@ -99,5 +99,5 @@ def test_what_is_no_step_log_is_refused(tmp_path, text, message):
 
 
 def test_a_directory_without_a_log_is_no_run(tmp_path):
-    with pytest.raises(errors.DataError, match="no step log in it; name the directory"):
+    with pytest.raises(errors.DataError, match="no step log in it; give the directory"):
         step_log.read(tmp_path)

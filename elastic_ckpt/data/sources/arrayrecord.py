@@ -14,11 +14,11 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import files, record_format, source
 
-# What every file begins with: a block's header, whose content is always this.
+# The first bytes of every file: the constant beginning of a block's header.
 _SIGNATURE = bytes.fromhex("83af70d10d884a3f")
-# Records that are asked for at a time.
+# The number of records in a read.
 _RUN_RECORDS = 64
-# Readers that a process keeps open.
+# The number of readers that a process keeps open.
 _MAX_OPEN = 64
 
 
@@ -28,8 +28,8 @@ class ArrayRecord:
 
     Attributes:
       files: their paths or URIs; a remote file is copied to this machine first.
-      columns: what to keep of a record, see `record_format`.
-      record_format: what a record is: `bytes` or `tf_example`.
+      columns: the columns to keep, see `record_format`.
+      record_format: the content of a record: `bytes` or `tf_example`.
     """
 
     files: tuple[str, ...]
@@ -38,10 +38,10 @@ class ArrayRecord:
 
     def __post_init__(self) -> None:
         source.take_names(self, required="files", optional="columns")
-        record_format.check(self.record_format, of="ArrayRecord")
+        record_format.check(self.record_format, source_name="ArrayRecord")
 
     def settings(self) -> dict[str, storage.Json]:
-        """The format and what is read of a record."""
+        """The format and the columns that are read."""
         return {
             "format": "arrayrecord",
             "record_format": self.record_format,
@@ -56,7 +56,7 @@ class ArrayRecord:
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """The records of a unit but for the first `skip`."""
+        """The records of a unit without the first `skip`."""
         decode = record_format.decoder(self.record_format, self.columns)
         file = self.files[unit.file]
         begin = unit.block * source.BLOCK_RECORDS + unit.first
@@ -76,8 +76,8 @@ class ArrayRecord:
 class ArrayRecordFiles:
     """The records of several files in file order, as a Grain random-access source.
 
-    An element is `(record number, record)`: the number counts over all files and names
-    the record for the life of the files.
+    An element is `(record number, record)`: records are numbered over all files, and
+    the number identifies a record as long as the files do not change.
 
     Raises:
       DataError: if a file cannot be read as ArrayRecord, or no file holds a record.
@@ -109,17 +109,17 @@ class ArrayRecordFiles:
         try:
             return index, self._records[index]
         except RuntimeError as error:
-            place, first = 0, index
-            while first >= self.records_per_file[place]:
-                first -= self.records_per_file[place]
-                place += 1
+            file, first = 0, index
+            while first >= self.records_per_file[file]:
+                first -= self.records_per_file[file]
+                file += 1
             raise errors.DataError(
-                f"{self._files[place]}, record {first}: cannot be read ({error});"
+                f"{self._files[file]}, record {first}: cannot be read ({error});"
                 " restore the file from a copy"
             ) from None
 
     def __repr__(self) -> str:
-        # Grain prints this in the warnings and errors of a pipeline.
+        # Grain prints this in warnings and errors of a pipeline.
         return f"ArrayRecordFiles(files={len(self._files)}, records={len(self)})"
 
     def identity(self) -> list[storage.Json]:
@@ -134,23 +134,23 @@ class ArrayRecordFiles:
 
 @functools.lru_cache(maxsize=_MAX_OPEN)
 def _reader(file: str) -> Any:
-    # One a file and process; all readers share the library's own pool of threads.
+    # One for each file in a process; all readers share the library's thread pool.
     from array_record.python import array_record_module
 
     reader = array_record_module.ArrayRecordReader(
         files.local_copy(file), "readahead_buffer_size:0", file_reader_buffer_size=32768
     )
     if not reader.ok():
-        # It says so only here, and would be a file without a record.
+        # The reader reports this only here; it would appear as a file without records.
         raise OSError(f"{file} cannot be opened")
     return reader
 
 
-files.remembers(_reader.cache_clear)
+files.register_cache(_reader.cache_clear)
 
 
 def _read_run(file: str, first: int, stop: int) -> list[bytes | RuntimeError]:
-    # The records, and in the place of one that cannot be read, why.
+    # The records; an error for each one that cannot be read.
     try:
         return _reader(file).read(first, stop)
     except RuntimeError:
@@ -182,14 +182,14 @@ def _count(file: str) -> int:
 
 
 def _defect(file: str, detail: str) -> str:
-    # ArrayRecord's own message is that of a parser, or empty.
+    # ArrayRecord's own message is a parser's, or empty.
     size_bytes = os.stat(file).st_size
     with open(file, "rb") as opened:
         begin = opened.read(len(_SIGNATURE))
     if begin == _SIGNATURE:
         problem = (
             f"it is cut short, or was changed after it was written: its {size_bytes:,}"
-            " bytes do not end in the footer that a whole file has"
+            " bytes do not end in the footer of a complete file"
         )
     elif _SIGNATURE.startswith(begin):
         problem = f"it is cut short after {size_bytes:,} bytes"

@@ -1,7 +1,7 @@
 """Rows of Arrow batches as elements: dicts of columns.
 
-Whether a row is corrupt depends on the row alone, not on the batch that it is in: a
-resumed run cuts other batches, and must leave out the same rows.
+Whether a row is corrupt depends only on the row, not on its batch: a resumed run reads
+other batches, and must skip the same rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def elements(batch: pa.RecordBatch) -> Iterator[source.Element | str]:
-    """The rows of a batch, and in the place of a corrupt one what is wrong with it."""
+    """The rows of a batch; for a corrupt row, a description of the problem."""
     if not _problem(batch):
         yield from _valid_elements(batch)
         return
@@ -39,16 +39,16 @@ def _valid_elements(batch: pa.RecordBatch) -> Iterator[source.Element]:
 
 
 def _problem(batch: pa.RecordBatch) -> str:
-    """Why some row of a batch is corrupt; empty if none is."""
+    """The reason why a row of a batch is corrupt; empty if none is."""
     import pyarrow as pa
 
     try:
-        # A damaged page may decode to offsets out of bounds, or to text that is none.
+        # A damaged page may decode to offsets out of bounds or to invalid text.
         batch.validate(full=True)
     except pa.ArrowException as error:
         return str(error)
     for column in batch.columns:
-        # NumPy's arrays of numbers have no nulls. A row without a list is not corrupt.
+        # NumPy arrays of numbers cannot have nulls. A row without a list is valid.
         if _is_numbers(column.type) and column.null_count < len(column):
             _, values = _offsets_and_values(column)
             if values.null_count:
@@ -57,7 +57,7 @@ def _problem(batch: pa.RecordBatch) -> str:
 
 
 def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
-    # Of part of a table, the numbers of that part alone.
+    # For a slice of a table, only the values of the slice.
     offsets = column.offsets.to_numpy()
     first, stop = offsets[0], offsets[-1]
     return offsets, column.values.slice(first, stop - first)
@@ -66,10 +66,10 @@ def _offsets_and_values(column: pa.Array) -> tuple[np.ndarray, pa.Array]:
 def _values(column: pa.Array) -> Iterator[Any]:
     kind = column.type
     if _is_numbers(kind):
-        offsets, of_rows = _offsets_and_values(column)
-        values = np.asarray(of_rows.fill_null(0) if of_rows.null_count else of_rows)
-        if len(of_rows) < len(column.values):
-            # A view would keep the whole of the table alive.
+        offsets, numbers = _offsets_and_values(column)
+        values = np.asarray(numbers.fill_null(0) if numbers.null_count else numbers)
+        if len(numbers) < len(column.values):
+            # A view would keep the whole table in memory.
             values = values.copy()
         bounds = itertools.pairwise((offsets - offsets[0]).tolist())
         missing = column.is_null().to_pylist()
@@ -78,7 +78,7 @@ def _values(column: pa.Array) -> Iterator[Any]:
             for (begin, end), gone in zip(bounds, missing, strict=True)
         )
     if _is_number(kind):
-        # Of one type, whether or not another row of the batch has none.
+        # The type must not depend on whether another row of the batch is null.
         numbers = np.asarray(column.fill_null(0))
         missing = column.is_null().to_pylist()
         return (None if gone else n for n, gone in zip(numbers, missing, strict=True))

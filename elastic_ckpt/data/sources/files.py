@@ -1,4 +1,4 @@
-"""Data files, here or in any store that fsspec opens, and patience with bad reads."""
+"""Data files, local or in any store that fsspec supports, with retries of reads."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from elastic_ckpt.core import errors, storage
 
 T = TypeVar("T")
 
-# Pauses before each further try, for networks and disks that come back.
+# Pauses before each further try, for temporary failures of networks and disks.
 _PAUSES_SECS = (0.1, 0.5, 2.0)
-# Errors that do not go away by trying again, when a run starts.
+# Errors that are not retried when a run starts.
 _LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
-# The spans of a file that its sample covers: a file of 32 KiB is covered whole.
+# The spans of a file in its sample, which covers files of up to 32 KiB completely.
 _SAMPLE_SPANS = 8
 _SAMPLE_SPAN_BYTES = 4096
 
-# The properties by which stores tell one version of an object from another.
+# The properties by which stores distinguish versions of an object.
 _VERSIONS = ("etag", "generation", "md5hash", "mtime", "created", "lastmodified")
 
-# What forgets what this process remembers of files.
-_FORGET: list[Callable[[], object]] = []
+# The functions that clear this process's caches of files.
+_CLEAR_CACHES: list[Callable[[], object]] = []
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Content:
-    """What is in a file, as far as a glance shows it.
+    """A quick summary of the content of a file.
 
     Attributes:
       num_bytes: its size.
-      sample: 8 hex digits of the bytes in up to 8 spans of 4 KiB, evenly spaced from
-        its begin to its end.
+      sample: a digest, 8 hex digits, of up to 8 spans of 4 KiB, evenly spaced from its
+        beginning to its end.
       version: changes with each write; empty if the store has no such property.
     """
 
@@ -54,13 +54,13 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
     """The files of comma-separated paths or globs, sorted within each.
 
     Args:
-      patterns: paths of this machine, or URIs of any scheme that fsspec knows.
-      key: the configuration key that they come from, for messages.
+      patterns: local paths, or URIs of any scheme that fsspec supports.
+      key: the configuration key of the patterns, for messages.
 
     Raises:
-      DataError: naming the pattern that matches nothing.
+      DataError: if a pattern matches nothing; names it.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         matches = _matches(pattern)
         if not matches:
@@ -68,38 +68,38 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
                 f"{key}: {pattern} matches no file; write one with `elastic-ckpt data"
                 " DIRECTORY FILE`, or set text_directory"
             )
-        found += matches
-    if not found:
+        paths += matches
+    if not paths:
         raise errors.DataError(f"{key} is empty; set it to the files to read")
-    return tuple(found)
+    return tuple(paths)
 
 
-def names(value: Any, *, of: str, required: bool = False) -> tuple[str, ...]:
-    """A tuple of names, such as `files` or `columns`, from what a caller gave.
+def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
+    """A tuple of names, such as `files` or `columns`, from a caller's argument.
 
     Args:
       value: names or paths.
-      of: the class and argument that they were given to, for messages.
-      required: whether there has to be one.
+      argument: the class and the argument, for messages.
+      required: whether at least one is required.
 
     Raises:
-      ConfigError: if it is a single text, something else than names, or empty.
+      ConfigError: if it is a single text, does not consist of names, or is empty.
     """
     if isinstance(value, str | bytes | os.PathLike):
         raise errors.ConfigError(
-            f"{of}={value!r} is a single name; give a tuple: ({value!r},)"
+            f"{argument}={value!r} is a single name; give a tuple: ({value!r},)"
         )
     try:
-        found = tuple(str(os.fspath(name)) for name in value)
+        items = tuple(str(os.fspath(name)) for name in value)
     except TypeError as error:
-        raise errors.ConfigError(f"{of}={value!r}: {error}; give names") from None
-    if required and not found:
-        raise errors.ConfigError(f"{of} is empty; give at least one")
-    return found
+        raise errors.ConfigError(f"{argument}={value!r}: {error}; give names") from None
+    if required and not items:
+        raise errors.ConfigError(f"{argument} is empty; give at least one")
+    return items
 
 
 def absolute(patterns: str) -> str:
-    """Comma-separated patterns, those of this machine as absolute paths."""
+    """Comma-separated patterns, with local ones as absolute paths."""
     parts = filter(None, (part.strip() for part in patterns.split(",")))
     return ",".join(
         os.path.abspath(os.path.expanduser(part)) if storage.is_local(part) else part
@@ -124,8 +124,8 @@ def content(file: str) -> Content:
             name.lower().replace("-", "").replace("_", ""): value
             for name, value in system.info(path).items()
         }
-        found = [str(properties[name]) for name in _VERSIONS if properties.get(name)]
-        version, num_bytes = " ".join(found), properties["size"]
+        versions = [str(properties[name]) for name in _VERSIONS if properties.get(name)]
+        version, num_bytes = " ".join(versions), properties["size"]
         starts = _sample_starts(num_bytes)
         stops = [min(start + _SAMPLE_SPAN_BYTES, num_bytes) for start in starts]
         spans = system.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
@@ -134,7 +134,7 @@ def content(file: str) -> Content:
 
 
 def has_changed(file: str, version: str) -> bool:
-    """Whether a file of this machine is of another version; others are not asked."""
+    """Whether a local file has another version; false for remote files."""
     if not storage.is_local(file) or not version:
         return False
     try:
@@ -143,15 +143,15 @@ def has_changed(file: str, version: str) -> bool:
         return True
 
 
-def remembers(forget: Callable[[], object]) -> None:
-    """Has `forget_all` call `forget`, which clears what a module remembers of files."""
-    _FORGET.append(forget)
+def register_cache(clear: Callable[[], object]) -> None:
+    """Registers a function that clears a cache of files, for `forget_all`."""
+    _CLEAR_CACHES.append(clear)
 
 
 def forget_all() -> None:
-    """Forgets indexes and open files: one of them has changed."""
-    for forget in _FORGET:
-        forget()
+    """Clears all caches of indexes and open files, after a file has changed."""
+    for clear in _CLEAR_CACHES:
+        clear()
 
 
 @contextlib.contextmanager
@@ -167,23 +167,23 @@ def opened(file: str) -> Iterator[BinaryIO]:
 
 
 def local_copy(file: str) -> str:
-    """A path of this machine with the content of `file`, for readers that need one."""
+    """A local path with the content of `file`, for readers that need one."""
     if storage.is_local(file):
         return file
     return str(fsspec.open_local(f"simplecache::{file}"))
 
 
 def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
-    """What `read` returns, tried again after each `OSError`.
+    """Calls `read`, and tries again after each `OSError`.
 
     Args:
       read: may be called several times.
-      place: the file, and where in it, for messages.
-      at_start: whether this is the first time that the run reads the file; if it is
-        missing then, it is not waited for.
+      place: the file and the position in it, for messages.
+      at_start: whether this is the run's first read of the file; if it is missing then,
+        it is an error at once.
 
     Raises:
-      DataError: naming the place, when the last try has failed.
+      DataError: if the last try has failed; names the place.
     """
     for pause_secs in _PAUSES_SECS:
         try:
@@ -201,7 +201,7 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
     except OSError as error:
         raise errors.DataError(
             f"{place}: cannot be read, in {len(_PAUSES_SECS) + 1} tries ({error});"
-            " restore the file or the way to it, and start the run again"
+            " restore the file or the access to it, and start the run again"
         ) from error
 
 
@@ -209,8 +209,8 @@ def _matches(pattern: str) -> list[str]:
     if storage.is_local(pattern):
         return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
     system, path = fsspec.url_to_fs(pattern)
-    found = system.glob(path) if glob.has_magic(path) else [path] * system.exists(path)
-    return sorted(system.unstrip_protocol(match) for match in found)
+    paths = system.glob(path) if glob.has_magic(path) else [path] * system.exists(path)
+    return sorted(system.unstrip_protocol(match) for match in paths)
 
 
 def _sample_starts(num_bytes: int) -> list[int]:
@@ -221,7 +221,7 @@ def _sample_starts(num_bytes: int) -> list[int]:
     return [last * span // (spans - 1) for span in range(spans)]
 
 
-def _local_version(found: os.stat_result) -> str:
-    # The time of change cannot be set: unlike that of modification it shows a file that
-    # was copied here together with its times.
-    return f"{found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
+def _local_version(stat: os.stat_result) -> str:
+    # The change time cannot be set. Unlike the modification time it also differs for a
+    # file that was copied here together with its times.
+    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

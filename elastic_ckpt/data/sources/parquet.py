@@ -1,8 +1,7 @@
-"""Parquet files, a row group at a time, decoded a little at a time.
+"""Parquet files, read by row group and decoded in small batches.
 
-A shard that waits for its turn holds a small batch of rows and, while it is one of the
-last to have been read, an open row group. Shards that read parts of one row group share
-its table.
+Between its turns a shard holds a small batch of rows and, if it was read recently, an
+open row group. Shards that read parts of the same row group share its table.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-# Decoded bytes of the rows that a shard holds, of a row group that stays open.
+# The decoded size of a shard's batch, if its row group stays open.
 _BATCH_BYTES = 128 * 1024
-# A smaller row group does not stay open: it gives larger batches, and is decoded from
-# its begin for each. That costs less than to hold a page while other shards read.
+# A smaller row group does not stay open: it has larger batches, and is decoded from its
+# beginning for each. That costs less than holding a page while other shards read.
 _SMALL_BYTES = 2 * 1024 * 1024
 _SMALL_BATCH_BYTES = 512 * 1024
-# Of a column chunk, what is read at a time.
+# The size of a read from a column chunk.
 _BUFFER_BYTES = 64 * 1024
-# Bytes of a decoded number of each type.
+# The size of a decoded number of each type in bytes.
 _WIDTHS = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
-# Row groups that are open in a process.
+# The most open row groups in a process.
 _MAX_OPEN = 256
-# Parts of a row group from which on shards share its table.
+# From this number of parts on, shards share the table of a row group.
 _SHARED_PARTS = 4
-# A table that is shared between shards is at most so large.
+# The largest table that shards share.
 _MAX_SHARED_BYTES = 256 * 1024 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parquet:
-    """Parquet files, in blocks of a row group.
+    """Parquet files, in which each row group is a block.
 
-    An element has a column's value by the column's name: lists of numbers as NumPy
-    arrays that cannot be written to, text as `str`, anything else as Arrow gives it to
-    Python; None where there is no value.
+    An element has the value of each column by name: lists of numbers as read-only NumPy
+    arrays, text as `str`, other values as Arrow converts them to Python; None if there
+    is no value.
 
     Attributes:
       files: their paths or URIs.
-      columns: the columns to read; none reads all.
+      columns: the columns to read; empty reads all.
     """
 
     files: tuple[str, ...]
@@ -63,7 +62,7 @@ class Parquet:
         source.take_names(self, required="files", optional="columns")
 
     def settings(self) -> dict[str, storage.Json]:
-        """The format and what is read of a record."""
+        """The format and the columns that are read."""
         return {"format": "parquet", "columns": list(self.columns)}
 
     def index(self, file: str) -> source.FileIndex:
@@ -72,7 +71,7 @@ class Parquet:
         missing = set(self.columns) - set(metadata.schema.to_arrow_schema().names)
         if missing:
             raise errors.DataError(
-                f"{file}: no column {sorted(missing)}, it has"
+                f"{file}: no column {sorted(missing)}, only"
                 f" {metadata.schema.to_arrow_schema().names}; set columns, which is"
                 " train_data_columns in a configuration"
             )
@@ -88,11 +87,11 @@ class Parquet:
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """The rows of a unit but for the first `skip`."""
+        """The rows of a unit without the first `skip`."""
         rows = _OpenRows(self, unit, skip)
         place = f"{self.files[unit.file]}, row group {unit.block}"
         row, stop = unit.first + skip, unit.first + unit.num_records
-        # By a local name: at the end of the program the module's may be gone first.
+        # A local name: at the end of the program the module's may be deleted first.
         corrupt_page = _CorruptPage
         while row < stop:
             try:
@@ -111,8 +110,8 @@ class Parquet:
 
 
 def _is_small_part(unit: units.Unit) -> bool:
-    # Smaller parts are read by several shards: better to decode the row group once, and
-    # hold it, than to decode and drop what lies before the part in each of them.
+    # Several shards read small parts: it is cheaper to decode the row group once and
+    # keep it than to decode the rows before the part in each shard.
     return unit.num_records * _SHARED_PARTS <= unit.block_records
 
 
@@ -121,7 +120,7 @@ class _CorruptPage(Exception):
 
 
 class _OpenRows:
-    """Batches of a row group from a row on; the way there may be closed in between."""
+    """Batches of a row group from a row on; it may be closed between two batches."""
 
     def __init__(self, parquet: Parquet, unit: units.Unit, skip: int) -> None:
         self._parquet = parquet
@@ -131,7 +130,7 @@ class _OpenRows:
         self.stays_open = not is_small or _is_small_part(unit)
 
     def open(self) -> Iterator[pa.RecordBatch]:
-        """Batches from the row on that the next one begins with."""
+        """Batches from the next row on."""
         unit = self._unit
         table = _shared_table(self._parquet, unit) if _is_small_part(unit) else None
         if table is not None:
@@ -139,7 +138,7 @@ class _OpenRows:
         return _skipped(_streamed(self._parquet, unit), self._row)
 
     def advance(self, num_rows: int) -> None:
-        """Remembers that so many rows were taken."""
+        """Counts rows that were taken."""
         self._row += num_rows
 
 
@@ -149,7 +148,7 @@ def _next(rows: _OpenRows) -> pa.RecordBatch:
     try:
         batch = next(_OPEN.get(rows, rows.open))
     except StopIteration:
-        raise _CorruptPage("fewer rows than the footer says") from None
+        raise _CorruptPage("fewer rows than in the footer") from None
     except (pa.ArrowInvalid, pa.ArrowException, OSError, EOFError) as error:
         _OPEN.drop(rows)
         if _is_from_outside(error):
@@ -162,13 +161,13 @@ def _next(rows: _OpenRows) -> pa.RecordBatch:
 
 
 def _is_from_outside(error: Exception) -> bool:
-    # Arrow also calls bytes that it cannot decode an OSError: a bare one, no number.
+    # Arrow also raises OSError for bytes that it cannot decode, but without an errno.
     bare = type(error) is OSError and error.errno is None
     return isinstance(error, OSError) and not bare
 
 
 def _shared(table: pa.Table, unit: units.Unit) -> Iterator[pa.RecordBatch]:
-    # While this is open, it keeps the table for other shards.
+    # While this generator is open, it keeps the table alive for other shards.
     num_batches = max(1, table.nbytes // _BATCH_BYTES)
     batch_rows = -(-table.num_rows // num_batches)
     part = table.slice(unit.first, unit.num_records)
@@ -201,8 +200,8 @@ def _streamed(parquet: Parquet, unit: units.Unit) -> Iterator[pa.RecordBatch]:
 
 
 def _shared_table(parquet: Parquet, unit: units.Unit) -> pa.Table | None:
-    # None for a row group too large to hold: every reader of a part then decodes, and
-    # drops, what lies before it.
+    # None if the row group is too large to keep: each reader of a part then decodes the
+    # rows before it.
     file, columns = parquet.files[unit.file], list(parquet.columns) or None
     if _row_group_bytes(parquet, unit) > _MAX_SHARED_BYTES:
         return None
@@ -219,7 +218,7 @@ def _shared_table(parquet: Parquet, unit: units.Unit) -> pa.Table | None:
 
 
 class _Open:
-    """The row groups that are open, the last ones used; each by who reads it."""
+    """A cache of recently used open row groups, by reader."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -230,10 +229,10 @@ class _Open:
     ) -> Iterator[pa.RecordBatch]:
         """The open batches of `rows`, or new ones."""
         with self._lock:
-            found = self._batches.get(id(rows))
-            if found is not None:
+            batches = self._batches.get(id(rows))
+            if batches is not None:
                 self._batches.move_to_end(id(rows))
-                return found
+                return batches
         made = make()
         with self._lock:
             weakref.finalize(rows, self._batches.pop, id(rows), None)
@@ -254,16 +253,16 @@ _TABLES: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 def _open(file: str, *, buffered: bool) -> pq.ParquetFile:
-    # Memory-mapped, a local file needs neither buffers nor copies.
+    # A memory-mapped local file needs neither buffers nor copies.
     local = storage.is_local(file)
-    place: Any = file
+    opened: Any = file
     if not local:
         import fsspec
 
         system, path = fsspec.url_to_fs(file)
-        place = system.open(path, "rb")
+        opened = system.open(path, "rb")
     return library().ParquetFile(
-        place,
+        opened,
         memory_map=local,
         metadata=_metadata(file),
         buffer_size=_BUFFER_BYTES if buffered and not local else 0,
@@ -283,30 +282,30 @@ def _metadata(file: str) -> pq.FileMetaData:
         if _is_from_outside(error):
             raise
         raise errors.DataError(
-            f"{file}: not a whole Parquet file ({error}); restore it from a copy, or"
-            " read it as what it is (grain_file_type)"
+            f"{file}: not a complete Parquet file ({error}); restore it from a copy, or"
+            " set grain_file_type to its format"
         ) from None
 
 
-files.remembers(_metadata.cache_clear)
-files.remembers(_TABLES.clear)
+files.register_cache(_metadata.cache_clear)
+files.register_cache(_TABLES.clear)
 
 
 def _row_group_bytes(parquet: Parquet, unit: units.Unit) -> int:
-    # About what the columns take when they are decoded.
+    # The approximate size of the decoded columns.
     group = _metadata(parquet.files[unit.file]).row_group(unit.block)
     size = 0
     for number in range(group.num_columns):
         chunk = group.column(number)
-        if not parquet.columns or _is_of(chunk.path_in_schema, parquet.columns):
+        if not parquet.columns or _is_in(chunk.path_in_schema, parquet.columns):
             width = _WIDTHS.get(chunk.physical_type)
             decoded = width * chunk.num_values if width else 0
             size += max(decoded, chunk.total_uncompressed_size)
     return size
 
 
-def _is_of(path: str, columns: tuple[str, ...]) -> bool:
-    # Whether a leaf is in one of the columns, whose names may have dots of their own.
+def _is_in(path: str, columns: tuple[str, ...]) -> bool:
+    # Whether a leaf is in one of the columns, whose names may contain dots.
     return any(path == name or path.startswith(f"{name}.") for name in columns)
 
 

@@ -1,7 +1,7 @@
-"""What the bytes of an ArrayRecord or TFRecord record mean: raw, or a tf.Example.
+"""Decodes the bytes of an ArrayRecord or TFRecord record: raw bytes, or a tf.Example.
 
-The message is described here as TensorFlow's `example.proto` describes it, so that it
-is read through protobuf alone.
+The message type is defined here as in TensorFlow's `example.proto`, so that reading it
+requires only protobuf.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ FORMATS = (BYTES, TF_EXAMPLE)
 RAW_COLUMN = "text"
 
 _PACKAGE = "elastic_ckpt.tensorflow"
-# Of each list of values its name, its number in `Feature`, and their protobuf type.
+# The lists of values: name, field number in `Feature`, and protobuf type of the values.
 _LISTS = (("bytes_list", 1, 12), ("float_list", 2, 2), ("int64_list", 3, 3))
 
 Decode = Callable[[bytes], source.Element]
 
 
-def check(record_format: str, *, of: str) -> None:
-    """Raises a ConfigError if `of` was given a format that there is none of."""
+def check(record_format: str, *, source_name: str) -> None:
+    """Raises a ConfigError unless `record_format` is one of `FORMATS`."""
     if record_format not in FORMATS:
         raise errors.ConfigError(
-            f"{of}: record_format={record_format!r}; choose one of {', '.join(FORMATS)}"
+            f"{source_name}: record_format={record_format!r}; choose one of"
+            f" {', '.join(FORMATS)}"
         )
 
 
 def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
-    """How to make an element of a record.
+    """A function that converts a record to an element.
 
     Args:
-      record_format: `bytes` gives one column of bytes, named by `columns` or `text`;
-        `tf_example` gives the features by name: bytes if there is one value, a list of
-        bytes if there are more, float32 or int64 arrays of shape `[values]`.
-      columns: the features to keep; none keeps all.
+      record_format: with `bytes`, elements have one column of bytes, named by `columns`
+        or `text`; with `tf_example` they have the features by name: bytes for one
+        value, a list of bytes for several, float32 or int64 arrays of shape `[values]`.
+      columns: the features to keep; empty keeps all.
     """
     if record_format == BYTES:
         name = columns[0] if columns else RAW_COLUMN
@@ -54,10 +55,10 @@ def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
 
 
 def decoded(decode: Decode, record: bytes, place: str) -> source.Read:
-    """The element of a record, or the error naming `place` if it is of another format.
+    """The element of a record, or an error with `place` if it is of another format.
 
     Raises:
-      DataError: naming `place`, if it lacks a feature.
+      DataError: if it lacks a feature; names `place`.
     """
     try:
         return decode(record)
@@ -89,15 +90,15 @@ def encode(features: source.Element) -> bytes:
 
 def _parse(record: bytes, *, columns: frozenset[str]) -> source.Element:
     try:
-        found = _example_class().FromString(record).features.feature
+        features = _example_class().FromString(record).features.feature
     except message.DecodeError as error:
         raise ValueError(f"not a tf.Example: {error}") from None
-    missing = columns - found.keys()
+    missing = columns - features.keys()
     if missing:
         raise LookupError(
-            f"no feature {sorted(missing)}, the record has {sorted(found)}"
+            f"no feature {sorted(missing)}, the record has {sorted(features)}"
         )
-    return {n: _value(f) for n, f in found.items() if not columns or n in columns}
+    return {n: _value(f) for n, f in features.items() if not columns or n in columns}
 
 
 def _value(feature: Any) -> Any:

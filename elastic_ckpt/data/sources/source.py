@@ -1,8 +1,8 @@
 """Sources: files of records that are read unit by unit.
 
-A source knows its files. An index says how many records each block of a file has: a row
-group of Parquet, a range of records elsewhere. Blocks, or parts of them, are the units
-that shards read (`data.units`).
+A source is a list of files. An index has the number of records in each block of a file:
+a row group in Parquet, a range of records in other formats. Blocks, or parts of them,
+are the units that shards read (`data.units`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from elastic_ckpt.data.sources import files
 # A record: its columns by name.
 Element = dict[str, Any]
 
-# Records of a block, where the format has none of its own.
+# Records of a block in formats without blocks.
 BLOCK_RECORDS = 1024
-# Files of which a fingerprint keeps every name; more are folded into groups.
+# The most files that a fingerprint lists by name; more are combined into groups.
 _MAX_NAMED = 1024
 _INDEX_THREADS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FileIndex:
-    """What one file holds.
+    """The index of one file.
 
     Attributes:
-      content: its size, and what its content looks like.
+      content: its size, and a sample of its content.
       block_records: records of each block, int64 `[blocks]`.
-      block_bytes: where each block begins, for formats that have to know.
+      block_bytes: the offset of each block, for formats that need it.
     """
 
     content: files.Content
@@ -46,25 +46,25 @@ class FileIndex:
 
     @property
     def num_records(self) -> int:
-        """Records of the file."""
+        """The number of records in the file."""
         return int(self.block_records.sum())
 
 
 def blocks(num_records: int) -> np.ndarray:
-    """The records of the blocks of a file whose format has none of its own."""
+    """The number of records in each block of a file in a format without blocks."""
     starts = np.arange(0, num_records, BLOCK_RECORDS)
     return np.minimum(BLOCK_RECORDS, num_records - starts)
 
 
 class Source(Protocol):
-    """Files of one format. A frozen value that survives cloudpickle."""
+    """Files of one format: a frozen value, picklable by cloudpickle."""
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths or URIs, in order."""
 
     def settings(self) -> dict[str, storage.Json]:
-        """The format, and what is read of a record."""
+        """The format, and the columns that are read."""
 
     def index(self, file: str) -> FileIndex:
         """Reads the index of one file.
@@ -74,10 +74,10 @@ class Source(Protocol):
         """
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[Read]:
-        """The records of `unit` in order, but for the first `skip`.
+        """The records of `unit` in order, without the first `skip`.
 
-        A `CorruptError` takes the place of records that are not what was written. Which
-        records these are must not depend on `skip`.
+        Yields a `CorruptError` instead of corrupt records. Which records are corrupt
+        must not depend on `skip`.
 
         Raises:
           DataError: if the file cannot be read, after several tries.
@@ -85,10 +85,10 @@ class Source(Protocol):
 
 
 class CorruptError(errors.DataError):
-    """Records that are not what was written.
+    """Corrupt records: their content differs from what was written.
 
     Attributes:
-      num_records: how many.
+      num_records: the number of records.
     """
 
     def __init__(self, message: str, *, num_records: int) -> None:
@@ -96,39 +96,41 @@ class CorruptError(errors.DataError):
         self.num_records = num_records
 
 
-# What reading gives in the place of each record, or of several corrupt ones.
+# The result of reading a record, or several corrupt ones.
 Read: TypeAlias = Element | CorruptError
 
 
 def corrupt(place: str, problem: object, *, num_records: int = 1) -> CorruptError:
-    """The error of `num_records` records that begin at `place`."""
+    """The error for `num_records` corrupt records that begin at `place`."""
     return CorruptError(
         f"{place}: corrupt ({problem}); restore the file from a copy, or set"
-        " corrupt_records=skip, which is Reading(skip_corrupt=True), to leave such"
-        " records out and count them",
+        " corrupt_records=skip, which is Reading(skip_corrupt=True), to skip and count"
+        " such records",
         num_records=num_records,
     )
 
 
-def take_names(of: Any, **fields: str) -> None:
-    """Makes tuples of the fields of a source that a caller may have given as lists.
+def take_names(source: Any, **fields: str) -> None:
+    """Converts fields of a source to tuples, in case the caller passed lists.
 
     Args:
-      of: the source, in its construction.
-      **fields: the fields by whether they are `required` or `optional`.
+      source: the source, during its construction.
+      **fields: the name of the `required` and of the `optional` field.
 
     Raises:
-      ConfigError: as `files.names` says.
+      ConfigError: as in `files.names`.
     """
     for kind, field in fields.items():
-        what = f"{type(of).__name__}: {field}"
-        taken = files.names(getattr(of, field), of=what, required=kind == "required")
-        object.__setattr__(of, field, taken)
+        argument = f"{type(source).__name__}: {field}"
+        names = files.names(
+            getattr(source, field), argument=argument, required=kind == "required"
+        )
+        object.__setattr__(source, field, names)
 
 
 @functools.lru_cache(maxsize=256)
 def indexes(source: Source) -> tuple[FileIndex, ...]:
-    """The index of each file, read once a process.
+    """The index of each file, read once in each process.
 
     Raises:
       DataError: if a file is not of the source's format, or no file holds a record.
@@ -139,71 +141,71 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
 
     workers = min(_INDEX_THREADS, len(source.files))
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        found = tuple(pool.map(read, source.files))
-    if not any(index.num_records for index in found):
+        file_indexes = tuple(pool.map(read, source.files))
+    if not any(index.num_records for index in file_indexes):
         raise errors.DataError(
             f"{', '.join(source.files)}: not one record; write them again"
         )
-    return found
+    return file_indexes
 
 
 def num_records(source: Source) -> int:
-    """Records of an epoch."""
+    """The number of records in an epoch."""
     return sum(index.num_records for index in indexes(source))
 
 
 @functools.lru_cache(maxsize=256)
 def cut(source: Source, num_shards: int) -> units.Units:
-    """The units of `source` for so many shards."""
+    """The units of `source` for `num_shards` shards."""
     return units.cut([i.block_records for i in indexes(source)], num_shards)
 
 
 def identity(source: Source, *, sampled: bool = True) -> dict[str, storage.Json]:
-    """What decides which record is where; of files the names, but not their place.
+    """The properties that determine the records: settings, and files without paths.
 
     Args:
-      source: the files; if one has changed since it was indexed, all are indexed anew.
-      sampled: whether a sample of their content is part of it.
+      source: the files; if one has changed since it was indexed, all are indexed again.
+      sampled: whether to include a sample of their content.
     """
-    found = indexes(source)
-    if any(map(_has_changed, source.files, found)):
+    file_indexes = indexes(source)
+    if any(map(_has_changed, source.files, file_indexes)):
         files.forget_all()
-        found = indexes(source)
+        file_indexes = indexes(source)
     entries: list[storage.Json] = [
         _entry(file, index, sampled)
-        for file, index in zip(source.files, found, strict=True)
+        for file, index in zip(source.files, file_indexes, strict=True)
     ]
     return {**source.settings(), "files": _folded(entries)}
 
 
 def fingerprint(source: Source) -> str:
-    """16 hex digits that stand for the identity."""
+    """A digest of the identity, 16 hex digits."""
     return digest.json_digest(identity(source))[:16]
 
 
 def tree(source: Source, *, max_files: int = 8) -> str:
-    """The source in words, a line for each of its first files."""
-    found = indexes(source)
+    """A description of the source, with a line for each of its first files."""
+    file_indexes = indexes(source)
     settings = source.settings()
     lines = [
-        f"{settings.pop('format')}: {len(found):,} files,"
-        f" {sum(len(i.block_records) for i in found):,} blocks,"
+        f"{settings.pop('format')}: {len(file_indexes):,} files,"
+        f" {sum(len(i.block_records) for i in file_indexes):,} blocks,"
         f" {num_records(source):,} records, fingerprint {fingerprint(source)}"
     ]
     lines += [f"|-- {key}: {value}" for key, value in settings.items() if value]
-    shown = list(zip(source.files, found, strict=True))[:max_files]
+    shown = list(zip(source.files, file_indexes, strict=True))[:max_files]
     lines += [
         f"|-- {os.path.basename(file)}: {index.content.num_bytes:,} bytes,"
         f" {len(index.block_records):,} blocks, {index.num_records:,} records"
         for file, index in shown
     ]
-    if len(found) > len(shown):
-        lines.append(f"|-- and {len(found) - len(shown):,} more")
+    if len(file_indexes) > len(shown):
+        lines.append(f"|-- and {len(file_indexes) - len(shown):,} more")
     return "\n".join(lines)
 
 
-files.remembers(indexes.cache_clear)
-files.remembers(cut.cache_clear)
+files.register_cache(indexes.cache_clear)
+files.register_cache(cut.cache_clear)
 
 
 def _has_changed(file: str, index: FileIndex) -> bool:
@@ -223,7 +225,7 @@ def _entry(file: str, index: FileIndex, sampled: bool) -> list[storage.Json]:
 
 
 def _folded(entries: Sequence[Any]) -> list[storage.Json]:
-    # A data state stays small, however many files there are.
+    # Keeps the data state small for any number of files.
     if len(entries) <= _MAX_NAMED:
         return list(entries)
     size = -(-len(entries) // _MAX_NAMED)

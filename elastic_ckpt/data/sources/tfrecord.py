@@ -1,10 +1,10 @@
-"""TFRecord files, whose checksums are all verified.
+"""TFRecord files; every checksum is verified.
 
 A record is its length (uint64, little-endian), the masked CRC-32C of these eight bytes,
-the data, and the data's masked CRC-32C (TensorFlow's `record_writer.h`). Where records
-begin is known from a walk over the lengths alone. It is taken once for each version of
-a file: where each block of 1,024 records begins is kept below
-`$XDG_CACHE_HOME/elastic_ckpt`. A reader compares the end of each block with its index.
+the data, and the data's masked CRC-32C (TensorFlow's `record_writer.h`). Finding the
+records requires a pass over all lengths. It is made once for each version of a file:
+the offset of each block of 1,024 records is cached below
+`$XDG_CACHE_HOME/elastic_ckpt`. A reader compares the end of each block with the index.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _LENGTH = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
 _HEADER_BYTES = 12
 _FOOTER_BYTES = 4
-# Read at a time while records are delivered.
+# The size of a read.
 _BUFFER_BYTES = 256 * 1024
 _INDEX_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TFRecord:
-    """TFRecord files that are not compressed, in blocks of 1,024 records.
+    """Uncompressed TFRecord files, in blocks of 1,024 records.
 
     Attributes:
       files: their paths or URIs.
-      columns: what to keep of a record, see `record_format`.
-      record_format: what a record is: `bytes` or `tf_example`.
+      columns: the columns to keep, see `record_format`.
+      record_format: the content of a record: `bytes` or `tf_example`.
     """
 
     files: tuple[str, ...]
@@ -48,10 +48,10 @@ class TFRecord:
 
     def __post_init__(self) -> None:
         source.take_names(self, required="files", optional="columns")
-        record_format.check(self.record_format, of="TFRecord")
+        record_format.check(self.record_format, source_name="TFRecord")
 
     def settings(self) -> dict[str, storage.Json]:
-        """The format and what is read of a record."""
+        """The format and the columns that are read."""
         return {
             "format": "tfrecord",
             "record_format": self.record_format,
@@ -59,12 +59,12 @@ class TFRecord:
         }
 
     def index(self, file: str) -> source.FileIndex:
-        """Where the blocks begin, from the cache or from a walk over the file."""
+        """The offsets of the blocks, from the cache or from a pass over the file."""
         content = files.content(file)
         cached = _cache_path(file, content)
         try:
-            found = checked_json.read(cached, what="index", version=_INDEX_VERSION)
-            starts, num_records = tuple(found["block_bytes"]), found["num_records"]
+            fields = checked_json.read(cached, what="index", version=_INDEX_VERSION)
+            starts, num_records = tuple(fields["block_bytes"]), fields["num_records"]
         except (errors.DataError, OSError):
             starts, num_records = _walk(file, content.num_bytes)
             if content.version:
@@ -76,7 +76,7 @@ class TFRecord:
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
-        """The records of a unit but for the first `skip`."""
+        """The records of a unit without the first `skip`."""
         decode = record_format.decoder(self.record_format, self.columns)
         file = self.files[unit.file]
         index = source.indexes(self)[unit.file]
@@ -105,13 +105,13 @@ class TFRecord:
                 number += 1
             left -= len(records)
             before = 0
-        of_block = unit.first + unit.num_records == unit.block_records
+        ends_block = unit.first + unit.num_records == unit.block_records
         ends = (*index.block_bytes[1:], index.content.num_bytes)
-        if of_block and skip < unit.num_records and offset != ends[unit.block]:
+        if ends_block and skip < unit.num_records and offset != ends[unit.block]:
             raise errors.DataError(
-                f"{file}: block {unit.block} ends at byte {offset}, and by the file's"
-                f" index at byte {ends[unit.block]}: the file has changed under the"
-                " run; restore it from a copy, and start the run again"
+                f"{file}: block {unit.block} ends at byte {offset}, but at byte"
+                f" {ends[unit.block]} in the file's index: the file has changed during"
+                " the run; restore it from a copy, and start the run again"
             )
 
 
@@ -127,8 +127,8 @@ def write(path: epath.PathLike, records: Iterable[bytes]) -> None:
 def _read_run(
     file: str, offset: int, *, before: int, limit: int
 ) -> tuple[list[tuple[bytes, int]], int]:
-    # Passes over `before` records, then takes about a buffer of them, with their
-    # checksums; and where the next one begins.
+    # Skips `before` records, then reads about a buffer of records with their checksums.
+    # Also returns the offset of the next record.
     records: list[tuple[bytes, int]] = []
     taken_bytes = 0
     with files.opened(file) as stream:
@@ -145,7 +145,7 @@ def _read_run(
                 if len(data) < length + _FOOTER_BYTES:
                     raise _lost(file, offset, limit)
             except source.CorruptError:
-                # What lies before it is delivered first.
+                # The records before it are returned first.
                 if records:
                     break
                 raise
@@ -163,10 +163,10 @@ def _read_length(stream: BinaryIO, file: str, offset: int, left: int) -> int:
 
 
 def _lost(file: str, offset: int, left: int) -> source.CorruptError:
-    # Without its length there is no way to the next record of the block.
+    # Without its length, the next record of the block cannot be found.
     return source.corrupt(
         f"{file}, byte {offset}",
-        "not the length of a record, or cut short; what follows in this block cannot"
+        "not the length of a record, or cut short; later records of this block cannot"
         " be found",
         num_records=left,
     )
@@ -205,17 +205,17 @@ def _walk(file: str, num_bytes: int) -> tuple[tuple[int, ...], int]:
 def _foreign(file: str, offset: int, header: bytes) -> str:
     if offset == 0 and header[:2] in (b"\x1f\x8b", b"\x78\x9c"):
         return (
-            f"{file}: a compressed file, in which records cannot be found; decompress"
-            " it, or write it again without compression"
+            f"{file}: a compressed file, which is not supported; decompress it, or"
+            " write it again without compression"
         )
     return (
         f"{file}, byte {offset}: not a TFRecord file, or damaged there; restore it"
-        " from a copy, or read it as what it is (grain_file_type)"
+        " from a copy, or set grain_file_type to its format"
     )
 
 
 def _cache_path(file: str, content: files.Content) -> epath.Path:
-    # Another version or sample is another file.
+    # A file with another version or sample has another cache entry.
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     place = os.path.abspath(file) if storage.is_local(file) else file
     name = digest.json_digest([place, *dataclasses.astuple(content)])
@@ -231,5 +231,5 @@ def _keep(path: epath.Path, starts: tuple[int, ...], num_records: int) -> None:
     try:
         storage.write_atomic(path, content)
     except OSError:
-        # A cache that cannot be written costs a walk at the next start, no more.
+        # Without the cache the next start makes another pass over the file.
         return

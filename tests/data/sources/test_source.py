@@ -131,5 +131,5 @@ def test_the_error_of_corrupt_records_says_where_how_many_and_the_way_out():
     assert str(error) == (
         "/data/a, record 3: corrupt (its checksum differs); restore the file from a"
         " copy, or set corrupt_records=skip, which is Reading(skip_corrupt=True), to"
-        " leave such records out and count them"
+        " skip and count such records"
     )

@@ -290,7 +290,7 @@ def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
     content = pathlib.Path(file).read_bytes()
     one = framed(bytes(18))
     pathlib.Path(file).write_bytes(one + content[len(one) :])
-    with refused("/a: block 0 ends at byte .*: the file has changed under the run"):
+    with refused("/a: block 0 ends at byte .*: the file has changed during the run"):
         source_contract.read_all(of, 1, num_epochs=1)
 
 

@@ -1,6 +1,7 @@
-"""Calls in a thread of their own, ahead of whoever takes the results.
+"""Calls in a background thread whose results are taken later, and their cleanup.
 
-And what has to be closed, with the thread, when nobody holds it any more.
+`BackgroundCalls` calls one function ahead of time. `close_with` closes a resource when
+its owner is garbage-collected or when the program ends.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from elastic_ckpt.core import errors
 
 T = TypeVar("T")
 
-# How long to wait for a call that is under way, when nobody wants its result any more.
+# How long `close` waits for a call in progress, whose result is no longer needed.
 _CLOSE_SECS = 10.0
 
 
 class Close(Protocol):
-    """Ends something; waits for it, if it may."""
+    """Closes a resource."""
 
     def __call__(self, *, wait: bool) -> None:
-        """Ends it."""
+        """Closes it, and with `wait` returns only once it is closed."""
 
 
 _to_close: dict[weakref.ref[object], Close] = {}
 
 
-class Ahead(Generic[T]):
-    """Calls a function in a thread of its own, ahead of who takes the results.
+class BackgroundCalls(Generic[T]):
+    """Calls a function in a background thread before its results are needed.
 
-    The first call is made when the first result is asked for. Results, and errors, come
-    in the order of the calls.
+    The first call is made at the first `take`. Results and errors are returned in the
+    order of the calls.
 
     Args:
       call: the function.
-      depth: calls that are ahead, at least 1.
+      depth: how many calls are made beyond the result that is taken, at least 1.
     """
 
     def __init__(self, call: Callable[[], T], *, depth: int) -> None:
@@ -52,26 +53,29 @@ class Ahead(Generic[T]):
         self._closed = False
         self._pending: collections.deque[futures.Future[T]] = collections.deque()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # A daemon: a read that hangs must not keep the program from ending.
+        # A daemon thread, so that a read that hangs does not keep the program alive.
         self._thread = threading.Thread(
-            target=_work, args=(self._tasks,), name="elastic_ckpt-ahead", daemon=True
+            target=_work,
+            args=(self._tasks,),
+            name="elastic_ckpt-background",
+            daemon=True,
         )
         self._thread.start()
 
     def take(self) -> T:
-        """The next result; waits for it, and raises what the call raised."""
+        """Waits for the next result and returns it, or raises the call's error."""
         while len(self._pending) <= self._depth:
             self._pending.append(self.submit(self._call))
         due = self._pending[0]
-        # Whoever is interrupted here has not taken it: it is still the next.
+        # After an interruption here (Ctrl-C) this result is still the next one.
         futures.wait([due])
-        # Unless another thread has dropped all meanwhile.
+        # Another thread may have dropped all results meanwhile.
         if self._pending:
             self._pending.popleft()
         return due.result()
 
     def submit(self, call: Callable[[], Any]) -> futures.Future[Any]:
-        """Makes another call in the same thread, after those that are under way.
+        """Queues another call in the same thread, after all queued calls.
 
         Raises:
           DataError: if the thread has ended.
@@ -83,20 +87,22 @@ class Ahead(Generic[T]):
         return task.future
 
     def num_ready(self) -> int:
-        """Results that can be taken without waiting."""
+        """The number of results that `take` returns without waiting."""
         return sum(future.done() for future in self._pending)
 
     def drop(self) -> None:
-        """Forgets the results that nobody took; a call under way is still finished."""
+        """Discards the results not yet taken; a call in progress still finishes."""
         while self._pending:
             self._pending.pop().cancel()
 
     def close(
         self, last: Callable[[], object] | None = None, *, wait: bool = True
     ) -> None:
-        """Ends the thread, after `last` was called in it.
+        """Ends the thread after a last call in it.
 
-        If a call hangs, it is left to itself after a while; without `wait` at once.
+        Args:
+          last: called in the thread before it ends.
+          wait: whether to wait until then, for at most 10 s if a call hangs.
         """
         if self._closed:
             return
@@ -111,25 +117,26 @@ class Ahead(Generic[T]):
             ended.result(_CLOSE_SECS)
         except futures.TimeoutError:
             logging.warning(
-                "what reads ahead has not come back for %g s; it is left alone",
+                "a background call has not returned within %g s; its thread is"
+                " abandoned",
                 _CLOSE_SECS,
             )
 
 
 def close_with(owner: object, close: Close) -> None:
-    """Has `close` called when `owner` is gone, or before the program ends.
+    """Calls `close` once `owner` is garbage-collected, or before the program ends.
 
-    It waits only at the end: whoever collects garbage must not wait for a read that is
-    under way. `close` must not hold `owner`, and may be called twice.
+    `wait` is true only at the end of the program: garbage collection must not block on
+    a read in progress. `close` must not refer to `owner`, and may be called twice.
     """
 
     def gone(reference: weakref.ref[object]) -> None:
-        # None if it is being closed at the end of the program.
+        # None if `_close_all` is closing it.
         if close := _to_close.pop(reference, None):
             close(wait=False)
 
     if not _to_close:
-        # Handlers run in the reverse order of their registration: late is early.
+        # Handlers run in reverse order of registration: the last one runs first.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
     _to_close[weakref.ref(owner, gone)] = close
@@ -151,14 +158,14 @@ class _Task:
             return
         try:
             self.future.set_result(self.call())
-        except BaseException as error:  # the root of a thread: whoever takes it raises
+        except BaseException as error:  # the root of a thread; `take` raises it again
             self.future.set_exception(error)
 
 
 def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        # What it made is only for whoever takes it.
+        # The thread must not keep the result alive.
         del task
 
 

@@ -6,7 +6,7 @@ from elastic_ckpt_sidecar import RemoteIterator, worker
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.data import first_contact, iterator, sharded_data
+from elastic_ckpt.data import compatibility, iterator, sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
 from tests import pipelines
 
@@ -18,20 +18,20 @@ def sharded(name="plain", num_shards=12):
 
 def facts_of(host, **changed):
     facts = {
-        **first_contact.of_host(sharded()),
-        first_contact.HOST: f"host {host} (node-{host})",
+        **compatibility.local_facts(sharded()),
+        compatibility.HOST: f"host {host} (node-{host})",
     }
     return facts | {name.replace("_", "-"): of for name, of in changed.items()}
 
 
 def complaint(facts):
     with pytest.raises(errors.ConfigError) as raised:
-        first_contact.check(facts)
+        compatibility.check(facts)
     return str(raised.value)
 
 
 def test_hosts_that_agree_pass():
-    first_contact.check([facts_of(host) for host in range(5)])
+    compatibility.check([facts_of(host) for host in range(5)])
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_of_every_fact_that_differs_it_says_which_host_has_what(name):
     assert told == (
         f"the hosts of this run differ: {name.replace('_', '-')} is {own} on host 0"
         " (node-0), host 1 (node-1), 0.0 on host 2 (node-2). Give every host, and the"
-        " image of the sidecar, the same versions; where the pipeline differs, the same"
+        " image of the sidecar, the same versions; if the pipeline differs, the same"
         " configuration and files"
     )
 
@@ -65,29 +65,29 @@ def test_of_many_hosts_a_few_are_named_and_each_once():
 
 def test_what_a_host_has_not_said_is_not_compared():
     silent = dict(facts_of(1))
-    del silent[first_contact.PIPELINE]
-    first_contact.check([facts_of(0), silent])
+    del silent[compatibility.PIPELINE]
+    compatibility.check([facts_of(0), silent])
 
 
 def test_facts_survive_their_way_as_arrays():
-    facts = first_contact.of_host(sharded(), role="the head")
-    rows = np.stack([first_contact.to_row(facts)] * 3)
-    assert first_contact.from_rows(rows) == [facts] * 3
+    facts = compatibility.local_facts(sharded(), role="the head")
+    rows = np.stack([compatibility.to_row(facts)] * 3)
+    assert compatibility.from_rows(rows) == [facts] * 3
 
 
 def test_the_longest_facts_fit(monkeypatch):
-    monkeypatch.setattr(first_contact.platform, "node", lambda: "n" * 255)
+    monkeypatch.setattr(compatibility.platform, "node", lambda: "n" * 255)
     monkeypatch.setattr(
-        first_contact.metadata, "version", lambda _: "0.12.0.dev20261120+0123456789ab"
+        compatibility.metadata, "version", lambda _: "0.12.0.dev20261120+0123456789ab"
     )
-    facts = first_contact.of_host(sharded(), role="the head")
-    assert len(first_contact.to_row(facts)) == 512
+    facts = compatibility.local_facts(sharded(), role="the head")
+    assert len(compatibility.to_row(facts)) == 512
 
 
 def test_the_fingerprint_is_that_of_what_decides_which_example_comes_when(data):
-    assert first_contact.fingerprint(sharded()) == first_contact.fingerprint(sharded())
+    assert compatibility.fingerprint(sharded()) == compatibility.fingerprint(sharded())
     of = [sharded(), sharded("filtered"), sharded(num_shards=6)]
-    prints = [first_contact.fingerprint(one) for one in (*of, data)]
+    prints = [compatibility.fingerprint(one) for one in (*of, data)]
     assert len(set(prints)) == 4
     assert all(len(one) == 16 and int(one, 16) >= 0 for one in prints)
 
@@ -95,14 +95,14 @@ def test_the_fingerprint_is_that_of_what_decides_which_example_comes_when(data):
 @pytest.fixture
 def at_the_worker(monkeypatch):
     """Has the worker, and not the head, find other facts of its host."""
-    of_host = first_contact.of_host
+    of_host = compatibility.local_facts
 
     def find(**changed):
         def found(data=None, *, role=""):
             facts = of_host(data, role=role)
             return facts if role else {**facts, **changed}
 
-        monkeypatch.setattr(first_contact, "of_host", found)
+        monkeypatch.setattr(compatibility, "local_facts", found)
 
     return find
 
@@ -114,23 +114,23 @@ def remote(data):
 @pytest.mark.parametrize("name", ["Python", "jax", "jaxlib", "grain", "elastic-ckpt"])
 def test_a_worker_of_another_version_is_refused_and_both_are_named(at_the_worker, name):
     at_the_worker(**{name: "0.0.1"})
-    own = first_contact.of_host(role="the head")
+    own = compatibility.local_facts(role="the head")
     with pytest.raises(errors.ConfigError) as raised:
         remote(sharded())
-    head, host = own[first_contact.HOST], first_contact.host_name()
+    head, host = own[compatibility.HOST], compatibility.host_name()
     assert f"{name} is {own[name]} on {head}, 0.0.1 on {host}." in str(raised.value)
 
 
 def test_a_worker_of_another_pipeline_is_refused(monkeypatch):
-    fingerprint = first_contact.fingerprint
+    fingerprint = compatibility.fingerprint
     prints = iter(["of the head"])
     monkeypatch.setattr(
-        first_contact, "fingerprint", lambda of: next(prints, None) or fingerprint(of)
+        compatibility, "fingerprint", lambda of: next(prints, None) or fingerprint(of)
     )
     with pytest.raises(errors.ConfigError) as raised:
         remote(sharded())
     assert "pipeline is of the head on the head (" in str(raised.value)
-    own = f", {fingerprint(sharded())} on {first_contact.host_name()}."
+    own = f", {fingerprint(sharded())} on {compatibility.host_name()}."
     assert own in str(raised.value)
 
 
@@ -165,8 +165,8 @@ def meet(place, emit, *, colocated, differs):
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(place):
         if differs == "grain" and place.host == 1:
-            version = first_contact.metadata.version
-            first_contact.metadata.version = lambda of: (
+            version = compatibility.metadata.version
+            compatibility.metadata.version = lambda of: (
                 "0.0.1" if of == "grain" else version(of)
             )
         name = "filtered" if (differs, place.host) == ("pipeline", 1) else "plain"
@@ -192,10 +192,10 @@ def test_every_host_of_a_world_that_differs_says_which_host_has_what(
         emit=lambda _, **fields: told.update({fields["step"]: fields["path"]}),
     ).run()
     assert sorted(told) == [0, 1]
-    own = first_contact.of_host(sharded())["grain"]
+    own = compatibility.local_facts(sharded())["grain"]
     ours, other = {
         "grain": (own, "0.0.1"),
-        "pipeline": map(first_contact.fingerprint, (sharded(), sharded("filtered"))),
+        "pipeline": map(compatibility.fingerprint, (sharded(), sharded("filtered"))),
     }[differs]
     for message in told.values():
         assert f"{differs} is {ours} on host 0 (" in message

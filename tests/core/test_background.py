@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from elastic_ckpt.core import ahead, errors
+from elastic_ckpt.core import background, errors
 from tests import ctrl_c
 
-NAME = "elastic_ckpt-ahead"
+NAME = "elastic_ckpt-background"
 # Far longer than anything here takes, and far shorter than a test that hangs.
 SOON_SECS = 600
 
@@ -40,7 +40,7 @@ def start():
     started = []
 
     def begin(call, depth=2):
-        started.append(ahead.Ahead(call, depth=depth))
+        started.append(background.BackgroundCalls(call, depth=depth))
         return started[-1]
 
     yield begin
@@ -57,7 +57,7 @@ def no_thread_is_left():
 
 @pytest.fixture
 def short_close(monkeypatch):
-    monkeypatch.setattr(ahead, "_CLOSE_SECS", 0.05)
+    monkeypatch.setattr(background, "_CLOSE_SECS", 0.05)
 
 
 def threads():
@@ -200,7 +200,7 @@ def test_a_call_that_hangs_is_left_alone_after_a_while(start, caplog):
     began = time.monotonic()
     one.close()
     assert time.monotonic() - began < SOON_SECS / 2
-    assert "has not come back for 0.05 s; it is left alone" in caplog.text
+    assert "has not returned within 0.05 s; its thread is abandoned" in caplog.text
     numbers.may_go_on.set()
 
 
@@ -217,7 +217,7 @@ def test_closing_without_waiting_does_not_wait_for_a_call_that_hangs(start):
 
 
 def test_it_can_be_closed_from_its_own_thread(start, caplog, monkeypatch):
-    monkeypatch.setattr(ahead, "_CLOSE_SECS", SOON_SECS)
+    monkeypatch.setattr(background, "_CLOSE_SECS", SOON_SECS)
     one = start(Numbers())
     began = time.monotonic()
     one.submit(one.close).result(SOON_SECS)
@@ -229,13 +229,13 @@ class Owner:
     """Something that reads ahead."""
 
     def __init__(self, call):
-        self.ahead = ahead.Ahead(call, depth=2)
+        self.calls = background.BackgroundCalls(call, depth=2)
 
 
 def owned(call):
     """An owner that is closed when nobody holds it any more."""
     owner = Owner(call)
-    ahead.close_with(owner, owner.ahead.close)
+    background.close_with(owner, owner.calls.close)
     return owner
 
 
@@ -248,7 +248,7 @@ def test_garbage_is_closed_and_its_thread_ends(tie):
     before = threads()
     numbers = Numbers()
     owner = owned(numbers)
-    owner.ahead.take()
+    owner.calls.take()
     tie(owner)
     assert len(threads() - before) == 1
     del owner
@@ -259,10 +259,10 @@ def test_garbage_is_closed_and_its_thread_ends(tie):
 def test_garbage_does_not_wait_for_a_call_that_hangs():
     numbers = Numbers()
     owner = owned(numbers)
-    owner.ahead.take()
-    settled(owner.ahead)
+    owner.calls.take()
+    settled(owner.calls)
     numbers.hold()
-    owner.ahead.take()
+    owner.calls.take()
     del owner
     assert not numbers.may_go_on.is_set()
     numbers.may_go_on.set()
@@ -272,12 +272,12 @@ def test_garbage_can_be_collected_in_the_thread_that_reads_ahead():
     before = threads()
     numbers = Numbers()
     owner = owned(numbers)
-    owner.ahead.take()
-    thread = owner.ahead
+    owner.calls.take()
+    thread = owner.calls
     in_a_cycle(owner)
     del owner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "_CLOSE_SECS", SOON_SECS)
+        patch.setattr(background, "_CLOSE_SECS", SOON_SECS)
         began = time.monotonic()
         thread.submit(gc.collect).result(SOON_SECS)
     assert time.monotonic() - began < SOON_SECS / 2
@@ -290,7 +290,7 @@ def test_garbage_can_be_collected_in_any_thread_at_any_time():
     def churn():
         for _ in range(30):
             owner = owned(Numbers())
-            owner.ahead.take()
+            owner.calls.take()
             in_a_cycle(owner)
             del owner
             gc.collect(0)
@@ -307,19 +307,19 @@ def test_garbage_can_be_collected_in_any_thread_at_any_time():
 
 PROGRAM = """
 import gc, sys, threading, time
-from elastic_ckpt.core import ahead
+from elastic_ckpt.core import background
 
 class Owner:
     pass
 
 def owned():
     owner = Owner()
-    owner.ahead = ahead.Ahead(lambda: 1, depth=1)
-    def close(*, wait, one=owner.ahead):
+    owner.calls = background.BackgroundCalls(lambda: 1, depth=1)
+    def close(*, wait, one=owner.calls):
         one.close(lambda: print("closed", wait, flush=True), wait=wait)
         gc.collect()
-    ahead.close_with(owner, close)
-    owner.ahead.take()
+    background.close_with(owner, close)
+    owner.calls.take()
     return owner
 
 """
@@ -349,9 +349,9 @@ def test_a_program_that_ends_closes_what_is_open_without_a_word(ending, printed)
 
 def test_a_program_ends_though_a_call_hangs():
     program = PROGRAM + (
-        "ahead._CLOSE_SECS = 0.05\n"
+        "background._CLOSE_SECS = 0.05\n"
         "one = owned()\n"
-        "one.ahead.submit(threading.Event().wait)\n"
+        "one.calls.submit(threading.Event().wait)\n"
         "print('end', flush=True)"
     )
     ended = subprocess.run(
@@ -362,4 +362,4 @@ def test_a_program_ends_though_a_call_hangs():
         timeout=600,
     )
     assert ended.stdout == "end\n"
-    assert "it is left alone" in ended.stderr
+    assert "its thread is abandoned" in ended.stderr

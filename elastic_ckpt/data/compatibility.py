@@ -1,8 +1,8 @@
-"""What the hosts of a run have to have in common, compared before the first batch.
+"""Checks before the first batch that all hosts have the same software and data.
 
-Colocated Python ships code by cloudpickle, which needs the same Python minor version
-and the same JAX on both sides; rows depend on the versions of Grain and of this package
-and on the files that a host sees. Facts travel as arrays, since nothing else does.
+Colocated Python sends code by cloudpickle, which needs the same Python minor version
+and the same JAX on both sides. Rows depend on the versions of Grain and of this package
+and on each host's files. The facts are exchanged as arrays, the only common channel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_ckpt.data import elastic_data
 
 Facts = Mapping[str, str]
 
-# What tells the hosts apart; the rest has to be equal.
+# The fact that names the host; all other facts must be equal.
 HOST = "host"
 PIPELINE = "pipeline"
 
@@ -31,10 +31,14 @@ _PACKAGES = ("jax", "jaxlib", "grain", "elastic-ckpt")
 _ROW_BYTES = 512
 
 
-def of_host(data: elastic_data.ElasticData | None = None, *, role: str = "") -> Facts:
-    """The facts of this host; with `data` also the fingerprint of its pipeline.
+def local_facts(
+    data: elastic_data.ElasticData | None = None, *, role: str = ""
+) -> Facts:
+    """The facts of this host.
 
-    `role` names it where it is no host by a number, as the head of a single controller.
+    Args:
+      data: if given, its fingerprint is one of the facts.
+      role: a name instead of the host's number, for the head of a single controller.
     """
     facts = {
         HOST: f"{role} ({platform.node()[:64]})" if role else host_name(),
@@ -45,12 +49,12 @@ def of_host(data: elastic_data.ElasticData | None = None, *, role: str = "") -> 
 
 
 def host_name() -> str:
-    """This host's number and name, for people."""
+    """This host's number and name, for messages."""
     return f"host {topology.this_host()} ({platform.node()[:64]})"
 
 
 def fingerprint(data: elastic_data.ElasticData) -> str:
-    """16 hexadecimal digits of what decides which example comes when."""
+    """A digest of the settings that determine the order of examples, 16 hex digits."""
     text = json.dumps([data.engine, data.identity()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -74,47 +78,47 @@ def placed(facts: Facts, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda _: row[None])
 
 
-def meet(data: elastic_data.ElasticData, sharding: NamedSharding) -> None:
-    """Compares all controllers, which have to call it together; one has no other.
+def check_controllers(data: elastic_data.ElasticData, sharding: NamedSharding) -> None:
+    """Compares the facts of all controllers, which must call it together.
 
     Raises:
-      ConfigError: as `check` says.
+      ConfigError: as in `check`.
     """
     if topology.num_hosts() > 1:
-        check(_exchanged(of_host(data), sharding))
+        check(_gathered(local_facts(data), sharding))
 
 
 def check(facts: Sequence[Facts]) -> None:
-    """Raises a ConfigError that says which host has what, where hosts differ.
+    """Raises a ConfigError with the differing values if the facts of hosts differ.
 
-    What a host has not said is not compared.
+    A fact that a host lacks is not compared.
     """
     differing = []
     for name in facts[0]:
         hosts: dict[str, list[str]] = {}
-        for of_one in facts:
-            if name in of_one:
-                hosts.setdefault(of_one[name], []).append(of_one[HOST])
+        for host_facts in facts:
+            if name in host_facts:
+                hosts.setdefault(host_facts[name], []).append(host_facts[HOST])
         if name != HOST and len(hosts) > 1:
             differing.append(
                 f"{name} is "
-                + ", ".join(f"{value} on {_listed(of)}" for value, of in hosts.items())
+                + ", ".join(f"{value} on {_listed(on)}" for value, on in hosts.items())
             )
     if differing:
         raise errors.ConfigError(
             "the hosts of this run differ: "
             + "; ".join(differing)
             + ". Give every host, and the image of the sidecar, the same versions;"
-            " where the pipeline differs, the same configuration and files"
+            " if the pipeline differs, the same configuration and files"
         )
 
 
 def _version(package: str) -> str:
-    # Without what a builder of images may have added ("0.10.0+patched").
+    # Without a local suffix, which a builder of images may add ("0.10.0+patched").
     return metadata.version(package).partition("+")[0]
 
 
-def _exchanged(facts: Facts, sharding: NamedSharding) -> list[Facts]:
+def _gathered(facts: Facts, sharding: NamedSharding) -> list[Facts]:
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
     gather = jax.jit(lambda rows: rows, out_shardings=everywhere)
     gathered = gather(placed(facts, sharding))
@@ -122,7 +126,7 @@ def _exchanged(facts: Facts, sharding: NamedSharding) -> list[Facts]:
 
 
 def _listed(hosts: list[str], most: int = 4) -> str:
-    # A host says it once for each of its devices.
+    # Each host appears once for each of its devices.
     names = list(dict.fromkeys(hosts))
     more = [f"{len(names) - most} more"] if len(names) > most else []
     return " and ".join([", ".join(names[:most]), *more])
