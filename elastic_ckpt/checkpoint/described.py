@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
+from elastic_ckpt.host.step_notes import HostNotes, StepNotes
 from elastic_ckpt.host.trees import AbstractArray
 
 Chunks = Mapping[str, Sequence[int]]
@@ -69,42 +70,42 @@ class Described:
         return _parsed(self.custom_json)
 
     @property
-    def of_host(self) -> dict[str, Any]:
-        """What other hosts may have noted otherwise: metrics, metadata and texts."""
-        return {
-            "metrics": self.metrics_json,
-            "custom_metadata": self.custom_json,
-            "texts": [
-                leaf for leaf in jax.tree.leaves(self.trees) if isinstance(leaf, str)
-            ],
-        }
+    def host_notes(self) -> HostNotes:
+        """The notes that other hosts may have made differently."""
+        leaves = jax.tree.leaves(self.trees)
+        return HostNotes(
+            metrics=self.metrics_json,
+            custom_metadata=self.custom_json,
+            texts=tuple(leaf for leaf in leaves if isinstance(leaf, str)),
+        )
 
-    def agreed(self, of_host: Mapping[str, Any]) -> Described:
-        """This step with what the host `of_host` noted of it: a step has it once."""
-        if of_host == self.of_host:
+    def agreed(self, notes: HostNotes) -> Described:
+        """This step with the notes of one host, since a step has them once."""
+        if notes == self.host_notes:
             return self
-        texts = iter(of_host["texts"])
+        texts = iter(notes.texts)
         return dataclasses.replace(
             self,
             trees=jax.tree.map(
                 lambda leaf: next(texts) if isinstance(leaf, str) else leaf, self.trees
             ),
-            metrics_json=of_host["metrics"],
-            custom_json=of_host["custom_metadata"],
+            metrics_json=notes.metrics,
+            custom_json=notes.custom_metadata,
         )
 
-    def notes(self) -> dict[str, str | None]:
-        """The texts that manifests have of it, by their names in `Contents`."""
-        return {
-            "metrics": self.metrics_json,
-            "custom_metadata": self.custom_json,
-            "trees": tree_structure.to_json(self.trees),
-        }
+    def notes(self, parents: Sequence[tuple[int, str]]) -> StepNotes:
+        """The notes that manifests have of it, as a save with these parents."""
+        return StepNotes(
+            metrics=self.metrics_json,
+            custom_metadata=self.custom_json,
+            trees=tree_structure.to_json(self.trees),
+            parents=tuple(parents),
+        )
 
-    def names(self, chunks: Chunks) -> dict[str, list[str]]:
+    def names(self, chunks: Chunks) -> dict[str, tuple[str, str]]:
         """By the path of a leaf, the checkpointable and the name that Orbax uses."""
         return {
-            path: [array.checkpointable, array.name]
+            path: (array.checkpointable, array.name)
             for path, array in orbax_format.stored_arrays(self.trees, chunks).items()
         }
 

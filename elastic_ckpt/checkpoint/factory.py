@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_ckpt.checkpoint import checkpointer, exchange, hosts, joining
+from elastic_ckpt.checkpoint import allgather, checkpointer, hosts, rendezvous
 from elastic_ckpt.core import events, topology
-from elastic_ckpt.host import host_tiers
-from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.choices import Chosen, TierChoice
 from elastic_ckpt.tiers.persistent import persistent_root
 
@@ -38,19 +39,19 @@ def Checkpointer(
       RunError: if hosts cannot be reached, or a RAM disk is in use.
     """
     chosen = Chosen.of(tiers)
-    messages = exchange.of_this_world()
+    messages = allgather.of_this_world()
     if run is None:
         # Storage may change while the processes start: all take what host 0 finds.
         found = run_of(chosen) if messages.host == 0 else None
         run = messages.gather("run", found, timeout_secs=_PATIENCE_SECS)[0]
-    own = HostWorld(
+    config = HostConfig(
         run=run,
         number=topology.this_host(),
         slice_name=slice_name or topology.hardware_slice(),
         directory=chosen.ram_directory(),
         chosen=chosen,
     )
-    world = hosts.InEveryProcess(host_tiers.HostTiers(own), messages)
+    world = hosts.InEveryProcess(HostEndpoint(config, HostTiers), messages)
     return over(world, chosen, emit=emit)
 
 
@@ -82,7 +83,7 @@ def over(
       HostsFailed: if a host cannot take part, with the reason.
     """
     try:
-        joining.join(world)
+        rendezvous.join(world)
         return checkpointer.Checkpointer(world, chosen, emit=emit)
     except BaseException:
         world.close()

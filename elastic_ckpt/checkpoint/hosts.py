@@ -1,30 +1,29 @@
-"""The hosts of a world, asked all at once: how the checkpointer has its work done.
+"""The hosts of a world, to which a checkpointer sends requests.
 
-Each host has a `HostTiers`, which does all that concerns its RAM disk and its share of
-a backup. Whoever drives a save or a restore asks all of them for the next phase and
-goes on with all of their answers: in every process of a multi-controller world
-(`InEveryProcess`), or in the one controller of many hosts, through the sidecar.
+A request (`host.phases`) runs on all hosts, or on the first, and the driver goes on
+with the answers. Every process of a multi-controller world is a driver
+(`InEveryProcess`); one controller of many hosts is the only driver of them, through
+the sidecar.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint import exchange
-from elastic_ckpt.core import errors
+from elastic_ckpt.checkpoint.allgather import Allgather
+from elastic_ckpt.core import codec, errors
+from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.host.host_tiers import HostTiers
 from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer
 from elastic_ckpt.manifests.manifest import Contents
 
-# How long hosts wait for each other. What storage or a network takes its time for may
-# take hours; of a host that dies the coordination service tells at once.
-_PATIENCE_SECS = 600.0
-_LONG_SECS = 24 * 3600.0
-_LONG_PHASES = frozenset({"saver.replicate", "backup.back_up", "first/backup.commit"})
+AnswerT = TypeVar("AnswerT")
+HostRequest = Request[HostEndpoint[HostTiers], AnswerT]
 
 
 class Hosts(Protocol):
@@ -35,23 +34,27 @@ class Hosts(Protocol):
         """The number of the host whose paths mean the same to this process."""
         ...
 
-    def all(self, phase: str, *arguments: Any) -> list[Any]:
-        """What a phase of `HostTiers` returned on each host, in their order.
+    def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
+        """Runs a request on every host, and returns the answers in their order.
 
-        Calls of one phase come from one thread at a time, in the same order wherever
-        the world is driven. Arguments and answers are JSON.
+        Requests of one class come from one thread at a time, in the same order in all
+        processes that drive the world.
 
         Raises:
-          HostsFailed: if it raised on any; no host goes on as if all had done it.
+          HostsFailed: if it failed on any host.
         """
         ...
 
-    def first(self, phase: str, *arguments: Any) -> Any:
-        """What it returned on host 0, the only one that is asked."""
+    def first(self, request: HostRequest[AnswerT]) -> AnswerT:
+        """Runs a request on host 0 alone, and returns its answer.
+
+        Raises:
+          HostsFailed: if it failed.
+        """
         ...
 
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
-        """Has every host copy what its devices hold.
+        """Copies what the devices of every host hold.
 
         Returns:
           The directory in which components write their files, each below its name.
@@ -59,11 +62,11 @@ class Hosts(Protocol):
         ...
 
     def opened(self) -> Contents:
-        """The contents of the step that was opened (`reader.open_step`)."""
+        """The contents of the step that is open (`read_requests.OpenStep`)."""
         ...
 
     def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
-        """Turns to what is wanted of the step that was opened.
+        """Selects what `read_requests.ReadStep` reads of the step that is open.
 
         Args:
           trees: that are wanted; the step has all of their leaves, in their shapes.
@@ -79,77 +82,86 @@ class Hosts(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of the hosts."""
+        """Releases the hosts."""
         ...
 
 
 class InEveryProcess:
-    """The hosts of a multi-controller world: each process drives, and does its part.
+    """The hosts of a multi-controller world: each process drives, and has one host.
 
     Args:
-      own: of this process.
-      exchange: with the others.
+      own: the host of this process.
+      allgather: between the processes.
     """
 
-    def __init__(self, own: HostTiers, exchange: exchange.Exchange) -> None:
+    def __init__(self, own: HostEndpoint[HostTiers], allgather: Allgather) -> None:
         self._own = own
-        self._exchange = exchange
+        self._allgather = allgather
 
     @property
     def own(self) -> int:
         """See `Hosts`."""
-        return self._exchange.host
+        return self._allgather.host
 
-    def all(self, phase: str, *arguments: Any) -> list[Any]:
+    def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
         """See `Hosts`."""
-        return self._gather(phase, self._answer(phase, *arguments))
+        name = type(request).__name__
+        outcome = _outcome(name, lambda: request.run(self._own))
+        answers = self._gather(name, outcome, PHASES.limit_secs(request))
+        return [decode_answer(request, each) for each in answers]
 
-    def first(self, phase: str, *arguments: Any) -> Any:
+    def first(self, request: HostRequest[AnswerT]) -> AnswerT:
         """See `Hosts`."""
-        answer: dict[str, Any] = {"is": None}
-        if self._exchange.host == 0:
-            answer = self._answer(phase, *arguments)
-        return self._gather(f"first/{phase}", answer)[0]
+        name = type(request).__name__
+        outcome: dict[str, Any] = {"answer": None}
+        if self._allgather.host == 0:
+            outcome = _outcome(name, lambda: request.run(self._own))
+        answers = self._gather(f"first/{name}", outcome, PHASES.limit_secs(request))
+        return decode_answer(request, answers[0])
 
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
-        return self._own.saver.capture(step, save, trees)
+        return self._own.tiers.saver.capture(step, save, trees)
 
     def opened(self) -> Contents:
         """See `Hosts`."""
-        return self._own.reader.opened()
+        return self._own.tiers.reader.opened()
 
     def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """See `Hosts`."""
-        self.all("reader.check", trees, components)
+        reader = self._own.tiers.reader
+        outcome = _outcome("check", lambda: reader.check(trees, components))
+        self._gather("check", outcome, BRIEF_SECS)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
-        return self._own.reader.arrays(trees)
+        return self._own.tiers.reader.arrays(trees)
 
     def close(self) -> None:
         """See `Hosts`."""
         self._own.close()
 
-    def _answer(self, phase: str, *arguments: Any) -> dict[str, Any]:
-        try:
-            return {"is": self._own.answer(phase, *arguments)}
-        except (errors.ElasticCkptError, OSError) as error:
-            return {"failed": str(error)}
-        except Exception as error:
-            # A bug ends this call on all hosts, not only here, where nobody looks.
-            logging.exception("%s failed", phase)
-            last = traceback.format_exception_only(error)[-1].strip()
-            return {"failed": f"{phase} failed with {last}; see this host's log"}
-
-    def _gather(self, kind: str, answer: dict[str, Any]) -> list[Any]:
-        patience = _LONG_SECS if kind in _LONG_PHASES else _PATIENCE_SECS
-        answers = self._exchange.gather(kind, answer, timeout_secs=patience)
+    def _gather(
+        self, kind: str, outcome: dict[str, Any], timeout_secs: float
+    ) -> list[Any]:
+        outcomes = self._allgather.gather(kind, outcome, timeout_secs=timeout_secs)
         failed = {
             number: each["failed"]
-            for number, each in enumerate(answers)
+            for number, each in enumerate(outcomes)
             if "failed" in each
         }
         if failed:
             raise HostsFailed(failed)
-        return [each["is"] for each in answers]
+        return [each["answer"] for each in outcomes]
+
+
+def _outcome(name: str, run: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"answer": codec.encode(run())}
+    except (errors.ElasticCkptError, OSError) as error:
+        return {"failed": str(error)}
+    except Exception as error:
+        # A bug ends this request on all hosts, not only on this one.
+        logging.exception("%s failed", name)
+        last = traceback.format_exception_only(error)[-1].strip()
+        return {"failed": f"{name} failed with {last}; see this host's log"}

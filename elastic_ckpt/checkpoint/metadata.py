@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +13,8 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.tree_structure import Text
+from elastic_ckpt.host import read_requests
+from elastic_ckpt.host.complete_step import CompleteStep
 from elastic_ckpt.manifests.manifest import Contents
 
 
@@ -48,13 +49,11 @@ class CheckpointMetadata:
     metadata: Any = None
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> CheckpointMetadata:
-        """The step that a host found: see `HostReader.find`."""
-        values: dict[str, Any] = {**answer}
-        values["line"] = tuple((step, save) for step, save in answer["line"])
-        if answer["path"] is not None:
-            values["path"] = epath.Path(answer["path"])
-        return cls(**values)
+    def of(cls, found: CompleteStep) -> CheckpointMetadata:
+        """Returns the step that a host found."""
+        path = None if found.path is None else epath.Path(found.path)
+        fields: dict[str, Any] = {**vars(found), "path": path}
+        return cls(**fields)
 
     @property
     def time(self) -> datetime.datetime:
@@ -91,9 +90,9 @@ def of_step(hosts: Hosts, found: CheckpointMetadata) -> CheckpointMetadata:
     """
     if not found.save:
         return _of_orbax(found)
-    hosts.all("reader.open_step", found.step, found.save)
+    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
     contents = hosts.opened()
-    hosts.all("reader.forget")
+    hosts.all(read_requests.CloseStep())
     return of_contents(found, contents)
 
 

@@ -18,7 +18,7 @@ from elastic_ckpt.checkpoint import asked_trees, components, foreign_steps
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors, events, metrics
-from elastic_ckpt.host import recovery
+from elastic_ckpt.host import read_requests, recovery
 from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.manifests.line import Line
 
@@ -52,7 +52,7 @@ def find(
     step: int | CheckpointMetadata | None,
     *,
     emit: events.Emit,
-    without: Sequence[Sequence[Any]] = (),
+    without: Sequence[tuple[int, str]] = (),
     own_line: Line | None = None,
 ) -> Search:
     """Looks for the newest complete step, or for a certain one.
@@ -72,24 +72,25 @@ def find(
     if step is not None:
         number = step if isinstance(step, int) else step.step
         save = getattr(step, "save", "")
-    line = None if own_line is None else [own_line.save, own_line.parents]
-    outcome = hosts.first("reader.find", number, list(without), save, line)
-    for passed_over, why in outcome["passed_over"]:
-        emit("step_passed_over", step=passed_over, why=why)
-    found, out_of_reach = outcome["found"], outcome["out_of_reach"]
-    for why in outcome["refusing"]:
-        logging.warning("%s", why)
-        emit("degraded", tier="peer", step=found["step"] if found else 0, why=why)
-    if out_of_reach is not None:
-        if found is None:
-            raise errors.CheckpointError(
-                f"no step is complete in RAM, and {out_of_reach}"
-            )
-        emit("degraded", tier="persistent", step=found["step"], why=out_of_reach)
-    return Search(
-        found=None if found is None else CheckpointMetadata.of(found),
-        newest_save=outcome["newest_save"],
+    outcome = hosts.first(
+        read_requests.FindStep(
+            step=number, save=save, without=tuple(without), own_line=own_line
+        )
     )
+    for passed_over, why in outcome.passed_over:
+        emit("step_passed_over", step=passed_over, why=why)
+    newest = 0 if outcome.found is None else outcome.found.step
+    for why in outcome.refusing:
+        logging.warning("%s", why)
+        emit("degraded", tier="peer", step=newest, why=why)
+    if outcome.out_of_reach is not None:
+        if outcome.found is None:
+            raise errors.CheckpointError(
+                f"no step is complete in RAM, and {outcome.out_of_reach}"
+            )
+        emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
+    found = None if outcome.found is None else CheckpointMetadata.of(outcome.found)
+    return Search(found=found, newest_save=outcome.newest_save)
 
 
 def restore(
@@ -128,7 +129,7 @@ def restore(
         components.load(component, read.directories[name])
     filled = read.asked.filled(hosts.arrays(read.asked.read))
     restored = {**filled, **stateful}
-    hosts.all("reader.forget")
+    hosts.all(read_requests.CloseStep())
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
         _record(read.num_bytes, bad)
@@ -146,11 +147,13 @@ def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
 
 def _repair(hosts: Hosts) -> dict[str, int]:
     # How many bad copies were met, and how many of them are good again.
-    bad = [each for of in hosts.all("reader.bad_copies") for each in of]
+    answers = hosts.all(read_requests.ListBadCopies())
+    bad = tuple(copy for copies in answers for copy in copies)
     for each in bad:
-        where = f"host {each['host']}, {each['tier']} tier"
-        logging.warning("%s: %s %s", where, each["name"], each["why"])
-    repaired = hosts.all("reader.repair", bad) if bad else []
+        logging.warning(
+            "host %s, %s tier: %s %s", each.host, each.tier, each.name, each.why
+        )
+    repaired = hosts.all(read_requests.RepairCopies(bad=bad)) if bad else []
     return {"bad_copies": len(bad), "repaired": sum(map(len, repaired))}
 
 
@@ -163,7 +166,7 @@ def _read_newest(
     emit: events.Emit,
 ) -> tuple[Search, _Read | None]:
     # What `_read` says of the step that is read; None of one that Orbax alone saved.
-    without: list[list[Any]] = []
+    without: list[tuple[int, str]] = []
     reasons: dict[int, str] = {}
 
     def noted(name: str, **fields: Any) -> None:
@@ -187,7 +190,7 @@ def _read_newest(
         except HostsFailed as error:
             if step is not None:
                 raise
-            without.append([found.step, found.save])
+            without.append((found.step, found.save))
             noted("step_passed_over", step=found.step, why=str(error))
 
 
@@ -198,7 +201,7 @@ def _read(
     stateful: Mapping[str, Any],
     partial: bool,
 ) -> _Read:
-    hosts.all("reader.open_step", found.step, found.save)
+    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
     contents = hosts.opened()
     asked = asked_trees.resolve(trees, contents, step=found.step, partial=partial)
     try:
@@ -206,16 +209,16 @@ def _read(
     except HostsFailed as error:
         # An older step would not have it either: it is asked for the wrong thing.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
-    said = hosts.all("reader.read")
+    answers = hosts.all(read_requests.ReadStep())
     directories = {
-        name: hosts.all("reader.materialise", name)[hosts.own]
+        name: hosts.all(read_requests.MaterialiseComponent(component=name))[hosts.own]
         for name in sorted(stateful)
     }
-    read_bytes = {
-        f"{near}_bytes": sum(each["read_bytes"].get(near, 0) for each in said)
+    num_bytes = {
+        f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
         for near in recovery.NEARNESS
     }
-    return _Read(asked=asked, num_bytes=read_bytes, directories=directories)
+    return _Read(asked=asked, num_bytes=num_bytes, directories=directories)
 
 
 def _restore_foreign(

@@ -21,19 +21,22 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
-from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
+from elastic_ckpt.host import backup_requests, save_requests
+from elastic_ckpt.host.answers import Readiness
 from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.manifests.line import Line
 
 T = TypeVar("T")
 
@@ -162,31 +165,28 @@ class SaveStages:
         return stage.start(guarded)
 
     def _commit(self, saving: Saving) -> bool:
-        place = (saving.step, saving.save)
         # Hosts that share a machine leave its cores to those that still capture.
         saving = saving.agreed(self._hosts)
-        notes, problem = saving.write()
+        notes, problem = saving.prepare()
+        abandon = save_requests.AbandonStep(step=saving.step, save=saving.save)
         try:
-            said = self._hosts.all(
-                "saver.write", *place, sorted(saving.described.components), problem
-            )
+            written = saving.write(self._hosts, problem)
+            commit = committing(saving, written, notes)
             if not self._in_ram:
-                stored = self._store(saving, notes, said)
-                self._hosts.all("saver.abandon", *place)
+                stored = self._store(saving, commit)
+                self._hosts.all(abandon)
                 return stored
-            parts = components.numbered([each["files"] for each in said])
-            notes["time_ms"] = said[0]["time_ms"]
-            self._hosts.all("saver.commit", *place, parts, notes)
+            self._hosts.all(commit)
         except HostsFailed as error:
             stored = self._in_ram and self._store_captured(saving, notes, str(error))
-            self._hosts.all("saver.abandon", *place)
+            self._hosts.all(abandon)
             if not stored:
                 tier = "local" if self._in_ram else "persistent"
                 self._degraded(tier, saving.step, f"it was not saved: {error}")
             if self._in_ram:
                 self._make_room()
             return stored
-        self._note_committed(saving, notes)
+        self._note_committed(saving, commit.notes)
         self._begin_line(saving)
         self._begin_others(saving)
         return True
@@ -197,48 +197,43 @@ class SaveStages:
         if not self._begins_line or saving.overwrite:
             return
         try:
-            self._hosts.first("backup.begin_line", saving.save, saving.parents)
+            line = Line(save=saving.save, parents=tuple(saving.parents))
+            self._hosts.first(backup_requests.BeginLine(line=line))
             self._begins_line = False
         except HostsFailed as error:
             self._degraded("persistent", saving.step, f"old steps may count: {error}")
 
-    def _note_committed(self, saving: Saving, notes: Mapping[str, Any]) -> None:
-        self.committed = saving.committed(notes["time_ms"])
+    def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
+        self.committed = saving.committed(notes.time_ms)
         self._is_broken = False
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
         self._tell("saved", step=saving.step, secs=secs)
 
     def _store_captured(
-        self, saving: Saving, notes: Mapping[str, Any], why: str
+        self, saving: Saving, notes: StepNotes | None, why: str
     ) -> bool:
         # Backs up a due step without RAM; whether that was done.
-        is_time = self._hosts.all("world.say", self._is_time())[0]
+        is_time = self._share_readiness()[0].is_time
         if not (saving.back_up or is_time or self._owed):
             return False
         self._owed = True
         try:
-            said = self._hosts.all("saver.files", saving.step, saving.save)
+            listing = save_requests.ListWritten(step=saving.step, save=saving.save)
+            written = self._hosts.all(listing)
         except HostsFailed:
             # A component could not be saved, as `why` reports: storage does not help.
             return False
         self._degraded("local", saving.step, f"{why}; it goes to storage without RAM")
-        return self._store(saving, notes, said)
+        return self._store(saving, committing(saving, written, notes))
 
-    def _store(
-        self,
-        saving: Saving,
-        notes: Mapping[str, Any],
-        said: Sequence[Mapping[str, Any]],
-    ) -> bool:
+    def _store(self, saving: Saving, commit: save_requests.CommitStep) -> bool:
         # Uploads a step from the memory that it was captured in.
         # Another backup of this world is waited for: hosts upload one step at a time.
         self._backup_stage.wait()
         futures.wait(self._cleaned)
-        parts = components.numbered([each["files"] for each in said])
-        notes = {**notes, "time_ms": said[0]["time_ms"]}
         try:
-            self._hosts.all("saver.hold", saving.step, saving.save, parts, notes)
+            self._hosts.all(save_requests.HoldStep(**vars(commit)))
         except HostsFailed as error:
             self._degraded("persistent", saving.step, f"it was not backed up: {error}")
             return False
@@ -246,18 +241,18 @@ class SaveStages:
             return False
         self._owed, self._late = False, None
         self._backed_up_secs = time.monotonic()
-        self._note_committed(saving, notes)
+        self._note_committed(saving, commit.notes)
         # Nothing of it is in RAM to be copied.
         self._copied = self.committed
         self._collect_backups(saving)
         return True
 
     def _begin_others(self, saving: Saving) -> None:
-        own = [self._copy_stage.idle, self._backup_stage.idle, self._is_time()]
-        said = self._hosts.all("world.say", own)
-        can_copy, can_back_up, _ = (all(of) for of in zip(*said, strict=True))
+        readiness = self._share_readiness()
+        can_copy = all(each.can_copy for each in readiness)
+        can_back_up = all(each.can_back_up for each in readiness)
         # Clocks differ: that of host 0 counts.
-        is_due = saving.back_up or said[0][2] or self._owed
+        is_due = saving.back_up or readiness[0].is_time or self._owed
         copying: list[futures.Future[None]] = []
         if can_copy:
             assert self.committed is not None
@@ -283,41 +278,47 @@ class SaveStages:
 
     def _make_room(self) -> None:
         # An older step was kept because newer ones lack copies: room is needed more.
-        idle = self._hosts.all("world.say", self._copy_stage.idle)
-        if self.committed is not None and all(idle):
+        can_copy = all(each.can_copy for each in self._share_readiness())
+        if self.committed is not None and can_copy:
             self._covered = None
             collect = functools.partial(self._collect, self.committed)
             self._start(self._copy_stage, "local", self.committed.step, collect)
 
-    def _is_time(self) -> bool:
+    def _share_readiness(self) -> list[Readiness]:
         secs = self._back_up_every_secs
-        return secs is not None and time.monotonic() - self._backed_up_secs >= secs
+        waited_secs = time.monotonic() - self._backed_up_secs
+        readiness = Readiness(
+            can_copy=self._copy_stage.idle,
+            can_back_up=self._backup_stage.idle,
+            is_time=secs is not None and waited_secs >= secs,
+        )
+        return self._hosts.all(save_requests.ShareReadiness(readiness=readiness))
 
     def _replicate(self, committed: CheckpointMetadata) -> None:
-        step, save = committed.step, committed.save
-        began_secs = time.monotonic()
+        step, began_secs = committed.step, time.monotonic()
+        request = save_requests.ReplicateStep(step=step, save=committed.save)
         try:
-            said = self._hosts.all("saver.replicate", step, save)
+            answers = self._hosts.all(request)
         except HostsFailed as error:
             self._degraded("peer", step, str(error))
             self._collect(committed)
             return
-        problems = list(dict.fromkeys(why for each in said for why in each["problems"]))
+        problems = list(dict.fromkeys(why for each in answers for why in each.problems))
         for why in problems:
             # What is lacking at every step is told once.
             if why not in self._lacking:
                 self._degraded("peer", step, why)
         self._lacking = problems
-        num_bytes = sum(each["bytes"] for each in said)
+        num_bytes = sum(each.num_bytes for each in answers)
         secs = time.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_COPY, num_bytes)
         self._record(metrics.CHECKPOINT_COPY_SECS, secs)
-        copies = sum(each["copies"] for each in said)
+        copies = sum(each.copies for each in answers)
         self._tell("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
-        self._preserved = sorted({each for of in said for each in of["preserved"]})
-        if any(each["diverged"] for each in said):
+        self._preserved = sorted({n for each in answers for n in each.preserved})
+        if any(each.diverged for each in answers):
             return
-        if not any(each["failed"] for each in said):
+        if not any(each.failed for each in answers):
             self._covered = step
         self._collect(committed)
 
@@ -328,9 +329,9 @@ class SaveStages:
             late = None if self._late is None else self._late.step
             needed = (self._in_backup, late, self._covered)
         in_flight = [each for each in needed if each is not None]
-        place, kept = (committed.step, committed.save), (in_flight, self._preserved)
+        collect = collecting(committed, in_flight, self._preserved)
         try:
-            self._hosts.all("saver.collect", *place, *kept, committed.line[:-1])
+            self._hosts.all(collect)
         except HostsFailed as error:
             why = f"older steps were not removed: {error}"
             self._degraded("local", committed.step, why)
@@ -379,7 +380,7 @@ class SaveStages:
 
     def _clean(self, step: int, save: str) -> None:
         try:
-            removed = self._hosts.first("backup.clean", save)
+            removed = self._hosts.first(backup_requests.CleanUploads(save=save))
         except HostsFailed as error:
             self._degraded("persistent", step, f"leftovers were not removed: {error}")
             return
@@ -387,9 +388,8 @@ class SaveStages:
             self._tell("step_interrupted", step=number, path=path, resume_step=step)
 
     def _collect_backups(self, saving: Saving) -> None:
-        place = (saving.step, saving.save)
         try:
-            self._hosts.first("backup.collect", *place, saving.overwrite)
+            saving.collect_backups(self._hosts)
         except HostsFailed as error:
             why = f"older steps were not removed: {error}"
             self._degraded("persistent", saving.step, why)

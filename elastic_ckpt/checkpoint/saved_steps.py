@@ -17,6 +17,12 @@ from elastic_ckpt.checkpoint.response import SaveResponse
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import Schedule
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.host import (
+    backup_requests,
+    read_requests,
+    save_requests,
+    world_requests,
+)
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -49,9 +55,7 @@ class SavedSteps:
             back_up_every_secs=None if minutes is None else 60 * minutes,
             tell=emit,
         )
-        self._schedule = Schedule(
-            chosen, agree=lambda value: hosts.all("world.decide", value)[0]
-        )
+        self._schedule = Schedule(chosen, agree=functools.partial(_agree, hosts))
         # The line that was saved to last, by this process.
         self._own_line: Line | None = None
         self._go_on_from(restore.find(hosts, None, emit=emit))
@@ -66,8 +70,9 @@ class SavedSteps:
 
     def complete(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers."""
-        found = self._hosts.first("reader.complete_steps")
-        return list(map(CheckpointMetadata.of, found))
+        return list(
+            map(CheckpointMetadata.of, self._hosts.first(read_requests.ListSteps()))
+        )
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
         """Whether a tier is due at `step`, and it is newer than all others.
@@ -174,9 +179,9 @@ class SavedSteps:
 
     def delete(self, step: int, *, missing_ok: bool) -> bool:
         """Removes a step; see `Checkpointer.delete`."""
-        was_there = any(self._hosts.all("saver.remove", step))
+        was_there = any(self._hosts.all(save_requests.RemoveStep(step=step)))
         if self.root is not None:
-            was_there |= self._hosts.first("backup.remove", step)
+            was_there |= self._hosts.first(backup_requests.RemoveBackup(step=step))
         if not (was_there or missing_ok):
             raise step_errors.StepNotFoundError(
                 f"step {step} is in no tier; `checkpoints` lists those that are there"
@@ -189,7 +194,7 @@ class SavedSteps:
         latest = self.latest
         if latest is None or latest.step != step or self.root is None:
             return False
-        return self._hosts.first("backup.holds", step, latest.save)
+        return self._hosts.first(backup_requests.HasBackup(step=step, save=latest.save))
 
     def _is_stored(self, saving: Saving) -> bool:
         if not saving.stored.is_set():
@@ -233,12 +238,17 @@ class SavedSteps:
             )
         # Until the step is complete under the new line, nothing abandons the old save.
         after = max(self._save, latest.line[-1][1])
-        save = self._hosts.first("world.new_save", after)
+        save = self._hosts.first(world_requests.NewSave(after=after))
         return Line(save=save, parents=latest.before())
 
     def _go_on_from(self, search: restore.Search) -> None:
         self._found = search.found
         self.stages.go_on_from(0 if self._found is None else self._found.step)
         # What is saved from here on is not to be mixed with what was saved before.
-        self._save = self._hosts.first("world.new_save", search.newest_save)
+        self._save = self._hosts.first(world_requests.NewSave(after=search.newest_save))
         self._schedule.go_on_from([] if self._found is None else [self._found])
+
+
+def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:
+    request = save_requests.ShareSchedule(is_time=is_time, skipped=skipped)
+    return hosts.all(request)[0]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from absl import logging
 from etils import epath
 
+from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors
+from elastic_ckpt.host import backup_requests, save_requests
+from elastic_ckpt.host.answers import Written
+from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests import line
 
 
@@ -46,24 +49,48 @@ class Saving:
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def agreed(self, hosts: Hosts) -> Saving:
-        """The same with the notes of host 0: a step has one set of notes."""
-        of_hosts = hosts.all("world.say", self.described.of_host)
-        return dataclasses.replace(self, described=self.described.agreed(of_hosts[0]))
+        """Returns the same with the notes of host 0: a step has one set of notes."""
+        own_notes = save_requests.ShareNotes(notes=self.described.host_notes)
+        notes = hosts.all(own_notes)[0]
+        return dataclasses.replace(self, described=self.described.agreed(notes))
 
-    def write(self) -> tuple[dict[str, Any], str | None]:
-        """Has components write their files; the notes of the step, or the problem."""
+    def prepare(self) -> tuple[StepNotes | None, str | None]:
+        """Writes the files of components.
+
+        Returns:
+          The notes of the step; or the problem that all hosts fail the step with.
+        """
         try:
             self.write_components()
-            return {**self.described.notes(), "parents": self.parents}, None
+            return self.described.notes(self.parents), None
         except (errors.ElasticCkptError, OSError) as error:
-            return {}, str(error)
+            return None, str(error)
         except Exception as error:
-            # Other hosts are told of a bug, too: they would wait for this one.
+            # Reported to all hosts, which would wait for this one.
             logging.exception("components were not written")
-            return {}, f"components were not written: {error!r}"
+            return None, f"components were not written: {error!r}"
+
+    def write(self, hosts: Hosts, problem: str | None) -> list[Written]:
+        """Writes the step on all hosts; a problem of any of them fails it."""
+        return hosts.all(
+            save_requests.WriteStep(
+                step=self.step,
+                save=self.save,
+                components=tuple(self.described.components),
+                problem=problem,
+            )
+        )
+
+    def collect_backups(self, hosts: Hosts) -> None:
+        """Removes what storage does not keep now that the step is there."""
+        hosts.first(
+            backup_requests.CollectBackups(
+                step=self.step, save=self.save, overwrite=self.overwrite
+            )
+        )
 
     def upload(self, hosts: Hosts) -> tuple[int, list[str]]:
-        """Has the hosts commit what they hold of the step to persistent storage.
+        """Uploads a committed or held step from all hosts, and commits it to storage.
 
         Returns:
           The bytes, and the copies that proved to be bad, a sentence each.
@@ -71,13 +98,15 @@ class Saving:
         Raises:
           HostsFailed: if it is not committed.
         """
-        place = (self.step, self.save)
-        chunks = hosts.first("backup.chunk_shapes", *place)
-        names = self.described.names(chunks)
-        uploaded = hosts.all("backup.back_up", *place, names)
-        hosts.first("backup.commit", *place, names, self.described.files(chunks))
-        bad = dict.fromkeys(why for each in uploaded for why in each["bad"])
-        return sum(each["bytes"] for each in uploaded), list(bad)
+        step, save, described = self.step, self.save, self.described
+        chunks = hosts.first(backup_requests.GetChunkShapes(step=step, save=save))
+        names = described.names(chunks)
+        share = backup_requests.BackUpStep(step=step, save=save, names=names)
+        answers = hosts.all(share)
+        files = described.files(chunks)
+        hosts.first(backup_requests.CommitBackup(**vars(share), orbax_files=files))
+        bad = dict.fromkeys(why for each in answers for why in each.bad)
+        return sum(each.num_bytes for each in answers), list(bad)
 
     def committed(self, time_ms: int) -> CheckpointMetadata:
         """The step once it is committed.
@@ -94,3 +123,35 @@ class Saving:
             custom_metadata=self.described.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * time_ms,
         )
+
+
+def committing(
+    saving: Saving, written: Sequence[Written], notes: StepNotes | None
+) -> save_requests.CommitStep:
+    """Returns the request that commits a step, or holds it for a backup.
+
+    Args:
+      saving: the step.
+      written: by all hosts.
+      notes: of the step; there are some if it was written.
+    """
+    assert notes is not None
+    return save_requests.CommitStep(
+        step=saving.step,
+        save=saving.save,
+        parts=components.numbered([each.files for each in written]),
+        notes=dataclasses.replace(notes, time_ms=written[0].time_ms),
+    )
+
+
+def collecting(
+    committed: CheckpointMetadata, in_flight: Sequence[int], preserved: Sequence[int]
+) -> save_requests.CollectSteps:
+    """Returns the request that removes steps which `committed` replaces."""
+    return save_requests.CollectSteps(
+        step=committed.step,
+        save=committed.save,
+        in_flight=tuple(in_flight),
+        preserved=tuple(preserved),
+        parents=committed.line[:-1],
+    )

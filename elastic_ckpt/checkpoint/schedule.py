@@ -20,10 +20,12 @@ class Schedule:
 
     Args:
       chosen: the tiers.
-      agree: returns the value of host 0, in every process.
+      agree: returns the values of host 0, in every process.
     """
 
-    def __init__(self, chosen: Chosen, *, agree: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, chosen: Chosen, *, agree: Callable[[bool, int], tuple[bool, int]]
+    ) -> None:
         self._local = chosen.local
         self._persistent = chosen.persistent
         self._agree = agree
@@ -100,6 +102,6 @@ class Schedule:
             left = (due_secs - now_secs) / (2 * max(step_secs, 1e-6))
             skipped = int(min(_MOST_STEPS, max(1, left)))
         self._last_look = (step, now_secs)
-        self._is_time, skipped = self._agree([now_secs >= due_secs, skipped])
+        self._is_time, skipped = self._agree(now_secs >= due_secs, skipped)
         self._next_look = step + skipped
         return self._is_time

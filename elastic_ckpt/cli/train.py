@@ -204,11 +204,11 @@ def _train(config: schema.Config, emit: events.Emit) -> bool:
 
 
 def _meeting() -> Callable[[], object]:
-    from elastic_ckpt.checkpoint import exchange
+    from elastic_ckpt.checkpoint import allgather
 
     # If a host dies meanwhile, the coordination service ends the others.
     return functools.partial(
-        exchange.of_this_world().gather, "compiled", None, timeout_secs=24 * 3600
+        allgather.of_this_world().gather, "compiled", None, timeout_secs=24 * 3600
     )
 
 

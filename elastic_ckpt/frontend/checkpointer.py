@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import host_agent, remote_hosts
+from elastic_ckpt_sidecar import colocated_tiers, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import checkpointer, factory
@@ -59,7 +59,7 @@ def Checkpointer(
     hosts = remote_hosts.hosts_of(mesh)
     slices = topology.slices_of(mesh)
     choices = [
-        host_agent.HostChoice(
+        colocated_tiers.HostChoice(
             number=number,
             device_ids=tuple(cpu.id for cpu in host.cpus),
             run=run,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import recovery, verified_read
-from elastic_ckpt.host.world import Answer, HostWorld
+from elastic_ckpt.host.answers import BackedUp
+from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, retention, uploads
 from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.line import Line
@@ -65,21 +65,19 @@ class HostBackup:
             if each.save != persistent_root.REMOVED
         ]
 
-    def begin_line(self, save: str, parents: Sequence[Sequence[Any]]) -> None:
-        """Has storage count the line that a step was committed to; host 0 does it.
+    def begin_line(self, line: Line) -> None:
+        """Records the line of a committed step in storage; host 0 does it.
 
         Args:
-          save: of the line.
-          parents: of the line.
+          line: of the step.
 
         Raises:
           CheckpointError: if storage cannot be listed.
         """
         if self._world.root is not None:
-            line = Line.of(save, parents)
             arrange.record(self._world.root, line, run=self._world.run)
 
-    def chunk_shapes(self, step: int, save: str) -> dict[str, list[int]]:
+    def chunk_shapes(self, step: int, save: str) -> dict[str, tuple[int, ...]]:
         """The shapes of the chunks of each leaf of a step, by its path.
 
         Host 0 is asked first of all, and says to other worlds that this one writes.
@@ -96,8 +94,8 @@ class HostBackup:
         return self._chunks(holdings, step, save)
 
     def back_up(
-        self, step: int, save: str, names: Mapping[str, Sequence[str]]
-    ) -> Answer:
+        self, step: int, save: str, names: Mapping[str, tuple[str, str]]
+    ) -> BackedUp:
         """Writes this host's share of a step to persistent storage.
 
         Of its own what turns out to be bad is read elsewhere, and put right.
@@ -106,9 +104,6 @@ class HostBackup:
           step: the training step.
           save: which save of it.
           names: by the path of a leaf, the checkpointable and name that Orbax uses.
-
-        Returns:
-          The `bytes` of the share, and the copies that were `bad`, a sentence each.
 
         Raises:
           CheckpointError: if holders disagree about values, or storage fails.
@@ -131,15 +126,15 @@ class HostBackup:
         num_bytes = _upload_share(
             holdings, self._world.hosts, uploading, reader, host=own.host
         )
-        bad = list(map(str, reader.bad))
+        bad = tuple(map(str, reader.bad))
         recovery.put_own_right(holdings, reader, own)
-        return {"bytes": num_bytes, "bad": bad}
+        return BackedUp(num_bytes=num_bytes, bad=bad)
 
     def commit(
         self,
         step: int,
         save: str,
-        names: Mapping[str, Sequence[str]],
+        names: Mapping[str, tuple[str, str]],
         orbax_files: Mapping[str, str],
     ) -> None:
         """Makes a checkpoint of what all hosts have uploaded; one host does it.
@@ -161,7 +156,7 @@ class HostBackup:
                 make_way=lambda: self._arrange(holdings.contents, step, save),
             )
 
-    def collect(self, step: int, save: str, overwrite: bool = False) -> list[int]:
+    def collect(self, step: int, save: str, overwrite: bool) -> None:
         """Removes what is not to be kept now that a step is committed; host 0 does it.
 
         Never the newest complete step there, nor one that is preserved by hand, nor one
@@ -171,9 +166,6 @@ class HostBackup:
           step: the training step.
           save: which save of it.
           overwrite: whether older saves of the step that were set aside go too.
-
-        Returns:
-          The steps that were removed.
         """
         self._writing.discard_own(step, save)
         storage, tier = self._world.storage, self._world.persistent
@@ -184,7 +176,7 @@ class HostBackup:
             if replaced and step not in tier.preserved_aside():
                 tier.discard_aside(number, name)
         if storage.keep is None:
-            return []
+            return
         held = tier.held()
         removed = retention.steps_to_delete(
             held,
@@ -202,7 +194,6 @@ class HostBackup:
             tier.abandoned(), held, storage.keep, preserved=tier.preserved_aside()
         ):
             tier.discard_aside(gone.step, gone.save)
-        return removed
 
     def holds(self, step: int, save: str) -> bool:
         """Whether that save of a step is committed to persistent storage.
@@ -247,7 +238,9 @@ class HostBackup:
     def _writing(self) -> writers.WritingWorld:
         return writers.WritingWorld(self._root(), run=self._world.run)
 
-    def _chunks(self, holdings: Holdings, step: int, save: str) -> dict[str, list[int]]:
+    def _chunks(
+        self, holdings: Holdings, step: int, save: str
+    ) -> dict[str, tuple[int, ...]]:
         captured = self._world.captured.get((step, save))
         return _chunk_shapes(holdings) if captured is None else captured.chunk_shapes
 
@@ -256,7 +249,7 @@ class HostBackup:
         holdings: Holdings,
         step: int,
         save: str,
-        names: Mapping[str, Sequence[str]],
+        names: Mapping[str, tuple[str, str]],
     ) -> upload.SavedStep:
         chunks = self._chunks(holdings, step, save)
         return upload.SavedStep(
@@ -266,7 +259,7 @@ class HostBackup:
             contents=holdings.contents,
             arrays={
                 path: ocdbt.StoredArray(
-                    checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
+                    checkpointable=checkpointable, name=name, chunk=chunks[path]
                 )
                 for path, (checkpointable, name) in names.items()
             },
@@ -327,14 +320,14 @@ def _upload_share(
     return num_bytes
 
 
-def _chunk_shapes(holdings: Holdings) -> dict[str, list[int]]:
+def _chunk_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
     # All chunks of a leaf are of one shape; a leaf without elements has none.
     leaves = holdings.contents.leaves
     first = np.searchsorted(holdings.leaf, np.arange(len(leaves) + 1))
     sizes = (holdings.boxes.stop - holdings.boxes.start).tolist()
     return {
-        leaf.path: sizes[begin][: len(leaf.shape)]
+        leaf.path: tuple(sizes[begin][: len(leaf.shape)])
         if begin < end
-        else [max(1, size) for size in leaf.shape]
+        else tuple(max(1, size) for size in leaf.shape)
         for leaf, begin, end in zip(leaves, first[:-1], first[1:], strict=True)
     }

@@ -56,7 +56,7 @@ class CapturedStep:
         identity: tuple[str, int, str],
         host: Host,
     ) -> None:
-        self.chunk_shapes: dict[str, list[int]] = {}
+        self.chunk_shapes: dict[str, tuple[int, ...]] = {}
         self._values: dict[str, np.ndarray] = {
             file.path: np.frombuffer(content, np.uint8)
             for file, content in files.items()
@@ -64,12 +64,11 @@ class CapturedStep:
         fragments = []
         for number, part in enumerate(captured.parts):
             leaf = part.leaf
-            whole = [max(1, size) for size in leaf.shape]
-            chunk: tuple[int, ...] = tuple(whole)
+            chunk = tuple(max(1, size) for size in leaf.shape)
             if 0 not in leaf.shape:
                 item_bytes = np.dtype(leaf.dtype).itemsize
                 chunk = layout.chunk_shape(part.shard_shape, item_bytes=item_bytes)
-            self.chunk_shapes[leaf.path] = list(chunk)
+            self.chunk_shapes[leaf.path] = chunk
             for box, values in part.boxes:
                 if not is_own(number, box):
                     continue

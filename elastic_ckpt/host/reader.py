@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,9 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.host import recovery, trees, verified_read
-from elastic_ckpt.host.world import Answer, HostWorld
+from elastic_ckpt.host.answers import BadCopyReport, SearchOutcome
+from elastic_ckpt.host.complete_step import CompleteStep
+from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import line, read_plan
 from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.tiers import find
@@ -39,70 +41,61 @@ class HostReader:
     def find(
         self,
         step: int | None,
-        without: Sequence[Sequence[Any]],
-        save: str = "",
-        own_line: Sequence[Any] | None = None,
-    ) -> Answer:
+        without: Collection[tuple[int, str]],
+        save: str,
+        own_line: line.Line | None,
+    ) -> SearchOutcome:
         """The newest complete step, or a certain one, but for some saves.
 
         Args:
           step: None for the newest.
           without: steps and saves that proved to be unreadable.
           save: which save of the step; empty for the newest.
-          own_line: the save and the parents of the line that the caller is on, if it
-            has saved something; see `line`.
-
-        Returns:
-          What is `found`, a step, its save and its `line`, or None; what was
-          `passed_over`, pairs of a step and why; why storage is `out_of_reach`, or
-          None; why peers that may have steps are `refusing`, a sentence each; and the
-          `newest_save` of all.
+          own_line: that the caller is on, if it has saved something.
 
         Raises:
           CheckpointError: if a certain step is not complete.
         """
         tiers, foreign, recorded, out_of_reach = self._within_reach()
-        own = [] if own_line is None else [line.Line.of(*own_line)]
-        looking = find.Search(
-            tiers,
-            lines=[*own, *recorded],
-            without={(number, name) for number, name in without},
-        )
-        answer: Answer = {
-            "passed_over": [],
-            "out_of_reach": out_of_reach,
-            "newest_save": looking.line.save,
-            "refusing": self._refusing(tiers),
-        }
+        own = [] if own_line is None else [own_line]
+        looking = find.Search(tiers, lines=[*own, *recorded], without=set(without))
+        passed_over: Mapping[int, str] = {}
         if step is None:
             outcome = looking.newest()
-            passed_over = [list(each) for each in outcome.passed_over.items()]
-            place = None if outcome.found is None else self._place(outcome.found)
+            passed_over = outcome.passed_over
+            newest = None if outcome.found is None else self._complete(outcome.found)
             counted = _counted(looking, foreign)
-            if counted and (place is None or counted[-1] > place["step"]):
-                place = self._foreign_place(counted[-1], foreign)
-            return {**answer, "passed_over": passed_over, "found": place}
-        if step in foreign:
-            return {**answer, "found": self._foreign_place(step, foreign)}
-        if save:
-            return {**answer, "found": self._place(find.of_save(tiers, step, save))}
-        return {**answer, "found": self._place(looking.of_step(step))}
+            if counted and (newest is None or counted[-1] > newest.step):
+                newest = self._foreign_step(counted[-1], foreign)
+        elif step in foreign:
+            newest = self._foreign_step(step, foreign)
+        elif save:
+            newest = self._complete(find.of_save(tiers, step, save))
+        else:
+            newest = self._complete(looking.of_step(step))
+        return SearchOutcome(
+            found=newest,
+            newest_save=looking.line.save,
+            passed_over=tuple(passed_over.items()),
+            out_of_reach=out_of_reach,
+            refusing=tuple(self._refusing(tiers)),
+        )
 
-    def complete_steps(self) -> list[Answer]:
+    def complete_steps(self) -> list[CompleteStep]:
         """The steps that are complete, ascending, without those that are abandoned.
 
         Those that Orbax alone saved are among them.
         """
         tiers, foreign, recorded, _ = self._within_reach()
         looking = find.Search(tiers, lines=recorded)
-        complete = [self._place(each) for each in looking.complete_steps()]
-        others = {each["step"] for each in complete}
+        complete = [self._complete(each) for each in looking.complete_steps()]
+        others = {each.step for each in complete}
         complete += [
-            self._foreign_place(step, foreign)
+            self._foreign_step(step, foreign)
             for step in _counted(looking, foreign)
             if step not in others
         ]
-        return sorted(complete, key=lambda place: place["step"])
+        return sorted(complete, key=lambda each: each.step)
 
     def open_step(self, step: int, save: str) -> None:
         """Turns to a step that is to be read.
@@ -118,19 +111,6 @@ class HostReader:
     def opened(self) -> Contents:
         """The contents of the step that was opened."""
         return self._opened().found.step.holdings.contents
-
-    def contents(self) -> Answer:
-        """As `opened`, in JSON: the arguments of `Contents`."""
-        contents = self.opened()
-        leaves = [[of.path, list(of.shape), of.dtype] for of in contents.leaves]
-        return {
-            "leaves": leaves,
-            **{
-                field.name: getattr(contents, field.name)
-                for field in dataclasses.fields(contents)
-                if field.name != "leaves"
-            },
-        }
 
     def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """Turns to what is wanted of the step, for the devices of this process.
@@ -166,11 +146,11 @@ class HostReader:
         saved = {leaf.path: leaf.dtype for leaf in contents.leaves}
         return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
 
-    def read(self) -> Answer:
+    def read(self) -> dict[str, int]:
         """Reads and verifies what this host's devices need of the step.
 
         Returns:
-          `read_bytes`, by how near their holders were.
+          The bytes that were read, by how near their holders were.
 
         Raises:
           CheckpointError: if no good copy of a part is left.
@@ -183,13 +163,11 @@ class HostReader:
             host=self._world.own.host,
             domain=self._world.peers.domain,
         )
-        return {
-            "read_bytes": recovery.by_nearness(
-                restoring.reader.read_bytes,
-                self._world.own.host,
-                domain=self._world.peers.domain,
-            )
-        }
+        return recovery.by_nearness(
+            restoring.reader.read_bytes,
+            self._world.own.host,
+            domain=self._world.peers.domain,
+        )
 
     def materialise(self, component: str) -> str:
         """Writes the files of a component of the step, verified; the directory."""
@@ -223,11 +201,11 @@ class HostReader:
             for leaf in restoring.wanted
         }
 
-    def bad_copies(self) -> list[Answer]:
+    def bad_copies(self) -> list[BadCopyReport]:
         """The bad copies that this host met while it read."""
-        return [recovery.describe(bad) for bad in self._opened().reader.bad]
+        return [recovery.report(bad) for bad in self._opened().reader.bad]
 
-    def repair(self, bad: Sequence[Answer]) -> list[str]:
+    def repair(self, bad: Sequence[BadCopyReport]) -> list[str]:
         """Puts right what is bad of the step that was read, on this host.
 
         Args:
@@ -238,9 +216,9 @@ class HostReader:
         """
         restoring = self._opened()
         files = {
-            each["file"]
+            each.file
             for each in bad
-            if each["tier"] == "local" and each["host"] == self._world.own.host.id
+            if each.tier == "local" and each.host == self._world.own.host.id
         }
         if not files:
             return []
@@ -276,28 +254,28 @@ class HostReader:
             for url in tier.refusing()
         ]
 
-    def _foreign_place(self, step: int, foreign: Mapping[int, str]) -> Answer:
+    def _foreign_step(self, step: int, foreign: Mapping[int, str]) -> CompleteStep:
         assert self._world.persistent is not None
-        return {
-            "step": step,
-            "save": "",
-            "line": line.after(step, foreign[step], ()),
-            "path": self._path(step),
+        return CompleteStep(
+            step=step,
+            save="",
+            line=line.after(step, foreign[step], ()),
+            path=self._path(step),
             **self._world.persistent.notes(step),
-        }
+        )
 
-    def _place(self, found: FoundStep) -> Answer:
+    def _complete(self, found: FoundStep) -> CompleteStep:
         step = found.step
         contents = step.holdings.contents
-        return {
-            "step": step.step,
-            "save": step.save,
-            "line": line.after(step.step, step.save, contents.parents),
-            "path": self._path(step.step),
-            "metrics": json.loads(contents.metrics or "null"),
-            "custom_metadata": json.loads(contents.custom_metadata or "null"),
-            "commit_timestamp_nsecs": 1_000_000 * contents.time_ms,
-        }
+        return CompleteStep(
+            step=step.step,
+            save=step.save,
+            line=line.after(step.step, step.save, contents.parents),
+            path=self._path(step.step),
+            metrics=json.loads(contents.metrics or "null"),
+            custom_metadata=json.loads(contents.custom_metadata or "null"),
+            commit_timestamp_nsecs=1_000_000 * contents.time_ms,
+        )
 
     def _path(self, step: int) -> str | None:
         root = self._world.root

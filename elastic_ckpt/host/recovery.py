@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.host import trees, verified_read
+from elastic_ckpt.host.answers import BadCopyReport
 from elastic_ckpt.manifests import read_plan
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.manifest import Host
@@ -76,15 +77,15 @@ def nearness(offer: Offer, host: Host, *, domain: str) -> str:
     return "close" if alike else "distant"
 
 
-def describe(bad: verified_read.BadCopy) -> dict[str, storage.Json]:
-    """A bad copy, as other hosts are told of it."""
-    return {
-        "host": bad.offer.host.id,
-        "tier": bad.offer.tier,
-        "file": bad.file,
-        "name": bad.name,
-        "why": bad.why,
-    }
+def report(bad: verified_read.BadCopy) -> BadCopyReport:
+    """Returns a bad copy in the form that other hosts receive."""
+    return BadCopyReport(
+        host=bad.offer.host.id,
+        tier=bad.offer.tier,
+        file=bad.file,
+        name=bad.name,
+        why=bad.why,
+    )
 
 
 def put_own_right(

@@ -22,7 +22,9 @@ from elastic_ckpt.host import (
     verified_read,
     views,
 )
-from elastic_ckpt.host.world import Answer, HostWorld
+from elastic_ckpt.host.answers import Replicated, Written
+from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, placement, retention
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
@@ -86,8 +88,8 @@ class HostSaver:
 
     def write(
         self, step: int, save: str, components: Sequence[str], problem: str | None
-    ) -> Answer:
-        """Writes what was captured; returns the `files` of components, and `time_ms`.
+    ) -> Written:
+        """Writes what was captured.
 
         Without a local tier the files are read, and nothing is written.
 
@@ -117,7 +119,7 @@ class HostSaver:
         writer.write(saving.captured)
         return self._files(saving)
 
-    def files(self, step: int, save: str) -> Answer:
+    def files(self, step: int, save: str) -> Written:
         """What `write` returns, of a step that it could not write.
 
         Raises:
@@ -133,7 +135,7 @@ class HostSaver:
         step: int,
         save: str,
         parts: Mapping[str, Mapping[str, int]],
-        notes: Mapping[str, Any],
+        notes: StepNotes,
     ) -> None:
         """Has a backup read what was captured, in place of a RAM disk, until `abandon`.
 
@@ -162,7 +164,7 @@ class HostSaver:
         step: int,
         save: str,
         parts: Mapping[str, Mapping[str, int]],
-        notes: Mapping[str, Any],
+        notes: StepNotes,
     ) -> None:
         """Makes this host's part exist.
 
@@ -170,8 +172,7 @@ class HostSaver:
           step: the training step.
           save: which save of it.
           parts: by component and file, the number of the part that a file is.
-          notes: the `time_ms`, `metrics`, `trees`, `custom_metadata` and `parents` of
-            `Contents`.
+          notes: of the step.
         """
         saving = self._saving.pop((step, save))
         assert saving.writer is not None
@@ -194,13 +195,8 @@ class HostSaver:
             # Components began to write, whether or not there is room.
             self._world.own.remove(step, save)
 
-    def replicate(self, step: int, save: str) -> Answer:
+    def replicate(self, step: int, save: str) -> Replicated:
         """Takes the copies that placement gives this host, and compares replicas.
-
-        Returns:
-          `copies` and their `bytes`, `problems`, what `diverged`, by name, whether
-          copies `failed` to be made that could have been, and the steps that somebody
-          `preserved` by hand on this machine.
 
         Raises:
           CheckpointError: if nothing of the step can be read, or copies do not fit.
@@ -227,14 +223,14 @@ class HostSaver:
         taken = replication.Taken(copies=0, num_bytes=0, problems=())
         if items:
             taken = self._take(holdings, items, sources)
-        return {
-            "copies": taken.copies,
-            "bytes": taken.num_bytes,
-            "problems": [*problems, *taken.problems],
-            "diverged": diverged,
-            "preserved": self._world.disk.preserved(),
-            "failed": failed or bool(taken.problems),
-        }
+        return Replicated(
+            copies=taken.copies,
+            num_bytes=taken.num_bytes,
+            problems=(*problems, *taken.problems),
+            diverged=tuple(diverged),
+            preserved=tuple(self._world.disk.preserved()),
+            failed=failed or bool(taken.problems),
+        )
 
     def collect(
         self,
@@ -242,9 +238,9 @@ class HostSaver:
         save: str,
         in_flight: Sequence[int],
         preserved: Sequence[int],
-        parents: Sequence[Sequence[Any]] = (),
-    ) -> list[tuple[int, str]]:
-        """Removes what is not needed now that a step is complete; what was removed.
+        parents: tuple[tuple[int, str], ...],
+    ) -> None:
+        """Removes what is not needed now that a step is complete.
 
         Args:
           step: that is complete.
@@ -253,7 +249,7 @@ class HostSaver:
           preserved: steps that are preserved by hand on any machine.
           parents: of the save.
         """
-        line = Line(save=save, parents=tuple((n, name) for n, name in parents))
+        line = Line(save=save, parents=parents)
         assert self._world.local_tier is not None
         policy = self._world.local_tier.keep or retention.NewestOnly()
         held = self._world.own.retained()
@@ -285,7 +281,6 @@ class HostSaver:
             # Nobody else does it where the world became smaller.
             oldest = min([step, *in_flight])
             self._world.own.remove_idle(line, before=oldest, preserved=preserved)
-        return gone
 
     def remove(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""
@@ -303,12 +298,15 @@ class HostSaver:
         temporary = epath.Path(tempfile.gettempdir()) / name
         return temporary / layout.step_directory(step, save)
 
-    def _files(self, saving: _Saving) -> Answer:
+    def _files(self, saving: _Saving) -> Written:
         names: dict[str, list[str]] = {name: [] for name in saving.components or ()}
         for file in saving.written:
             component, _, name = file.path.partition("/")
             names[component].append(name)
-        return {"files": names, "time_ms": time.time_ns() // 1_000_000}
+        return Written(
+            files={name: tuple(files) for name, files in names.items()},
+            time_ms=time.time_ns() // 1_000_000,
+        )
 
     def _take(
         self,
@@ -356,14 +354,12 @@ class _Saving:
 
 
 def _contents(
-    saving: _Saving, parts: Mapping[str, Mapping[str, int]], notes: Mapping[str, Any]
+    saving: _Saving, parts: Mapping[str, Mapping[str, int]], notes: StepNotes
 ) -> Contents:
-    texts = {name: of for name, of in notes.items() if name != "parents"}
     return Contents(
         leaves=saving.captured.leaves,
         components={component: len(of) for component, of in parts.items()},
-        parents=tuple((number, name) for number, name in notes["parents"]),
-        **texts,
+        **vars(notes),
     )
 
 

@@ -1,11 +1,11 @@
-"""Array layouts: which leaves of a state lie where, as head and hosts tell each other.
+"""Array layouts: which leaves of a state are on which devices, for head and hosts.
 
 Leaves over one mesh make a group: its arrays can be handed over in one call, since all
 arrays of a call have to lie on the same devices. The mesh is that of the CPU devices
 beside the accelerators, in the same order. What the head itself holds, numbers and
 arrays of NumPy, is a group too: of bytes, on a device of host 0.
 
-A layout is told once: calls name it by a number, however many leaves it has.
+A layout is sent once. Later requests name it by a number, however many leaves it has.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from elastic_ckpt.core import storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,40 +67,35 @@ class Group:
             shape, dtype = (math.prod(shape) * dtype.itemsize,), np.dtype(np.uint8)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(leaf))
 
-    def to_json(self) -> dict[str, storage.Json]:
-        """For a letter."""
+    def describe(self) -> GroupDescription:
+        """Returns the group without its devices, for a message."""
         ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
-        return {
-            "devices": ids.tolist(),
-            "axes": list(self.mesh.axis_names),
-            "leaves": [
-                [leaf.path, list(leaf.shape), leaf.dtype, _spec_json(leaf.spec)]
-                for leaf in self.leaves
-            ],
-        }
-
-    @classmethod
-    def from_json(cls, told: Any, devices: Mapping[int, jax.Device]) -> Group:
-        """What `to_json` told, on these devices, by their ids."""
-        grid = np.vectorize(lambda number: devices[number], otypes=[object])(
-            np.array(told["devices"])
-        )
-        return cls(
-            mesh=Mesh(grid, told["axes"]),
-            leaves=tuple(
-                PlacedLeaf(path=path, shape=tuple(shape), dtype=dtype, spec=_spec(spec))
-                for path, shape, dtype, spec in told["leaves"]
-            ),
+        return GroupDescription(
+            device_ids=tuple(ids.ravel().tolist()),
+            shape=ids.shape,
+            axes=tuple(self.mesh.axis_names),
+            leaves=self.leaves,
         )
 
 
-def _spec_json(spec: tuple[Any, ...] | None) -> storage.Json:
-    if spec is None:
-        return None
-    return [list(axes) if isinstance(axes, tuple) else axes for axes in spec]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupDescription:
+    """A group, with devices named by their ids.
 
+    Attributes:
+      device_ids: of the mesh, in row-major order.
+      shape: of the mesh.
+      axes: of the mesh.
+      leaves: as in `Group`.
+    """
 
-def _spec(told: Any) -> tuple[Any, ...] | None:
-    if told is None:
-        return None
-    return tuple(tuple(axes) if isinstance(axes, list) else axes for axes in told)
+    device_ids: tuple[int, ...]
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    leaves: tuple[PlacedLeaf, ...]
+
+    def group(self, devices: Mapping[int, jax.Device]) -> Group:
+        """Returns the group on these devices, by their ids."""
+        grid = np.empty(len(self.device_ids), object)
+        grid[:] = [devices[number] for number in self.device_ids]
+        return Group(mesh=Mesh(grid.reshape(self.shape), self.axes), leaves=self.leaves)

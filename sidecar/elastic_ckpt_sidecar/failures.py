@@ -36,21 +36,21 @@ class WorkerFailure(Exception):
     """An exception of a worker, as text that survives any transport."""
 
 
-def told(method: Method) -> Method:
-    """A worker's method, whose exceptions `reaching_the_head` understands."""
+def reported(method: Method) -> Method:
+    """Decorates a worker's method so that the head can raise its exceptions."""
 
     @functools.wraps(method)
     def call(*arguments: Any) -> Any:
         try:
             return method(*arguments)
         except Exception as error:
-            raise WorkerFailure(_MARK + json.dumps(account(error))) from error
+            raise WorkerFailure(_MARK + json.dumps(description(error))) from error
 
     return call  # pyrefly: ignore[bad-return]
 
 
-def account(error: Exception) -> dict[str, str]:
-    """What there is to tell of an error of this host, as JSON."""
+def description(error: Exception) -> dict[str, str]:
+    """Returns an error of this host as JSON."""
     # Reads an error even if its own `__str__` fails.
     shown = traceback.TracebackException.from_exception(error)
     return {
@@ -61,13 +61,13 @@ def account(error: Exception) -> dict[str, str]:
     }
 
 
-def in_words(told: Mapping[str, str]) -> str:
-    """An account in words: of our own errors the message, of others all there is."""
-    if told["kind"] in _OWN:
-        return told["message"]
+def text(described: Mapping[str, str]) -> str:
+    """Returns a described error as text: a traceback too, unless it is one of ours."""
+    if described["kind"] in _OWN:
+        return described["message"]
     return (
-        f"{told['host']} failed with {told['kind']}: {told['message']}\n\n"
-        f"Its traceback:\n{told['traceback']}"
+        f"{described['host']} failed with {described['kind']}: {described['message']}"
+        f"\n\nIts traceback:\n{described['traceback']}"
     )
 
 
@@ -83,21 +83,21 @@ def reaching_the_head() -> Iterator[None]:
     except errors.ElasticCkptError:
         raise
     except Exception as error:
-        found = _read(str(error))
-        if found is None:
+        reported_error = _read(str(error))
+        if reported_error is None:
             raise
-        raise found from error.__cause__
+        raise reported_error from error.__cause__
 
 
-def _read(text: str) -> errors.ElasticCkptError | None:
-    _, mark, rest = text.partition(_MARK)
+def _read(raised: str) -> errors.ElasticCkptError | None:
+    _, mark, rest = raised.partition(_MARK)
     if not mark:
         return None
     try:
-        told, _ = json.JSONDecoder().raw_decode(rest)
+        described, _ = json.JSONDecoder().raw_decode(rest)
     except json.JSONDecodeError:
         return None
-    own = _OWN.get(told["kind"])
+    own = _OWN.get(described["kind"])
     if own:
-        return own(f"{told['host']}: {in_words(told)}")
-    return errors.DataError(in_words(told))
+        return own(f"{described['host']}: {text(described)}")
+    return errors.DataError(text(described))

@@ -114,7 +114,7 @@ class HeadArrays:
             return Mesh(np.array([self._beside[device]]), (_ONE,)), ()
         if not isinstance(sharding, NamedSharding):
             raise errors.CheckpointError(
-                f"leaf {path!r} has a {type(sharding).__name__}, which cannot be told"
+                f"leaf {path!r} has a {type(sharding).__name__}, which cannot be sent"
                 " to other hosts; put it under a NamedSharding"
             )
         grid = np.vectorize(self._beside.__getitem__, otypes=[object])(

@@ -1,13 +1,14 @@
-"""The host agent: the tiers' work of the accelerator hosts under a single controller.
+"""The host agent: runs requests on an accelerator host under a single controller.
 
-One object in each host's process, in colocated Python, around what a host does in any
-world (`tiers.host`). The head asks for phases by letter, and polls for the answers,
-since calls of a host may be carried out one after the other: a host that writes, copies
-or reads for seconds does it in a thread, and the data iterator has its turn meanwhile.
+One object in each host's process, in colocated Python, has the endpoints of its hosts.
+The head sends requests and polls for the answers, because the calls of a process may
+be carried out one after the other: a host that writes, copies or reads for seconds
+does so in a thread, and the data iterator's calls are not held up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -20,63 +21,17 @@ import jax
 import numpy as np
 from jax.experimental import colocated_python
 
-from elastic_ckpt.core import addresses
-from elastic_ckpt.host.host_tiers import HostTiers
-from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.tiers.choices import Chosen
-from elastic_ckpt_sidecar import failures, letters
-from elastic_ckpt_sidecar.component_files import ComponentFiles
-from elastic_ckpt_sidecar.host_arrays import HostArrays
+from elastic_ckpt.core import addresses, codec
+from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.tiers.ram import machine
+from elastic_ckpt_sidecar import failures, messages
+from elastic_ckpt_sidecar.array_requests import COLOCATED_PHASES
+from elastic_ckpt_sidecar.colocated_tiers import ColocatedTiers, HostChoice
 
 # Of an answer, at a time: the size of what a method returns is fixed.
 CHUNK_BYTES = 16384
 # Stands for the length of an answer that is not there yet.
 UNDER_WAY = -1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostChoice:
-    """A host, as the head chose it to be.
-
-    Attributes:
-      number: of the host, from 0.
-      device_ids: of its CPU devices.
-      run: the identity of the run.
-      slice_name: the slice that it is in.
-      directory: see `HostWorld`; the same on all machines.
-      chosen: the tiers. Where there are peers, the host listens at that address of its
-        own from which it reaches `interface`, which is an address of the head.
-    """
-
-    number: int
-    device_ids: tuple[int, ...]
-    run: str
-    slice_name: str
-    directory: str
-    chosen: Chosen
-
-
-class _Host(HostTiers):
-    """What one host does for the tiers, and for the head that has no host's memory."""
-
-    def __init__(self, choice: HostChoice, devices: dict[int, jax.Device]) -> None:
-        peers = choice.chosen.peers
-        if peers is not None and peers.interface is not None:
-            own_address = addresses.toward(peers.interface)
-            peers = dataclasses.replace(peers, interface=own_address)
-        super().__init__(
-            HostWorld(
-                run=choice.run,
-                number=choice.number,
-                slice_name=choice.slice_name,
-                directory=choice.directory,
-                chosen=dataclasses.replace(choice.chosen, peers=peers),
-            )
-        )
-        self.files = ComponentFiles(self.saver)
-        self.arrays = HostArrays(
-            self.saver, self.reader, own=choice.device_ids, devices=devices
-        )
 
 
 class _HostAgent:
@@ -91,37 +46,50 @@ class _HostAgent:
         self._host_of = {
             device: choice.number for choice in choices for device in choice.device_ids
         }
-        self._devices: dict[int, jax.Device] = {}
-        self._lock = threading.Lock()
-        self._hosts: dict[int, _Host] = {}
+        self._hosts: dict[int, HostEndpoint[ColocatedTiers]] = {}
         self._answers: dict[tuple[int, int], futures.Future[bytes]] = {}
 
-    @failures.told
-    def meet(self, call: jax.Array) -> jax.Array:
-        """Learns of the CPU devices of all hosts, those of `call`."""
-        self._devices = {device.id: device for device in call.sharding.device_set}
-        return letters.on_each(call, 0)
+    @failures.reported
+    def connect(self, call: jax.Array) -> jax.Array:
+        """Makes the hosts of this process, given the CPU devices of all hosts.
 
-    @failures.told
+        Returns:
+          The id of each host's machine, for each of its devices: uint8 `[devices, 16]`.
+        """
+        devices = {device.id: device for device in call.sharding.device_set}
+        self._hosts = {
+            number: _endpoint(self._choices[number], devices)
+            for number in self._asked(call)
+        }
+
+        def machine_id(device: jax.Device) -> np.ndarray:
+            choice = self._choices[self._host_of[device.id]]
+            text = ""
+            # The first request of the driver raises the error.
+            with contextlib.suppress(OSError):
+                text = machine.machine_id(choice.directory)
+            return np.frombuffer(text.ljust(machine.ID_LENGTH).encode(), np.uint8)
+
+        return messages.reply(call, machine_id)
+
+    @failures.reported
     def begin(self, call: jax.Array) -> jax.Array:
-        """Begins a phase, under the number of the call; answers as `lengths`."""
-        content = letters.open_letter(call)
+        """Begins a request, under the number of the call; answers as `lengths`."""
+        content = messages.decode(call)
         for number in self._asked(call):
-            ask = functools.partial(
-                self._answer, number, content["phase"], content["arguments"]
-            )
+            ask = functools.partial(self._answer, number, content["request"])
             self._answers[content["call"], number] = _in_thread(ask)
         return self._lengths(call, content["call"])
 
-    @failures.told
+    @failures.reported
     def lengths(self, call: jax.Array) -> jax.Array:
         """The bytes of each host's answer, or `UNDER_WAY`: int32 `[devices]`."""
-        return self._lengths(call, letters.open_letter(call)["call"])
+        return self._lengths(call, messages.decode(call)["call"])
 
-    @failures.told
+    @failures.reported
     def answers(self, call: jax.Array) -> jax.Array:
         """A chunk of each host's answer, padded: uint8 `[devices, CHUNK_BYTES]`."""
-        content = letters.open_letter(call)
+        content = messages.decode(call)
         start = content["start"]
         taken = {
             number: self._answers[content["call"], number].result()
@@ -136,32 +104,29 @@ class _HostAgent:
             part = answer[start : start + CHUNK_BYTES].ljust(CHUNK_BYTES)
             return np.frombuffer(part, np.uint8)
 
-        return letters.answer(call, chunk)
+        return messages.reply(call, chunk)
 
-    @failures.told
+    @failures.reported
     def hold(self, call: jax.Array, *arrays: jax.Array) -> jax.Array:
         """Keeps the arrays of a group, on the devices of `call`, for a capture."""
-        content = letters.open_letter(call)
+        content = messages.decode(call)
         for number in self._asked(call):
-            self._host(number).arrays.hold(
+            self._hosts[number].tiers.arrays.hold(
                 content["layout"], content["group"], arrays, kept=content["kept"]
             )
-        return letters.on_each(call, 0)
+        return messages.on_each(call, 0)
 
-    @failures.told
+    @failures.reported
     def arrays(self, call: jax.Array) -> list[jax.Array]:
         """The arrays of a group, on the devices of `call`, as the hosts read them.
 
-        What they are follows from the letter, so whoever calls it says it
-        (`specialize`).
+        The caller declares their shapes and shardings (`specialize`).
         """
-        content = letters.open_letter(call)
+        content = messages.decode(call)
         layout, group = content["layout"], content["group"]
-        made = [
-            self._host(number).arrays.made(layout, group)
-            for number in self._asked(call)
-        ]
-        abstract = self._host(self._asked(call)[0]).arrays.abstract(layout, group)
+        hosts = [self._hosts[number].tiers.arrays for number in self._asked(call)]
+        made = [arrays.made(layout, group) for arrays in hosts]
+        abstract = hosts[0].abstract(layout, group)
         return [
             jax.make_array_from_single_device_arrays(
                 leaf.shape, leaf.sharding, [each for of in shards for each in of]
@@ -175,19 +140,14 @@ class _HostAgent:
             {self._host_of[shard.device.id] for shard in call.addressable_shards}
         )
 
-    def _host(self, number: int) -> _Host:
-        with self._lock:
-            if number not in self._hosts:
-                self._hosts[number] = _Host(self._choices[number], self._devices)
-            return self._hosts[number]
-
-    def _answer(self, number: int, phase: str, arguments: Sequence[Any]) -> bytes:
+    def _answer(self, number: int, encoded: Any) -> bytes:
         try:
-            answer = self._host(number).answer(phase, *arguments)
-            return json.dumps({"is": answer}).encode()
+            request = COLOCATED_PHASES.decode(encoded)
+            answer = codec.encode(request.run(self._hosts[number]))
+            return json.dumps({"answer": answer}).encode()
         # The root of a thread: the head raises it.
         except Exception as error:
-            return json.dumps({"failed": failures.account(error)}).encode()
+            return json.dumps({"failed": failures.description(error)}).encode()
 
     def _lengths(self, call: jax.Array, number: int) -> jax.Array:
         def length(device: jax.Device) -> np.ndarray:
@@ -196,7 +156,7 @@ class _HostAgent:
                 len(answer.result()) if answer.done() else UNDER_WAY, np.int32
             )
 
-        return letters.answer(call, length)
+        return messages.reply(call, length)
 
 
 def _in_thread(work: Callable[[], bytes]) -> futures.Future[bytes]:
@@ -208,6 +168,20 @@ def _in_thread(work: Callable[[], bytes]) -> futures.Future[bytes]:
 
     threading.Thread(target=run, name="host-agent", daemon=True).start()
     return doing
+
+
+def _endpoint(
+    choice: HostChoice, devices: dict[int, jax.Device]
+) -> HostEndpoint[ColocatedTiers]:
+    peers = choice.chosen.peers
+    if peers is not None and peers.interface is not None:
+        own_address = addresses.toward(peers.interface)
+        peers = dataclasses.replace(peers, interface=own_address)
+    make_tiers = functools.partial(
+        ColocatedTiers, device_ids=choice.device_ids, devices=devices
+    )
+    chosen = dataclasses.replace(choice.chosen, peers=peers)
+    return HostEndpoint(dataclasses.replace(choice, chosen=chosen), make_tiers)
 
 
 HostAgent: Any = colocated_python.colocated_python_class(_HostAgent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +13,7 @@ from elastic_ckpt.host.capture import Shards
 from elastic_ckpt.host.reader import HostReader
 from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.manifests.manifest import Leaf
-from elastic_ckpt_sidecar.array_layout import Group, PlacedLeaf
+from elastic_ckpt_sidecar.array_layout import Group, GroupDescription, PlacedLeaf
 
 _Held = dict[int, jax.Array]
 
@@ -50,9 +49,9 @@ class HostArrays:
         self._kept: set[str] = set()
         self._dtypes: dict[str, str] = {}
 
-    def describe(self, layout: int, groups: Sequence[Any]) -> None:
-        """Learns a layout, which is called by its number from now on."""
-        known = [Group.from_json(each, self._devices) for each in groups]
+    def describe(self, layout: int, groups: Sequence[GroupDescription]) -> None:
+        """Receives a layout, which is called by its number from now on."""
+        known = [each.group(self._devices) for each in groups]
         self._boxes[layout] = {
             leaf.path: self._boxes_of(group, leaf)
             for group in known

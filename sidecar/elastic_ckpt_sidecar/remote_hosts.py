@@ -1,8 +1,7 @@
 """The head's handle of all hosts of a world, whose agents run beside the accelerators.
 
-It is what `checkpoint.hosts` calls `Hosts`: whoever drives saves and restores does the
-same with it as with the hosts of a multi-controller world. Phases and answers are
-letters, and arrays stay on their hosts.
+It implements `checkpoint.hosts.Hosts`, so saves and restores are driven as in a
+multi-controller world. Requests and answers are messages; arrays stay on their hosts.
 """
 
 from __future__ import annotations
@@ -13,30 +12,39 @@ import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding
 
-from elastic_ckpt.core import background, storage, topology
+from elastic_ckpt.core import background, errors, topology
 from elastic_ckpt.data import compatibility
+from elastic_ckpt.host import read_requests, save_requests, world_requests
+from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.phases import Request, decode_answer
 from elastic_ckpt.host.trees import arrays as captured_leaves
 from elastic_ckpt.host.trees import asked, rebuilt
-from elastic_ckpt.manifests.manifest import Contents, Leaf
+from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import (
-    component_files,
+    array_requests,
     failures,
     head_arrays,
     host_agent,
-    letters,
+    messages,
     worker,
 )
 from elastic_ckpt_sidecar.array_layout import Group
+from elastic_ckpt_sidecar.array_requests import COLOCATED_PHASES
+from elastic_ckpt_sidecar.colocated_tiers import ColocatedTiers, HostChoice
+from elastic_ckpt_sidecar.file_copies import FileCopies
 from elastic_ckpt_sidecar.head_arrays import HostDevices
+
+AnswerT = TypeVar("AnswerT")
+ColocatedRequest = Request[HostEndpoint[ColocatedTiers], AnswerT]
 
 # The longest pause between two questions whether hosts have answered.
 _POLL_SECS = 0.2
@@ -51,8 +59,8 @@ def hosts_of(mesh: Mesh) -> list[HostDevices]:
     accelerators = tuple(mesh.devices.flat)
     cpus = tuple(colocated_python.colocated_cpu_devices(accelerators))
     with failures.reaching_the_head():
-        told = letters.rows(worker.Facts(letters.letter({}, _over(cpus))))
-    facts = compatibility.from_rows(told)
+        rows = messages.rows(worker.Facts(messages.encode({}, _over(cpus))))
+    facts = compatibility.from_rows(rows)
     compatibility.check([compatibility.local_facts(role="the head"), *facts])
     found: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):
@@ -78,45 +86,34 @@ class RemoteHosts:
     own = 0
 
     def __init__(
-        self, hosts: Sequence[HostDevices], choices: Sequence[host_agent.HostChoice]
+        self, hosts: Sequence[HostDevices], choices: Sequence[HostChoice]
     ) -> None:
         self._agent = host_agent.HostAgent(tuple(choices))
         self._arrays = head_arrays.HeadArrays(hosts)
         self._everyone = _over([host.cpus[0] for host in hosts])
         self._first = _over([hosts[0].cpus[0]])
-        self._root = choices[0].directory
         self._numbers = itertools.count()
         self._layouts: dict[tuple[Group, ...], int] = {}
-        # Whether it does not see the memory of host 0, and has copies of files there.
-        self._away = False
-        self._directory = ""
-        self._restored: list[str] = []
-        self._tell(
-            self._agent.meet, {}, _over([d for host in hosts for d in host.cpus])
-        )
+        cpus = _over([device for host in hosts for device in host.cpus])
+        machine_id = self._call(self._agent.connect, {}, cpus)[0].tobytes().decode()
+        # A head that shares the memory of host 0 finds its id there.
+        is_shared = machine.find(choices[0].directory) == machine_id
+        self._copies = None if is_shared else FileCopies(self.first)
         # Also when nobody calls `close`.
         background.close_with(self, functools.partial(_release, self._agent))
 
-    def all(self, phase: str, *arguments: Any) -> list[Any]:
+    def all(self, request: ColocatedRequest[AnswerT]) -> list[AnswerT]:
         """See `Hosts`."""
-        if phase == "saver.write" and self._away:
-            self._send_files(*arguments)
-        answers = self._ask(self._everyone, phase, arguments)
-        if phase == "world.introduce":
-            # A head that shares the memory of host 0 finds its id there.
-            seen = machine.find(self._root)
-            self._away = seen != answers[0]["machine"]
-        if phase == "reader.materialise" and self._away:
-            self._restored.append(answers[0])
-            component_files.write(answers[0], self.first("files.get", answers[0]))
-        if phase == "reader.forget":
-            while self._restored:
-                storage.remove(self._restored.pop())
+        if self._copies is not None:
+            self._copies.before(request)
+        answers = self._send(self._everyone, request)
+        if self._copies is not None:
+            self._copies.after(request, answers)
         return answers
 
-    def first(self, phase: str, *arguments: Any) -> Any:
+    def first(self, request: ColocatedRequest[AnswerT]) -> AnswerT:
         """See `Hosts`."""
-        return self._ask(self._first, phase, arguments)[0]
+        return self._send(self._first, request)[0]
 
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
@@ -129,49 +126,48 @@ class RemoteHosts:
                 "kept": self._arrays.apart and group.leaves[0].spec is not None,
             }
             arrays = head_arrays.beside(group, of_group)
-            self._tell(self._agent.hold, content, _over(group.mesh), *arrays)
+            self._call(self._agent.hold, content, _over(group.mesh), *arrays)
         try:
-            self._directory = self.all("arrays.capture", step, save, layout)[0]
+            return self.all(
+                array_requests.CaptureArrays(step=step, save=save, layout=layout)
+            )[0]
         except HostsFailed:
-            self.all("saver.abandon", step, save)
+            self.all(save_requests.AbandonStep(step=step, save=save))
             raise
-        return self._directory
 
     def opened(self) -> Contents:
         """See `Hosts`."""
-        told = self.first("reader.contents")
-        leaves = [
-            Leaf(path=path, shape=tuple(shape), dtype=dtype)
-            for path, shape, dtype in told.pop("leaves")
-        ]
-        return Contents(leaves=tuple(leaves), **told)
+        return self.first(read_requests.GetContents())
 
     def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """See `Hosts`."""
         groups, _ = self._arrays.to_restore(asked(trees))
-        self.all("arrays.want", self._layout(groups), components)
+        layout = self._layout(groups)
+        self.all(
+            array_requests.SelectArrays(layout=layout, components=tuple(components))
+        )
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
         groups, wanted = self._arrays.to_restore(asked(trees))
         layout = self._layout(groups)
-        dtypes = self.first("arrays.dtypes")
+        dtypes = self.first(array_requests.GetDtypes())
         made: dict[str, Any] = {}
         for number, (group, of_group) in enumerate(zip(groups, wanted, strict=True)):
             abstract = [group.abstract(leaf, dtypes) for leaf in group.leaves]
             take = self._agent.arrays.specialize(
-                out_specs_fn=functools.partial(_whatever_is_asked, abstract)
+                out_specs_fn=functools.partial(_specified, abstract)
             )
             with failures.reaching_the_head():
                 content = {"layout": layout, "group": number}
-                arrays = take(letters.letter(content, _over(group.mesh)))
+                arrays = take(messages.encode(content, _over(group.mesh)))
             made |= head_arrays.restored(group, arrays, of_group, dtypes)
         return {name: rebuilt(tree, name, made) for name, tree in trees.items()}
 
     def close(self) -> None:
         """See `Hosts`."""
         try:
-            self.all("close")
+            self.all(world_requests.CloseHost())
         finally:
             _release(self._agent, wait=True)
 
@@ -179,60 +175,60 @@ class RemoteHosts:
         known = self._layouts.get(groups)
         if known is None:
             known = len(self._layouts)
-            told = [group.to_json() for group in groups]
-            self.all("arrays.describe", known, told)
+            descriptions = tuple(group.describe() for group in groups)
+            self.all(array_requests.DescribeLayout(layout=known, groups=descriptions))
             self._layouts[groups] = known
         return known
 
-    def _send_files(
-        self, step: int, save: str, components: Sequence[str], problem: str | None
-    ) -> None:
-        files = component_files.take(self._directory, components)
-        if files and problem is None:
-            self.first("files.put", step, save, files)
-
-    def _ask(
-        self, sharding: NamedSharding, phase: str, arguments: Sequence[Any]
-    ) -> list[Any]:
+    def _send(
+        self, sharding: NamedSharding, request: ColocatedRequest[AnswerT]
+    ) -> list[AnswerT]:
         call = next(self._numbers)
-        content = {"call": call, "phase": phase, "arguments": arguments}
-        lengths = self._tell(self._agent.begin, content, sharding)
+        content = {"call": call, "request": COLOCATED_PHASES.encode(request)}
+        limit_secs = COLOCATED_PHASES.limit_secs(request)
+        until_secs = time.monotonic() + limit_secs
+        lengths = self._call(self._agent.begin, content, sharding)
         pause = 0.001
         while (lengths == host_agent.UNDER_WAY).any():
+            if time.monotonic() > until_secs:
+                raise errors.RunError(
+                    f"hosts have not answered {type(request).__name__} for"
+                    f" {limit_secs:g} s; look at their logs, and start the run again"
+                )
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECS)
-            lengths = self._tell(self._agent.lengths, {"call": call}, sharding)
+            lengths = self._call(self._agent.lengths, {"call": call}, sharding)
         chunks = []
         longest = int(lengths.max())
         for start in range(0, longest, host_agent.CHUNK_BYTES):
             last = start + host_agent.CHUNK_BYTES >= longest
             content = {"call": call, "start": start, "last": last}
-            chunks.append(self._tell(self._agent.answers, content, sharding))
+            chunks.append(self._call(self._agent.answers, content, sharding))
         answers = [json.loads(row.tobytes()) for row in np.concatenate(chunks, axis=1)]
         failed = {
-            number: failures.in_words(answer["failed"])
+            number: failures.text(answer["failed"])
             for number, answer in enumerate(answers)
             if "failed" in answer
         }
         if failed:
             raise HostsFailed(failed)
-        return [answer["is"] for answer in answers]
+        return [decode_answer(request, answer["answer"]) for answer in answers]
 
-    def _tell(
+    def _call(
         self, method: Any, content: Any, sharding: NamedSharding, *arrays: jax.Array
     ) -> np.ndarray:
         with failures.reaching_the_head():
-            return letters.rows(method(letters.letter(content, sharding), *arrays))
+            return messages.rows(method(messages.encode(content, sharding), *arrays))
 
 
 def _over(devices: Mesh | Sequence[jax.Device]) -> NamedSharding:
-    # Of letters, a row for each device.
+    # A message has a row for each device.
     if not isinstance(devices, Mesh):
         devices = Mesh(np.array(devices), ("device",))
     return topology.batch_sharding(devices)
 
 
-def _whatever_is_asked(abstract: list[Any], *_: Any) -> list[Any]:
+def _specified(abstract: list[Any], *_: Any) -> list[Any]:
     return abstract
 
 

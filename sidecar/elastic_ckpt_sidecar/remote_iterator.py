@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from elastic_ckpt.core import background, errors, metrics, topology
 from elastic_ckpt.data import compatibility, delivery, elastic_data, iterator, prefetch
-from elastic_ckpt_sidecar import failures, letters, worker
+from elastic_ckpt_sidecar import failures, messages, worker
 
 # How long a worker may take to go to the beginning, or to another batch size.
 _ANSWER_SECS = 60.0
@@ -72,7 +72,7 @@ class RemoteIterator:
         self._worker = worker.Worker(data, global_batch_size, read_ahead)
         self._check_compatibility()
         self._workers = _Workers(
-            self._worker, letters.letter({}, self._cpu_sharding), self._sharding
+            self._worker, messages.encode({}, self._cpu_sharding), self._sharding
         )
         # Also when nobody calls `close`.
         release = functools.partial(_release, self._worker, self._workers.calls)
@@ -161,12 +161,12 @@ class RemoteIterator:
 
     def _check_compatibility(self) -> None:
         head = [compatibility.local_facts(self._data, role="the head")]
-        letter = letters.letter({}, self._cpu_sharding)
+        message = messages.encode({}, self._cpu_sharding)
         # First what needs no code of the user's, which may not arrive.
         for ask in (worker.Facts, self._worker.facts):
             try:
                 with failures.reaching_the_head():
-                    told = letters.rows(ask(letter))
+                    rows = messages.rows(ask(message))
             except errors.ElasticCkptError:
                 raise
             except Exception as error:
@@ -175,7 +175,7 @@ class RemoteIterator:
                     f" {error}; build their image as sidecar/README.md says, with what"
                     " your pipeline imports"
                 ) from error
-            compatibility.check(head + compatibility.from_rows(told))
+            compatibility.check(head + compatibility.from_rows(rows))
         compatibility.check_controllers(self._data, self._sharding)
 
     def _in_turn(
@@ -197,7 +197,7 @@ class RemoteIterator:
 
     def _call(self, method: Any, **content: Any) -> np.ndarray:
         with failures.reaching_the_head():
-            return letters.rows(method(letters.letter(content, self._cpu_sharding)))
+            return messages.rows(method(messages.encode(content, self._cpu_sharding)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,10 +216,10 @@ class _Workers:
     """
 
     def __init__(
-        self, workers: Any, letter: jax.Array, sharding: NamedSharding
+        self, workers: Any, message: jax.Array, sharding: NamedSharding
     ) -> None:
         self.calls = background.BackgroundCalls(
-            functools.partial(_fetch, workers, letter, sharding),
+            functools.partial(_fetch, workers, message, sharding),
             depth=worker.HEAD_AHEAD,
         )
         self.num_taken = 0
@@ -251,9 +251,9 @@ class _Workers:
         self.num_taken = 0
 
 
-def _fetch(workers: Any, letter: jax.Array, sharding: NamedSharding) -> _Fetched:
+def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetched:
     with failures.reaching_the_head():
-        batch, waited_secs = jax.block_until_ready(workers.next(letter))
+        batch, waited_secs = jax.block_until_ready(workers.next(message))
     return _Fetched(batch=topology.place(batch, sharding), waited_secs=waited_secs)
 
 

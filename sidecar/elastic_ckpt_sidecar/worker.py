@@ -15,7 +15,7 @@ from jax.experimental import colocated_python
 from jax.sharding import NamedSharding
 
 from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch
-from elastic_ckpt_sidecar import failures, letters
+from elastic_ckpt_sidecar import failures, messages
 
 # Batches that the head takes from its workers before the loop asks for them.
 HEAD_AHEAD = 1
@@ -27,7 +27,7 @@ _SHORT_SECS = 0.001
 _SAVES_AT_ONCE = 8
 
 
-@failures.told
+@failures.reported
 def facts(call: jax.Array) -> jax.Array:
     """The facts of each host, but for its pipeline: uint8 `[devices, 512]`."""
     return compatibility.placed(compatibility.local_facts(), _rows_of(call))
@@ -58,14 +58,14 @@ class _HostWorker:
         self._no_wait: jax.Array | None = None
         self._begin_to_count()
 
-    @failures.told
+    @failures.reported
     def facts(self, call: jax.Array) -> jax.Array:
         """The facts of each host with those of its pipeline: uint8 `[devices, 512]`."""
         return compatibility.placed(
             compatibility.local_facts(self._data), _rows_of(call)
         )
 
-    @failures.told
+    @failures.reported
     def next(self, call: jax.Array) -> tuple[elastic_data.Batch, jax.Array]:
         """The next global batch, and how long each host waited for it.
 
@@ -80,15 +80,15 @@ class _HostWorker:
         # The head may not have given the newest to the loop yet.
         self._marks.append((self._count, host.mark()))
         if host.waited_secs > _SHORT_SECS:
-            return batch, letters.on_each(call, host.waited_secs)
+            return batch, messages.on_each(call, host.waited_secs)
         if self._no_wait is None:
-            self._no_wait = letters.on_each(call, 0)
+            self._no_wait = messages.on_each(call, 0)
         return batch, self._no_wait
 
-    @failures.told
+    @failures.reported
     def take_state(self, call: jax.Array) -> jax.Array:
         """Keeps the state after so many batches, under the ticket that `call` names."""
-        content = letters.open_letter(call)
+        content = messages.decode(call)
         host = self._on(call)
         mark = self._mark_after(content["batches"])
         ticket = content["ticket"]
@@ -97,10 +97,10 @@ class _HostWorker:
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call
 
-    @failures.told
+    @failures.reported
     def write_state(self, call: jax.Array) -> jax.Array:
         """Begins to write the state kept under a ticket into a directory."""
-        content = letters.open_letter(call)
+        content = messages.decode(call)
         taken = self._taken.pop(content["ticket"])
         host = self._on(call)
         self._writes[content["ticket"]] = self._writer.submit(
@@ -108,41 +108,41 @@ class _HostWorker:
         )
         return call
 
-    @failures.told
+    @failures.reported
     def is_written(self, call: jax.Array) -> jax.Array:
         """Whether the state under a ticket is written: float32 `[devices]`, 1 or 0.
 
         Raises what the writing raised. May be asked again when it is written, for
         other hosts may not be done.
         """
-        ticket = letters.open_letter(call)["ticket"]
+        ticket = messages.decode(call)["ticket"]
         writing = self._writes.get(ticket)
         if writing is None:
-            return letters.on_each(call, 1)
+            return messages.on_each(call, 1)
         if not writing.done():
-            return letters.on_each(call, 0)
+            return messages.on_each(call, 0)
         del self._writes[ticket]
         writing.result()
-        return letters.on_each(call, 1)
+        return messages.on_each(call, 1)
 
-    @failures.told
+    @failures.reported
     def load_state(self, call: jax.Array) -> jax.Array:
         """Goes to the state in a directory."""
-        self._on(call).load(letters.open_letter(call)["directory"])
+        self._on(call).load(messages.decode(call)["directory"])
         self._begin_to_count()
         return call
 
-    @failures.told
+    @failures.reported
     def reset(self, call: jax.Array) -> jax.Array:
         """Goes to the beginning."""
         self._on(call).reset()
         self._begin_to_count()
         return call
 
-    @failures.told
+    @failures.reported
     def resize(self, call: jax.Array) -> jax.Array:
         """Goes on with batches of another size, after so many of the former."""
-        content = letters.open_letter(call)
+        content = messages.decode(call)
         host = self._on(call)
         if content["batches"] < self._count:
             host.return_to(self._mark_after(content["batches"]))
@@ -150,7 +150,7 @@ class _HostWorker:
         host.resize(content["global_batch_size"])
         return call
 
-    @failures.told
+    @failures.reported
     def close(self, call: jax.Array) -> jax.Array:
         """Ends what reads ahead."""
         self._on(call).close()

@@ -1,53 +1,55 @@
 """What is kept, told and tried again when a stage of a save fails."""
 
+import dataclasses
 import threading
 
 import pytest
 
 from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.described import Described
+from elastic_ckpt.host import answers, backup_requests, save_requests
+from elastic_ckpt.host.backup_requests import BackUpStep
 from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.save_requests import CollectSteps, ReplicateStep, WriteStep
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")
-COPIES = {
-    "copies": 1,
-    "bytes": 10,
-    "problems": [],
-    "diverged": [],
-    "failed": False,
-    "preserved": [2],
-}
-WRITTEN = {"files": {}, "time_ms": 0}
+COPIES = answers.Replicated(
+    copies=1, num_bytes=10, problems=(), diverged=(), failed=False, preserved=(2,)
+)
+WRITTEN = answers.Written(files={}, time_ms=0)
+BACKED_UP = answers.BackedUp(num_bytes=0, bad=())
 
 
 class OneHost:
-    """Says what a test wants; `asked` are the phases and arguments, in order."""
+    """Answers each class of requests as a test wants; `requests` lists them in order.
+
+    An answer is a value, a function of the request, or the text of a failure.
+    """
 
     own = 0
 
-    def __init__(self, **answers):
+    def __init__(self, answers):
         self._answers = answers
-        self.asked = []
+        self.requests = []
 
-    def all(self, phase, *arguments):
-        self.asked.append((phase, *arguments))
-        name = phase.partition(".")[2]
-        if name == "say":
-            return [arguments[0]]
-        answer = self._answers.get(name, {**WRITTEN, "bytes": 0, "bad": []})
+    def all(self, request):
+        self.requests.append(request)
+        if isinstance(request, save_requests.ShareNotes | save_requests.ShareReadiness):
+            return [request.run(None)]
+        answer = self._answers.get(type(request))
         if callable(answer):
-            answer = answer(*arguments)
+            answer = answer(request)
         if isinstance(answer, str):
             raise HostsFailed({0: answer})
         return [answer]
 
-    def first(self, phase, *arguments):
-        return self.all(phase, *arguments)[0]
+    def first(self, request):
+        return self.all(request)[0]
 
-    def of(self, phase):
-        """The arguments of each call of a phase."""
-        return [arguments for found, *arguments in self.asked if found == phase]
+    def of(self, kind):
+        """The requests of a class."""
+        return [request for request in self.requests if isinstance(request, kind)]
 
 
 @pytest.fixture
@@ -59,8 +61,17 @@ def told():
 def stages(told):
     """Makes the stages of a world of one host that answers so."""
 
-    def make(**answers):
-        host = OneHost(**{"replicate": COPIES, "chunk_shapes": {"n": []}, **answers})
+    def make(answers=None):
+        host = OneHost(
+            {
+                save_requests.WriteStep: WRITTEN,
+                save_requests.ReplicateStep: COPIES,
+                backup_requests.GetChunkShapes: {"n": ()},
+                backup_requests.BackUpStep: BACKED_UP,
+                backup_requests.CleanUploads: (),
+            }
+            | (answers or {})
+        )
         tell = lambda name, **fields: told.append((name, fields))  # noqa: E731
         return save_stages.SaveStages(host, tell=tell), host
 
@@ -98,57 +109,71 @@ def reasons(told, tier):
 
 def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(stages):
     failing = {2, 3}
-    made, host = stages(replicate=lambda step, _: {**COPIES, "failed": step in failing})
+    made, host = stages(
+        {
+            ReplicateStep: lambda request: dataclasses.replace(
+                COPIES, failed=request.step in failing
+            )
+        }
+    )
     for step in (1, 2, 3, 4):
         save(made, step)
-    kept = {step: in_flight for step, _, in_flight, *_ in host.of("saver.collect")}
-    assert kept == {1: [1], 2: [1], 3: [1], 4: [4]}
+    kept = {each.step: each.in_flight for each in host.of(CollectSteps)}
+    assert kept == {1: (1,), 2: (1,), 3: (1,), 4: (4,)}
 
 
 def test_a_step_that_was_restored_is_kept_until_another_has_its_copies(stages):
-    made, host = stages(replicate="copies do not fit")
+    made, host = stages({ReplicateStep: "copies do not fit"})
     made.go_on_from(5)
     save(made, 6)
-    assert host.of("saver.collect") == [[6, SAVE, [5], [], ()]]
+    assert host.of(CollectSteps) == [
+        CollectSteps(step=6, save=SAVE, in_flight=(5,), preserved=(), parents=())
+    ]
 
 
 def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
     full = {3}
     made, host = stages(
-        write=lambda step, *_: "no room" if step in full else WRITTEN,
-        replicate=lambda step, _: COPIES if step == 1 else "copies do not fit",
+        {
+            WriteStep: lambda each: "no room" if each.step in full else WRITTEN,
+            ReplicateStep: lambda each: COPIES if each.step == 1 else "no room",
+        }
     )
     assert [save(made, step) for step in (1, 2, 3, 4)] == [True, True, False, True]
-    kept = [(step, in_flight) for step, _, in_flight, *_ in host.of("saver.collect")]
+    kept = [(each.step, each.in_flight) for each in host.of(CollectSteps)]
     # The third does not fit: the first goes, and the second is the newest.
-    assert kept == [(1, [1]), (2, [1]), (2, []), (4, [])]
+    assert kept == [(1, (1,)), (2, (1,)), (2, ()), (4, ())]
     assert reasons(told, "local") == [(3, "it was not saved: host 0: no room")]
 
 
 def test_a_step_whose_replicas_differ_replaces_none(stages):
     made, host = stages(
-        replicate=lambda step, _: {**COPIES, "diverged": ["w"] if step == 2 else []}
+        {
+            ReplicateStep: lambda request: dataclasses.replace(
+                COPIES, diverged=("w",) if request.step == 2 else ()
+            )
+        }
     )
     for step in (1, 2):
         save(made, step)
-    assert [step for step, *_ in host.of("saver.collect")] == [1]
+    assert [each.step for each in host.of(CollectSteps)] == [1]
 
 
 def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, told):
     copying, go_on = threading.Event(), threading.Event()
 
-    def replicate(step, _):
+    def replicate(request):
         copying.set()
-        assert step != 1 or go_on.wait(600)
+        assert request.step != 1 or go_on.wait(600)
         return COPIES
 
-    made, host = stages(replicate=replicate)
+    made, host = stages({ReplicateStep: replicate})
     made.begin(saving(1)).result()
     assert copying.wait(600)
     assert made.begin(saving(2)).result()
     go_on.set()
     made.wait()
-    assert [step for step, _ in host.of("saver.replicate")] == [1, 2]
+    assert [each.step for each in host.of(ReplicateStep)] == [1, 2]
     ((step, why),) = reasons(told, "peer")
     assert step == 2
     assert why.startswith("copies of an earlier step are not done")
@@ -159,10 +184,7 @@ def test_what_a_component_raises_is_told_and_fails_the_save_alone(stages, told, 
     def fail():
         raise error
 
-    made, _ = stages(
-        # The last argument is what the components raised.
-        write=lambda *arguments: arguments[-1] or WRITTEN
-    )
+    made, _ = stages({WriteStep: lambda request: request.problem or WRITTEN})
     assert not save(made, 1, write_components=fail)
     ((step, why),) = reasons(told, "local")
     assert step == 1
@@ -173,37 +195,36 @@ def test_what_a_component_raises_is_told_and_fails_the_save_alone(stages, told, 
 def test_a_backup_begins_when_no_holder_changes_any_more(stages):
     begun, go_on = threading.Event(), threading.Event()
 
-    def replicate(step, _):
-        del step
+    def replicate(_):
         begun.set()
         assert go_on.wait(600)
         return COPIES
 
-    made, host = stages(replicate=replicate)
+    made, host = stages({ReplicateStep: replicate})
     made.begin(saving(1, back_up=True)).result()
     assert begun.wait(600)
-    assert not host.of("backup.chunk_shapes")
+    assert not host.of(backup_requests.GetChunkShapes)
     go_on.set()
     made.wait()
-    assert host.of("backup.commit")
+    assert host.of(backup_requests.CommitBackup)
 
 
 def test_of_backups_that_are_late_the_newest_is_made(stages, told):
     backing_up, go_on = threading.Event(), threading.Event()
 
-    def back_up(step, *_):
+    def back_up(request):
         backing_up.set()
-        assert step != 1 or go_on.wait(600)
-        return "storage is gone" if step == 1 else {"bytes": 3, "bad": []}
+        assert request.step != 1 or go_on.wait(600)
+        return "storage is gone" if request.step == 1 else BACKED_UP
 
-    made, host = stages(back_up=back_up)
+    made, host = stages({BackUpStep: back_up})
     made.begin(saving(1, back_up=True)).result()
     assert backing_up.wait(600)
     made.begin(saving(2, back_up=True)).result()
     made.begin(saving(3)).result()
     go_on.set()
     made.wait()
-    assert [step for step, *_ in host.of("backup.back_up")] == [1, 2]
+    assert [each.step for each in host.of(BackUpStep)] == [1, 2]
     assert [fields["step"] for name, fields in told if name == "backed_up"] == [2]
 
 
@@ -216,13 +237,13 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
     def clean(_):
         assert is_committed.wait(60)
         order.append("clean")
-        return []
+        return ()
 
-    def back_up(*_):
+    def back_up(_):
         order.append("back_up")
-        return {"bytes": 0, "bad": []}
+        return BACKED_UP
 
-    made, _ = stages(clean=clean, back_up=back_up)
+    made, _ = stages({backup_requests.CleanUploads: clean, BackUpStep: back_up})
     made.clean(0, SAVE)
     assert made.begin(saving(1, back_up=True)).result()
     is_committed.set()
@@ -233,18 +254,27 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
     ]
 
 
-@pytest.mark.parametrize("stage", ["replicate", "back_up", "collect", "write"])
+@pytest.mark.parametrize(
+    ("stage", "good"),
+    [
+        (ReplicateStep, COPIES),
+        (BackUpStep, BACKED_UP),
+        (CollectSteps, None),
+        (backup_requests.CollectBackups, None),
+        (WriteStep, WRITTEN),
+    ],
+)
 def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
-    stages, told, stage
+    stages, told, stage, good
 ):
-    def fail(step, *_):
-        if step == 1:
+    def fail(request):
+        if request.step == 1:
             raise TypeError("a bug")
-        return {**COPIES, **WRITTEN, "bytes": 0, "bad": []}
+        return good
 
-    made, _ = stages(**{stage: fail})
+    made, _ = stages({stage: fail})
     response = made.begin(saving(1, back_up=True))
-    if stage == "write":
+    if stage is WriteStep:
         with pytest.raises(TypeError, match="a bug"):
             response.result()
     else:
@@ -259,12 +289,14 @@ def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
 
 
 def test_what_cannot_be_described_is_given_up_on_all_hosts(stages, told, monkeypatch):
-    made, host = stages(write=lambda *arguments: arguments[-1] or WRITTEN)
+    made, host = stages({WriteStep: lambda request: request.problem or WRITTEN})
     with monkeypatch.context() as patch:
-        patch.setattr(Described, "notes", lambda _: 1 / 0)
+        patch.setattr(Described, "notes", lambda *_: 1 / 0)
         assert not save(made, 1)
     ((step, why),) = reasons(told, "local")
     assert step == 1
     assert "ZeroDivisionError" in why
-    assert host.of("saver.abandon") == [[1, SAVE]]
+    assert host.of(save_requests.AbandonStep) == [
+        save_requests.AbandonStep(step=1, save=SAVE)
+    ]
     assert save(made, 2)

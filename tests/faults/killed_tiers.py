@@ -27,9 +27,9 @@ STORE = "elastic_ckpt.tiers.persistent"
 STORAGE = "elastic_ckpt.core.storage"
 MANIFEST = "elastic_ckpt.manifests.manifest_file"
 
-SAVER = f"{HOST}.host_saver:HostSaver"
-READER = f"{HOST}.host_reader:HostReader"
-BACKUP = f"{HOST}.host_backup:HostBackup"
+SAVER = f"{HOST}.saver:HostSaver"
+READER = f"{HOST}.reader:HostReader"
+BACKUP = f"{HOST}.backup:HostBackup"
 LOCAL = f"{RAM}.local:LocalHost"
 WRITER = f"{RAM}.step_writer:StepWriter"
 UPLOAD = f"{STORE}.upload:Upload"
@@ -143,7 +143,7 @@ RESTORE = {
     ),
     "with_the_state_made": Point(at=f"{READER}.arrays"),
     "with_all_forgotten": Point(
-        at=f"{READER}.forget", call=2, within=f"{HOST}.host_tiers:HostTiers.answer"
+        at=f"{READER}.forget", within=f"{HOST}.read_requests:CloseStep.run"
     ),
 }
 

@@ -12,6 +12,7 @@ import pathlib
 import pickle
 import sys
 from importlib import abc
+from typing import Any
 
 # Not there in the image, or with nothing to do there.
 ABSENT = (
@@ -50,42 +51,60 @@ def keep(agent_class: type, choice: object) -> str:
     """The digest of an array that an agent saved, found, and restored."""
     import jax
     import numpy as np
-    from elastic_ckpt_sidecar import array_layout, host_agent, letters
+    from elastic_ckpt_sidecar import (
+        array_layout,
+        array_requests,
+        host_agent,
+        messages,
+    )
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from elastic_ckpt.host import (
+        phases,
+        read_requests,
+        save_requests,
+        step_notes,
+        world_requests,
+    )
 
     device = jax.devices()[0]
     over = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec("device"))
     agent = agent_class([choice])
-    agent.meet(letters.letter({}, over))
+    agent.connect(messages.encode({}, over))
 
-    def ask(phase: str, *arguments: object) -> object:
-        content = {"call": 0, "phase": phase, "arguments": arguments}
-        length = agent.begin(letters.letter(content, over))
+    def ask(request: Any) -> Any:
+        encoded = array_requests.COLOCATED_PHASES.encode(request)
+        length = agent.begin(messages.encode({"call": 0, "request": encoded}, over))
         while length[0] == host_agent.UNDER_WAY:
-            length = agent.lengths(letters.letter({"call": 0}, over))
+            length = agent.lengths(messages.encode({"call": 0}, over))
         content = {"call": 0, "start": 0, "last": True}
-        row = letters.rows(agent.answers(letters.letter(content, over)))
+        row = messages.rows(agent.answers(messages.encode(content, over)))
         answer = json.loads(row.tobytes())
-        assert "is" in answer, answer
-        return answer["is"]
+        assert "answer" in answer, answer
+        return phases.decode_answer(request, answer["answer"])
 
-    secret = ask("world.introduce")["fresh_secret"]
-    ask("world.meet", [ask("world.join", [0], secret)["host"]], {})
+    secret = ask(world_requests.Introduce()).fresh_secret
+    joined = ask(world_requests.JoinWorld(slots=(0,), secret=secret))
+    ask(world_requests.MeetHosts(hosts=(joined.host,), agents={}))
     leaf = array_layout.PlacedLeaf(path="w", shape=(8,), dtype="float32", spec=())
     group = array_layout.Group(mesh=over.mesh, leaves=(leaf,))
-    ask("arrays.describe", 0, [group.to_json()])
+    ask(array_requests.DescribeLayout(layout=0, groups=(group.describe(),)))
     array = jax.device_put(np.arange(8, dtype=np.float32), group.sharding(leaf))
     called = {"layout": 0, "group": 0}
-    agent.hold(letters.letter({**called, "kept": False}, over), array)
-    ask("arrays.capture", 1, "0", 0)
-    ask("saver.write", 1, "0", [], None)
-    ask("saver.commit", 1, "0", {}, {"time_ms": 0, "metrics": None, "parents": []})
-    found = ask("reader.find", None, [])["found"]
-    ask("reader.open_step", found["step"], found["save"])
-    ask("arrays.want", 0, [])
-    ask("reader.read")
-    (restored,) = agent.arrays(letters.letter(called, over))
-    ask("close")
+    agent.hold(messages.encode({**called, "kept": False}, over), array)
+    one = save_requests.OfStep(step=1, save="0")
+    ask(array_requests.CaptureArrays(**vars(one), layout=0))
+    ask(save_requests.WriteStep(**vars(one), components=(), problem=None))
+    notes = step_notes.StepNotes(
+        metrics=None, custom_metadata=None, trees=None, parents=()
+    )
+    ask(save_requests.CommitStep(**vars(one), parts={}, notes=notes))
+    outcome = ask(read_requests.FindStep(step=None, save="", without=(), own_line=None))
+    ask(read_requests.OpenStep(step=outcome.found.step, save=outcome.found.save))
+    ask(array_requests.SelectArrays(layout=0, components=()))
+    ask(read_requests.ReadStep())
+    (restored,) = agent.arrays(messages.encode(called, over))
+    ask(world_requests.CloseHost())
     return hashlib.sha256(np.asarray(restored).tobytes()).hexdigest()
 
 

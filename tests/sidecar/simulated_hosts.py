@@ -10,7 +10,7 @@ import shutil
 
 import jax
 import numpy as np
-from elastic_ckpt_sidecar import head_arrays, host_agent, remote_hosts
+from elastic_ckpt_sidecar import colocated_tiers, head_arrays, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import factory
@@ -78,7 +78,7 @@ def choices_of(machines, hosts, mesh, tiers, *, numbers):
     """What each host is to be, on the machines with these numbers."""
     slices = topology.slices_of(mesh)
     return [
-        host_agent.HostChoice(
+        colocated_tiers.HostChoice(
             number=number,
             device_ids=tuple(cpu.id for cpu in host.cpus),
             run="run",

@@ -42,7 +42,7 @@ def failing(error, depth=0):
 def text_of(error, *, depth=0):
     """What a worker tells of an error."""
     with pytest.raises(failures.WorkerFailure) as told:
-        failures.told(failing)(error, depth)
+        failures.reported(failing)(error, depth)
     return str(told.value)
 
 

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import component_files, head_arrays, letters, remote_hosts
+from elastic_ckpt_sidecar import (
+    component_files,
+    file_copies,
+    head_arrays,
+    messages,
+    remote_hosts,
+)
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
@@ -175,29 +181,29 @@ def test_arrays_may_be_donated_as_soon_as_the_save_has_begun(machines):
 
 
 class Passed:
-    """What passes through the head, as the bytes of letters, both ways.
+    """What passes through the head, as the bytes of messages, both ways.
 
     But for the questions whether hosts have answered, which are as many as it takes.
     """
 
     def __init__(self, monkeypatch):
         self.num_bytes = 0
-        write, rows = letters.letter, letters.rows
+        write, rows = messages.encode, messages.rows
 
-        def letter(content, sharding):
+        def encode(content, sharding):
             written = write(content, sharding)
             if content.keys() != {"call"}:
                 self.num_bytes += written.nbytes // len(written)
             return written
 
-        def heard(array):
+        def rows_of(array):
             found = rows(array)
             if found.ndim > 1:
                 self.num_bytes += found.nbytes
             return found
 
-        monkeypatch.setattr(letters, "letter", letter)
-        monkeypatch.setattr(letters, "rows", heard)
+        monkeypatch.setattr(messages, "encode", encode)
+        monkeypatch.setattr(messages, "rows", rows_of)
 
 
 class Forbidden:
@@ -363,7 +369,7 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
 
     # Of the head alone.
     spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
-    for module in (component_files, remote_hosts):
+    for module in (component_files, file_copies):
         monkeypatch.setattr(module, "storage", spied)
     monkeypatch.setattr(machine, "find", lambda _: None)
     with simulated_hosts.world(machines, 2) as (checkpointer, _, _):

@@ -14,7 +14,7 @@ import tomllib
 import cloudpickle
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import host_agent, worker
+from elastic_ckpt_sidecar import colocated_tiers, host_agent, worker
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.data import pipeline
@@ -98,7 +98,7 @@ def workers(corpus, tmp_path):
         files[-1].write_bytes(cloudpickle.dumps((worker._HostWorker, data)))
     found = [in_image.work(file.read_bytes()) for file in files]
     assert len(set(found)) == 2
-    choice = host_agent.HostChoice(
+    choice = colocated_tiers.HostChoice(
         number=0,
         device_ids=(0,),
         run="run",

@@ -1,7 +1,7 @@
 import threading
 
 import pytest
-from elastic_ckpt_sidecar import failures, letters, worker
+from elastic_ckpt_sidecar import failures, messages, worker
 
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import cursors, prefetch
@@ -14,7 +14,7 @@ def host(data):
     made = worker._HostWorker(data, 16, prefetch.TWO_BATCHES)
 
     def call(method, **content):
-        return getattr(made, method)(letters.letter(content, sharding))
+        return getattr(made, method)(messages.encode(content, sharding))
 
     yield call
     call("close")

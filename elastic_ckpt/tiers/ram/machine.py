@@ -11,6 +11,7 @@ from etils import epath
 from elastic_ckpt.core import storage
 
 FILE = "machine"
+ID_LENGTH = 16
 
 
 def machine_id(root: epath.PathLike) -> str:
@@ -19,7 +20,7 @@ def machine_id(root: epath.PathLike) -> str:
     if not os.path.exists(path):
         # What a run holds is nobody else's business.
         storage.make_private_directory(root)
-        storage.create(path, secrets.token_hex(8).encode())
+        storage.create(path, secrets.token_hex(ID_LENGTH // 2).encode())
     return pathlib.Path(path).read_text()
 
 

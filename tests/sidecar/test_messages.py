@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from elastic_ckpt_sidecar import host_agent, letters
+from elastic_ckpt_sidecar import host_agent, messages
 
 from elastic_ckpt.core import topology
 
@@ -10,29 +10,29 @@ def sharding():
     return topology.batch_sharding(topology.make_mesh(2)[0])
 
 
-def test_a_letter_arrives_as_it_was_sent(sharding):
+def test_a_message_arrives_as_it_was_sent(sharding):
     content = {"ticket": 3, "directory": "/a/b ü"}
-    sent = letters.letter(content, sharding)
-    assert letters.open_letter(sent) == content
+    sent = messages.encode(content, sharding)
+    assert messages.decode(sent) == content
     assert len(sent.sharding.device_set) == 8
 
 
-def test_letters_of_any_length_arrive_and_have_few_lengths(sharding):
+def test_messages_of_any_length_arrive_and_have_few_lengths(sharding):
     lengths = set()
     for length in (0, 1, 490, 511, 512, 513, 5000):
         content = {"directory": "ü" * length}
-        sent = letters.letter(content, sharding)
-        assert letters.open_letter(sent) == content
+        sent = messages.encode(content, sharding)
+        assert messages.decode(sent) == content
         lengths.add(sent.shape[1])
     assert lengths == {512, 4096, 32768}
 
 
 def test_answers_come_in_the_order_of_the_mesh(sharding):
-    call = letters.letter({}, sharding)
-    answer = letters.answer(call, lambda device: np.array([device.id, 7]))
+    call = messages.encode({}, sharding)
+    answer = messages.reply(call, lambda device: np.array([device.id, 7]))
     ids = [[device.id, 7] for device in sharding.mesh.devices.flat]
-    assert letters.rows(answer).tolist() == ids
-    assert letters.rows(letters.on_each(call, 3)).tolist() == [3] * 8
+    assert messages.rows(answer).tolist() == ids
+    assert messages.rows(messages.on_each(call, 3)).tolist() == [3] * 8
 
 
 def test_a_host_listens_where_it_reaches_the_head():

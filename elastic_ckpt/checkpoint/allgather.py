@@ -1,7 +1,7 @@
-"""Exchange: what each host of a world says to all others, a few bytes now and then.
+"""Allgather of small values between the hosts of a world.
 
-Words go through JAX's coordination service, which every world of processes has: no
-device takes part, so background threads may speak while the devices compute.
+Values pass through JAX's coordination service, which every world of processes has: no
+device takes part, so background threads may use it while the devices compute.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from orbax.checkpoint import multihost
 
 from elastic_ckpt.core import errors, storage, topology
 
-# Exchanges of a process, in the order in which every host makes them.
+# Numbers the objects of a process, which every host makes in the same order.
 _numbers = itertools.count()
 
 
-class Exchange(Protocol):
-    """Gathers what all hosts say; every host makes the same calls."""
+class Allgather(Protocol):
+    """Gathers a value of each host on all hosts, which make the same calls."""
 
     @property
     def host(self) -> int:
@@ -36,22 +36,22 @@ class Exchange(Protocol):
     def gather(
         self, kind: str, value: storage.Json, *, timeout_secs: float
     ) -> list[Any]:
-        """What each host said, in the order of their numbers.
+        """Returns the value of each host, in the order of their numbers.
 
         Args:
-          kind: what it is about. Calls of one kind come from one thread at a time, in
-            the same order on all hosts; those of different kinds in any order.
-          value: what this host says: kilobytes at most.
+          kind: a name of the values. Calls of one kind come from one thread at a time,
+            in the same order on all hosts; those of different kinds in any order.
+          value: of this host, JSON of kilobytes at most.
           timeout_secs: how long hosts wait for each other.
 
         Raises:
-          RunError: if a host did not say anything in time.
+          RunError: if the value of a host did not arrive in time.
         """
         ...
 
 
-class Alone:
-    """The exchange of a world with one host."""
+class OneHost:
+    """The allgather of a world with one host."""
 
     host = 0
     num_hosts = 1
@@ -59,16 +59,16 @@ class Alone:
     def gather(
         self, kind: str, value: storage.Json, *, timeout_secs: float
     ) -> list[Any]:
-        """What this host said, as it would come back from another."""
+        """Returns the value alone, as it would arrive from another host."""
         del kind, timeout_secs
         return [json.loads(storage.canonical_json(value))]
 
 
 class CoordinationService:
-    """The exchange of a world under `jax.distributed`.
+    """The allgather of a world under `jax.distributed`.
 
-    Host 0 collects what the others say and hands it out in one piece, so that n hosts
-    make 3n requests, not n**2.
+    Host 0 collects the values and publishes them in one piece, so that n hosts make 3n
+    requests, not n**2.
     """
 
     def __init__(self) -> None:
@@ -82,26 +82,26 @@ class CoordinationService:
     def gather(
         self, kind: str, value: storage.Json, *, timeout_secs: float
     ) -> list[Any]:
-        """See `Exchange`."""
+        """See `Allgather`."""
         with self._lock:
             turn = self._turns[kind]
             self._turns[kind] += 1
-        place = f"{self._prefix}/{kind}/{turn}"
+        prefix = f"{self._prefix}/{kind}/{turn}"
         self._client.key_value_set_bytes(
-            f"{place}/{self.host}", storage.canonical_json(value)
+            f"{prefix}/{self.host}", storage.canonical_json(value)
         )
         if self.host == 0:
-            said = [
-                self._wait_for(f"{place}/{host}", kind, timeout_secs)
+            values = [
+                self._wait_for(f"{prefix}/{host}", kind, timeout_secs)
                 for host in range(self.num_hosts)
             ]
             self._client.key_value_set_bytes(
-                f"{place}/all", b"[" + b",".join(said) + b"]"
+                f"{prefix}/all", b"[" + b",".join(values) + b"]"
             )
-            # Whoever speaks in this turn has heard what was said in the one before.
+            # A host whose value of this turn is there has read those of the one before.
             if turn:
                 self._client.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
-        return json.loads(self._wait_for(f"{place}/all", kind, timeout_secs))
+        return json.loads(self._wait_for(f"{prefix}/all", kind, timeout_secs))
 
     def _wait_for(self, key: str, kind: str, timeout_secs: float) -> bytes:
         timeout_ms = int(1000 * timeout_secs)
@@ -120,8 +120,8 @@ class CoordinationService:
             ) from None
 
 
-def of_this_world() -> Exchange:
-    """The exchange of all processes of this process's world."""
+def of_this_world() -> Allgather:
+    """Returns the allgather of the processes of this process's world."""
     if topology.num_hosts() == 1:
-        return Alone()
+        return OneHost()
     return CoordinationService()

@@ -1,0 +1,57 @@
+"""The rendezvous of the hosts of a new world: they agree on slots and on a secret.
+
+All of it passes through the coordination service alone, the secret too: it is on no
+command line, in no log, and not on the network that arrays take.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.host import world_requests
+from elastic_ckpt.tiers.peers import known_agents
+
+
+def join(hosts: Hosts) -> None:
+    """Makes a world of `hosts`: from now on they find each other's RAM.
+
+    Raises:
+      HostsFailed: if a host cannot take part, with the reason.
+    """
+    introduced = hosts.all(world_requests.Introduce())
+    # Machines that were in a world before have its secret, and so have idle ones.
+    secrets = [each.secret for each in introduced if each.secret is not None]
+    secret = introduced[0].fresh_secret
+    if secrets:
+        secret = collections.Counter(secrets).most_common(1)[0][0]
+    slots = slots_of([each.machine for each in introduced])
+    joined = hosts.all(world_requests.JoinWorld(slots=slots, secret=secret))
+    agents = known_agents.joined(
+        [each.agents for each in introduced],
+        {
+            each.agent.machine: {
+                "url": each.agent.url,
+                "certificate_sha256": each.agent.certificate_sha256,
+            }
+            for each in joined
+            if each.agent is not None
+        },
+        now_secs=introduced[0].now_secs,
+    )
+    hosts.all(
+        world_requests.MeetHosts(
+            hosts=tuple(each.host for each in joined), agents=agents
+        )
+    )
+
+
+def slots_of(machines: Sequence[str]) -> tuple[int, ...]:
+    """The slot of each host: how many hosts before it are on the same machine."""
+    counts: collections.Counter[str] = collections.Counter()
+    slots = []
+    for machine in machines:
+        slots.append(counts[machine])
+        counts[machine] += 1
+    return tuple(slots)

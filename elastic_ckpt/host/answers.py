@@ -1,0 +1,144 @@
+"""The answers of a host to the requests of a driver."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ckpt.host.complete_step import CompleteStep
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers.peers.agent import Address
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """What other hosts need before this one has a slot.
+
+    Attributes:
+      machine: the id of the machine's memory.
+      secret: of the run, if the machine has one.
+      fresh_secret: for a run without one.
+      agents: that this machine has noted; see `known_agents`.
+      now_secs: the time, in seconds since 1970.
+    """
+
+    machine: str
+    secret: str | None
+    fresh_secret: str
+    agents: Mapping[str, Any]
+    now_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinedHost:
+    """A host that has a slot of its machine.
+
+    Attributes:
+      host: as manifests name it.
+      agent: where the machine's agent listens; None of slots but the first, and in a
+        world of one host without peers.
+    """
+
+    host: Host
+    agent: Address | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Readiness:
+    """Which stages of a driver can begin; hosts begin one when all of them can.
+
+    Attributes:
+      can_copy: whether no copies are being made.
+      can_back_up: whether no backup is being made.
+      is_time: whether a backup is due by the clock.
+    """
+
+    can_copy: bool
+    can_back_up: bool
+    is_time: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """A step that a host has written, and not yet committed.
+
+    Attributes:
+      files: by component, the names of the files that it wrote on this host.
+      time_ms: when, since 1970.
+    """
+
+    files: Mapping[str, tuple[str, ...]]
+    time_ms: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """The copies that a host has taken.
+
+    Attributes:
+      copies: how many.
+      num_bytes: of them.
+      problems: what is lacking or wrong, a sentence each.
+      diverged: of which replicas differ, a sentence each.
+      preserved: the steps that are preserved by hand on this machine.
+      failed: whether copies were not made that could have been.
+    """
+
+    copies: int
+    num_bytes: int
+    problems: tuple[str, ...]
+    diverged: tuple[str, ...]
+    preserved: tuple[int, ...]
+    failed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackedUp:
+    """A host's share of a backup.
+
+    Attributes:
+      num_bytes: of the share.
+      bad: copies in RAM that were bad and were read elsewhere, a sentence each.
+    """
+
+    num_bytes: int
+    bad: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchOutcome:
+    """The outcome of a search for a complete step.
+
+    Attributes:
+      found: None if no step is complete.
+      newest_save: of all steps that there are; empty if there are none.
+      passed_over: newer steps that are not complete, and why.
+      out_of_reach: why storage cannot be searched; None if it was, or there is none.
+      refusing: peers that may have steps and refuse this host, a sentence each.
+    """
+
+    found: CompleteStep | None
+    newest_save: str
+    passed_over: tuple[tuple[int, str], ...]
+    out_of_reach: str | None
+    refusing: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BadCopyReport:
+    """A copy that failed its verification.
+
+    Attributes:
+      host: the id of its holder.
+      tier: of the holder.
+      file: in the step's directory of the holder.
+      name: of the leaf and box, or file of a component.
+      why: the end of a sentence.
+    """
+
+    host: str
+    tier: str
+    file: str
+    name: str
+    why: str

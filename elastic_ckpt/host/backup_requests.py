@@ -1,0 +1,121 @@
+"""Requests of a backup: what hosts upload, commit and remove in persistent storage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from elastic_ckpt.host.answers import BackedUp
+from elastic_ckpt.host.save_requests import OfStep
+from elastic_ckpt.host.world_requests import AnyHost
+from elastic_ckpt.manifests.line import Line
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CleanUploads:
+    """Removes uploads of crashed worlds; the answer has their steps and paths.
+
+    Attributes:
+      save: of this world.
+    """
+
+    save: str
+
+    def run(self, host: AnyHost) -> tuple[tuple[int, str], ...]:
+        """See `HostBackup.clean`."""
+        return tuple(host.tiers.backup.clean(self.save))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeginLine:
+    """Records the line of a committed step in storage.
+
+    Attributes:
+      line: of the step.
+    """
+
+    line: Line
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostBackup.begin_line`."""
+        host.tiers.backup.begin_line(self.line)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GetChunkShapes(OfStep):
+    """Asks for the shapes of the chunks of each leaf of a step, by its path."""
+
+    def run(self, host: AnyHost) -> Mapping[str, tuple[int, ...]]:
+        """See `HostBackup.chunk_shapes`."""
+        return host.tiers.backup.chunk_shapes(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackUpStep(OfStep):
+    """Uploads a host's share of a step.
+
+    Attributes:
+      names: by the path of a leaf, the checkpointable and name that Orbax uses.
+    """
+
+    names: Mapping[str, tuple[str, str]]
+
+    def run(self, host: AnyHost) -> BackedUp:
+        """See `HostBackup.back_up`."""
+        return host.tiers.backup.back_up(self.step, self.save, self.names)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommitBackup(OfStep):
+    """Makes a checkpoint of what all hosts have uploaded.
+
+    Attributes:
+      names: as in `BackUpStep`.
+      orbax_files: the texts of the files that Orbax adds to the values, by path.
+    """
+
+    names: Mapping[str, tuple[str, str]]
+    orbax_files: Mapping[str, str]
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostBackup.commit`."""
+        host.tiers.backup.commit(self.step, self.save, self.names, self.orbax_files)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectBackups(OfStep):
+    """Removes what is not to be kept now that a step is committed to storage.
+
+    Attributes:
+      overwrite: whether older saves of the step that were set aside go too.
+    """
+
+    overwrite: bool
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostBackup.collect`."""
+        host.tiers.backup.collect(self.step, self.save, self.overwrite)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HasBackup(OfStep):
+    """Asks whether that save of a step is committed to persistent storage."""
+
+    def run(self, host: AnyHost) -> bool:
+        """See `HostBackup.holds`."""
+        return host.tiers.backup.holds(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoveBackup:
+    """Removes all saves of a step from storage; the answer is whether there were any.
+
+    Attributes:
+      step: the training step.
+    """
+
+    step: int
+
+    def run(self, host: AnyHost) -> bool:
+        """See `HostBackup.remove`."""
+        return host.tiers.backup.remove(self.step)

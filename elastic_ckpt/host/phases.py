@@ -1,0 +1,113 @@
+"""The requests that hosts run, in one table, with the time limit of each.
+
+A request is a frozen dataclass whose method `run` does the work on one host. Its name
+on the wire is that of its class, and the annotation of what `run` returns decodes the
+answer, so a transport knows no request by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from elastic_ckpt.core import codec, storage
+from elastic_ckpt.host import (
+    backup_requests,
+    read_requests,
+    save_requests,
+    world_requests,
+)
+
+HostT = TypeVar("HostT", contravariant=True)
+AnswerT = TypeVar("AnswerT", covariant=True)
+
+BRIEF_SECS = 600.0
+# For what storage or a network limits. If a host dies meanwhile, the coordination
+# service reports it at once.
+LONG_SECS = 24 * 3600.0
+
+
+class Request(Protocol[HostT, AnswerT]):
+    """A request of a driver to a host; its fields are the arguments."""
+
+    def run(self, host: HostT) -> AnswerT:
+        """Does the work on a host, and returns the answer."""
+        ...
+
+
+class Phases:
+    """The requests of a kind of hosts.
+
+    Args:
+      limits_secs: by request, how long the driver and other hosts wait for an answer.
+    """
+
+    def __init__(self, limits_secs: Mapping[type[Any], float]) -> None:
+        self.limits_secs = dict(limits_secs)
+        self._by_name = {kind.__name__: kind for kind in limits_secs}
+
+    def limit_secs(self, request: Request[Any, Any]) -> float:
+        """Returns how long to wait for the answers to a request."""
+        return self.limits_secs[type(request)]
+
+    def encode(self, request: Request[Any, Any]) -> storage.Json:
+        """Encodes a request, with its name."""
+        return {"request": type(request).__name__, "fields": codec.encode(request)}
+
+    def decode(self, encoded: Any) -> Request[Any, Any]:
+        """Decodes what `encode` returned."""
+        name = encoded["request"]
+        return codec.decode(self._by_name[name], encoded["fields"], name=name)
+
+
+def decode_answer(request: Request[Any, AnswerT], encoded: storage.Json) -> AnswerT:
+    """Decodes the answer to a request, which `codec.encode` encoded."""
+    name = f"the answer to {type(request).__name__}"
+    return codec.decode(_answer_kind(type(request)), encoded, name=name)
+
+
+@functools.cache
+def _answer_kind(kind: type[Request[Any, Any]]) -> Any:
+    return typing.get_type_hints(kind.run)["return"]
+
+
+_BRIEF = (
+    world_requests.Introduce,
+    world_requests.JoinWorld,
+    world_requests.MeetHosts,
+    world_requests.NewSave,
+    world_requests.CloseHost,
+    save_requests.ShareNotes,
+    save_requests.ShareReadiness,
+    save_requests.WriteStep,
+    save_requests.ListWritten,
+    save_requests.HoldStep,
+    save_requests.CommitStep,
+    save_requests.AbandonStep,
+    save_requests.CollectSteps,
+    save_requests.RemoveStep,
+    backup_requests.BeginLine,
+    backup_requests.HasBackup,
+    read_requests.FindStep,
+    read_requests.ListSteps,
+    read_requests.OpenStep,
+    read_requests.GetContents,
+    read_requests.ListBadCopies,
+    read_requests.CloseStep,
+)
+_LONG = (
+    save_requests.ReplicateStep,
+    backup_requests.CleanUploads,
+    backup_requests.GetChunkShapes,
+    backup_requests.BackUpStep,
+    backup_requests.CommitBackup,
+    backup_requests.CollectBackups,
+    backup_requests.RemoveBackup,
+    read_requests.ReadStep,
+    read_requests.MaterialiseComponent,
+    read_requests.RepairCopies,
+)
+
+PHASES = Phases(dict.fromkeys(_BRIEF, BRIEF_SECS) | dict.fromkeys(_LONG, LONG_SECS))

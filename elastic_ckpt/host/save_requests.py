@@ -1,0 +1,195 @@
+"""Requests of a save: what hosts write, commit, copy and remove in RAM."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from elastic_ckpt.host.answers import Readiness, Replicated, Written
+from elastic_ckpt.host.step_notes import HostNotes, StepNotes
+from elastic_ckpt.host.world_requests import AnyHost
+
+Parts = Mapping[str, Mapping[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfStep:
+    """Fields of requests about one save of one step.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+    """
+
+    step: int
+    save: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareNotes:
+    """Passes the notes of each driver to all others."""
+
+    notes: HostNotes
+
+    def run(self, host: AnyHost) -> HostNotes:
+        """Returns the notes."""
+        del host
+        return self.notes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareReadiness:
+    """Passes the readiness of each driver to all others."""
+
+    readiness: Readiness
+
+    def run(self, host: AnyHost) -> Readiness:
+        """Returns the readiness."""
+        del host
+        return self.readiness
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareSaving:
+    """Passes to all drivers whether each of them is saving a step."""
+
+    is_saving: bool
+
+    def run(self, host: AnyHost) -> bool:
+        """Returns whether this driver is."""
+        del host
+        return self.is_saving
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShareSchedule:
+    """Passes the schedule of each driver to all others.
+
+    Attributes:
+      is_time: whether a save is due by the clock.
+      skipped: the steps until the clock is read again.
+    """
+
+    is_time: bool
+    skipped: int
+
+    def run(self, host: AnyHost) -> tuple[bool, int]:
+        """Returns the schedule."""
+        del host
+        return self.is_time, self.skipped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteStep(OfStep):
+    """Writes what was captured.
+
+    Attributes:
+      components: that have written their files.
+      problem: why the step cannot be written, on this driver; None if it can.
+    """
+
+    components: tuple[str, ...]
+    problem: str | None
+
+    def run(self, host: AnyHost) -> Written:
+        """See `HostSaver.write`."""
+        return host.tiers.saver.write(
+            self.step, self.save, self.components, self.problem
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListWritten(OfStep):
+    """Asks for the answer of `WriteStep`, of a step that does not fit into RAM."""
+
+    def run(self, host: AnyHost) -> Written:
+        """See `HostSaver.files`."""
+        return host.tiers.saver.files(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HoldStep(OfStep):
+    """Keeps what was captured, so that a backup reads it in place of a RAM disk.
+
+    Attributes:
+      parts: by component and file, the number of the part that a file is.
+      notes: of the step.
+    """
+
+    parts: Parts
+    notes: StepNotes
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostSaver.hold`."""
+        host.tiers.saver.hold(self.step, self.save, self.parts, self.notes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommitStep(OfStep):
+    """Commits a host's part of a step.
+
+    Attributes:
+      parts: by component and file, the number of the part that a file is.
+      notes: of the step.
+    """
+
+    parts: Parts
+    notes: StepNotes
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostSaver.commit`."""
+        host.tiers.saver.commit(self.step, self.save, self.parts, self.notes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AbandonStep(OfStep):
+    """Removes what a host wrote of a step, committed or not."""
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostSaver.abandon`."""
+        host.tiers.saver.abandon(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicateStep(OfStep):
+    """Takes the copies that placement gives a host."""
+
+    def run(self, host: AnyHost) -> Replicated:
+        """See `HostSaver.replicate`."""
+        return host.tiers.saver.replicate(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CollectSteps(OfStep):
+    """Removes what is not needed now that a step is complete.
+
+    Attributes:
+      in_flight: steps that are, or will be, backed up.
+      preserved: steps that are preserved by hand on any machine.
+      parents: of the save.
+    """
+
+    in_flight: tuple[int, ...]
+    preserved: tuple[int, ...]
+    parents: tuple[tuple[int, str], ...]
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostSaver.collect`."""
+        host.tiers.saver.collect(
+            self.step, self.save, self.in_flight, self.preserved, self.parents
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoveStep:
+    """Removes all saves of a step from RAM; the answer is whether there were any.
+
+    Attributes:
+      step: the training step.
+    """
+
+    step: int
+
+    def run(self, host: AnyHost) -> bool:
+        """See `HostSaver.remove`."""
+        return host.tiers.saver.remove(self.step)

@@ -1,0 +1,158 @@
+"""A host before it has joined a world: hosts introduce themselves, take slots, meet."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.core import addresses
+from elastic_ckpt.core import storage as files
+from elastic_ckpt.host.answers import Introduction, JoinedHost
+from elastic_ckpt.host.world import HostConfig, HostWorld
+from elastic_ckpt.manifests import failure_domains
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers.peers import (
+    agent,
+    agent_process,
+    known_agents,
+    peer_client,
+    secret,
+)
+from elastic_ckpt.tiers.ram import local, ram_disk
+
+
+class UnjoinedHost:
+    """A host that has no slot of its machine yet.
+
+    Args:
+      config: of the host.
+    """
+
+    def __init__(self, config: HostConfig) -> None:
+        self._config = config
+        local_tier = config.chosen.local
+        self._disk = ram_disk.RamDisk(
+            config.directory,
+            run=config.run,
+            limit_bytes=None if local_tier is None else local_tier.limit_bytes,
+        )
+
+    def introduce(self) -> Introduction:
+        """Returns what the others need before this host has a slot."""
+        root = self._disk.root
+        return Introduction(
+            machine=self._disk.machine,
+            secret=secret.find(root),
+            fresh_secret=secret.new(),
+            agents=known_agents.read(root),
+            now_secs=time.time(),
+        )
+
+    def join(
+        self, slots: Sequence[int], shared_secret: str, resources: contextlib.ExitStack
+    ) -> HostInSlot:
+        """Takes a slot of the machine, adopts the secret, and starts the agent.
+
+        Args:
+          slots: of each host, by number.
+          shared_secret: of the run.
+          resources: releases the slot, and the agent.
+        """
+        config, disk = self._config, self._disk
+        slot = slots[config.number]
+        if config.chosen.local is None:
+            # Also when nobody calls `close`.
+            resources.callback(weakref.finalize(resources, _remove, disk, slot))
+        secret.adopt(disk.root, shared_secret)
+        domains = {
+            "host": disk.machine,
+            "slice": config.slice_name,
+            **failure_domains.of_environment(),
+            **config.peer_tier.domains,
+        }
+        own = resources.enter_context(
+            local.LocalHost(disk, slot=slot, domains=domains, number=config.number)
+        )
+        address = None
+        is_alone = config.chosen.peers is None and len(slots) == 1
+        if slot == 0 and config.chosen.local is not None and not is_alone:
+            own_agent = agent_process.AgentProcess(self._service())
+            resources.callback(own_agent.close)
+            address = own_agent.address
+        return HostInSlot(config, own, address)
+
+    def _service(self) -> agent.Service:
+        peers = self._config.peer_tier
+        return agent.Service(
+            root=str(self._disk.root),
+            interface=peers.interface or addresses.of_this_host(),
+            port=peers.port,
+            tls_certificate=None if peers.tls is None else peers.tls.certificate,
+            tls_key=None if peers.tls is None else peers.tls.key,
+        )
+
+
+class HostInSlot:
+    """A host that has a slot of its machine, and no connection to the others yet.
+
+    Args:
+      config: of the host.
+      own: its part of the machine's RAM disk.
+      address: where the machine's agent listens, if this host has started it.
+
+    Attributes:
+      joined: the host as the others know it.
+    """
+
+    def __init__(
+        self, config: HostConfig, own: local.LocalHost, address: agent.Address | None
+    ) -> None:
+        self.joined = JoinedHost(host=own.host, agent=address)
+        self._config = config
+        self._own = own
+
+    def meet(
+        self,
+        hosts: Sequence[Host],
+        agents: Mapping[str, Any],
+        resources: contextlib.ExitStack,
+    ) -> HostWorld:
+        """Connects to the other hosts.
+
+        Args:
+          hosts: of the world, by number.
+          agents: by machine, where agents listen, those of idle machines too.
+          resources: releases the connections.
+        """
+        config, disk = self._config, self._own.disk
+        peers = config.peer_tier
+        # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
+        self._own.clean()
+        known_agents.write(disk.root, agents)
+        client = resources.enter_context(
+            peer_client.PeerClient(
+                secret.read(secret.path(disk.root)),
+                tls_ca=None if peers.tls is None else peers.tls.authority,
+                max_bytes_per_sec=peers.max_bytes_per_sec,
+            )
+        )
+        certificates: dict[str, str | None] = {
+            each["url"]: each.get("certificate_sha256")
+            for machine, each in agents.items()
+            if machine != disk.machine
+        }
+        for url in peers.known:
+            certificates.setdefault(url, None)
+        return HostWorld(
+            config, own=self._own, hosts=hosts, client=client, agents=certificates
+        )
+
+
+def _remove(disk: ram_disk.RamDisk, slot: int) -> None:
+    # Hosts of one machine may share the directory.
+    files.remove(disk.host_directory(slot))
+    if not disk.slots():
+        files.remove(disk.root)

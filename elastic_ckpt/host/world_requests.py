@@ -1,0 +1,81 @@
+"""Requests by which hosts join a world, and leave it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ckpt.host.answers import Introduction, JoinedHost
+from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.manifests.manifest import Host
+
+AnyHost = HostEndpoint[HostTiers]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Introduce:
+    """Asks a host for what the others need before it has a slot."""
+
+    def run(self, host: AnyHost) -> Introduction:
+        """See `UnjoinedHost.introduce`."""
+        return host.introduce()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinWorld:
+    """Gives a host its slot, and the run's secret.
+
+    Attributes:
+      slots: of each host, by number.
+      secret: of the run.
+    """
+
+    slots: tuple[int, ...]
+    secret: str
+
+    def run(self, host: AnyHost) -> JoinedHost:
+        """See `UnjoinedHost.join`."""
+        return host.join(self.slots, self.secret)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeetHosts:
+    """Connects a host to all others.
+
+    Attributes:
+      hosts: of the world, by number.
+      agents: of their machines and of idle ones; see `known_agents`.
+    """
+
+    hosts: tuple[Host, ...]
+    agents: Mapping[str, Any]
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostInSlot.meet`."""
+        host.meet(self.hosts, self.agents)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewSave:
+    """Asks for a name of the saves from now on.
+
+    Attributes:
+      after: a save that it is greater than, as text; empty if there is none.
+    """
+
+    after: str
+
+    def run(self, host: AnyHost) -> str:
+        """See `HostWorld.new_save`."""
+        return host.tiers.world.new_save(self.after)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CloseHost:
+    """Releases all that the host's process has; what was saved stays."""
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostEndpoint.close`."""
+        host.close()

@@ -1,0 +1,178 @@
+"""Both kinds of hosts keep one contract: in every process, and under one controller."""
+
+import contextlib
+import json
+import threading
+from concurrent import futures
+
+import jax
+import numpy as np
+import pytest
+from elastic_ckpt_sidecar import remote_hosts
+
+from elastic_ckpt.checkpoint import hosts, rendezvous
+from elastic_ckpt.core import storage
+from elastic_ckpt.host import read_requests, save_requests, world_requests
+from elastic_ckpt.host.answers import Readiness
+from elastic_ckpt.host.endpoint import HostEndpoint
+from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.step_notes import StepNotes
+from tests.sidecar import simulated_hosts
+
+NUM_HOSTS = 2
+NOTES = StepNotes(metrics=None, custom_metadata=None, trees=None, parents=())
+
+
+class ThreadAllgather:
+    """Gathers values of hosts that are threads of one process."""
+
+    num_hosts = NUM_HOSTS
+
+    def __init__(self, host, barrier, values):
+        self.host = host
+        self._barrier = barrier
+        self._values = values
+
+    def gather(self, kind, value, *, timeout_secs):
+        assert timeout_secs > 0
+        self._values[self.host] = (kind, storage.canonical_json(value))
+        self._barrier.wait(60)
+        gathered = [self._values[number] for number in range(NUM_HOSTS)]
+        self._barrier.wait(60)
+        assert {each for each, _ in gathered} == {kind}
+        return [json.loads(text) for _, text in gathered]
+
+
+def configs(machines):
+    mesh = simulated_hosts.mesh_of(NUM_HOSTS)
+    devices = simulated_hosts.hosts_of(mesh, NUM_HOSTS)
+    return devices, simulated_hosts.choices_of(
+        machines, devices, mesh, simulated_hosts.tiers_of, numbers=range(NUM_HOSTS)
+    )
+
+
+@contextlib.contextmanager
+def in_every_process(machines):
+    """Runs work on the hosts of each of two drivers; returns what each returned."""
+    _, chosen = configs(machines)
+    barrier, values = threading.Barrier(NUM_HOSTS), {}
+    drivers = [
+        hosts.InEveryProcess(
+            HostEndpoint(config, HostTiers),
+            ThreadAllgather(config.number, barrier, values),
+        )
+        for config in chosen
+    ]
+    with futures.ThreadPoolExecutor(NUM_HOSTS) as threads:
+
+        def drive(work):
+            doing = [threads.submit(work, driver) for driver in drivers]
+            return [each.result(60) for each in doing]
+
+        yield drive
+        drive(lambda driver: driver.close())
+
+
+@contextlib.contextmanager
+def under_one_controller(machines):
+    """Runs work on the hosts of the only driver; returns what it returned."""
+    with contextlib.closing(remote_hosts.RemoteHosts(*configs(machines))) as driver:
+        yield lambda work: [work(driver)]
+
+
+@pytest.fixture(params=[in_every_process, under_one_controller])
+def drive(request):
+    with simulated_hosts.Machines() as machines, request.param(machines) as driving:
+        yield driving
+
+
+def join(driver):
+    rendezvous.join(driver)
+    return driver
+
+
+def same(answers):
+    """The answer of all drivers."""
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+def test_answers_of_all_hosts_come_in_their_order(drive):
+    introduced = same(
+        drive(
+            lambda driver: [
+                each.machine for each in driver.all(world_requests.Introduce())
+            ]
+        )
+    )
+    assert len(set(introduced)) == NUM_HOSTS
+    drive(join)
+    readiness = Readiness(can_copy=True, can_back_up=False, is_time=True)
+    shared = save_requests.ShareReadiness(readiness=readiness)
+    assert same(drive(lambda driver: driver.all(shared))) == [readiness] * NUM_HOSTS
+
+
+def test_the_first_host_alone_answers(drive):
+    drive(join)
+    save = same(
+        drive(lambda driver: driver.first(world_requests.NewSave(after="1" * 20)))
+    )
+    assert save > "1" * 20
+
+
+@pytest.mark.parametrize(("call", "failed"), [("all", [0, 1]), ("first", [0])])
+def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive, call, failed):
+    drive(join)
+
+    def fail(driver):
+        with pytest.raises(HostsFailed) as raised:
+            getattr(driver, call)(read_requests.OpenStep(step=9, save="1"))
+        return raised.value.of_host
+
+    of_host = same(drive(fail))
+    assert sorted(of_host) == failed
+    assert all("step 9" in why for why in of_host.values())
+
+
+def test_a_bug_reaches_each_driver_as_a_failure(drive):
+    def fail(driver):
+        # No host has joined.
+        with pytest.raises(HostsFailed, match="AssertionError"):
+            driver.first(read_requests.ListSteps())
+
+    drive(fail)
+
+
+def test_what_is_captured_and_committed_is_found_and_read(drive):
+    trees = {"state": {"n": np.arange(6.0)}}
+    one = {"step": 1, "save": "5"}
+
+    def save(driver):
+        driver.capture(**one, trees=trees)
+        write = save_requests.WriteStep(**one, components=(), problem=None)
+        written = driver.all(write)
+        commit = save_requests.CommitStep(**one, parts={}, notes=NOTES)
+        driver.all(commit)
+        return [each.files for each in written]
+
+    def restore(driver):
+        search = read_requests.FindStep(step=None, save="", without=(), own_line=None)
+        step = driver.first(search).found
+        driver.all(read_requests.OpenStep(step=step.step, save=step.save))
+        paths = [leaf.path for leaf in driver.opened().leaves]
+        with pytest.raises(HostsFailed, match="no parts"):
+            driver.check(trees, ["data"])
+        driver.check(trees, [])
+        driver.all(read_requests.ReadStep())
+        restored = driver.arrays(trees)
+        driver.all(read_requests.CloseStep())
+        return step, paths, restored
+
+    drive(join)
+    assert same(drive(save)) == [{}] * NUM_HOSTS
+    for step, paths, restored in drive(restore):
+        assert (step.step, step.save) == (1, "5")
+        assert paths == ["state/n"]
+        assert jax.tree.structure(restored) == jax.tree.structure(trees)
+        np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
