@@ -1,13 +1,15 @@
 """The topology of a run: hosts, slices and devices, and the mesh over them.
 
-The mesh has two axes: `slice`, the failure domain that joins and leaves as a whole, and
-`fsdp`, the devices inside a slice over which parameters are sharded. A batch is sharded
-over both. Only this module reads `jax.process_index()`.
+The mesh that `make_mesh` makes has two axes: `slice`, the failure domain that joins and
+leaves as a whole, and `fsdp`, the devices inside a slice over which parameters are
+sharded. A batch is sharded over both. Users may bring any other mesh, and name the axes
+that shard a batch. Only this module reads `jax.process_index()`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +20,8 @@ from elastic_ckpt.core import errors
 SLICE_AXIS = "slice"
 FSDP_AXIS = "fsdp"
 BATCH_AXES = (SLICE_AXIS, FSDP_AXIS)
+# Axes over which rows are sharded, unless the user gives a spec.
+_ROW_AXES = frozenset({SLICE_AXIS, FSDP_AXIS, "batch", "data", "replica"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,8 +132,47 @@ def make_mesh(slices: int) -> tuple[Mesh, Topology]:
     return Mesh(grid, BATCH_AXES), topology
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch: rows over all mesh axes, in mesh order."""
+def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedSharding:
+    """The sharding of a batch on `mesh`.
+
+    Args:
+      mesh: any mesh.
+      spec: the axes that shard rows, then those that shard dim 1, and so on; other axes
+        replicate. By default rows are sharded over the only axis of the mesh, or over
+        its axes named batch, data, fsdp, replica and slice, in the order of the mesh.
+
+    Raises:
+      ConfigError: if `spec` does not fit the mesh, or is not given and no axis of the
+        mesh has one of these names.
+    """
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    if spec is None:
+        names = [name for name in mesh.axis_names if name in _ROW_AXES]
+        if len(mesh.axis_names) > 1 and not names:
+            raise errors.ConfigError(
+                f"none of the mesh's axes ({axes}) is named {sorted(_ROW_AXES)}; name"
+                " the axes that shard the rows of a batch, as in spec=PartitionSpec("
+                f"{mesh.axis_names[0]!r})"
+            )
+        spec = PartitionSpec(tuple(names or mesh.axis_names))
+    named = [name for entry in spec for name in axes_of(entry)]
+    if len(named) > len(set(named)) or not set(named) <= set(mesh.axis_names):
+        raise errors.ConfigError(
+            f"spec={spec} does not fit the mesh ({axes}); name axes of the mesh, each"
+            " at most once"
+        )
+    return NamedSharding(mesh, spec)
+
+
+def axes_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def over_all_devices(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array with a row for each device, in mesh order."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
@@ -138,14 +181,25 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place(batch: dict[str, jax.Array], sharding: Sharding) -> dict[str, jax.Array]:
-    """`batch` under `sharding`, whose shards are on the same hosts as the batch's.
+def place(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """`array` under `sharding`, whose shards are on the same hosts as those of `array`.
 
     An array that already has an equivalent sharding is not moved. With several
     controllers each host moves its own shards, because `jax.device_put` would first
     compare the values of all hosts.
     """
-    return {name: _place(array, sharding) for name, array in batch.items()}
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    if array.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    shards = {_bounds(shard.index): shard.data for shard in array.addressable_shards}
+    pieces = [
+        jax.device_put(shards[_bounds(index)], device)
+        for device, index in sharding.addressable_devices_indices_map(
+            array.shape
+        ).items()
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
 
 
 def _hardware_slice(device: jax.Device) -> int:
@@ -155,21 +209,6 @@ def _hardware_slice(device: jax.Device) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _place(array: jax.Array, sharding: Sharding) -> jax.Array:
-    if array.sharding.is_equivalent_to(sharding, array.ndim):
-        return array
-    if array.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    rows = {_bounds(shard.index): shard.data for shard in array.addressable_shards}
-    pieces = [
-        jax.device_put(rows[_bounds(index)], device)
-        for device, index in sharding.addressable_devices_indices_map(
-            array.shape
-        ).items()
-    ]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
 
 
 def _bounds(

@@ -16,7 +16,7 @@ from importlib import metadata
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import elastic_data
@@ -78,14 +78,14 @@ def placed(facts: Facts, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda _: row[None])
 
 
-def check_controllers(data: elastic_data.ElasticData, sharding: NamedSharding) -> None:
+def check_controllers(data: elastic_data.ElasticData, mesh: Mesh) -> None:
     """Compares the facts of all controllers, which must call it together.
 
     Raises:
       ConfigError: as in `check`.
     """
     if topology.num_hosts() > 1:
-        check(_gathered(local_facts(data), sharding))
+        check(_gathered(local_facts(data), topology.over_all_devices(mesh)))
 
 
 def check(facts: Sequence[Facts]) -> None:

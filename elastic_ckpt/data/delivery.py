@@ -7,15 +7,17 @@ others, which `Delivery` puts into place on the devices; it also agrees on the e
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.data import elastic_data
@@ -23,39 +25,43 @@ from elastic_ckpt.data import elastic_data
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsHeld:
-    """Which rows of a batch the devices of each host hold.
+    """Which rows of a batch each host loads for its devices.
+
+    Hosts whose devices hold the same rows are one group, and count as one host. If
+    devices of two hosts share some of their rows and not all, both hosts load the rows
+    of both, and use a part of them; if that leaves groups of different sizes, all hosts
+    load all rows.
 
     Attributes:
       holders: the rows of each process, ascending, by process number.
-      groups: the distinct ones of these, ordered by their first row; hosts that hold
-        the same rows are one group, and count as one host.
+      groups: the distinct ones of these, ordered by their first row, of one size.
+      unused: the most rows that a host loads and none of its devices holds.
     """
 
     holders: dict[int, tuple[int, ...]]
     groups: list[tuple[int, ...]]
+    unused: int
 
     @classmethod
-    def of(cls, sharding: Sharding, global_batch_size: int) -> RowsHeld:
-        """The rows that `sharding` gives to each host.
+    def of(cls, sharding: NamedSharding, global_batch_size: int) -> RowsHeld:
+        """The rows that the first entry of `sharding`'s spec gives to each host.
 
         Raises:
-          ConfigError: if the batch does not divide over the devices, or two hosts share
-            some of their rows and not all.
+          ConfigError: if the batch does not divide over the mesh axes of that entry.
         """
         held: dict[int, set[int]] = {}
-        for device, index in _rows_of_devices(sharding, global_batch_size).items():
-            part = (index or (slice(None),))[0]
+        rows = feature_sharding(sharding, "global_batch_size", (global_batch_size,))
+        for device, index in rows.devices_indices_map((global_batch_size,)).items():
             held.setdefault(device.process_index, set()).update(
-                range(*part.indices(global_batch_size))
+                range(*index[0].indices(global_batch_size))
             )
-        holders = {host: tuple(sorted(of_host)) for host, of_host in held.items()}
-        groups = sorted(set(holders.values()), key=lambda group: group[0])
-        if sum(map(len, groups)) != global_batch_size:
-            raise errors.ConfigError(
-                f"the sharding {sharding} gives hosts overlapping rows of a batch;"
-                " shard the rows so that two hosts have the same rows or none in common"
-            )
-        return cls(holders=holders, groups=groups)
+        groups = _groups(held.values())
+        if len({len(group) for group in groups}) > 1:
+            groups = [tuple(range(global_batch_size))]
+        group_of_row = {row: group for group in groups for row in group}
+        holders = {host: group_of_row[min(rows)] for host, rows in held.items()}
+        unused = max(len(holders[host]) - len(held[host]) for host in held)
+        return cls(holders=holders, groups=groups, unused=unused)
 
     def group(self, host: int) -> int:
         """The group of a host."""
@@ -74,19 +80,53 @@ class RowsHeld:
         return found
 
 
-def _rows_of_devices(sharding: Sharding, global_batch_size: int) -> Mapping[Any, Any]:
-    try:
-        if global_batch_size > 0:
-            return sharding.devices_indices_map((global_batch_size,))
-    except ValueError:
-        pass
-    # Any batch with a row for each device divides.
-    ranges = sharding.devices_indices_map((sharding.num_devices,)).values()
-    parts = len({str(index) for index in ranges})
-    raise errors.ConfigError(
-        f"global_batch_size={global_batch_size} does not divide over the {parts} parts"
-        f" into which the mesh cuts a batch; choose a positive multiple of {parts}"
-    )
+def _groups(held: Iterable[set[int]]) -> list[tuple[int, ...]]:
+    # The unions of the sets that have a row in common, ordered by their first row.
+    groups: dict[int, set[int]] = {}
+    group_of_row: dict[int, int] = {}
+    for number, rows in enumerate({frozenset(rows) for rows in held}):
+        merged = set(rows)
+        for other in {group_of_row[row] for row in rows if row in group_of_row}:
+            merged |= groups.pop(other)
+        groups[number] = merged
+        group_of_row.update(dict.fromkeys(merged, number))
+    return sorted(tuple(sorted(rows)) for rows in groups.values())
+
+
+@functools.lru_cache(maxsize=256)
+def feature_sharding(
+    sharding: NamedSharding, name: str, shape: tuple[int, ...]
+) -> NamedSharding:
+    """How a feature of a batch lies on the devices.
+
+    A feature without the dims of the later entries of the batch's spec, such as `mask`
+    of shape `[B]`, is sharded by the first ones; so is `example_id`, uint32 `[B, 2]`,
+    whose dim 1 is no sequence.
+
+    Args:
+      sharding: that of a batch.
+      name: the feature, or `global_batch_size` for the rows themselves.
+      shape: its shape, `[B, ...]`.
+
+    Raises:
+      ConfigError: if a dim does not divide over the mesh axes that shard it.
+    """
+    num_dims = 1 if name == elastic_data.EXAMPLE_ID else len(shape)
+    spec = PartitionSpec(*sharding.spec[:num_dims])
+    for dim, entry in enumerate(spec):
+        axes = {axis: sharding.mesh.shape[axis] for axis in topology.axes_of(entry)}
+        parts = math.prod(axes.values())
+        if shape[dim] < 1 or shape[dim] % parts:
+            what = f"dim {dim} of feature {name!r}, of shape {list(shape)},"
+            if not dim:
+                what = f"global_batch_size={shape[0]}"
+            over = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+            raise errors.ConfigError(
+                f"{what} does not divide over the {parts} parts that the mesh makes of"
+                f" it ({over or 'no axis'}); choose a positive multiple of {parts}, or"
+                " shard it over fewer axes (spec=)"
+            )
+    return NamedSharding(sharding.mesh, spec)
 
 
 def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> int:
@@ -123,7 +163,7 @@ class Delivery:
 
     Args:
       data: what the batches are of.
-      sharding: how their rows lie on devices.
+      sharding: how a batch lies on devices; see `feature_sharding`.
       global_batch_size: rows of a global batch, B.
       warn_after_secs: a wait that is worth a warning; that for a first batch is not.
     """
@@ -154,13 +194,8 @@ class Delivery:
         """Takes batches of another size from now on."""
         self.begin()
         held = RowsHeld.of(self._sharding, global_batch_size)
-        order = self._data.row_order(held.row_hosts())
+        self._order = self._data.row_order(held.row_hosts())
         self._exchange: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
-        if order is not None:
-            self._exchange = jax.jit(
-                lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
-                out_shardings=self._sharding,
-            )
         self._batches_of_end = batches_of_end(self._data, global_batch_size)
         self._num_bytes = 0
         self._num_rows = global_batch_size
@@ -180,8 +215,17 @@ class Delivery:
                 metrics.DATA_ROWS.record(self._num_rows)
                 self._num_bytes = self._num_bytes or self._bytes_here(batch)
                 metrics.DATA_BYTES.record(self._num_bytes)
-                return self._exchange(batch) if self._exchange else batch
+                return batch if self._order is None else self._in_order(batch)
         raise StopIteration
+
+    def _in_order(self, batch: elastic_data.Batch) -> elastic_data.Batch:
+        if self._exchange is None:
+            order = self._order
+            self._exchange = jax.jit(
+                lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
+                out_shardings={name: array.sharding for name, array in batch.items()},
+            )
+        return self._exchange(batch)
 
     def _loaded(self, loader: Loader) -> elastic_data.Batch:
         began = time.monotonic()

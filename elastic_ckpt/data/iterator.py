@@ -9,17 +9,17 @@ colocated Python.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
-import functools
-import itertools
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 import jax
 import numpy as np
+from absl import logging
 from etils import epath
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.data import (
@@ -61,8 +61,8 @@ class HostIterator:
 
     Args:
       data: what to iterate over.
-      sharding: how the rows of a global batch lie on devices; all devices of a host
-        hold rows, and the hosts split the batch equally.
+      sharding: how a global batch lies on devices; see `delivery.RowsHeld` and
+        `delivery.feature_sharding`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far to read, and place on the devices, ahead of `next`.
     """
@@ -71,12 +71,25 @@ class HostIterator:
         self,
         data: elastic_data.ElasticData,
         *,
-        sharding: Sharding,
+        sharding: NamedSharding,
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
         held = delivery.RowsHeld.of(sharding, global_batch_size)
         me = topology.this_host()
+        if me not in held.holders:
+            raise errors.ConfigError(
+                f"no device of host {me} is in the mesh, so it has no rows to load;"
+                " make the mesh of devices of every host"
+            )
+        if held.unused:
+            logging.warning(
+                "hosts share some rows of a batch and not all, and load up to %d of %d"
+                " rows that their devices do not hold; order the mesh's devices so that"
+                " those of a host hold the same rows",
+                held.unused,
+                global_batch_size,
+            )
         # Hosts with the same rows count as one, and the first of them writes for it.
         self._writes_cursors = held.first_holder(me) == me
         self._writes_state = self._writes_cursors and held.groups[0] == held.holders[me]
@@ -201,7 +214,7 @@ class HostIterator:
         placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
         return prefetch.Prefetched(
             (data or self._data).host_batches(placement),
-            make=_Placer(self._sharding, global_batch_size),
+            make=_Placer(self._sharding, global_batch_size, held.groups[group]),
             read_ahead=self._read_ahead,
         )
 
@@ -213,47 +226,39 @@ _NARROWED = {np.dtype("int64"): "int32", np.dtype("uint64"): "uint32"}
 class _Placer:
     """Puts a host's rows on its devices, the same on the same ones every time."""
 
-    def __init__(self, sharding: Sharding, global_batch_size: int) -> None:
+    def __init__(
+        self,
+        sharding: NamedSharding,
+        global_batch_size: int,
+        host_rows: tuple[int, ...],
+    ) -> None:
         self._sharding = sharding
         self._global_batch_size = global_batch_size
+        self._host_rows = host_rows
 
     def __call__(self, loaded: dict[str, np.ndarray]) -> elastic_data.Batch:
         for name, feature in loaded.items():
             _check_fits(name, feature)
-        return {name: self._place(feature) for name, feature in loaded.items()}
+        return {name: self._place(name, feature) for name, feature in loaded.items()}
 
-    def _place(self, feature: np.ndarray) -> jax.Array:
-        num_rows = sum(stop - start for start, stop in self._first_rows)
-        if len(feature) != num_rows:
+    def _place(self, name: str, feature: np.ndarray) -> jax.Array:
+        if len(feature) != len(self._host_rows):
             raise errors.DataError(
-                f"this host's devices hold {num_rows} of the {self._global_batch_size}"
-                f" rows of a batch, but its iterator gave {len(feature)}"
+                f"this host loads {len(self._host_rows)} of the"
+                f" {self._global_batch_size} rows of a batch, but its iterator gave"
+                f" {len(feature)}"
             )
 
-        def rows_at(index: tuple[slice, ...] | None) -> np.ndarray:
-            start, stop = self._range(index)
-            first = self._first_rows[start, stop]
-            return feature[first : first + stop - start]
+        def part_at(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            start, stop, _ = index[0].indices(self._global_batch_size)
+            # The rows of a device follow each other in those of its host.
+            first = bisect.bisect_left(self._host_rows, start)
+            return feature[first : first + stop - start, *index[1:]]
 
         shape = (self._global_batch_size, *feature.shape[1:])
-        return jax.make_array_from_callback(shape, self._sharding, rows_at)
-
-    @functools.cached_property
-    def _first_rows(self) -> dict[tuple[int, int], int]:
-        # Where the rows of each range begin in what the host has loaded: the ranges of
-        # its devices in ascending order are its rows.
-        shape = (self._global_batch_size,)
-        indices = self._sharding.addressable_devices_indices_map(shape)
-        ranges = sorted({self._range(index) for index in indices.values()})
-        firsts = itertools.accumulate(
-            (stop - start for start, stop in ranges), initial=0
-        )
-        return dict(zip(ranges, firsts, strict=False))
-
-    def _range(self, index: tuple[slice, ...] | None) -> tuple[int, int]:
-        rows_of_device = index[0] if index else slice(None)
-        start, stop, _ = rows_of_device.indices(self._global_batch_size)
-        return start, stop
+        sharding = delivery.feature_sharding(self._sharding, name, shape)
+        return jax.make_array_from_callback(shape, sharding, part_at)
 
 
 def _check_fits(name: str, feature: np.ndarray) -> None:
@@ -276,7 +281,8 @@ class Batches:
 
     Args:
       data: what to iterate over.
-      mesh: the training mesh; rows are sharded over all of its axes.
+      mesh: the training mesh.
+      spec: how a batch is sharded over it; see `ec.batches`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far each host reads ahead of the loop.
     """
@@ -286,11 +292,12 @@ class Batches:
         data: elastic_data.ElasticData,
         *,
         mesh: Mesh,
+        spec: PartitionSpec | None = None,
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
-        self._sharding = topology.batch_sharding(mesh)
-        compatibility.check_controllers(data, self._sharding)
+        self._sharding = topology.batch_sharding(mesh, spec)
+        compatibility.check_controllers(data, mesh)
         self._host = HostIterator(
             data,
             sharding=self._sharding,

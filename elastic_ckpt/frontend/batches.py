@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from elastic_ckpt_sidecar import remote_iterator
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
@@ -20,24 +20,38 @@ def batches(
     data: elastic_data.ElasticData,
     *,
     mesh: Mesh,
+    spec: PartitionSpec | None = None,
     global_batch_size: int,
     colocated: bool | None = None,
     **more: Any,
 ) -> iterator.Batches | remote_iterator.RemoteIterator:
     """The global batches of `data` on `mesh`, from wherever the rows are best read.
 
+    The batches are the same on every mesh. Hosts whose devices hold the same rows, for
+    instance of one tensor-parallel group, each load them.
+
     Args:
       data: what to iterate over.
-      mesh: the training mesh; rows are sharded over all of its axes.
-      global_batch_size: rows of a global batch, B.
+      mesh: the training mesh, with any axes.
+      spec: the mesh axes that shard a batch: the first entry names those of the rows,
+        the second, if there is one, those of dim 1 (the sequence) of features that have
+        it; over all other axes a batch is replicated. `example_id` is sharded by rows
+        alone. By default rows are sharded over the only axis of the mesh, or over its
+        axes named batch, data, fsdp, replica and slice.
+      global_batch_size: rows of a global batch, B; a multiple of the product of the
+        sizes of the axes that shard rows.
       colocated: whether workers in colocated Python read; by default if this process
         controls hosts other than its own.
       **more: `read_ahead`, of either.
+
+    Raises:
+      ConfigError: if `spec` does not fit the mesh, or the rows do not divide over their
+        axes. That another dim does not divide is raised with the first batch.
     """
     if colocated is None:
         colocated = topology.is_single_controller(mesh)
     make = remote_iterator.RemoteIterator if colocated else iterator.Batches
-    return make(data, mesh=mesh, global_batch_size=global_batch_size, **more)
+    return make(data, mesh=mesh, spec=spec, global_batch_size=global_batch_size, **more)
 
 
 def configured_batches(
@@ -45,12 +59,14 @@ def configured_batches(
     section: schema.DataSection,
     *,
     mesh: Mesh,
+    spec: PartitionSpec | None = None,
     global_batch_size: int,
 ) -> iterator.Batches | remote_iterator.RemoteIterator:
     """`batches`, where and as far ahead as a configuration says."""
     return batches(
         data,
         mesh=mesh,
+        spec=spec,
         global_batch_size=global_batch_size,
         # In this process it cannot run under a single controller.
         colocated=section.colocated_python_data_input or None,

@@ -144,6 +144,7 @@ class Taken:
             pipeline.from_config(section, vocab_size=config.vocab_size),
             section,
             mesh=global_mesh,
+            spec=_spec_of(global_mesh),
             global_batch_size=rows,
         )
         return self._keep(maxtext_seams.MAKE_TRAIN, config, batches)
@@ -165,6 +166,7 @@ class Taken:
             ),
             section,
             mesh=global_mesh,
+            spec=_spec_of(global_mesh),
             global_batch_size=rows,
         )
         return self._keep(maxtext_seams.MAKE_EVAL, config, batches)
@@ -340,6 +342,12 @@ def _end() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _spec_of(mesh: Any) -> jax.sharding.PartitionSpec:
+    # As MaxText's own input pipeline: rows over every axis. Its step reshards a batch
+    # as its `data_sharding` requires.
+    return jax.sharding.PartitionSpec(mesh.axis_names)
 
 
 def _check_resumable(config: Any) -> None:

@@ -225,7 +225,7 @@ def _over(devices: Mesh | Sequence[jax.Device]) -> NamedSharding:
     # A message has a row for each device.
     if not isinstance(devices, Mesh):
         devices = Mesh(np.array(devices), ("device",))
-    return topology.batch_sharding(devices)
+    return topology.over_all_devices(devices)
 
 
 def _specified(abstract: list[Any], *_: Any) -> list[Any]:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import colocated_python
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import background, errors, metrics, topology
 from elastic_ckpt.data import compatibility, delivery, elastic_data, iterator, prefetch
@@ -40,7 +40,8 @@ class RemoteIterator:
 
     Args:
       data: what to iterate over.
-      mesh: the training mesh; rows are sharded over all of its axes.
+      mesh: the training mesh.
+      spec: how a batch is sharded over it; see `ec.batches`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far each worker reads ahead of the head.
 
@@ -54,12 +55,13 @@ class RemoteIterator:
         data: elastic_data.ElasticData,
         *,
         mesh: Mesh,
+        spec: PartitionSpec | None = None,
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
         self._data = data
-        self._sharding = topology.batch_sharding(mesh)
-        self._cpu_sharding = topology.batch_sharding(
+        self._sharding = topology.batch_sharding(mesh, spec)
+        self._cpu_sharding = topology.over_all_devices(
             colocated_python.colocated_cpu_devices(mesh)
         )
         self._deliver = delivery.Delivery(
@@ -69,8 +71,10 @@ class RemoteIterator:
             warn_after_secs=read_ahead.warn_after_secs,
         )
         self._tickets = itertools.count()
-        self._worker = worker.Worker(data, global_batch_size, read_ahead)
-        self._check_compatibility()
+        self._worker = worker.Worker(
+            data, self._sharding.spec, global_batch_size, read_ahead
+        )
+        self._check_compatibility(mesh)
         self._workers = _Workers(
             self._worker, messages.encode({}, self._cpu_sharding), self._sharding
         )
@@ -159,7 +163,7 @@ class RemoteIterator:
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECS)
 
-    def _check_compatibility(self) -> None:
+    def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._data, role="the head")]
         message = messages.encode({}, self._cpu_sharding)
         # First what needs no code of the user's, which may not arrive.
@@ -176,7 +180,7 @@ class RemoteIterator:
                     " your pipeline imports"
                 ) from error
             compatibility.check(head + compatibility.from_rows(rows))
-        compatibility.check_controllers(self._data, self._sharding)
+        compatibility.check_controllers(self._data, mesh)
 
     def _in_turn(
         self, method: Any, *, within_secs: float | None = None, **content: Any
@@ -254,7 +258,13 @@ class _Workers:
 def _fetch(workers: Any, message: jax.Array, sharding: NamedSharding) -> _Fetched:
     with failures.reaching_the_head():
         batch, waited_secs = jax.block_until_ready(workers.next(message))
-    return _Fetched(batch=topology.place(batch, sharding), waited_secs=waited_secs)
+    placed = {
+        name: topology.place(
+            feature, delivery.feature_sharding(sharding, name, feature.shape)
+        )
+        for name, feature in batch.items()
+    }
+    return _Fetched(batch=placed, waited_secs=waited_secs)
 
 
 def _release(

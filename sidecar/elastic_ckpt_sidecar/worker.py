@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 from jax.experimental import colocated_python
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.data import compatibility, elastic_data, iterator, prefetch
 from elastic_ckpt_sidecar import failures, messages
@@ -38,6 +38,7 @@ class _HostWorker:
 
     Args:
       data: what to iterate over.
+      spec: how a batch is sharded over the mesh of the calls.
       global_batch_size: rows of a global batch.
       read_ahead: how far to be ahead of the head.
     """
@@ -45,10 +46,12 @@ class _HostWorker:
     def __init__(
         self,
         data: elastic_data.ElasticData,
+        spec: PartitionSpec,
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead,
     ) -> None:
         self._data = data
+        self._spec = spec
         self._global_batch_size = global_batch_size
         self._read_ahead = read_ahead
         self._iterator: iterator.HostIterator | None = None
@@ -70,7 +73,7 @@ class _HostWorker:
         """The next global batch, and how long each host waited for it.
 
         Returns:
-          The batch on the devices of `call`, and seconds, float32 `[devices]`.
+          The batch on the mesh of `call`, and seconds, float32 `[devices]`.
         """
         host = self._on(call)
         if not self._marks:
@@ -173,7 +176,7 @@ class _HostWorker:
         if self._iterator is None:
             self._iterator = iterator.HostIterator(
                 self._data,
-                sharding=call.sharding,
+                sharding=NamedSharding(_rows_of(call).mesh, self._spec),
                 global_batch_size=self._global_batch_size,
                 read_ahead=self._read_ahead,
             )

@@ -142,6 +142,15 @@ def test_a_wheel_alone_runs_a_file_that_builds_on_the_defaults(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(site)
+    files = [path.relative_to(site) for path in site.rglob("*") if path.is_file()]
+    # Packages alone: what images are built of stays in the source tree.
+    info = {path.parts[0] for path in files if path.parts[0].endswith(".dist-info")}
+    assert {path.parts[0] for path in files} - info == {
+        "elastic_ckpt",
+        "elastic_ckpt_sidecar",
+    }
+    assert site / "elastic_ckpt_sidecar" / "remote_iterator.py" in site.rglob("*.py")
+    assert not [path for path in files if "Dockerfile" in path.name]
     (tmp_path / "run.yml").write_text("base_config: base.yml\nhosts: 4\n")
     program = (
         "import elastic_ckpt, sys\n"

@@ -37,7 +37,7 @@ def test_placing_moves_nothing_that_lies_right():
     mesh, _ = topology.make_mesh(2)
     sharding = topology.batch_sharding(mesh)
     array = jax.device_put(np.arange(8), sharding)
-    assert topology.place({"a": array}, sharding)["a"] is array
+    assert topology.place(array, sharding) is array
 
 
 def test_placing_on_another_order_of_devices_keeps_the_values():
@@ -45,7 +45,7 @@ def test_placing_on_another_order_of_devices_keeps_the_values():
     reversed_mesh = jax.sharding.Mesh(mesh.devices[::-1, ::-1], mesh.axis_names)
     array = jax.device_put(np.arange(8), topology.batch_sharding(mesh))
     target = NamedSharding(reversed_mesh, PartitionSpec(("slice", "fsdp")))
-    placed = topology.place({"a": array}, target)["a"]
+    placed = topology.place(array, target)
     np.testing.assert_array_equal(placed, np.arange(8))
     assert placed.sharding == target
 

@@ -132,8 +132,8 @@ def test_ranks_and_rows_that_cannot_be_meant_are_refused(settings, message):
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused(size):
     mesh = topology.make_mesh(2)[0]
     with refused(
-        f"global_batch_size={size} does not divide over the 8 parts into which the mesh"
-        " cuts a batch; choose a positive multiple of 8"
+        f"global_batch_size={size} does not divide over the 8 parts that the mesh makes"
+        r" of it \(slice=2, fsdp=4\); choose a positive multiple of 8, or shard it over"
     ):
         ec_data.Batches(of(numbers), mesh=mesh, global_batch_size=size)
 

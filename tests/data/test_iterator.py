@@ -4,7 +4,7 @@ import grain
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import errors, topology
 from elastic_ckpt.data import (
@@ -72,7 +72,7 @@ class TooFewRows:
 
 
 def test_an_iterator_that_gives_too_few_rows_is_named():
-    with pytest.raises(errors.DataError, match=r"hold 8 of the 8 rows .* gave 4"):
+    with pytest.raises(errors.DataError, match=r"loads 8 of the 8 rows .* gave 4"):
         host_iterator(TooFewRows(), PartitionSpec("slice")).next()
 
 
@@ -86,46 +86,55 @@ class Device:
 
     process_index: int
     number: int
+    device_kind: str = "cpu"
 
 
-class ShardingOfHosts:
-    """A sharding of rows whose devices hold the given parts of them."""
-
-    def __init__(self, *parts):
-        self._parts = parts
-
-    def devices_indices_map(self, shape):
-        (size,) = shape
-        step = size // (1 + max(part for of_host in self._parts for part in of_host))
-        return {
-            Device(host, part): (slice(part * step, (part + 1) * step),)
-            for host, of_host in enumerate(self._parts)
-            for part in of_host
-        }
+def sharding_of(hosts, spec=("data",)):
+    """A sharding over the devices of hosts; `hosts` has the host of each device."""
+    numbers = np.array(hosts)
+    devices = [Device(int(host), n) for n, host in enumerate(numbers.flat)]
+    mesh = Mesh(
+        np.array(devices).reshape(numbers.shape), ("data", "tensor")[: numbers.ndim]
+    )
+    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def held(*parts, size=8):
-    return delivery.RowsHeld.of(ShardingOfHosts(*parts), size)
+def held(hosts, **spec):
+    return delivery.RowsHeld.of(sharding_of(hosts, **spec), 8)
 
 
 def test_each_host_holds_the_rows_of_its_devices():
-    of = held([0, 2], [1, 3])
+    of = held([0, 1, 0, 1])
     assert of.row_hosts().tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [of.group(host) for host in (0, 1)] == [0, 1]
 
 
 def test_hosts_with_the_same_rows_count_as_one_whose_first_saves():
-    of = held([2, 3], [0, 1], [2, 3], [0, 1])
+    of = held([[1, 3], [1, 3], [0, 2], [0, 2]])
     assert of.row_hosts().tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [of.group(host) for host in range(4)] == [1, 0, 1, 0]
     assert [of.first_holder(host) for host in range(4)] == [0, 1, 0, 1]
 
 
-def test_hosts_that_share_some_rows_and_not_all_are_refused():
-    with pytest.raises(
-        errors.ConfigError, match="gives hosts overlapping rows of a ba"
-    ):
-        held([0, 1], [1, 2, 3])
+def test_hosts_of_parts_of_a_sequence_load_whole_rows():
+    of = held([[0, 1], [2, 3]], spec=("data", "tensor"))
+    assert of.row_hosts().tolist() == [0] * 4 + [1] * 4
+    assert [of.group(host) for host in range(4)] == [0, 0, 1, 1]
+    assert of.unused == 0
+
+
+def test_hosts_that_share_some_rows_and_not_all_load_the_rows_of_both():
+    # Two devices a host, three that hold the same rows.
+    of = held([[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]])
+    assert of.row_hosts().tolist() == [0] * 4 + [1] * 4
+    assert [of.group(host) for host in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert of.unused == 2
+
+
+def test_hosts_that_would_load_different_numbers_of_rows_load_all():
+    of = held([[0, 0], [1, 1], [1, 1], [2, 2]])
+    assert of.row_hosts().tolist() == [0] * 8
+    assert of.unused == 6
 
 
 def numbers(shard, *, length=None):
@@ -165,7 +174,7 @@ def written(as_host, directory, sharding, num_hosts):
 
 
 def test_of_hosts_with_the_same_rows_one_writes(as_host, tmp_path):
-    sharding = ShardingOfHosts([1], [0], [1], [0])
+    sharding = sharding_of([[1, 3], [0, 2]])
     assert written(as_host, tmp_path, sharding, 4) == [
         ["shards-00006-00011.json"],
         ["data_state.json", "shards-00000-00005.json"],
@@ -176,7 +185,7 @@ def test_of_hosts_with_the_same_rows_one_writes(as_host, tmp_path):
 
 def test_of_hosts_that_run_the_same_shard_one_writes_it(as_host, tmp_path):
     # Of 12 shards, 8 hosts run one or two, half of them with another host.
-    sharding = ShardingOfHosts(*([number] for number in range(8)))
+    sharding = sharding_of(range(8))
     found = written(as_host, tmp_path, sharding, 8)
     assert "data_state.json" in found[0]
     names = [name for of_host in found for name in of_host]
@@ -191,7 +200,7 @@ def resizing(as_host, directory, num_hosts, size):
     world = worlds.World(data, num_hosts, size)
     world.batch()
     world.write(directory)
-    sharding = ShardingOfHosts(*([number] for number in range(num_hosts)))
+    sharding = sharding_of(range(num_hosts))
     for number in range(num_hosts):
         as_host(number)
         host = host_of_twelve_shards(sharding, size)

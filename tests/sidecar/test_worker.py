@@ -11,7 +11,7 @@ from elastic_ckpt.data import cursors, prefetch
 def host(data):
     """A worker as the runtime of its host calls it, and what calls it."""
     sharding = topology.batch_sharding(topology.make_mesh(2)[0])
-    made = worker._HostWorker(data, 16, prefetch.TWO_BATCHES)
+    made = worker._HostWorker(data, sharding.spec, 16, prefetch.TWO_BATCHES)
 
     def call(method, **content):
         return getattr(made, method)(messages.encode(content, sharding))
