@@ -113,7 +113,7 @@ def feature_sharding(
     """
     num_dims = 1 if name == elastic_data.EXAMPLE_ID else len(shape)
     spec = PartitionSpec(*sharding.spec[:num_dims])
-    for dim, entry in enumerate(spec):
+    for dim, entry in enumerate(tuple(spec) or (None,)):
         axes = {axis: sharding.mesh.shape[axis] for axis in topology.axes_of(entry)}
         parts = math.prod(axes.values())
         if shape[dim] < 1 or shape[dim] % parts:

@@ -28,7 +28,7 @@ class Layout:
 
     hosts: int
     mesh: dict[str, int]
-    spec: PartitionSpec | None
+    spec: PartitionSpec
     size: int
     row_parts: int = 2
     sequence_parts: int = 1
@@ -58,30 +58,16 @@ LAYOUTS = [
     TENSOR,
     # Two hosts hold the two halves of the same sequences.
     SEQUENCE,
-    # Another order of the devices; two hosts hold the same halves.
-    dataclasses.replace(
-        SEQUENCE,
-        mesh={"sequence": 2, "data": 2, "tensor": 2},
-        hosts=2,
-        size=8,
-    ),
 ]
 MORE_LAYOUTS = [
     # A host each for a device: four hold the same rows, two the same halves.
     dataclasses.replace(SEQUENCE, hosts=8, size=12),
+    # Another order of the devices: each host holds half of every sequence.
+    dataclasses.replace(
+        SEQUENCE, mesh={"sequence": 2, "data": 2, "tensor": 2}, hosts=2, size=8
+    ),
     # The host in the middle holds rows of both others.
     Layout(hosts=3, mesh={"data": 2, "tensor": 3}, spec=PartitionSpec("data"), size=8),
-    # Every host holds every row; the sequence is sharded over all of them.
-    dataclasses.replace(
-        SEQUENCE,
-        hosts=2,
-        mesh={"sequence": 2, "tensor": 1},
-        spec=PartitionSpec(None, "sequence"),
-        row_parts=1,
-    ),
-    # Without a spec `data` shards the rows.
-    dataclasses.replace(TENSOR, spec=None, size=12),
-    TENSOR,
 ]
 
 
