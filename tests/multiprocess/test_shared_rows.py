@@ -125,7 +125,7 @@ def train(place, emit, *, directory, corpus, layout):
                 for colocated, by_name in iterators.items():
                     for name, batches in by_name.items():
                         parts = json.dumps([colocated, name, parts_of(next(batches))])
-                        emit("restored", step=number, path=parts, secs=0.0)
+                        emit("step_interrupted", step=number, path=parts, resume_step=0)
             # Either reads in the next world what one of them has written.
             writer = step // BATCHES_A_WORLD % 2 == 1
             last = step + BATCHES_A_WORLD
