@@ -46,8 +46,8 @@ def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(
         ids = example_id.join(batch.pop("example_id"))
         assert sorted(ids) == list(range(begin, begin + size))
         for row, number in enumerate(ids):
-            actual = {feature: value[row] for feature, value in batch.items()}
-            assert worlds.content(actual) == worlds.content(stream[number])
+            found = {feature: value[row] for feature, value in batch.items()}
+            assert worlds.content(found) == worlds.content(stream[number])
         saved = one.save()
 
 
@@ -145,12 +145,12 @@ def targets(batches):
 
 def expected_targets(steps):
     """Every target that the documents have."""
-    actual = []
+    found = []
     for document in formats.documents(*steps.datasets):
         if not steps.filtered or formats.is_kept({"tokens": document}):
             end = formats.LENGTH + 1 if steps.truncate else None
-            actual += document[1:end].tolist()
-    return sorted(actual)
+            found += document[1:end].tolist()
+    return sorted(found)
 
 
 @each_format
@@ -167,8 +167,8 @@ def test_an_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
         assert set(example_id.join(padding)) <= {example_id.NONE}
         assert not any(feature[~batch["mask"]].any() for feature in batch.values())
     for num_hosts in stages.HOSTS[1:]:
-        actual = worlds.World(data, num_hosts, 24).rest()
-        assert list(map(worlds.content, actual)) == expected
+        found = worlds.World(data, num_hosts, 24).rest()
+        assert list(map(worlds.content, found)) == expected
 
 
 @each_pipeline
@@ -180,8 +180,8 @@ def test_two_epochs_have_every_token_twice_also_in_batches_that_do_not_fit(files
         world = worlds.World(data, *next(schedule))
         if saved:
             world.load(saved)
-        actual, goes_on = stages.batches_until_end(world, 5)
-        batches += actual
+        found, goes_on = stages.batches_until_end(world, 5)
+        batches += found
         saved = world.save()
     assert sorted(targets(batches)) == sorted(
         2 * expected_targets(formats.PIPELINES[name])
@@ -194,9 +194,9 @@ def test_an_epoch_in_batches_that_lack_some_shards_has_every_token_once(
     files, name, num_hosts, size
 ):
     data = formats.data(files["tfrecord"], name, num_epochs=1)
-    actual = worlds.World(data, num_hosts, size).rest()
-    assert sorted(targets(actual)) == expected_targets(formats.PIPELINES[name])
-    assert all(batch["mask"].any() for batch in actual)
+    found = worlds.World(data, num_hosts, size).rest()
+    assert sorted(targets(found)) == expected_targets(formats.PIPELINES[name])
+    assert all(batch["mask"].any() for batch in found)
 
 
 def test_an_epoch_that_drops_the_remainder_has_the_batches_before_the_first_padding(
@@ -208,8 +208,8 @@ def test_an_epoch_that_drops_the_remainder_has_the_batches_before_the_first_padd
     assert 0 < len(real) < len(padded)
     dropping = dataclasses.replace(data, end=elastic_data.End.DROPPED)
     for num_hosts in (1, 4):
-        actual = worlds.World(dropping, num_hosts, 12).rest()
-        assert list(map(worlds.content, actual)) == list(map(worlds.content, real))
+        found = worlds.World(dropping, num_hosts, 12).rest()
+        assert list(map(worlds.content, found)) == list(map(worlds.content, real))
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_a_state_does_not_tell_how_many_processes_read(files):
 class Failing:
     """The shards of another, of which one has rows that nobody can make."""
 
-    dataset: formats.MakeShard
+    of: formats.MakeShard
     shard: int
 
     def __call__(self, shard):
@@ -246,37 +246,37 @@ class Failing:
 
 
 def batches_before_an_error(world):
-    actual = []
+    found = []
     try:
-        while len(actual) < 50:
-            actual.append(world.next())
+        while len(found) < 50:
+            found.append(world.next())
     except ValueError as error:
-        return actual, str(error), error.__notes__
-    return actual, "", []
+        return found, str(error), error.__notes__
+    return found, "", []
 
 
-@pytest.mark.parametrize(("num_workers", "num_ahead"), [(0, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 0), (0, 2), (1, 1)])
 def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
-    files, num_workers, num_ahead
+    files, num_workers, ahead
 ):
     good = formats.data(files["parquet"], "plain")
     data = dataclasses.replace(
         good,
-        make_shard=Failing(dataset=good.make_shard, shard=7),
+        make_shard=Failing(of=good.make_shard, shard=7),
         num_workers=num_workers,
     )
-    world = worlds.World(data, 1, 12, read_ahead=num_ahead)
-    actual, message, notes = batches_before_an_error(world)
+    world = worlds.World(data, 1, 12, read_ahead=ahead)
+    found, message, notes = batches_before_an_error(world)
     assert re.fullmatch(r"token \d+ is divided by 3", message)
     one = worlds.World(good, 1, 12)
-    assert len(actual) > 0
-    assert actual == [one.next() for _ in actual]
+    assert len(found) > 0
+    assert found == [one.next() for _ in found]
     assert "in the pipeline of logical shard 7" in notes
-    refused = (world.next,) if num_ahead else (world.next, world.save)
+    refused = (world.next,) if ahead else (world.next, world.save)
     for step in refused:
         with pytest.raises(errors.DataError, match="stopped in the middle of a batch"):
             step()
-    if num_ahead:
+    if ahead:
         # What was read ahead did not spoil the state of what was taken.
         later = worlds.World(good, 1, 12)
         later.load(world.save())
