@@ -1,7 +1,9 @@
 """Storage alone, beside Orbax in the same run: until durable, blocked, and memory.
 
 One process saves three kinds of state to a directory on the RAM disk: few large leaves,
-many small ones, and both. The sides take turns. Prints all samples as JSON.
+many small ones, and both; the values cannot be compressed. The sides take turns. The
+memory of each side is measured in a process of its own, since memory that one side has
+freed may be used by the other. Prints all samples as JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import argparse
 import gc
 import itertools
 import json
+import math
+import shutil
 import subprocess
 import sys
 import time
@@ -46,13 +50,23 @@ def measure(directory: str, *, leaves: int, mib: int, rounds: int) -> dict[str, 
     """
     samples: dict[str, Any] = {}
     for kind in KINDS:
-        where = [f"{directory}/{kind}", kind]
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, *where, *map(str, (leaves, mib, rounds))],
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        samples[kind] = json.loads(done.stdout)
+        samples[kind] = {}
+        for side in ("both", *_SIDES):
+            where = [f"{directory}/{kind}-{side}", kind, side]
+            size = map(str, (leaves, mib, rounds))
+            done = subprocess.run(
+                [sys.executable, "-m", __name__, *where, *size],
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+            shutil.rmtree(where[0])
+            found = json.loads(done.stdout)
+            is_timed = side == "both"
+            samples[kind] |= {
+                name: of
+                for name, of in found.items()
+                if name.startswith("bytes_") != is_timed
+            }
     return {"samples": samples}
 
 
@@ -93,8 +107,13 @@ def figures(samples: dict[str, Any]) -> dict[str, report.Figure]:
 def _states(kind: str, num_small: int, mib: int) -> Callable[[float], dict[str, Any]]:
     # A state of results of programs, anew for each number.
     num_large = max(1, mib // _LARGE_MIB)
-    large = jax.jit(lambda x: jnp.full((mib // num_large, 2**18), x, jnp.float32))
-    small = jax.jit(lambda x: jnp.full(_SMALL_ITEMS, x, jnp.float32))
+
+    def values(number: jax.Array, *shape: int) -> jax.Array:
+        items = jnp.arange(math.prod(shape), dtype=jnp.float32)
+        return jnp.sin(items * number).reshape(shape)
+
+    large = jax.jit(lambda number: values(number, mib // num_large, 2**18))
+    small = jax.jit(lambda number: values(number, _SMALL_ITEMS))
 
     def make(number: float) -> dict[str, Any]:
         state = {}
@@ -109,23 +128,30 @@ def _states(kind: str, num_small: int, mib: int) -> Callable[[float], dict[str, 
 
 
 def _samples(
-    directory: str, make: Callable[[float], dict[str, Any]], rounds: int
+    directory: str,
+    make: Callable[[float], dict[str, Any]],
+    rounds: int,
+    only: str,
 ) -> Iterator[tuple[str, float]]:
     keep = cast(Any, ocp.training.preservation_policies.LatestN(1))
     stored = choices.Persistent(f"{directory}/ours", every=1, keep=keep)
-    sides: dict[str, Any] = {
-        "ours": factory.Checkpointer([stored]),
-        "orbax": ocp.training.Checkpointer(
+    sides: dict[str, Any] = {}
+    if only != "orbax":
+        sides["ours"] = factory.Checkpointer([stored])
+    if only != "ours":
+        sides["orbax"] = ocp.training.Checkpointer(
             f"{directory}/orbax", preservation_policy=keep
-        ),
-    }
+        )
     steps = itertools.count(1)
+    state = make(0.5)
+    resident = tiers_alone.resident_bytes("VmRSS")
     for _ in range(rounds + 1):
         for side, checkpointer in sides.items():
             step = next(steps)
-            state = make(float(step))
+            # The memory of the state before is free for this one.
+            del state
+            state = make(step + 0.5)
             gc.collect()
-            resident = tiers_alone.resident_bytes("VmRSS")
             tiers_alone.reset_peak()
             began = time.perf_counter()
             response = checkpointer.save_async(step, state, force=True)
@@ -138,7 +164,7 @@ def _samples(
         began = time.perf_counter()
         copies = [view.copy() for view in views]
         yield "copy", time.perf_counter() - began
-        del copies, views, state
+        del copies, views
     for checkpointer in sides.values():
         checkpointer.close()
 
@@ -148,15 +174,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("side", choices=("both", *_SIDES))
     parser.add_argument("num_small", type=int)
     parser.add_argument("mib", type=int)
     parser.add_argument("rounds", type=int)
     given = parser.parse_args()
     make = _states(given.kind, given.num_small, given.mib)
     samples: dict[str, list[float]] = {}
-    for name, sample in _samples(given.directory, make, given.rounds):
+    found = _samples(given.directory, make, given.rounds, given.side)
+    for name, sample in found:
         samples.setdefault(name, []).append(sample)
-    print(json.dumps({name: found[1:] for name, found in samples.items()}))
+    print(json.dumps({name: of[1:] for name, of in samples.items()}))
 
 
 if __name__ == "__main__":

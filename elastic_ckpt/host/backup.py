@@ -15,9 +15,10 @@ import numpy as np
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import recovery, verified_read
 from elastic_ckpt.host.answers import BackedUp
+from elastic_ckpt.host.captured_step import CapturedStep
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, retention, uploads
-from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Contents, Host
 from elastic_ckpt.tiers.persistent import (
@@ -30,7 +31,6 @@ from elastic_ckpt.tiers.persistent import (
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.retries import PATIENT
-from elastic_ckpt.tiers.source import Source
 
 # Each thread has one batch in memory, and what TensorStore makes of it: with them a
 # backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
@@ -50,8 +50,6 @@ class HostBackup:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._arranged: tuple[int, str] | None = None
-        # Of the step that host 0 backs up: large manifests are read once.
-        self._holdings: tuple[dict[Offer, Source], Holdings] | None = None
 
     def clean(self, save: str) -> list[tuple[int, str]]:
         """Removes what uploads of dead worlds left; host 0 does it (see `writers`).
@@ -86,7 +84,8 @@ class HostBackup:
         Host 0 is asked first of all, and says to other worlds that this one writes.
         """
         self._writing.be_present()
-        self._holdings = _, holdings = self._read(step, save)
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
         if self._root().in_place:
             # What is there would be written over.
             PATIENT.call(
@@ -110,7 +109,8 @@ class HostBackup:
         Raises:
           CheckpointError: if holders disagree about values, or storage fails.
         """
-        sources, holdings = self._holdings or self._read(step, save)
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
         if len(holdings.diverged):
             # One of them would be taken for good later.
             raise errors.CheckpointError(
@@ -125,7 +125,12 @@ class HostBackup:
         reader = verified_read.VerifiedReader(sources)
         own = self._world.own
         num_bytes = _upload_share(
-            holdings, self._world.hosts, uploading, reader, host=own.host
+            holdings,
+            self._world.hosts,
+            uploading,
+            reader,
+            host=own.host,
+            captured=self._world.captured.get((step, save)),
         )
         bad = tuple(map(str, reader.bad))
         recovery.put_own_right(holdings, reader, own)
@@ -146,8 +151,8 @@ class HostBackup:
           names: as for `back_up`.
           orbax_files: what Orbax adds to the values, by path.
         """
-        _, holdings = self._holdings or self._read(step, save)
-        self._holdings = None
+        sources, _ = self._world.in_ram(step, save)
+        holdings = Holdings.of(list(sources))
         with self._writing.committing():
             commit.commit(
                 self._root(),
@@ -225,10 +230,6 @@ class HostBackup:
         if self._world.root is not None:
             self._writing.close()
 
-    def _read(self, step: int, save: str) -> tuple[dict[Offer, Source], Holdings]:
-        sources, _ = self._world.in_ram(step, save)
-        return sources, Holdings.of(list(sources))
-
     def _arrange(self, contents: Contents, step: int, save: str) -> None:
         if self._arranged != (step, save):
             line = Line(save=save, parents=contents.parents)
@@ -278,10 +279,12 @@ def _upload_share(
     reader: verified_read.VerifiedReader,
     *,
     host: Host,
+    captured: CapturedStep | None,
 ) -> int:
     """Uploads a host's share of a step, and returns its bytes.
 
     What is uploaded was verified: a copy that went bad in RAM is read elsewhere.
+    Captured values are uploaded from where they are, without a copy.
 
     Args:
       holdings: of the step.
@@ -289,6 +292,7 @@ def _upload_share(
       uploading: of this host.
       reader: of the step.
       host: this one.
+      captured: the step, if it is uploaded from the memory that it was captured in.
 
     Raises:
       CheckpointError: if no good copy of a part is left, or storage fails.
@@ -303,8 +307,11 @@ def _upload_share(
                 file = holdings.files[item - num_boxes]
                 uploading.write_file(file, reader.file(file, holdings.holders(item)))
                 continue
-            values = verified_read.read_item(holdings, item, reader, first=host.id)
             fragment = holdings.fragment(int(shared.row[item]))
+            if captured is not None:
+                values = captured.values(fragment)
+            else:
+                values = verified_read.read_item(holdings, item, reader, first=host.id)
             chunks.append(
                 upload.Chunk(fragment.leaf, fragment.box, values, fragment.digest)
             )

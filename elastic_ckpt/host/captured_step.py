@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from elastic_ckpt.core import boxes, digest
+from elastic_ckpt.core import boxes, digest, errors
 from elastic_ckpt.host.capture import Value
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Offer
@@ -96,6 +96,20 @@ class CapturedStep:
             component_files=tuple(sorted(files, key=lambda file: file.path)),
         )
         self.offer = Offer(tier="local", manifest=manifest)
+
+    def values(self, fragment: Fragment) -> np.ndarray:
+        """The values of a fragment, where they were captured: no copy is made.
+
+        Raises:
+          CheckpointError: if they are not those of `offer` any more.
+        """
+        values = self._values[fragment.file]
+        if digest.values_digest(values) != fragment.digest:
+            raise errors.CheckpointError(
+                f"{fragment.file} changed in this host's memory after it was captured;"
+                " save another step, and have the memory of the machine checked"
+            )
+        return values
 
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored

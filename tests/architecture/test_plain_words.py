@@ -19,7 +19,6 @@ DONE = [
     for room in (
         "config",
         "core",
-        "data",
         "deploy",
         "elastic",
         "monitoring",

@@ -40,22 +40,20 @@ def array(number):
 
 
 def from_files(shard, *chosen):
-    dataset = corpora.Numbers(blocks=((10,) * 12,))
+    of = corpora.Numbers(blocks=((10,) * 12,))
     reading = records.Reading(shuffle_seed=1)
-    actual = records.Records(
-        dataset, shard=shard, num_shards=NUM_SHARDS, reading=reading
-    )
-    actual = actual.map(lambda element: array(element["number"]))
+    found = records.Records(of, shard=shard, num_shards=NUM_SHARDS, reading=reading)
+    found = found.map(lambda element: array(element["number"]))
     for each in chosen:
-        actual = actual.filter(each)
-    return actual
+        found = found.filter(each)
+    return found
 
 
 def from_map(shard, *chosen, options=pipelines.IN_CALLER):
-    actual = grain.MapDataset.range(shard, 120, NUM_SHARDS).repeat().map(array)
+    found = grain.MapDataset.range(shard, 120, NUM_SHARDS).repeat().map(array)
     for each in chosen:
-        actual = actual.filter(each)
-    return actual.to_iter_dataset(options)
+        found = found.filter(each)
+    return found.to_iter_dataset(options)
 
 
 def in_threads(shard, *chosen):
