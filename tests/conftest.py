@@ -12,10 +12,9 @@ import hypothesis
 import jax
 import pytest
 
-from elastic_ckpt.cli import train
+from elastic_ckpt.application import local_world
 from elastic_ckpt.core import metrics
 from elastic_ckpt.data import positional
-from elastic_ckpt.elastic import supervisor
 from elastic_ckpt.monitoring import subscription
 from tests import corpora, shared_memory
 
@@ -80,7 +79,7 @@ def golden(request):
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_server():
     """The hosts that tests start in this process are forked from a warm server."""
-    supervisor.warm_up(train._HOST_MODULES)
+    local_world.warm_up()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.cli import run_directory
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import keys, load, schema
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import json
 import os
 from typing import Any
 
-from elastic_ckpt.cli import run_directory, tier_report, where
+from elastic_ckpt.application import run_directory
+from elastic_ckpt.cli import tier_report, where
 from elastic_ckpt.core import errors
 
 

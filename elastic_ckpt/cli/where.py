@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from elastic_ckpt.cli import run_directory
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import bucket_clients, errors, storage
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ that shard a batch. Only this module reads `jax.process_index()`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,7 +67,7 @@ def num_hosts() -> int:
 
 
 def slice_of_this_host(slices: int) -> str:
-    """The slice of this process in the mesh that `make_mesh` makes.
+    """The slice that this process is in, of the mesh that `mesh_of` makes.
 
     A host that simulates several slices counts as a separate slice.
     """
@@ -107,29 +108,47 @@ def is_primary() -> bool:
     return this_host() == 0
 
 
-def make_mesh(slices: int) -> tuple[Mesh, Topology]:
-    """A mesh `[slices, devices per slice]` over all devices.
+def present(slices: int, devices: Sequence[jax.Device] | None = None) -> Topology:
+    """The topology of `devices` in `slices`; by default of all devices."""
+    devices = jax.devices() if devices is None else devices
+    hosts = len({device.process_index for device in devices})
+    return Topology(hosts=hosts, slices=slices, devices=len(devices))
+
+
+def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh `[slices, devices per slice]` over `devices`; by default over all.
 
     On TPU, slices are those of the hardware (`device.slice_index`). Elsewhere the
     hosts, in the order of their numbers, are divided into `slices` equal groups.
 
     Raises:
-      ConfigError: if the devices cannot be divided like this.
+      ConfigError: if the devices are not those of `world`, or cannot be cut so.
     """
-    devices = jax.devices()
-    hosts = len({device.process_index for device in devices})
-    topology = Topology(hosts=hosts, slices=slices, devices=len(devices))
-    topology.check()
+    devices = jax.devices() if devices is None else devices
+    available = present(world.slices, devices)
+    if available != world:
+        raise errors.ConfigError(
+            f"the devices are {available}, and the run was to be on {world}; pass the"
+            " topology and the devices of one world"
+        )
+    world.check()
     ordered = sorted(devices, key=lambda d: (_hardware_slice(d), d.process_index, d.id))
-    grid = np.array(ordered).reshape(slices, -1)
+    grid = np.array(ordered).reshape(world.slices, -1)
     for number, row in enumerate(grid):
         crossed = sorted({_hardware_slice(device) for device in row})
         if len(crossed) > 1:
             raise errors.ConfigError(
-                f"slices={slices} would put hardware slices {crossed} into one slice"
-                f" (number {number}); set slices to a multiple of the hardware's number"
+                f"slices={world.slices} would put hardware slices {crossed} into one"
+                f" slice (number {number}); set slices to a multiple of the hardware's"
+                " number"
             )
-    return Mesh(grid, BATCH_AXES), topology
+    return Mesh(grid, BATCH_AXES)
+
+
+def make_mesh(slices: int) -> tuple[Mesh, Topology]:
+    """The mesh over all devices, and their topology; see `mesh_of`."""
+    world = present(slices)
+    return mesh_of(world), world
 
 
 def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedSharding:

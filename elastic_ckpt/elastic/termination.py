@@ -17,8 +17,16 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
+from elastic_ckpt.config import schema
+
 # The exit status that a shell reports for a process ended by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
+
+
+def grace_secs(section: schema.DeploySection) -> float:
+    """How long a run may take to save and end after SIGTERM, in seconds."""
+    # The rest of the time is for the report.
+    return 0.9 * section.termination_grace_period_seconds
 
 
 class Notice:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.cli import run_directory
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.persistent import persistent_root

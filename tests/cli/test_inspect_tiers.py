@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from elastic_ckpt.cli import run_directory
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import boxes, digest, host_memory, storage
 from elastic_ckpt.host import capture

@@ -203,7 +203,7 @@ def test_of_several_failures_the_cause_is_told(tmp_path, monkeypatch):
 
 WARM_WORLD = """
 import sys
-from elastic_ckpt.cli import train
+from elastic_ckpt.application import local_world
 from elastic_ckpt.core import events
 from elastic_ckpt.elastic import supervisor
 from tests.elastic import warm_host
@@ -212,7 +212,7 @@ def heard(name, **fields):
     print(fields["path"], fields["step"], flush=True)
 
 if __name__ == "__main__":
-    supervisor.warm_up(train._HOST_MODULES)
+    local_world.warm_up()
     supervisor.World(
         warm_host.look_around, num_hosts=1, log_directory=sys.argv[1], emit=heard
     ).run()

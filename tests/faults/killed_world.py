@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 
-from elastic_ckpt.cli import journal, progress, train, training_files
+from elastic_ckpt.application import journal, local_world, training_files
+from elastic_ckpt.cli import progress
 from elastic_ckpt.config import load
 from elastic_ckpt.elastic import supervisor
 
@@ -94,19 +95,19 @@ def _armed(point, occurrence, victim, config, place, emit):
     if place.host == (0 if victim == "all" else int(victim)):
         owner, name, when = _points()[point]
         _wrap(owner, name, kill, **when)
-    train._join_and_run(config, place, emit)
+    local_world.run_host(config, place, emit)
 
 
 def main():
     point, occurrence, victim, *arguments = sys.argv[1:]
-    supervisor.warm_up([*train._HOST_MODULES, "tests.faults.killed_world"])
+    supervisor.warm_up([local_world._HOST_PROGRAM, "tests.faults.killed_world"])
     config = training_files.prepare(load.load(arguments[0], arguments[1:]))
     armed = functools.partial(_armed, point, int(occurrence), victim)
     with (
         progress.Progress(config.run.log_period) as shown,
         journal.kept(config, shown) as emit,
     ):
-        train.supervise(config, armed, emit)
+        local_world.run(config, emit, program=armed)
 
 
 if __name__ == "__main__":

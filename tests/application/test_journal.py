@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from elastic_ckpt.cli import journal, run_directory
+from elastic_ckpt.application import journal, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from elastic_ckpt.cli import run_directory
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage
 

@@ -2,7 +2,7 @@
 
 import contextlib
 
-from elastic_ckpt.cli import train
+from elastic_ckpt.application import host_program, local_world
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events
 from elastic_ckpt.data import token_blocks
@@ -16,9 +16,9 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
     monkeypatch.setattr(multicontroller, "joined", lambda *_: contextlib.nullcontext())
     threads = []
     monkeypatch.setattr(
-        train, "run_host", lambda *_: threads.append(token_blocks.num_threads(0))
+        host_program, "run", lambda *_: threads.append(token_blocks.num_threads(0))
     )
     for num_hosts in (1, 3):
         place = member.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=0)
-        train._join_and_run(schema.Config(), place, events.nobody)
+        local_world.run_host(schema.Config(), place, events.nobody)
     assert threads == [12, 4]

@@ -4,7 +4,7 @@ import urllib.request
 
 import pytest
 
-from elastic_ckpt.cli import listeners
+from elastic_ckpt.application import listeners
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics, storage
 from tests import runs

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from elastic_ckpt.cli import run_directory
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
 
 

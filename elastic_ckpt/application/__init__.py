@@ -1,0 +1,1 @@
+"""Assembles runs from their configuration, apart from the command line."""

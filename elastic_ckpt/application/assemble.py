@@ -1,0 +1,130 @@
+"""Assembles the job of a run, once for each world that the run has.
+
+Nothing here outlives a job or is shared between two: a run that continues on other
+hosts assembles another job, from the same configuration and another topology.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from elastic_ckpt.application import job, run_directory
+from elastic_ckpt.checkpoint import configured_tiers, run_saver
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, events, topology
+from elastic_ckpt.data import batch_size, pipeline
+from elastic_ckpt.frontend.batches import configured_batches
+from elastic_ckpt.frontend.checkpointer import Checkpointer
+from elastic_ckpt.training import evaluation, train_step
+
+
+def assemble(
+    config: schema.Config,
+    world: topology.Topology,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    emit: events.Emit = events.nobody,
+) -> job.Job:
+    """The job of a run on `world`; every host of it calls this.
+
+    Args:
+      config: of the run; the files of its data exist.
+      world: the hosts, slices and devices to train on.
+      devices: those of `world`; by default all that JAX has.
+      emit: called for each event of the run.
+
+    Raises:
+      ConfigError: if the parts do not fit together, or the devices are not those of
+        `world`, or the run has more steps than the configuration.
+      DataError: if the data cannot be read.
+      RunError: if another run uses the RAM disk, or hosts cannot be reached.
+    """
+    mesh = topology.mesh_of(world, devices)
+    sizes = batch_size.schedule(config.data, world)
+    vocab_size = config.model.vocab_size or pipeline.vocab_size(config.data)
+    batches = configured_batches(
+        pipeline.from_config(config.data, vocab_size=vocab_size),
+        config.data,
+        mesh=mesh,
+        global_batch_size=sizes.at(0),
+    )
+    program = train_step.build(config, mesh, vocab_size=vocab_size)
+    evaluated = _evaluation(config, world, program, mesh, vocab_size, emit)
+    saver = _checkpointer(config, world, mesh, batches, emit)
+    start_step = _start_step(config, saver.latest_step if saver else None)
+    if sizes.at(start_step) != sizes.at(0):
+        batches.resize(sizes.at(start_step))
+    return job.Job(
+        config=config,
+        world=world,
+        mesh=mesh,
+        program=program,
+        batches=batches,
+        sizes=sizes,
+        checkpointer=saver,
+        evaluation=evaluated,
+        start_step=start_step,
+        emit=emit,
+    )
+
+
+def _checkpointer(
+    config: schema.Config,
+    world: topology.Topology,
+    mesh: Mesh,
+    batches: Any,
+    emit: events.Emit,
+) -> run_saver.RunSaver | None:
+    section = config.checkpoint
+    if not section.enable_checkpointing:
+        return None
+    directory = os.path.join(run_directory.of(config), run_saver.DIRECTORY)
+    checkpointer = Checkpointer(
+        configured_tiers.tiers(config, persistent=directory),
+        mesh=mesh,
+        run=config.run.run_name,
+        slice_name=topology.slice_of_this_host(world.slices),
+        emit=emit,
+    )
+    return run_saver.RunSaver(checkpointer, section, data=batches)
+
+
+def _evaluation(
+    config: schema.Config,
+    world: topology.Topology,
+    program: train_step.Program,
+    mesh: Mesh,
+    vocab_size: int,
+    emit: events.Emit,
+) -> evaluation.Evaluation | None:
+    if not config.data.eval_interval:
+        return None
+    rows = batch_size.global_batch_size(config.data, world)
+    data = pipeline.eval_from_config(
+        config.data, global_batch_size=rows, vocab_size=vocab_size
+    )
+    return evaluation.Evaluation(
+        evaluate=program.evaluate,
+        batches=configured_batches(
+            data, config.data, mesh=mesh, global_batch_size=rows
+        ),
+        interval=config.data.eval_interval,
+        max_batches=config.data.eval_steps,
+        emit=emit,
+    )
+
+
+def _start_step(config: schema.Config, latest_step: int | None) -> int:
+    start_step = latest_step or 0
+    if start_step > config.run.steps:
+        raise errors.ConfigError(
+            f"{run_directory.of(config)} is at step {start_step}, and"
+            f" steps={config.run.steps}: steps counts over all starts of a run; set it"
+            f" above {start_step} to continue, or choose another run_name"
+        )
+    return start_step

@@ -1,0 +1,129 @@
+"""A job: the parts of a run in one world, over one mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Protocol
+
+from jax.sharding import Mesh
+
+from elastic_ckpt.application import run_directory
+from elastic_ckpt.checkpoint import allgather, run_saver
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import events, topology
+from elastic_ckpt.data import batch_size
+from elastic_ckpt.training import evaluation, loop, step_log, train_step
+
+# If a host dies meanwhile, the coordination service ends the others.
+_COMPILE_TIMEOUT_SECS = 24 * 3600
+
+
+class Batches(loop.Batches, Protocol):
+    """The global batches of a run, open until they are closed."""
+
+    def close(self) -> None:
+        """Ends the threads and workers that read ahead."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run in one world: `restore_or_init`, then `run`, then `close`.
+
+    Every host of the world has one, and calls its methods in the same order.
+
+    Attributes:
+      config: of the run.
+      world: the topology that the job was assembled for.
+      mesh: over the devices of the world; all parts share it.
+      program: compiled for the mesh.
+      batches: global batches, of the size of the first step.
+      sizes: the batch size of each step.
+      checkpointer: None trains without checkpoints.
+      evaluation: None trains without evaluating.
+      start_step: steps that are done already; 0 for a new run.
+      emit: called for each event of the run.
+    """
+
+    config: schema.Config
+    world: topology.Topology
+    mesh: Mesh
+    program: train_step.Program
+    batches: Batches
+    sizes: batch_size.Schedule
+    checkpointer: run_saver.RunSaver | None
+    evaluation: evaluation.Evaluation | None
+    start_step: int
+    emit: events.Emit
+
+    def restore_or_init(self) -> train_step.TrainState:
+        """The state after `start_step` steps, sharded over the mesh.
+
+        Raises:
+          CheckpointError: if the newest step is of another model or cannot be read.
+          DataError: if its data state is of another pipeline.
+        """
+        if not (self.checkpointer and self.start_step):
+            return self.program.init()
+        state = self.checkpointer.restore(self.program.abstract_state)
+        train_step.check_step(state, self.start_step)
+        return state
+
+    def run(
+        self,
+        state: train_step.TrainState,
+        *,
+        is_stopping: Callable[[int], bool] = lambda _: False,
+    ) -> loop.Ended:
+        """Trains from `state` to the last step, or until asked to stop.
+
+        Args:
+          state: from `restore_or_init`; its buffers are donated.
+          is_stopping: called after each step; whether to save and end there, the same
+            on all hosts.
+        """
+        log = self._open_log()
+        ended = loop.Loop(
+            program=self.program,
+            batches=self.batches,
+            sizes=self.sizes,
+            log=log,
+            saver=self.checkpointer,
+            evaluation=self.evaluation,
+            emit=self.emit,
+            meet=functools.partial(
+                allgather.of_this_world().gather,
+                "compiled",
+                None,
+                timeout_secs=_COMPILE_TIMEOUT_SECS,
+            ),
+            is_stopping=is_stopping,
+        ).run(state, start_step=self.start_step, steps=self.config.run.steps)
+        if log:
+            log.close()
+        return ended
+
+    def close(self) -> None:
+        """Waits for all saves, and ends the parts of the job.
+
+        Only after a `run` that returned: after an error the other hosts may be gone,
+        and closing waits for them.
+        """
+        if self.checkpointer:
+            self.checkpointer.close()
+        if self.evaluation:
+            self.evaluation.batches.close()
+        self.batches.close()
+
+    def _open_log(self) -> step_log.StepLog | None:
+        if not topology.is_primary():
+            return None
+        directory = run_directory.of(self.config)
+        run_directory.write_config(directory, self.config)
+        return step_log.StepLog(
+            directory,
+            start_step=self.start_step,
+            world=self.world,
+            data=dataclasses.asdict(self.config.data),
+        )

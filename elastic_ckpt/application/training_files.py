@@ -1,0 +1,70 @@
+"""The files that a run trains on, written from texts if that is configured."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, storage
+
+
+def prepare(
+    config: schema.Config, *, report: Callable[[str], None] = lambda _: None
+) -> schema.Config:
+    """The configuration with absolute file names; writes the files that are missing.
+
+    Args:
+      config: of the run.
+      report: called with a line of text for each file that was written.
+
+    Raises:
+      ConfigError: if a file cannot be written in the configured format.
+      DataError: if there are no such files, nor texts to write them from.
+    """
+    from elastic_ckpt.data import datasets
+    from elastic_ckpt.data.sources import files
+
+    data = config.data
+    directories = [part for part in data.text_directory.split(";") if part]
+    keys = ["grain_train_files"] + ["grain_eval_files"] * bool(data.eval_interval)
+    if data.grain_train_mixture_config_path:
+        path = os.path.abspath(data.grain_train_mixture_config_path)
+        data = dataclasses.replace(data, grain_train_mixture_config_path=path)
+        keys.remove("grain_train_files")
+    for key in keys:
+        with_files = []
+        for dataset in datasets.from_list(getattr(data, key), key=key):
+            directory = directories.pop(0) if directories else ""
+            if directory:
+                _write(dataset.patterns, directory, data.grain_file_type, report)
+            patterns = files.absolute(dataset.patterns)
+            files.find_files(patterns)
+            with_files.append(dataclasses.replace(dataset, patterns=patterns))
+        changed: dict[str, Any] = {key: datasets.to_list(with_files)}
+        data = dataclasses.replace(data, **changed)
+    return dataclasses.replace(config, data=data)
+
+
+def _write(
+    patterns: str, directory: str, file_type: str, report: Callable[[str], None]
+) -> None:
+    # Nothing to write if the patterns are not one local file, or it exists.
+    from elastic_ckpt.data import text
+
+    file = pathlib.Path(patterns)
+    is_one_file = not set("*?[,") & set(patterns) and storage.is_local(patterns)
+    if not is_one_file or file.exists():
+        return
+    named_type = text.file_type(patterns) or file_type
+    if named_type != file_type:
+        raise errors.ConfigError(
+            f"text_directory is to be written to {patterns}, whose name is that of"
+            f" {named_type}, as grain_file_type={file_type}; set"
+            f" grain_file_type={named_type} or another name"
+        )
+    written = text.write(directory, str(file), file_type=file_type)
+    report(f"wrote {file}: {written.num_documents:,} documents")
