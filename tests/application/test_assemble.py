@@ -1,0 +1,127 @@
+"""One process is several worlds in turn: each assembles the run's job anew."""
+
+import jax
+import numpy as np
+import pytest
+
+from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.config import load
+from elastic_ckpt.core import errors, topology
+from elastic_ckpt.training import step_log
+from tests import runs
+
+# The same float32 sums in another order, over other devices.
+LOSS_RTOL = 1e-5
+
+
+def configured(directory, corpus, **settings):
+    directory.mkdir(exist_ok=True)
+    values = {"save_checkpoint_on_completion": False, **settings}
+    return load.load(runs.write_config(directory, corpus, **values))
+
+
+def assembled(config, slices, num_devices):
+    devices = jax.devices()[-num_devices:]
+    world = topology.Topology(hosts=1, slices=slices, devices=num_devices)
+    job = assemble(config, world, devices=devices)
+    assert job.world == world
+    assert set(job.mesh.devices.flat) == set(devices)
+    assert job.mesh.shape["slice"] == slices
+    return job
+
+
+def train(job):
+    state = job.restore_or_init()
+    for leaf in jax.tree.leaves(state):
+        assert leaf.sharding.device_set == set(job.mesh.devices.flat)
+    ended = job.run(state)
+    job.close()
+    return ended
+
+
+def batches(attempt, steps):
+    records = {record.step: record for record in attempt.records}
+    return [(records[step].digest, records[step].ids) for step in steps]
+
+
+def losses(attempt, steps):
+    records = {record.step: record for record in attempt.records}
+    return [records[step].loss for step in steps]
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
+    tmp_path, corpus, colocated
+):
+    worlds = ((2, 8, 6), (1, 2, 7), (4, 4, 7), (2, 8, 7))
+    starts = []
+    for slices, num_devices, steps in worlds:
+        config = configured(
+            tmp_path, corpus, steps=steps, colocated_python_data_input=colocated
+        )
+        job = assembled(config, slices, num_devices)
+        starts.append(job.start_step)
+        assert train(job).step == steps
+    # Step 4 is the only one that was saved: the other worlds repeat what followed it.
+    assert starts == [0, 4, 4, 4]
+    attempts = step_log.read(tmp_path / "tiny")
+    assert [(a.slices, a.devices) for a in attempts] == [(s, d) for s, d, _ in worlds]
+    first, *others = attempts
+    for other in others:
+        assert batches(other, (4, 5)) == batches(first, (4, 5))
+        assert batches(other, (6,)) == batches(others[0], (6,))
+        np.testing.assert_allclose(
+            losses(other, (4, 5)), losses(first, (4, 5)), rtol=LOSS_RTOL
+        )
+    # On the same topology the losses are equal to the bit.
+    assert losses(others[-1], (4, 5)) == losses(first, (4, 5))
+
+
+def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
+    jobs = [
+        assembled(
+            configured(tmp_path / name, corpus, steps=3, enable_checkpointing=False),
+            slices,
+            num_devices,
+        )
+        for name, slices, num_devices in (("a", 2, 8), ("b", 1, 2), ("c", 2, 8))
+    ]
+    states = [job.restore_or_init() for job in jobs]
+    for job, state in zip(jobs, states, strict=True):
+        job.run(state)
+    for job in jobs:
+        job.close()
+    (a,), (b,), (c,) = (step_log.read(tmp_path / name / "tiny") for name in "abc")
+    assert batches(a, range(3)) == batches(b, range(3)) == batches(c, range(3))
+    assert losses(a, range(3)) == losses(c, range(3))
+
+
+def test_a_job_evaluates_on_its_own_devices(tmp_path, corpus):
+    means = []
+    for slices, num_devices in ((2, 8), (1, 2)):
+        config = configured(
+            tmp_path / str(num_devices),
+            corpus,
+            steps=1,
+            eval_interval=1,
+            grain_eval_files=corpus,
+            enable_checkpointing=False,
+        )
+        job = assembled(config, slices, num_devices)
+        assert job.checkpointer is None
+        means.append(job.evaluation.run(0, job.restore_or_init()))
+        job.close()
+    np.testing.assert_allclose(*means, rtol=LOSS_RTOL)
+
+
+def test_devices_of_another_topology_are_refused(tmp_path, corpus):
+    world = topology.Topology(hosts=2, slices=2, devices=4)
+    with pytest.raises(errors.ConfigError, match=r"hosts=1, slices=2, devices=8.*was"):
+        assemble(configured(tmp_path, corpus), world)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_a_run_that_is_past_its_last_step_is_refused(tmp_path, corpus):
+    train(assembled(configured(tmp_path, corpus, steps=4), 1, 2))
+    with pytest.raises(errors.ConfigError, match="is at step 4, and steps=3"):
+        assembled(configured(tmp_path, corpus, steps=3), 1, 2)
