@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from elastic_ckpt.application import journal, listeners
 from elastic_ckpt.application.assemble import assemble
@@ -52,10 +52,9 @@ def run(config: schema.Config, emit: events.Emit) -> bool:
     return ended.is_stopped
 
 
-@contextlib.contextmanager
 def _stopping(
     config: schema.Config, start_step: int, emit: events.Emit
-) -> Iterator[Callable[[int], bool]]:
+) -> contextlib.AbstractContextManager[Callable[[int], bool]]:
     grace_secs = termination.grace_secs(config.deploy)
 
     def expire() -> None:
@@ -63,10 +62,9 @@ def _stopping(
         emit.stopped_without_a_save()
         os._exit(termination.EXIT_CODE)
 
-    with termination.agreed(
+    return termination.agreed(
         start_step=start_step,
         grace_secs=grace_secs,
         requested=lambda: emit("stop_requested", within_secs=grace_secs),
         expired=expire,
-    ) as is_stopping:
-        yield is_stopping
+    )

@@ -1,4 +1,4 @@
-"""`elastic-ckpt agent DIRECTORY`: serve the RAM disk of a machine to its peers."""
+"""`elastic-ckpt agent DIRECTORY`: serves the RAM disk of a machine to its peers."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C, and says where."""
+    """Serves until SIGTERM or Ctrl-C, and prints its address."""
     return agent_command.run(arguments)

@@ -1,6 +1,6 @@
-"""`elastic-ckpt audit RUN`: the proof that a run trained on the right examples.
+"""`elastic-ckpt audit RUN`: proves that a run trained on the right examples.
 
-The right ones are those of the run's own pipeline, read anew by one host.
+It compares them with those that one host reads from the run's own pipeline.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def describe(outcome: audit.Audit) -> str:
     return "\n".join(lines)
 
 
-def _missing_checkpoint(config: schema.Config, **found: Any) -> str:
+def _missing_checkpoint(config: schema.Config, **progress: Any) -> str:
     from elastic_ckpt.training import audit
 
     section, tiers = config.checkpoint, config.tiers
@@ -114,5 +114,5 @@ def _missing_checkpoint(config: schema.Config, **found: Any) -> str:
     if tiers.enable_multi_tier_checkpointing:
         period = tiers.multi_tier_checkpointing_backup_interval_steps or None
     return audit.missing_checkpoint(
-        period=period, at_end=section.save_checkpoint_on_completion, **found
+        period=period, at_end=section.save_checkpoint_on_completion, **progress
     )

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints every key with its value, and where that is set."""
+    """Prints every key with its value and its origin."""
     if arguments.config is None:
         sys.stdout.write(keys.base_yaml())
         return 0

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the file and says what is in it."""
+    """Writes the file and prints what it contains."""
     from elastic_ckpt.data import text
 
     file_type = arguments.type or text.file_type(arguments.file) or "arrayrecord"

@@ -1,10 +1,10 @@
 """`elastic-ckpt inspect PATH...`: the steps of a run, and in which tiers they are.
 
-Of the directory of a run of `elastic-ckpt train` it shows arrays and data state. Of RAM
-disks, persistent steps and peers it shows the steps, their holders, and what would be
-lost with a host or slice. Of a run whose steps are in tiers it shows both. It shows the
-newest step briefly, with --step one step with all of its arrays, with --all every step;
-the JSON has all steps unless one is asked for.
+For the directory of a run of `elastic-ckpt train` it shows arrays and data state; for
+RAM disks, persistent steps and peers the steps, their holders, and what the loss of a
+host or slice would take; for a run whose steps are in tiers both. It shows the newest
+step briefly, with --step one step with all of its arrays, with --all every step. The
+JSON has all steps unless --step names one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import os
 from typing import Any
 
 from elastic_ckpt.application import run_directory
-from elastic_ckpt.cli import tier_report, where
+from elastic_ckpt.cli import locations, tier_report
 from elastic_ckpt.core import errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    where.add_arguments(parser)
+    locations.add_arguments(parser)
     parser.add_argument(
         "--domain",
         action="append",
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     content: dict[str, Any] = {}
     lines: list[str] = []
-    is_run = len(arguments.paths) == 1 and where.is_run(arguments.paths[0])
+    is_run = len(arguments.paths) == 1 and locations.is_run(arguments.paths[0])
     is_brief = arguments.step is None and not arguments.all
     newest_only = is_brief and not arguments.json
     if is_run:
@@ -54,22 +54,22 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.paths[0], step=arguments.step, newest_only=newest_only
         )
         lines.append(describe(content, is_brief=is_brief))
-    with where.opened(arguments) as (name, places):
+    with locations.opened(arguments) as (name, tiers):
         # Without manifests there are no tiers.
-        if arguments.peer or places.steps or not is_run:
+        if arguments.peer or tiers.steps or not is_run:
             domains = ["host", "slice", *arguments.domain]
-            found = survey.survey(
-                places, domains, step=arguments.step, newest_only=newest_only
+            report = survey.survey(
+                tiers, domains, step=arguments.step, newest_only=newest_only
             )
-            if not (found.known or found.leftovers or found.problems or is_run):
+            if not (report.known or report.leftovers or report.problems or is_run):
                 raise errors.RunError(
                     f"{', '.join([*arguments.paths, *arguments.peer])}: neither a run"
                     f" (no {run_directory.CONFIG} in it) nor steps in any tier; name"
                     " base_output_directory/run_name, or where the steps are"
                 )
-            content["tiers"] = {"run": name, **dataclasses.asdict(found)}
-            lines.append(tier_report.describe(name, found))
-    _check_found(arguments.step, content)
+            content["tiers"] = {"run": name, **dataclasses.asdict(report)}
+            lines.append(tier_report.describe(name, report))
+    _check_step(arguments.step, content)
     print(json.dumps(content, indent=2) if arguments.json else "\n".join(lines))
     return 0
 
@@ -77,12 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
 def collect(
     directory: str, *, step: int | None = None, newest_only: bool = False
 ) -> dict[str, Any]:
-    """What `inspect` shows of the steps in storage, as JSON.
+    """The steps in storage as `inspect` shows them, as JSON.
 
     Args:
       directory: of the run.
-      step: the only one to look at, if it is there; None for all.
-      newest_only: whether the newest one is enough.
+      step: the only one to show, if it exists; None for all.
+      newest_only: whether to show only the newest.
 
     Raises:
       RunError: if there is no run in `directory`.
@@ -94,20 +94,20 @@ def collect(
     checkpoints = os.path.join(directory, run_saver.DIRECTORY)
     interrupted = persistent_root.PersistentRoot.of(checkpoints).leftovers()
     complete = summary.steps(checkpoints)
-    wanted = [each for each in complete if step in (None, each)]
+    shown = [each for each in complete if step in (None, each)]
     if newest_only:
-        wanted = wanted[-1:]
+        shown = shown[-1:]
     return {
         "run": directory,
         "known": list(complete),
-        "steps": [_step(each, str(complete[each])) for each in wanted],
+        "steps": [_step(each, str(complete[each])) for each in shown],
         "interrupted": [
             {"step": each.step, "path": str(each.path)} for each in interrupted
         ],
     }
 
 
-def _check_found(step: int | None, content: dict[str, Any]) -> None:
+def _check_step(step: int | None, content: dict[str, Any]) -> None:
     known = {*content.get("known", ()), *content.get("tiers", {}).get("known", ())}
     if step is not None and step not in known:
         raise errors.CheckpointError(
@@ -117,7 +117,7 @@ def _check_found(step: int | None, content: dict[str, Any]) -> None:
 
 
 def describe(content: dict[str, Any], *, is_brief: bool = False) -> str:
-    """What `collect` found, in words.
+    """The content of `collect` as text.
 
     Args:
       content: that `collect` returned.
@@ -159,16 +159,16 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
     for key, value in data["pipeline"].items():
         if key != "datasets" and not is_brief:
             lines.append(f"    {key}: {json.dumps(value)}")
-    weights = sum(of["weight"] for of in datasets.values()) or 1
+    weights = sum(dataset["weight"] for dataset in datasets.values()) or 1
     taken = sum(data["taken"].values()) or 1
-    for name, of in datasets.items():
+    for name, dataset in datasets.items():
         achieved = ""
         if name in data["taken"]:
             share = data["taken"][name] / taken
             achieved = f", {share:.2%} of {taken:,} documents taken"
         lines.append(
-            f"    dataset {name}: weight {of['weight'] / weights:.2%}{achieved},"
-            f" {len(of['files'])} files"
+            f"    dataset {name}: weight {dataset['weight'] / weights:.2%}{achieved},"
+            f" {len(dataset['files'])} files"
         )
     if data["skipped"]:
         lines.append(f"    corrupt records skipped: {data['skipped']:,}")
@@ -184,14 +184,14 @@ def _step(step: int, path: str) -> dict[str, Any]:
         directory = os.path.join(path, run_saver.DATA)
         saved = state.read(directory)
         num_shards: Any = saved.pipeline.get("num_logical_shards", 0)
-        found = cursors.read(directory, range(num_shards), saved.position)
+        shards = cursors.read(directory, range(num_shards), saved.position)
         data: dict[str, Any] = {
             **dataclasses.asdict(saved),
-            "taken": mixing.taken(found.values()),
-            "skipped": records.skipped(found.values()),
+            "taken": mixing.taken(shards.values()),
+            "skipped": records.skipped(shards.values()),
         }
     except errors.DataError as error:
-        # A step that cannot be continued from is still worth looking at.
+        # Shown too, although no run can continue from it.
         data = {"error": str(error)}
     return {
         "step": step,

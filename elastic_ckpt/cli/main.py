@@ -18,7 +18,7 @@ VERBS = {
     "config": "print the configuration that would run, and where each key is set",
     "data": "write the text files below a directory as one file of training data",
     "audit": "prove that a run had the batches of a one-host run, each example once",
-    "plan": "say who would read what, for numbers of hosts and batch sizes",
+    "plan": "show which host would read which shards, by hosts and batch size",
     "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
@@ -33,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
     Returns:
-      0 if it did its work, 1 if there was an error or an audit failed, 130 on Ctrl-C,
-      143 on SIGTERM, 141 if nobody reads the output any more.
+      0 on success, 1 if there was an error or an audit failed, 130 on Ctrl-C,
+      143 on SIGTERM, 141 if the reader of the output closed it.
     """
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has had enough (`| head`); Python's last flush must
-        # not complain about it either.
+        # The reader has closed the pipe (`| head`); Python's last flush must not
+        # report it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    # Looks the versions up when it is asked, and not at each start.
+    # Reads the versions only when they are requested.
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)

@@ -25,7 +25,7 @@ def add_arguments(
     overrides = parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings on top of the file"
     )
-    # What argcomplete asks.
+    # argcomplete calls it.
     overrides.completer = complete  # pyrefly: ignore
 
 

@@ -1,4 +1,4 @@
-"""`elastic-ckpt plan`: who would read what, for a choice of hosts and batch sizes."""
+"""`elastic-ckpt plan`: which host would read which shards, by hosts and batch size."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print(pipeline.describe(data))
     num_shards = num_shards or rows.suggest_num_shards(hosts, batches)
-    found = plan.outlooks(num_shards, hosts, batches)
+    outlooks = plan.outlooks(num_shards, hosts, batches)
     if arguments.json:
-        outlooks = [dataclasses.asdict(outlook) for outlook in found]
-        print(json.dumps({"num_shards": num_shards, "outlooks": outlooks}, indent=2))
+        content = [dataclasses.asdict(outlook) for outlook in outlooks]
+        print(json.dumps({"num_shards": num_shards, "outlooks": content}, indent=2))
     else:
-        print(describe(num_shards, found))
+        print(describe(num_shards, outlooks))
     return 0
 
 
 def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:
-    """The outlooks in words."""
+    """The outlooks as text."""
     lines = [f"{num_shards} logical shards"]
     for outlook in outlooks:
         lines.append(

@@ -1,4 +1,4 @@
-"""`elastic-ckpt preserve STEP_PATH...`: keep steps, whatever policies say."""
+"""`elastic-ckpt preserve STEP_PATH...`: keeps steps that retention would remove."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shows a run's events: one line that moves on a terminal, a few lines elsewhere.
 
-Where nothing happens for some seconds it repeats what is under way, so that a run that
-starts, compiles or saves can be told from one that hangs.
+After some seconds without an event it repeats the current phase, which distinguishes a
+run that starts, compiles or saves from one that hangs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 from elastic_ckpt.core import events, storage
 
 _SILENCE_SECS = 4.5
-# Steps may be slow; a log is reminded of one that takes much longer than others.
+# In a log, only a step that takes much longer than the others breaks the silence.
 _SLOW_STEP_RATIO = 10
 
 
@@ -47,7 +47,7 @@ class Progress:
         self._saved = ""
         self._is_anything_saved = False
         self._recent_secs: collections.deque[float] = collections.deque(maxlen=10)
-        # What is under way, and since when; what was last shown, or heard of a step.
+        # The current phase and its begin; the time of the last output or step.
         self._phase = "starting"
         self._phase_secs = self._shown_secs = clock()
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class Progress:
             getattr(self, f"_on_{name}")(**fields)
 
     def remind(self) -> None:
-        """Shows what is under way if nothing has been shown for a while."""
+        """Shows the current phase if nothing has been shown for a while."""
         with self._lock:
             silence_secs = _SILENCE_SECS
             if self._recent_secs and not self._is_terminal:
@@ -98,7 +98,7 @@ class Progress:
             self.remind()
 
     def _begin(self, phase: str) -> None:
-        # Of what takes its time, and is no step.
+        # Begins a phase that is not a step.
         self._phase, self._phase_secs = phase, self._clock()
         self._recent_secs.clear()
 
@@ -157,8 +157,8 @@ class Progress:
     def _on_restored_from(self, **event: Any) -> None:
         self._note_saved(f"saved step {event['step']}")
         parts = [
-            f"{_bytes(event[f'{near}_bytes'])} {where}"
-            for near, where in _NEARNESS.items()
+            f"{_bytes(event[f'{near}_bytes'])} {source}"
+            for near, source in _NEARNESS.items()
             if event[f"{near}_bytes"]
         ]
         bad = ""

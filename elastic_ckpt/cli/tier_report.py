@@ -1,4 +1,4 @@
-"""A survey of tiers in words: a table of steps, and what a lost host or slice takes."""
+"""A survey of tiers as text: its steps, and what the loss of a host or slice takes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 _NAMED = 5
 
 
-def describe(run: str, found: survey.Survey) -> str:
+def describe(run: str, report: survey.Survey) -> str:
     """The survey of a run, as lines."""
     named = f"run {run}" if run else "no run"
-    lines = [f"{named}: {numbered(found.known, 'in tiers')}"]
+    lines = [f"{named}: {numbered(report.known, 'in tiers')}"]
     save = ""
-    for step in (each for each in found.steps if not each.abandoned):
+    for step in (each for each in report.steps if not each.abandoned):
         lines += _step_lines(step, goes_on=step.save != save)
         save = step.save
-    abandoned = [each for each in found.steps if each.abandoned]
+    abandoned = [each for each in report.steps if each.abandoned]
     if abandoned:
         lines.append(
             "abandoned, since the run went on from an earlier step; they are restored"
@@ -27,19 +27,19 @@ def describe(run: str, found: survey.Survey) -> str:
         )
     for step in abandoned:
         lines += _step_lines(step, goes_on=False)
-    for covered in found.coverage:
+    for covered in report.coverage:
         lines += _coverage_lines(covered)
     lines += [
         f"step {each.step} is being written, or was cut short: {each.path}"
-        for each in found.leftovers
+        for each in report.leftovers
     ]
-    lines += found.problems
+    lines += report.problems
     return "\n".join(lines)
 
 
-def numbered(steps: Sequence[int], where: str) -> str:
+def numbered(steps: Sequence[int], location: str) -> str:
     """How many steps there are, with the numbers of the first and the last."""
-    count = f"{len(steps)} steps {where}"
+    count = f"{len(steps)} steps {location}"
     if not steps:
         return count
     some = list(map(str, steps))

@@ -1,9 +1,9 @@
-"""`elastic-ckpt verify PATH...`: read every copy of every part, and compare digests.
+"""`elastic-ckpt verify PATH...`: reads every copy of every part, and compares digests.
 
-A run may go on meanwhile; what it removes while it is read counts as missing, so it is
-asked for its newest step with --step. The JSON has a stable shape: `run`, `passed`,
-`steps` and `problems`, with the fields of `inspect.verification.VerifiedStep` and
-`inspect.problem.Problem`.
+The run may continue meanwhile. Steps that it removes during the verification count as
+missing, so name its newest step with --step. The JSON has a stable shape: `run`,
+`passed`, `steps` and `problems`, with the fields of `inspect.verification.VerifiedStep`
+and `inspect.problem.Problem`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.cli import where
+from elastic_ckpt.cli import locations
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect import verification
 
-# More are in the JSON alone.
+# The JSON has all.
 _SHOWN = 100
 _PROGRESS_SECS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
-    where.add_arguments(parser)
+    locations.add_arguments(parser)
     parser.add_argument("--step", type=int, help="the one to verify; without it, all")
     parser.add_argument(
         "--strict",
@@ -42,12 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Verifies; 1 if anything is wrong."""
     from elastic_ckpt.inspect import verification
 
-    with where.opened(arguments) as (name, places):
-        known = sorted({*places.steps, *places.foreign_steps})
+    with locations.opened(arguments) as (name, tiers):
+        known = sorted({*tiers.steps, *tiers.foreign_steps})
         steps = known if arguments.step is None else [arguments.step]
         if not set(steps) <= set(known) or not known:
             asked = "" if arguments.step is None else f" {arguments.step}"
-            _, problems = places.look(arguments.step or 0)
+            _, problems = tiers.look(arguments.step or 0)
             raise errors.CheckpointError(
                 "; ".join(
                     [
@@ -58,19 +58,19 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             )
         progress = _Progress() if sys.stderr.isatty() else _silent
-        found = verification.verify(places, steps, progress=progress)
+        result = verification.verify(tiers, steps, progress=progress)
         if isinstance(progress, _Progress):
             progress.end()
-    passed = found.passed(strict=arguments.strict)
+    passed = result.passed(strict=arguments.strict)
     if arguments.json:
-        print(json.dumps(_content(name, found, passed), indent=2))
+        print(json.dumps(_content(name, result, passed), indent=2))
     else:
-        print(describe(found, passed=passed))
+        print(describe(result, passed=passed))
     return 0 if passed else 1
 
 
-def describe(found: verification.Verification, *, passed: bool) -> str:
-    """What was found, in words."""
+def describe(result: verification.Verification, *, passed: bool) -> str:
+    """The result as text."""
     lines = [
         f"step {each.step}: {each.state}"
         + (
@@ -78,15 +78,15 @@ def describe(found: verification.Verification, *, passed: bool) -> str:
             if each.num_copies
             else ""
         )
-        for each in found.steps
+        for each in result.steps
     ]
-    lines += [f"  {each}" for each in found.problems[:_SHOWN]]
-    if found.problems[_SHOWN:]:
-        more = len(found.problems) - _SHOWN
+    lines += [f"  {each}" for each in result.problems[:_SHOWN]]
+    if result.problems[_SHOWN:]:
+        more = len(result.problems) - _SHOWN
         lines.append(f"  and {more:,} more; --json lists all")
     if not passed:
         lines.append("FAILED")
-    elif found.problems:
+    elif result.problems:
         lines.append("PASSED, but for what cannot be verified")
     else:
         lines.append("PASSED: every copy is what was saved")
@@ -94,13 +94,13 @@ def describe(found: verification.Verification, *, passed: bool) -> str:
 
 
 def _content(
-    run: str, found: verification.Verification, passed: bool
+    run: str, result: verification.Verification, passed: bool
 ) -> dict[str, Any]:
     return {
         "run": run,
         "passed": passed,
-        "steps": [dataclasses.asdict(each) for each in found.steps],
-        "problems": [dataclasses.asdict(each) for each in found.problems],
+        "steps": [dataclasses.asdict(each) for each in result.steps],
+        "problems": [dataclasses.asdict(each) for each in result.problems],
     }
 
 
@@ -108,12 +108,12 @@ class _Progress:
     # One line on a terminal that moves.
 
     def __init__(self) -> None:
-        self._told_secs = 0.0
+        self._shown_secs = 0.0
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self._told_secs >= _PROGRESS_SECS:
-            self._told_secs = now
+        if now - self._shown_secs >= _PROGRESS_SECS:
+            self._shown_secs = now
             gib = 2**30
             sys.stderr.write(f"\r\033[Kread {done / gib:.2f} of {total / gib:.2f} GiB")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The places that a person names: paths and peers, the same for every verb."""
+"""Arguments that name checkpoints, by path or peer; the same for every verb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what names places."""
+    """Adds the arguments that name paths and peers."""
     parser.add_argument(
         "paths",
         nargs="*",
@@ -62,7 +62,7 @@ def is_run(path: str) -> bool:
 
 
 def ram_disk(path: str) -> epath.Path | None:
-    """Where this machine's RAM has steps of the run at `path`; None if nowhere.
+    """The RAM disk of this machine that has steps of the run at `path`, or None.
 
     Raises:
       ConfigError: if the run's configuration cannot be read.
@@ -79,11 +79,11 @@ def ram_disk(path: str) -> epath.Path | None:
 
 @contextlib.contextmanager
 def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]:
-    """The run, and the places, as long as the block runs.
+    """The run and the places that `arguments` name, open while the block runs.
 
     Raises:
-      ConfigError: if nothing is named, or what goes with it is not.
-      CheckpointError: if there is nothing at a path.
+      ConfigError: if no path or peer is named, or a peer without its run or secret.
+      CheckpointError: if a path does not exist.
     """
     from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.inspect import places
@@ -97,7 +97,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
         agent_url.check(url, what="--peer", needs_tls=bool(arguments.tls_authority))
     of_runs = {path: os.path.join(path, run_saver.DIRECTORY) for path in paths}
     of_runs = {path: steps for path, steps in of_runs.items() if is_run(path)}
-    # What the RAM of this machine has of a run is looked at with its directory.
+    # A run's steps in the RAM of this machine are shown with its directory.
     in_ram = list(filter(None, map(ram_disk, of_runs)))
     in_tiers = [of_runs.get(path, path) for path in paths]
     in_tiers += [path for path in in_ram if path not in map(storage.absolute, paths)]
@@ -106,11 +106,12 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
         run = next(filter(None, map(places.find_run, in_tiers)), None)
     if run is None and arguments.peer:
         raise errors.ConfigError(
-            "no manifest at a PATH tells which run the peers are asked for; add --run"
+            "no PATH has a manifest that names the run to request of the peers; add"
+            " --run"
         )
-    # Without a manifest anywhere there is no step of ours.
+    # Without a manifest there are only steps of plain Orbax.
     run = run or ""
-    found: list[places.Place] = [
+    locations: list[places.Place] = [
         # A run may have saved nothing yet.
         places.at_steps(path, run=run)
         if path in of_runs.values()
@@ -127,8 +128,10 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
                     tls_ca=arguments.tls_authority,
                 )
             )
-            found += [places.at_peer(url, client, run=run) for url in arguments.peer]
-        yield run, places.Places(found)
+            locations += [
+                places.at_peer(url, client, run=run) for url in arguments.peer
+            ]
+        yield run, places.Places(locations)
 
 
 def _secret_file(arguments: argparse.Namespace, paths: Sequence[epath.PathLike]) -> str:
