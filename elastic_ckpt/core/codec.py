@@ -76,18 +76,16 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
         return _decode_dataclass(kind, encoded, name)
     if kind is float and type(encoded) is int:
         return float(encoded)
+    if kind in _SCALARS:
+        return _checked(kind, encoded, name)
     try:
         if kind is bytes:
-            return base64.b64decode(_checked(str, encoded, name), validate=True)
+            return base64.b64decode(str(encoded), validate=True)
         if issubclass(kind, enum.Enum):
             return kind(encoded)
-    except DecodingError:
-        raise
     except ValueError as error:
         raise DecodingError(f"{name}: {error}") from None
-    if kind not in _SCALARS:
-        raise TypeError(f"{name} is declared as {kind}, which has no encoding")
-    return _checked(kind, encoded, name)
+    raise TypeError(f"{name} is declared as {kind}, which has no encoding")
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""From what hosts have loaded to the batch that a loop gets.
+"""Turns the rows that hosts have loaded into the batches that a loop receives.
 
 A batch is a global array. Hosts load the rows that their devices hold (`RowsHeld`), or
-others, which `Delivery` puts into place on the devices; it also agrees on the end.
+other rows, which `Delivery` reorders on the devices. It also detects the end of finite
+data on all hosts at the same batch.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from elastic_ckpt.data import elastic_data
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsHeld:
-    """Which rows of a batch each host loads for its devices.
+    """The rows of a batch that each host loads for its devices.
 
-    Hosts whose devices hold the same rows are one group, and count as one host. If
-    devices of two hosts share some of their rows and not all, both hosts load the rows
-    of both, and use a part of them; if that leaves groups of different sizes, all hosts
-    load all rows.
+    Hosts whose devices hold the same rows form a group, which counts as one host. If
+    the rows of two hosts overlap only partly, both hosts load the rows of both and use
+    a part of them. If the resulting groups have different sizes, all hosts load all
+    rows.
 
     Attributes:
       holders: the rows of each process, ascending, by process number.
-      groups: the distinct ones of these, ordered by their first row, of one size.
-      unused: the most rows that a host loads and none of its devices holds.
+      groups: the distinct values of `holders`, of equal size, ordered by first row.
+      unused: the most rows that a host loads without any of its devices holding them.
     """
 
     holders: dict[int, tuple[int, ...]]
@@ -43,8 +44,8 @@ class RowsHeld:
     unused: int
 
     @classmethod
-    def of(cls, sharding: NamedSharding, global_batch_size: int) -> RowsHeld:
-        """The rows that the first entry of `sharding`'s spec gives to each host.
+    def from_sharding(cls, sharding: NamedSharding, global_batch_size: int) -> RowsHeld:
+        """The rows that the first entry of `sharding`'s spec assigns to each host.
 
         Raises:
           ConfigError: if the batch does not divide over the mesh axes of that entry.
@@ -74,14 +75,14 @@ class RowsHeld:
 
     def row_hosts(self) -> np.ndarray:
         """The group that holds each row, int `[B]`."""
-        found = np.full(sum(map(len, self.groups)), -1)
+        row_groups = np.full(sum(map(len, self.groups)), -1)
         for number, held in enumerate(self.groups):
-            found[list(held)] = number
-        return found
+            row_groups[list(held)] = number
+        return row_groups
 
 
 def _groups(held: Iterable[set[int]]) -> list[tuple[int, ...]]:
-    # The unions of the sets that have a row in common, ordered by their first row.
+    # The unions of overlapping sets, ordered by their first row.
     groups: dict[int, set[int]] = {}
     group_of_row: dict[int, int] = {}
     for number, rows in enumerate({frozenset(rows) for rows in held}):
@@ -97,14 +98,14 @@ def _groups(held: Iterable[set[int]]) -> list[tuple[int, ...]]:
 def feature_sharding(
     sharding: NamedSharding, name: str, shape: tuple[int, ...]
 ) -> NamedSharding:
-    """How a feature of a batch lies on the devices.
+    """The sharding of a feature of a batch.
 
-    A feature without the dims of the later entries of the batch's spec, such as `mask`
-    of shape `[B]`, is sharded by the first ones; so is `example_id`, uint32 `[B, 2]`,
-    whose dim 1 is no sequence.
+    A feature with fewer dims than the batch's spec has entries, such as `mask` of shape
+    `[B]`, is sharded by the first entries. So is `example_id`, uint32 `[B, 2]`, whose
+    dim 1 is not a sequence.
 
     Args:
-      sharding: that of a batch.
+      sharding: the sharding of a batch.
       name: the feature, or `global_batch_size` for the rows themselves.
       shape: its shape, `[B, ...]`.
 
@@ -130,10 +131,10 @@ def feature_sharding(
 
 
 def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> int:
-    """Batches without a real row, one after the other, that mean the end of `data`.
+    """The number of consecutive batches without a real row that mark the end of `data`.
 
-    A batch that is all padding is otherwise passed over: the shards that it takes rows
-    from have ended, others may not.
+    Fewer such batches are skipped: the shards of their rows have ended, but other
+    shards may not have.
     """
     if data.end is not elastic_data.End.PADDED:
         return 1
@@ -141,31 +142,32 @@ def batches_of_end(data: elastic_data.ElasticData, global_batch_size: int) -> in
 
 
 class Loader(Protocol):
-    """Whatever has the next batch on the devices."""
+    """Loads batches onto the devices."""
 
     def next(self) -> elastic_data.Batch:
         """The next batch that hosts have loaded."""
 
     def num_ready(self) -> int:
-        """Batches that can be had without waiting."""
+        """The number of batches that `next` returns without waiting."""
 
     def explain(self, waited_secs: float) -> str:
-        """Why the loop has just waited so long, in words that name a host."""
+        """A message with the reason for the last wait, which names a host."""
 
 
 class Delivery:
-    """What is left to do with a global batch on devices before a loop may have it.
+    """Finishes global batches on the devices before they are returned to the loop.
 
-    Puts rows into the places of a one-host batch, if hosts load others than they hold;
-    and ends data that is finite at the same batch on every host. Both are computations
-    over all devices, so every host has to call it, in the same order. It measures how
-    long the loop waits, and says so if that is too long.
+    It puts rows into the order of a one-host batch, if hosts load rows other than those
+    they hold, and ends finite data at the same batch on every host. Both are
+    computations over all devices, so all hosts must call it in the same order. It also
+    measures the time that the loop waits, and warns about long waits.
 
     Args:
-      data: what the batches are of.
-      sharding: how a batch lies on devices; see `feature_sharding`.
+      data: the data of the batches.
+      sharding: the sharding of a batch; see `feature_sharding`.
       global_batch_size: rows of a global batch, B.
-      warn_after_secs: a wait that is worth a warning; that for a first batch is not.
+      warn_after_secs: the length of a wait that causes a warning, except for the first
+        batch.
     """
 
     def __init__(
@@ -179,23 +181,23 @@ class Delivery:
         self._data = data
         self._sharding = sharding
         self._warn_after_secs = warn_after_secs
-        self._goes_on: Callable[[jax.Array], jax.Array] | None = None
+        self._has_rows: Callable[[jax.Array], jax.Array] | None = None
         if data.end is not elastic_data.End.NEVER:
             replicated = NamedSharding(sharding.mesh, PartitionSpec())
             test = jnp.any if data.end is elastic_data.End.PADDED else jnp.all
-            self._goes_on = jax.jit(test, out_shardings=replicated)
+            self._has_rows = jax.jit(test, out_shardings=replicated)
         self.resize(global_batch_size)
 
     def begin(self) -> None:
-        """Expects a wait, for the loader begins at another position."""
+        """Disables the warning for the next batch, because the position has changed."""
         self._is_first = True
 
     def resize(self, global_batch_size: int) -> None:
-        """Takes batches of another size from now on."""
+        """Continues with batches of another size."""
         self.begin()
-        held = RowsHeld.of(self._sharding, global_batch_size)
+        held = RowsHeld.from_sharding(self._sharding, global_batch_size)
         self._order = self._data.row_order(held.row_hosts())
-        self._exchange: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
+        self._reorder: Callable[[elastic_data.Batch], elastic_data.Batch] | None = None
         self._batches_of_end = batches_of_end(self._data, global_batch_size)
         self._num_bytes = 0
         self._num_rows = global_batch_size
@@ -203,7 +205,7 @@ class Delivery:
             self._num_rows = len(held.holders[topology.this_host()])
 
     def __call__(self, loader: Loader) -> elastic_data.Batch:
-        """The next batch that the loop gets, of those that `loader` has.
+        """The next batch for the loop, from those of `loader`.
 
         Raises:
           StopIteration: if the data has ended.
@@ -211,7 +213,7 @@ class Delivery:
         metrics.DATA_READ_AHEAD.record(loader.num_ready())
         for _ in range(self._batches_of_end):
             batch = self._loaded(loader)
-            if self._goes_on is None or bool(self._goes_on(batch[elastic_data.MASK])):
+            if self._has_rows is None or bool(self._has_rows(batch[elastic_data.MASK])):
                 metrics.DATA_ROWS.record(self._num_rows)
                 self._num_bytes = self._num_bytes or self._bytes_here(batch)
                 metrics.DATA_BYTES.record(self._num_bytes)
@@ -219,13 +221,13 @@ class Delivery:
         raise StopIteration
 
     def _in_order(self, batch: elastic_data.Batch) -> elastic_data.Batch:
-        if self._exchange is None:
+        if self._reorder is None:
             order = self._order
-            self._exchange = jax.jit(
+            self._reorder = jax.jit(
                 lambda batch: jax.tree.map(lambda leaf: leaf[order], batch),
                 out_shardings={name: array.sharding for name, array in batch.items()},
             )
-        return self._exchange(batch)
+        return self._reorder(batch)
 
     def _loaded(self, loader: Loader) -> elastic_data.Batch:
         began = time.monotonic()
@@ -238,6 +240,6 @@ class Delivery:
         return batch
 
     def _bytes_here(self, batch: elastic_data.Batch) -> int:
-        of_all = sum(feature.nbytes for feature in batch.values())
+        num_bytes = sum(feature.nbytes for feature in batch.values())
         size = len(next(iter(batch.values())))
-        return of_all * self._num_rows // size
+        return num_bytes * self._num_rows // size

@@ -1,9 +1,8 @@
 """Global batches as JAX arrays, with a data state that any number of hosts can load.
 
-`HostIterator` is what runs on one host: it loads the host's rows and places them on the
-host's devices. `Batches` puts it into the training process as a plain iterator and an
-Orbax `StatefulCheckpointable`; `RemoteIterator` runs the same thing in
-colocated Python.
+`HostIterator` runs on each host: it loads the host's rows and places them on the host's
+devices. `Batches` wraps it in the training process as a plain iterator and an Orbax
+`StatefulCheckpointable`; `RemoteIterator` runs it in colocated Python.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from elastic_ckpt.data import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostState:
-    """What one host saves: the data state, and the cursors of its logical shards."""
+    """The state that one host saves: the data state and its logical shards' cursors."""
 
     data_state: state.DataState
     cursors: cursors.Cursors
@@ -43,7 +42,7 @@ class HostState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where a host is: the position, and the cursors of every shard that it runs."""
+    """The position of a host, with the cursors of all shards that it runs."""
 
     position: cursors.Position
     cursors: cursors.Cursors
@@ -60,8 +59,8 @@ class HostIterator:
     """Loads one host's rows and makes global arrays of them.
 
     Args:
-      data: what to iterate over.
-      sharding: how a global batch lies on devices; see `delivery.RowsHeld` and
+      data: the data.
+      sharding: the sharding of a global batch; see `delivery.RowsHeld` and
         `delivery.feature_sharding`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far to read, and place on the devices, ahead of `next`.
@@ -75,22 +74,22 @@ class HostIterator:
         global_batch_size: int,
         read_ahead: prefetch.ReadAhead = prefetch.TWO_BATCHES,
     ) -> None:
-        held = delivery.RowsHeld.of(sharding, global_batch_size)
+        held = delivery.RowsHeld.from_sharding(sharding, global_batch_size)
         me = topology.this_host()
         if me not in held.holders:
             raise errors.ConfigError(
                 f"no device of host {me} is in the mesh, so it has no rows to load;"
-                " make the mesh of devices of every host"
+                " make the mesh from devices of every host"
             )
         if held.unused:
             logging.warning(
-                "hosts share some rows of a batch and not all, and load up to %d of %d"
-                " rows that their devices do not hold; order the mesh's devices so that"
-                " those of a host hold the same rows",
+                "the rows of some hosts overlap only partly, so hosts load up to %d of"
+                " %d rows that their devices do not hold; order the mesh's devices so"
+                " that those of a host hold the same rows",
                 held.unused,
                 global_batch_size,
             )
-        # Hosts with the same rows count as one, and the first of them writes for it.
+        # Among hosts with the same rows, only the first one writes.
         self._writes_cursors = held.first_holder(me) == me
         self._writes_state = self._writes_cursors and held.groups[0] == held.holders[me]
         self._data = data
@@ -102,16 +101,16 @@ class HostIterator:
         self.waited_secs = 0.0
 
     def reset(self) -> None:
-        """Goes to the beginning."""
+        """Moves to the beginning."""
         self._rows.close()
         self._rows = self._begin(self._global_batch_size)
 
     def resize(self, global_batch_size: int) -> None:
-        """Goes on with batches of another size.
+        """Continues with batches of another size.
 
         Raises:
-          ConfigError: if hosts would have to hand shards to each other, which goes
-            through a checkpoint; nothing is changed then.
+          ConfigError: if shards would have to move between hosts, which requires a
+            checkpoint; nothing changes then.
         """
         mark = self.mark()
 
@@ -119,7 +118,7 @@ class HostIterator:
             missing = sorted(set(shards) - mark.cursors.keys())
             if missing:
                 raise errors.ConfigError(
-                    f"going from batches of {self._global_batch_size} rows to"
+                    f"changing batches from {self._global_batch_size} rows to"
                     f" {global_batch_size} moves logical shards {missing} between"
                     " hosts; choose multiples of num_logical_shards, or change the size"
                     " at a restart"
@@ -132,7 +131,7 @@ class HostIterator:
         self._rows, self._global_batch_size = resized, global_batch_size
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Stops reading ahead."""
         self._rows.close()
 
     def next(self) -> elastic_data.Batch:
@@ -143,38 +142,39 @@ class HostIterator:
         return batch
 
     def num_ready(self) -> int:
-        """Batches that are on the devices already."""
+        """The number of batches that are already on the devices."""
         return self._rows.num_ready()
 
     def explain(self, waited_secs: float) -> str:
-        """Why the loop has just waited so long, in words."""
+        """A message with the reason for the last wait."""
         return (
             f"waited {waited_secs:.1f} s for a batch: {compatibility.host_name()} did"
             " not have its rows ready"
         )
 
     def mark(self) -> Mark:
-        """Where it is after the last batch."""
+        """The position after the last batch."""
         return Mark(
             position=self._rows.position(),
             cursors=dict(self._rows.shard_cursors(shared=True)),
         )
 
     def return_to(self, mark: Mark) -> None:
-        """Goes back to where it was."""
+        """Moves back to a mark."""
         self._rows.go_to(
             mark.position, lambda shards: {s: mark.cursors[s] for s in shards}
         )
 
     def get_state(self, mark: Mark | None = None) -> HostState:
-        """What to save after the last batch, or at a mark."""
+        """The state after the last batch, or at a mark."""
         mark = mark or self.mark()
         data_state = state.DataState(
             engine=self._data.engine, position=mark.position, pipeline=self._identity
         )
-        own = self._rows.shard_cursors()
+        saved = self._rows.shard_cursors()
         return HostState(
-            data_state=data_state, cursors={shard: mark.cursors[shard] for shard in own}
+            data_state=data_state,
+            cursors={shard: mark.cursors[shard] for shard in saved},
         )
 
     def write(self, directory: epath.PathLike, taken: HostState) -> None:
@@ -185,7 +185,7 @@ class HostIterator:
             state.write(directory, taken.data_state)
 
     def load(self, directory: epath.PathLike) -> None:
-        """Goes to the data state in `directory`, of any number of hosts.
+        """Moves to the data state in `directory`, saved by any number of hosts.
 
         Raises:
           DataError: if it cannot be read, or is of another pipeline.
@@ -209,7 +209,7 @@ class HostIterator:
     def _begin(
         self, global_batch_size: int, data: elastic_data.ElasticData | None = None
     ) -> prefetch.Prefetched[elastic_data.Batch]:
-        held = delivery.RowsHeld.of(self._sharding, global_batch_size)
+        held = delivery.RowsHeld.from_sharding(self._sharding, global_batch_size)
         group = held.group(topology.this_host())
         placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
         return prefetch.Prefetched(
@@ -219,12 +219,12 @@ class HostIterator:
         )
 
 
-# What JAX makes of integers without jax_enable_x64.
+# The types to which JAX converts integers without jax_enable_x64.
 _NARROWED = {np.dtype("int64"): "int32", np.dtype("uint64"): "uint32"}
 
 
 class _Placer:
-    """Puts a host's rows on its devices, the same on the same ones every time."""
+    """Puts a host's rows on its devices, in the same way for every batch."""
 
     def __init__(
         self,
@@ -245,14 +245,14 @@ class _Placer:
         if len(feature) != len(self._host_rows):
             raise errors.DataError(
                 f"this host loads {len(self._host_rows)} of the"
-                f" {self._global_batch_size} rows of a batch, but its iterator gave"
+                f" {self._global_batch_size} rows of a batch, but its iterator yielded"
                 f" {len(feature)}"
             )
 
         def part_at(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             start, stop, _ = index[0].indices(self._global_batch_size)
-            # The rows of a device follow each other in those of its host.
+            # The rows of a device are consecutive among those of its host.
             first = bisect.bisect_left(self._host_rows, start)
             return feature[first : first + stop - start, *index[1:]]
 
@@ -262,7 +262,7 @@ class _Placer:
 
 
 def _check_fits(name: str, feature: np.ndarray) -> None:
-    # Without jax_enable_x64 JAX would keep the low half of a large number.
+    # Without jax_enable_x64 JAX would keep only the low half of a large number.
     dtype = _NARROWED.get(feature.dtype)
     wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
     if dtype is None or wide or not feature.size:
@@ -271,18 +271,18 @@ def _check_fits(name: str, feature: np.ndarray) -> None:
     for value in (feature.min(), feature.max()):
         if not limits.min <= value <= limits.max:
             raise errors.DataError(
-                f"feature {name!r} has the value {value}, and JAX would hold it as"
+                f"feature {name!r} has the value {value}, but JAX would convert it to"
                 f" {dtype}; make it smaller, or set jax_enable_x64"
             )
 
 
 class Batches:
-    """The iterator in the training process itself.
+    """The iterator in the training process.
 
     Args:
-      data: what to iterate over.
+      data: the data.
       mesh: the training mesh.
-      spec: how a batch is sharded over it; see `ec.batches`.
+      spec: the axes over which a batch is sharded; see `ec.batches`.
       global_batch_size: rows of a global batch, B.
       read_ahead: how far each host reads ahead of the loop.
     """
@@ -318,17 +318,17 @@ class Batches:
         return self._deliver(self._host)
 
     def reset(self) -> None:
-        """Goes to the beginning."""
+        """Moves to the beginning."""
         self._host.reset()
         self._deliver.begin()
 
     def resize(self, global_batch_size: int) -> None:
-        """Goes on with batches of another size; see `HostIterator.resize`."""
+        """Continues with batches of another size; see `HostIterator.resize`."""
         self._host.resize(global_batch_size)
         self._deliver.resize(global_batch_size)
 
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
-        """Takes the state now; the awaitable writes it into Orbax's directory."""
+        """Captures the state; the awaitable writes it into Orbax's directory."""
         began = time.monotonic()
         with metrics.DATA_SAVE_BLOCK.timed():
             taken = self._host.get_state()
@@ -341,10 +341,10 @@ class Batches:
         return write()
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
-        """Goes to the data state in `directory`, on any number of hosts.
+        """Moves to the data state in `directory`, on any number of hosts.
 
-        That is done at once: an error of the awaitable would reach the caller of Orbax
-        as one of an incompatible handler.
+        This happens before the awaitable is returned: Orbax would wrap an error of the
+        awaitable in one about an incompatible handler.
         """
         with metrics.DATA_LOAD.timed():
             await asyncio.to_thread(self._host.load, directory)
@@ -354,5 +354,5 @@ class Batches:
         return done
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Stops reading ahead."""
         self._host.close()

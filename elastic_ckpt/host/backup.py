@@ -18,7 +18,7 @@ from elastic_ckpt.host.answers import BackedUp
 from elastic_ckpt.host.captured_step import CapturedStep
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, retention, uploads
-from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Contents, Host
 from elastic_ckpt.tiers.persistent import (
@@ -31,6 +31,7 @@ from elastic_ckpt.tiers.persistent import (
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.retries import PATIENT
+from elastic_ckpt.tiers.source import Source
 
 # Each thread has one batch in memory, and what TensorStore makes of it: with them a
 # backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
@@ -50,6 +51,8 @@ class HostBackup:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._arranged: tuple[int, str] | None = None
+        # Of the step that host 0 backs up: large manifests are read once.
+        self._holdings: tuple[dict[Offer, Source], Holdings] | None = None
 
     def clean(self, save: str) -> list[tuple[int, str]]:
         """Removes what uploads of dead worlds left; host 0 does it (see `writers`).
@@ -84,8 +87,7 @@ class HostBackup:
         Host 0 is asked first of all, and says to other worlds that this one writes.
         """
         self._writing.be_present()
-        sources, _ = self._world.in_ram(step, save)
-        holdings = Holdings.of(list(sources))
+        self._holdings = _, holdings = self._read(step, save)
         if self._root().in_place:
             # What is there would be written over.
             PATIENT.call(
@@ -109,8 +111,7 @@ class HostBackup:
         Raises:
           CheckpointError: if holders disagree about values, or storage fails.
         """
-        sources, _ = self._world.in_ram(step, save)
-        holdings = Holdings.of(list(sources))
+        sources, holdings = self._holdings or self._read(step, save)
         if len(holdings.diverged):
             # One of them would be taken for good later.
             raise errors.CheckpointError(
@@ -151,8 +152,8 @@ class HostBackup:
           names: as for `back_up`.
           orbax_files: what Orbax adds to the values, by path.
         """
-        sources, _ = self._world.in_ram(step, save)
-        holdings = Holdings.of(list(sources))
+        _, holdings = self._holdings or self._read(step, save)
+        self._holdings = None
         with self._writing.committing():
             commit.commit(
                 self._root(),
@@ -229,6 +230,10 @@ class HostBackup:
         """Says to other worlds that this one writes no more."""
         if self._world.root is not None:
             self._writing.close()
+
+    def _read(self, step: int, save: str) -> tuple[dict[Offer, Source], Holdings]:
+        sources, _ = self._world.in_ram(step, save)
+        return sources, Holdings.of(list(sources))
 
     def _arrange(self, contents: Contents, step: int, save: str) -> None:
         if self._arranged != (step, save):

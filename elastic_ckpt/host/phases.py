@@ -8,6 +8,7 @@ answer, so a transport knows no request by name.
 from __future__ import annotations
 
 import functools
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
@@ -73,31 +74,7 @@ def _answer_kind(kind: type[Request[Any, Any]]) -> Any:
     return typing.get_type_hints(kind.run)["return"]
 
 
-_BRIEF = (
-    world_requests.Introduce,
-    world_requests.JoinWorld,
-    world_requests.MeetHosts,
-    world_requests.NewSave,
-    world_requests.CloseHost,
-    save_requests.ShareNotes,
-    save_requests.ShareReadiness,
-    save_requests.WriteStep,
-    save_requests.ListWritten,
-    save_requests.HoldStep,
-    save_requests.CommitStep,
-    save_requests.AbandonStep,
-    save_requests.CollectSteps,
-    save_requests.RemoveStep,
-    backup_requests.BeginLine,
-    backup_requests.HasBackup,
-    read_requests.FindStep,
-    read_requests.ListSteps,
-    read_requests.OpenStep,
-    read_requests.GetContents,
-    read_requests.ListBadCopies,
-    read_requests.CloseStep,
-)
-_LONG = (
+_LONG = {
     save_requests.ReplicateStep,
     backup_requests.CleanUploads,
     backup_requests.GetChunkShapes,
@@ -108,6 +85,19 @@ _LONG = (
     read_requests.ReadStep,
     read_requests.MaterialiseComponent,
     read_requests.RepairCopies,
-)
+}
 
-PHASES = Phases(dict.fromkeys(_BRIEF, BRIEF_SECS) | dict.fromkeys(_LONG, LONG_SECS))
+
+def limits_secs(*modules: types.ModuleType) -> dict[type[Any], float]:
+    """Returns the time limits of the requests that modules define."""
+    return {
+        kind: LONG_SECS if kind in _LONG else BRIEF_SECS
+        for module in modules
+        for kind in vars(module).values()
+        if hasattr(kind, "run") and kind.__module__ == module.__name__
+    }
+
+
+PHASES = Phases(
+    limits_secs(world_requests, save_requests, backup_requests, read_requests)
+)

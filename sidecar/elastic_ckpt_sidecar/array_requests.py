@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 
 from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Phases
+from elastic_ckpt.host.phases import PHASES, Phases, limits_secs
 from elastic_ckpt.host.save_requests import OfStep
 from elastic_ckpt_sidecar import component_files
 from elastic_ckpt_sidecar.array_layout import GroupDescription
@@ -105,17 +106,4 @@ class GetFiles:
         return component_files.read(self.directory)
 
 
-COLOCATED_PHASES = Phases(
-    PHASES.limits_secs
-    | dict.fromkeys(
-        (
-            DescribeLayout,
-            CaptureArrays,
-            SelectArrays,
-            GetDtypes,
-            PutFiles,
-            GetFiles,
-        ),
-        BRIEF_SECS,
-    )
-)
+COLOCATED_PHASES = Phases(PHASES.limits_secs | limits_secs(sys.modules[__name__]))

@@ -19,6 +19,7 @@ DONE = [
     for room in (
         "config",
         "core",
+        "data",
         "deploy",
         "elastic",
         "monitoring",

@@ -22,9 +22,9 @@ def make(monkeypatch):
     asked = []
 
     def make(*tiers, **options):
-        def agree(value):
-            asked.append(value)
-            return value
+        def agree(is_time, skipped):
+            asked.append((is_time, skipped))
+            return is_time, skipped
 
         chosen = Chosen.of([*tiers, Persistent("/steps", **options)])
         return schedule.Schedule(chosen, agree=agree)

@@ -78,13 +78,13 @@ def settled(one):
 
 def test_results_and_errors_come_in_the_order_of_the_calls(start):
     one = start(Numbers(failing={1, 4}))
-    found = []
+    actual = []
     for _ in range(7):
         try:
-            found.append(one.take())
+            actual.append(one.take())
         except KeyError as error:
-            found.append(repr(error))
-    assert found == [0, "KeyError(1)", 2, 3, "KeyError(4)", 5, 6]
+            actual.append(repr(error))
+    assert actual == [0, "KeyError(1)", 2, 3, "KeyError(4)", 5, 6]
 
 
 @pytest.mark.parametrize("error", [StopIteration, KeyboardInterrupt, SystemExit])

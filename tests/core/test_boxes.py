@@ -17,8 +17,8 @@ def box_in(shape):
         st.tuples(st.integers(0, dim), st.integers(0, dim)).map(sorted) for dim in shape
     ]
     return st.tuples(*ranges).map(
-        lambda found: boxes.Box(
-            start=tuple(a for a, _ in found), stop=tuple(b for _, b in found)
+        lambda actual: boxes.Box(
+            start=tuple(a for a, _ in actual), stop=tuple(b for _, b in actual)
         )
     )
 
@@ -56,10 +56,10 @@ def test_what_two_boxes_share_and_one_contains_and_one_lacks(array):
 @given(arrays())
 def test_gaps_are_what_no_box_covers_and_overlap_nowhere(array):
     shape, listed = array
-    found = box_cover.gaps(shape, boxes.Boxes.from_boxes(listed, rank=len(shape)))
-    bare = painted(shape, [found[n] for n in range(len(found))])
+    actual = box_cover.gaps(shape, boxes.Boxes.from_boxes(listed, rank=len(shape)))
+    bare = painted(shape, [actual[n] for n in range(len(actual))])
     assert (bare == (painted(shape, listed) == 0)).all()
-    assert (found.volumes > 0).all()
+    assert (actual.volumes > 0).all()
 
 
 @given(arrays())
@@ -68,8 +68,8 @@ def test_gaps_are_the_same_where_the_array_has_to_be_halved(array):
     columns = boxes.Boxes.from_boxes(listed, rank=len(shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_cover, "_MAX_CELLS", 2)
-        found = box_cover.gaps(shape, columns)
-    bare = painted(shape, [found[n] for n in range(len(found))])
+        actual = box_cover.gaps(shape, columns)
+    bare = painted(shape, [actual[n] for n in range(len(actual))])
     assert (bare == (painted(shape, listed) == 0)).all()
 
 
@@ -101,10 +101,10 @@ def test_replicas_are_found_also_when_all_hashes_collide(array, collide):
             patch.setattr(
                 boxes.digest, "mixed", lambda *columns: np.zeros(len(columns[0]))
             )
-        first, places = boxes.unique(boxes.Boxes.from_boxes(listed, rank=len(shape)))
+        first, indices = boxes.unique(boxes.Boxes.from_boxes(listed, rank=len(shape)))
     once = [listed[n] for n in first]
     assert len(set(once)) == len(once) == len(set(listed))
-    assert [once[place] for place in places] == listed
+    assert [once[place] for place in indices] == listed
 
 
 @st.composite
@@ -157,19 +157,19 @@ def test_a_grid_of_a_hundred_thousand_boxes_has_one_gap_where_one_is_taken_out()
     grid = boxes.Boxes(start=at * [4, 7], stop=(at + 1) * [4, 7])
     assert not len(box_cover.gaps((4000, 700), grid))
     left = grid.take(np.arange(len(grid)) != 4321)
-    found = box_cover.gaps((4000, 700), left)
-    assert [found[n] for n in range(len(found))] == [grid[4321]]
+    actual = box_cover.gaps((4000, 700), left)
+    assert [actual[n] for n in range(len(actual))] == [grid[4321]]
 
 
 def test_the_boxes_of_a_sharding_are_what_the_devices_hold():
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
     sharding = NamedSharding(mesh, PartitionSpec("model", None))
     values = jax.device_put(np.arange(8 * 6).reshape(8, 6), sharding)
-    found = boxes.of_sharding(values.shape, sharding)
-    assert len(found) == 8
-    assert len(set(found.values())) == 4
+    actual = boxes.of_sharding(values.shape, sharding)
+    assert len(actual) == 8
+    assert len(set(actual.values())) == 4
     for shard in values.addressable_shards:
-        box = found[shard.device]
+        box = actual[shard.device]
         assert box == boxes.of_index(shard.index, values.shape)
         assert box.shape == shard.data.shape
 
@@ -201,5 +201,5 @@ def test_overlaps_of_many_boxes_are_those_of_each_with_each(seed, rank):
     apart = (a.start[:, None] >= b.stop) | (b.start >= a.stop[:, None])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_join, "_FEW_PAIRS", 256)
-        found = box_join.overlaps(a, b)
-    assert np.array_equal(found, np.nonzero(~apart.any(axis=-1)))
+        actual = box_join.overlaps(a, b)
+    assert np.array_equal(actual, np.nonzero(~apart.any(axis=-1)))

@@ -69,6 +69,8 @@ def test_somebody_s_broken_listener_does_not_end_the_run(caplog):
     finally:
         monitoring.unregister_scalar_listener(broken)
     assert [value for _, value in calls] == [8, 9]
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "failed on /elastic_ckpt/data/rows (RuntimeError: its own bug)" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert (
+        "failed on /elastic_ckpt/data/rows (RuntimeError: its own bug)" in messages[0]
+    )

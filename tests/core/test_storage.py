@@ -140,9 +140,9 @@ def test_of_many_that_create_a_file_one_does_and_all_find_what_it_wrote(tmp_path
         return storage.create(file, b"%d" % number, mode=0o600), file.read_bytes()
 
     with concurrent.futures.ThreadPoolExecutor(8) as executor:
-        found = list(executor.map(create, range(64)))
-    assert sum(wrote for wrote, _ in found) == 1
-    assert len({content for _, content in found}) == 1
+        actual = list(executor.map(create, range(64)))
+    assert sum(wrote for wrote, _ in actual) == 1
+    assert len({content for _, content in actual}) == 1
     assert file.stat().st_mode & 0o777 == 0o600
     assert os.listdir(file.parent) == ["file"]
 
@@ -171,8 +171,8 @@ def test_a_tree_is_flushed_with_every_file_and_directory(tmp_path, monkeypatch):
         os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}"))
     )
     storage.sync_tree(tmp_path)
-    places = [tmp_path, tmp_path / "a", tmp_path / "below", tmp_path / "below" / "b"]
-    assert sorted(flushed) == list(map(str, places))
+    paths = [tmp_path, tmp_path / "a", tmp_path / "below", tmp_path / "below" / "b"]
+    assert sorted(flushed) == list(map(str, paths))
 
 
 def test_a_directory_is_renamed_but_never_over_one_that_holds_something(tmp_path):
@@ -201,8 +201,8 @@ def test_a_log_in_a_bucket_goes_on_where_it_was_synced(bucket):
         log = storage.AppendLog(f"{bucket}/log.jsonl")
         log.append({"number": number})
         log.close()
-    found = storage.read_log(f"{bucket}/log.jsonl")
-    assert found == [{"number": 0}, {"number": 1}]
+    actual = storage.read_log(f"{bucket}/log.jsonl")
+    assert actual == [{"number": 0}, {"number": 1}]
 
 
 def test_all_that_comes_into_a_private_directory_is_its_owners_alone():

@@ -52,13 +52,13 @@ def loader(
     rank,
     num_ranks,
     *,
-    of=endless,
+    dataset=endless,
     make=stateful_dataloader.StatefulDataLoader,
     batch_size=None,
     num_workers,
 ):
     rows = local_batches.LocalBatches(
-        of(), rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
+        dataset(), rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
     )
     return make(
         torch_dataset.TorchDataset(rows), batch_size=batch_size, num_workers=num_workers
@@ -109,12 +109,12 @@ def main():
     print("2 ranks, then 3: the batches of one")
 
     for num_workers in (0, 1):
-        passes = loader(0, 1, of=finite, num_workers=num_workers)
+        passes = loader(0, 1, dataset=finite, num_workers=num_workers)
         expected = [list(range(at, at + SIZE)) for at in range(0, 60, SIZE)]
         for _ in range(3):
             assert list(map(tokens, passes)) == expected
         saved = passes.state_dict()
-        later = loader(0, 1, of=finite, num_workers=num_workers)
+        later = loader(0, 1, dataset=finite, num_workers=num_workers)
         later.load_state_dict(saved)
         assert list(map(tokens, later)) == expected
         assert list(map(tokens, later)) == expected

@@ -193,7 +193,7 @@ def test_a_number_that_jax_would_cut_is_an_error(value):
     assert first.dtype == np.int32
     assert sorted(np.asarray(first).tolist()) == [0, 1, 1, 2, 2, 3, 3, 4]
     with refused(
-        f"feature 'x' has the value {value}, and JAX would hold it as int32",
+        f"feature 'x' has the value {value}, but JAX would convert it to int32",
         errors.DataError,
     ):
         next(batches)

@@ -45,14 +45,14 @@ RAMP = {
 
 
 def test_without_a_ramp_every_step_has_the_same_batch():
-    found = batch_size.schedule(schema.DataSection(global_batch_size=16), WORLD)
-    assert [found.at(step) for step in (0, 1, 1000)] == [16, 16, 16]
+    actual = batch_size.schedule(schema.DataSection(global_batch_size=16), WORLD)
+    assert [actual.at(step) for step in (0, 1, 1000)] == [16, 16, 16]
 
 
 def test_a_ramp_gives_each_stage_its_share_of_the_rows():
-    found = batch_size.schedule(schema.DataSection(**RAMP), WORLD)
+    actual = batch_size.schedule(schema.DataSection(**RAMP), WORLD)
     # 48 rows by 16, 48 by 32 (to the nearest whole step), then the final size.
-    assert [found.at(step) for step in range(8)] == [16, 16, 16, 32, 32, 48, 48, 48]
+    assert [actual.at(step) for step in range(8)] == [16, 16, 16, 32, 32, 48, 48, 48]
 
 
 @pytest.mark.parametrize(

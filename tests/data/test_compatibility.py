@@ -21,7 +21,9 @@ def facts_of(host, **changed):
         **compatibility.local_facts(sharded()),
         compatibility.HOST: f"host {host} (node-{host})",
     }
-    return facts | {name.replace("_", "-"): of for name, of in changed.items()}
+    return facts | {
+        name.replace("_", "-"): dataset for name, dataset in changed.items()
+    }
 
 
 def complaint(facts):
@@ -39,8 +41,8 @@ def test_hosts_that_agree_pass():
 )
 def test_of_every_fact_that_differs_it_says_which_host_has_what(name):
     own = facts_of(0)[name.replace("_", "-")]
-    told = complaint([facts_of(0), facts_of(1), facts_of(2, **{name: "0.0"})])
-    assert told == (
+    reported = complaint([facts_of(0), facts_of(1), facts_of(2, **{name: "0.0"})])
+    assert reported == (
         f"the hosts of this run differ: {name.replace('_', '-')} is {own} on host 0"
         " (node-0), host 1 (node-1), 0.0 on host 2 (node-2). Give every host, and the"
         " image of the sidecar, the same versions; if the pipeline differs, the same"
@@ -49,18 +51,18 @@ def test_of_every_fact_that_differs_it_says_which_host_has_what(name):
 
 
 def test_every_difference_is_told_at_once():
-    told = complaint([facts_of(0, jax="1"), facts_of(1, grain="2"), facts_of(2)])
-    assert "; grain is " in told
-    assert "jax is 1 on host 0 (node-0), " in told
-    assert "jaxlib" not in told
-    assert told.count("host 2 (node-2)") == 2
+    reported = complaint([facts_of(0, jax="1"), facts_of(1, grain="2"), facts_of(2)])
+    assert "; grain is " in reported
+    assert "jax is 1 on host 0 (node-0), " in reported
+    assert "jaxlib" not in reported
+    assert reported.count("host 2 (node-2)") == 2
 
 
 def test_of_many_hosts_a_few_are_named_and_each_once():
     of_devices = [facts_of(host, jax="1") for host in range(20) for _ in range(2)]
-    told = complaint([*of_devices, facts_of(20, jax="2")])
+    reported = complaint([*of_devices, facts_of(20, jax="2")])
     few = ", ".join(f"host {host} (node-{host})" for host in range(4))
-    assert f"jax is 1 on {few} and 16 more, 2 on host 20 (node-20)." in told
+    assert f"jax is 1 on {few} and 16 more, 2 on host 20 (node-20)." in reported
 
 
 def test_what_a_host_has_not_said_is_not_compared():
@@ -86,8 +88,8 @@ def test_the_longest_facts_fit(monkeypatch):
 
 def test_the_fingerprint_is_that_of_what_decides_which_example_comes_when(data):
     assert compatibility.fingerprint(sharded()) == compatibility.fingerprint(sharded())
-    of = [sharded(), sharded("filtered"), sharded(num_shards=6)]
-    prints = [compatibility.fingerprint(one) for one in (*of, data)]
+    dataset = [sharded(), sharded("filtered"), sharded(num_shards=6)]
+    prints = [compatibility.fingerprint(one) for one in (*dataset, data)]
     assert len(set(prints)) == 4
     assert all(len(one) == 16 and int(one, 16) >= 0 for one in prints)
 
@@ -98,11 +100,11 @@ def at_the_worker(monkeypatch):
     of_host = compatibility.local_facts
 
     def find(**changed):
-        def found(data=None, *, role=""):
+        def actual(data=None, *, role=""):
             facts = of_host(data, role=role)
             return facts if role else {**facts, **changed}
 
-        monkeypatch.setattr(compatibility, "local_facts", found)
+        monkeypatch.setattr(compatibility, "local_facts", actual)
 
     return find
 
@@ -125,7 +127,9 @@ def test_a_worker_of_another_pipeline_is_refused(monkeypatch):
     fingerprint = compatibility.fingerprint
     prints = iter(["of the head"])
     monkeypatch.setattr(
-        compatibility, "fingerprint", lambda of: next(prints, None) or fingerprint(of)
+        compatibility,
+        "fingerprint",
+        lambda dataset: next(prints, None) or fingerprint(dataset),
     )
     with pytest.raises(errors.ConfigError) as raised:
         remote(sharded())
@@ -150,12 +154,12 @@ def test_versions_are_compared_before_any_code_of_the_user_travels(
 def test_an_error_of_the_data_at_the_worker_is_told_with_its_host(monkeypatch):
     identity, heads = sharded_data.ShardedData.identity, iter([True])
 
-    def found(self):
+    def actual(self):
         if next(heads, False):
             return identity(self)
         raise FileNotFoundError("/data/books.array_record")
 
-    monkeypatch.setattr(sharded_data.ShardedData, "identity", found)
+    monkeypatch.setattr(sharded_data.ShardedData, "identity", actual)
     with pytest.raises(errors.DataError, match=r"host 0 .*FileNotFoundError: /data/bo"):
         remote(sharded())
 
@@ -166,8 +170,8 @@ def meet(place, emit, *, colocated, differs):
     with multicontroller.joined(place):
         if differs == "grain" and place.host == 1:
             version = compatibility.metadata.version
-            compatibility.metadata.version = lambda of: (
-                "0.0.1" if of == "grain" else version(of)
+            compatibility.metadata.version = lambda dataset: (
+                "0.0.1" if dataset == "grain" else version(dataset)
             )
         name = "filtered" if (differs, place.host) == ("pipeline", 1) else "plain"
         make = RemoteIterator if colocated else iterator.Batches
@@ -184,19 +188,19 @@ def meet(place, emit, *, colocated, differs):
 def test_every_host_of_a_world_that_differs_says_which_host_has_what(
     tmp_path, colocated, differs
 ):
-    told = {}
+    reported = {}
     supervisor.World(
         functools.partial(meet, colocated=colocated, differs=differs),
         num_hosts=2,
         log_directory=tmp_path,
-        emit=lambda _, **fields: told.update({fields["step"]: fields["path"]}),
+        emit=lambda _, **fields: reported.update({fields["step"]: fields["path"]}),
     ).run()
-    assert sorted(told) == [0, 1]
+    assert sorted(reported) == [0, 1]
     own = compatibility.local_facts(sharded())["grain"]
     ours, other = {
         "grain": (own, "0.0.1"),
         "pipeline": map(compatibility.fingerprint, (sharded(), sharded("filtered"))),
     }[differs]
-    for message in told.values():
+    for message in reported.values():
         assert f"{differs} is {ours} on host 0 (" in message
         assert f"), {other} on host 1 (" in message

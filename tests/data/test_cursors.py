@@ -84,5 +84,5 @@ def test_the_first_version_still_loads_also_as_it_was_laid_out_before(
     for name in ("cursors_v1.json", "cursors_v1_indented.json"):
         golden = request.path.parent.parent / "golden" / name
         (tmp_path / "shards-00003-00004.json").write_bytes(golden.read_bytes())
-        found = cursors.read(tmp_path, [3, 4], POSITION)
-        assert found == {3: None, 4: {"next_index": 7}}
+        actual = cursors.read(tmp_path, [3, 4], POSITION)
+        assert actual == {3: None, 4: {"next_index": 7}}

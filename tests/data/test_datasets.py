@@ -60,22 +60,22 @@ def test_a_single_dataset_with_a_weight_is_named_after_its_files():
     ],
 )
 def test_a_dataset_is_called_by_what_tells_it_from_the_others(text, names):
-    assert [found.name for found in from_list(text)] == names
+    assert [actual.name for actual in from_list(text)] == names
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.integers(0, 5))
 def test_a_dataset_that_is_added_leaves_the_names_of_those_before_it(parts, more):
     parts = [f"/{n}/{part}/{part}" for n, part in enumerate(parts)]
-    before = [found.name for found in from_list(";".join(f"{p},1" for p in parts))]
+    before = [actual.name for actual in from_list(";".join(f"{p},1" for p in parts))]
     added = [*parts, f"/new/{more}", "/newer/a/a"]
-    now = [found.name for found in from_list(";".join(f"{p},1" for p in added))]
+    now = [actual.name for actual in from_list(";".join(f"{p},1" for p in added))]
     assert now[: len(before)] == before
 
 
 @given(st.sampled_from(["/mnt/one", "/mnt/two/three", "gs://bucket", "."]))
 def test_the_same_files_elsewhere_have_the_same_names(root):
-    found = from_list(f"{root}/web/*.parquet,1;{root}/code/*.parquet,2")
-    assert [of.name for of in found] == ["web/*.parquet", "code/*.parquet"]
+    actual = from_list(f"{root}/web/*.parquet,1;{root}/code/*.parquet,2")
+    assert [group.name for group in actual] == ["web/*.parquet", "code/*.parquet"]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_mixture_in_a_mixture_shares_the_weight_of_its_entry(tmp_path):
 
 def test_a_dataset_may_have_the_weight_zero(tmp_path):
     content = {"a": {"path": "x", "weight": 0}, "b": {"path": "y", "weight": 2}}
-    assert [of.weight for of in from_file(tmp_path, content)] == [0.0, 1.0]
+    assert [group.weight for group in from_file(tmp_path, content)] == [0.0, 1.0]
 
 
 ENTRY = {"path": "x", "weight": 1}

@@ -40,20 +40,22 @@ def array(number):
 
 
 def from_files(shard, *chosen):
-    of = corpora.Numbers(blocks=((10,) * 12,))
+    dataset = corpora.Numbers(blocks=((10,) * 12,))
     reading = records.Reading(shuffle_seed=1)
-    found = records.Records(of, shard=shard, num_shards=NUM_SHARDS, reading=reading)
-    found = found.map(lambda element: array(element["number"]))
+    actual = records.Records(
+        dataset, shard=shard, num_shards=NUM_SHARDS, reading=reading
+    )
+    actual = actual.map(lambda element: array(element["number"]))
     for each in chosen:
-        found = found.filter(each)
-    return found
+        actual = actual.filter(each)
+    return actual
 
 
 def from_map(shard, *chosen, options=pipelines.IN_CALLER):
-    found = grain.MapDataset.range(shard, 120, NUM_SHARDS).repeat().map(array)
+    actual = grain.MapDataset.range(shard, 120, NUM_SHARDS).repeat().map(array)
     for each in chosen:
-        found = found.filter(each)
-    return found.to_iter_dataset(options)
+        actual = actual.filter(each)
+    return actual.to_iter_dataset(options)
 
 
 def in_threads(shard, *chosen):

@@ -41,31 +41,33 @@ def padded(element):
     return {"x": np.pad(element["x"], (0, 3 - len(element["x"])))}
 
 
-def windows(of, size=5):
-    return shuffling.WindowShuffle(of, window_size=size, seed=1)
+def windows(group, size=5):
+    return shuffling.WindowShuffle(group, window_size=size, seed=1)
 
 
-def fitted(of, packer):
-    return packer(of, length_struct={"x": 6}, num_packing_bins=3)
+def fitted(group, packer):
+    return packer(group, length_struct={"x": 6}, num_packing_bins=3)
 
 
-def tokens(of, num_threads):
+def tokens(group, num_threads):
     documents = language.Documents(column="x", tokenizer=None)
-    made = token_blocks.Tokens(of, documents=documents, num_threads=num_threads)
-    return made.map(lambda found: {"x": found})
+    made = token_blocks.Tokens(group, documents=documents, num_threads=num_threads)
+    return made.map(lambda actual: {"x": actual})
 
 
 # What may be done with the elements of a mixture, most of it by way of a buffer.
 STEPS = {
-    "nothing": lambda of: of.map(padded),
-    "window": lambda of: windows(of).map(padded),
-    "windows": lambda of: windows(windows(of, 3)).map(padded),
-    "filter": lambda of: windows(of.filter(is_kept)).map(padded),
-    "first_fit": lambda of: fitted(of, experimental.FirstFitPackIterDataset),
-    "best_fit": lambda of: fitted(windows(of), experimental.BestFitPackIterDataset),
-    "tokens": lambda of: windows(tokens(of, num_threads=1)).map(padded),
-    "blocks": lambda of: tokens(of, num_threads=0).map(padded),
-    "concat": lambda of: packing.ConcatThenSplit(of, features=("x",), length=4),
+    "nothing": lambda group: group.map(padded),
+    "window": lambda group: windows(group).map(padded),
+    "windows": lambda group: windows(windows(group, 3)).map(padded),
+    "filter": lambda group: windows(group.filter(is_kept)).map(padded),
+    "first_fit": lambda group: fitted(group, experimental.FirstFitPackIterDataset),
+    "best_fit": lambda group: fitted(
+        windows(group), experimental.BestFitPackIterDataset
+    ),
+    "tokens": lambda group: windows(tokens(group, num_threads=1)).map(padded),
+    "blocks": lambda group: tokens(group, num_threads=0).map(padded),
+    "concat": lambda group: packing.ConcatThenSplit(group, features=("x",), length=4),
 }
 
 
@@ -88,18 +90,18 @@ class Nested:
     def __call__(self, shard):
         return STEPS[self.steps](self._mixed(self.tree, shard))
 
-    def _mixed(self, of, shard):
-        if isinstance(of, str):
-            first = 1000 * (1 + NAMES.index(of))
+    def _mixed(self, group, shard):
+        if isinstance(group, str):
+            first = 1000 * (1 + NAMES.index(group))
             # Shards from 4 on have those that are left.
             begin = first + (shard + 8) % NUM_SHARDS
-            numbers = range(begin, first + self.lengths[of], NUM_SHARDS)
+            numbers = range(begin, first + self.lengths[group], NUM_SHARDS)
             return (
                 grain.MapDataset.source(numbers)
                 .map(lambda number: {"x": np.full(1 + number % 3, number)})
                 .to_iter_dataset(pipelines.IN_CALLER)
             )
-        parts = {names(part): self._mixed(part, shard) for part in of}
+        parts = {names(part): self._mixed(part, shard) for part in group}
         weights = {name: self.weights[name] for name in parts}
         return mixing.Mixture(parts, weights, shard=shard)
 
@@ -114,14 +116,18 @@ class Nested:
         return sorted(n for n in kept for _ in range(1 + n % 3))
 
 
-def names(of):
+def names(group):
     """The names of the datasets in a tree, as one."""
-    return of if isinstance(of, str) else "".join(map(names, of))
+    return group if isinstance(group, str) else "".join(map(names, group))
 
 
-def mixtures(of):
+def mixtures(group):
     """Every mixture in a tree."""
-    return [] if isinstance(of, str) else [of, *itertools.chain(*map(mixtures, of))]
+    return (
+        []
+        if isinstance(group, str)
+        else [group, *itertools.chain(*map(mixtures, group))]
+    )
 
 
 TREES = st.sampled_from(
@@ -133,13 +139,13 @@ WEIGHTS = st.sampled_from([0, 0, 1, 1, 3, 1e-9, 1e-30])
 @st.composite
 def weighed(draw, tree, weights=WEIGHTS):
     """Weights for a tree, of which some are 0 but not all of a mixture."""
-    found = {}
+    actual = {}
     for mixture in mixtures(tree):
         for name in map(names, mixture):
-            found[name] = draw(weights)
-        if not any(found[name] for name in map(names, mixture)):
-            found[names(mixture[-1])] = 1
-    return found
+            actual[name] = draw(weights)
+        if not any(actual[name] for name in map(names, mixture)):
+            actual[names(mixture[-1])] = 1
+    return actual
 
 
 def data(make_shard, end):
@@ -159,8 +165,10 @@ def runs(draw, weights=WEIGHTS):
     kinds = [weights] * (len(run) - 1) + [weights.filter(bool)]
     steps = draw(st.sampled_from(sorted(STEPS)))
     return run, [
-        Nested(lengths=lengths, tree=tree, weights=draw(weighed(tree, of)), steps=steps)
-        for of in kinds
+        Nested(
+            lengths=lengths, tree=tree, weights=draw(weighed(tree, group)), steps=steps
+        )
+        for group in kinds
     ]
 
 
@@ -186,8 +194,8 @@ def values(batches):
 @given(runs())
 def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, drawn):
     run, shards = drawn
-    found = check(run, shards, elastic_data.End.PADDED, tmp_path_factory.mktemp)
-    assert values(found) == shards[0].expected()
+    actual = check(run, shards, elastic_data.End.PADDED, tmp_path_factory.mktemp)
+    assert values(actual) == shards[0].expected()
 
 
 @settings(max_examples=25)
@@ -195,8 +203,8 @@ def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, dr
 def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
     run, shards = drawn
     of_stages = [data(shard, elastic_data.End.PADDED) for shard in shards]
-    found = stages.check(of_stages, run, tmp_path_factory.mktemp)
-    assert values(found) == shards[0].expected()
+    actual = stages.check(of_stages, run, tmp_path_factory.mktemp)
+    assert values(actual) == shards[0].expected()
 
 
 @settings(max_examples=25)
@@ -210,8 +218,8 @@ def test_what_fills_no_batch_is_dropped_on_any_hosts(tmp_path_factory, drawn):
     assert max(too_many.values()) <= 0
 
 
-def expected(of, *datasets):
-    return of.make_shard.make_shard.expected(*datasets)
+def expected(group, *datasets):
+    return group.make_shard.make_shard.expected(*datasets)
 
 
 def flat(lengths, weights, end):

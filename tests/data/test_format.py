@@ -77,7 +77,7 @@ OLD = {
 
 
 @pytest.fixture(params=OLD)
-def described(request, tmp_path, monkeypatch):
+def variant(request, tmp_path, monkeypatch):
     """A kind of pipeline over two small files, and the pipeline."""
     monkeypatch.chdir(tmp_path)
     names = ("web.tfrecord", "code.tfrecord")
@@ -100,8 +100,8 @@ def described(request, tmp_path, monkeypatch):
     return request.param, sharded_data.sharded(make_shard, pipeline="golden, version 1")
 
 
-def test_a_pipeline_is_described_by_these_bytes(described, golden, tmp_path):
-    kind, data = described
+def test_a_pipeline_is_described_by_these_bytes(variant, golden, tmp_path):
+    kind, data = variant
     content = state.to_bytes(
         state.DataState(
             engine=data.engine, position={"stream_row": 12}, pipeline=data.identity()
@@ -112,8 +112,8 @@ def test_a_pipeline_is_described_by_these_bytes(described, golden, tmp_path):
     validate(tmp_path / "data_state.json")
 
 
-def test_the_state_of_an_older_program_loads_with_its_pipeline(described, tmp_path):
-    kind, data = described
+def test_the_state_of_an_older_program_loads_with_its_pipeline(variant, tmp_path):
+    kind, data = variant
     path = tmp_path / "data_state.json"
     path.write_bytes((GOLDEN / OLD[kind]).read_bytes())
     validate(path)
@@ -139,14 +139,16 @@ def test_the_page_names_every_field_that_a_cursor_may_have(written):
 
 
 def test_a_changed_list_of_files_is_an_error_that_names_the_change(files):
-    of = {part.name: pipeline.source.identity(part.source) for part in files["parquet"]}
+    dataset = {
+        part.name: pipeline.source.identity(part.source) for part in files["parquet"]
+    }
 
     def saved(datasets):
         weighed = {name: {"weight": 1, **own} for name, own in datasets.items()}
         return {"datasets": weighed}
 
-    before = state.DataState(engine="sharded", position={}, pipeline=saved(of))
-    listed = of["web"]["files"]
+    before = state.DataState(engine="sharded", position={}, pipeline=saved(dataset))
+    listed = dataset["web"]["files"]
     renamed = [["new.parquet", *listed[0][1:]], *listed[1:]]
     grown = [[listed[0][0], 9999, 123, listed[0][3]], *listed[1:]]
     for now, said in (
@@ -155,13 +157,13 @@ def test_a_changed_list_of_files_is_an_error_that_names_the_change(files):
         (grown, f"had {listed[0][1]} bytes and 90 records, now 9999 and 123"),
         (listed[::-1], "the files are in another order"),
     ):
-        changed = saved(of | {"web": of["web"] | {"files": now}})
+        changed = saved(dataset | {"web": dataset["web"] | {"files": now}})
         with pytest.raises(state.errors.DataError, match=said):
             state.check_same_pipeline(before, "sharded", changed)
     # Weights may change, and datasets come and go; not all of them at once.
-    new = of["web"] | {"files": listed[1:]}
+    new = dataset["web"] | {"files": listed[1:]}
     for kept in ({"web"}, {"web", "books", "code"}, {"books"}):
-        datasets = {name: of[name] for name in kept} | {"new": new}
+        datasets = {name: dataset[name] for name in kept} | {"new": new}
         changed = {"datasets": {n: {"weight": 7, **own} for n, own in datasets.items()}}
         state.check_same_pipeline(before, "sharded", changed)
     with pytest.raises(state.errors.DataError, match="datasets: saved"):
@@ -170,6 +172,6 @@ def test_a_changed_list_of_files_is_an_error_that_names_the_change(files):
     finite = state.DataState(
         engine="sharded", position={}, pipeline=before.pipeline | {"num_epoch": 1}
     )
-    added = saved(of | {"new": new}) | {"num_epoch": 1}
+    added = saved(dataset | {"new": new}) | {"num_epoch": 1}
     with pytest.raises(state.errors.DataError, match=r"now .'books', 'code', 'new', "):
         state.check_same_pipeline(finite, "sharded", added)

@@ -33,8 +33,8 @@ def test_processes_that_ran_grain_go_on_elastic_where_they_were(tmp_path, pipeli
         )
         for _ in range(5):
             expected = [next(p)["tokens"] for p in processes[2 * host : 2 * host + 2]]
-            found = next(batches)["tokens"]
-            assert [row.tolist() for row in found] == [e.tolist() for e in expected]
+            actual = next(batches)["tokens"]
+            assert [row.tolist() for row in actual] == [e.tolist() for e in expected]
 
 
 def test_each_shard_needs_a_state(tmp_path):

@@ -72,7 +72,7 @@ class TooFewRows:
 
 
 def test_an_iterator_that_gives_too_few_rows_is_named():
-    with pytest.raises(errors.DataError, match=r"loads 8 of the 8 rows .* gave 4"):
+    with pytest.raises(errors.DataError, match=r"loads 8 of the 8 rows .* yielded 4"):
         host_iterator(TooFewRows(), PartitionSpec("slice")).next()
 
 
@@ -100,7 +100,7 @@ def sharding_of(hosts, spec=("data",)):
 
 
 def held(hosts, **spec):
-    return delivery.RowsHeld.of(sharding_of(hosts, **spec), 8)
+    return delivery.RowsHeld.from_sharding(sharding_of(hosts, **spec), 8)
 
 
 def test_each_host_holds_the_rows_of_its_devices():
@@ -240,7 +240,7 @@ def test_a_size_that_moves_shards_between_hosts_is_refused_and_changes_nothing(
         with pytest.raises(errors.ConfigError) as refused:
             host.resize(16)
         assert str(refused.value) == (
-            f"going from batches of 24 rows to 16 moves logical shards {next(missing)}"
+            f"changing batches from 24 rows to 16 moves logical shards {next(missing)}"
             " between hosts; choose multiples of num_logical_shards, or change the size"
             " at a restart"
         )

@@ -59,8 +59,8 @@ def all_pairs(sizes, *, length=None):
 def test_chunks_have_each_target_once_with_the_input_before_it(size, length):
     (document,) = documents([size])
     chunks = list(language.chunks(document, length))
-    found = [pair for chunk in chunks for pair in pairs(chunk)]
-    assert found == [(n, n + 1) for n in range(1, size)]
+    actual = [pair for chunk in chunks for pair in pairs(chunk)]
+    assert actual == [(n, n + 1) for n in range(1, size)]
     # All but the last are full.
     assert [len(chunk["inputs"]) for chunk in chunks[:-1]] == [length] * max(
         0, len(chunks) - 1
@@ -70,18 +70,18 @@ def test_chunks_have_each_target_once_with_the_input_before_it(size, length):
 
 @given(SIZES, LENGTHS)
 def test_trimmed_documents_give_their_first_tokens(sizes, length):
-    found = list(examples(sizes, length=length, truncate=True))
-    assert sorted(p for example in found for p in pairs(example)) == all_pairs(
+    actual = list(examples(sizes, length=length, truncate=True))
+    assert sorted(p for example in actual for p in pairs(example)) == all_pairs(
         sizes, length=length
     )
-    assert len(found) == sum(size > 1 for size in sizes)
+    assert len(actual) == sum(size > 1 for size in sizes)
 
 
 @given(SIZES, LENGTHS)
 def test_chunked_documents_give_all_of_their_tokens_in_order(sizes, length):
-    found = list(examples(sizes, length=length, truncate=False))
-    assert [p for example in found for p in pairs(example)] == all_pairs(sizes)
-    assert all(0 < len(example["inputs"]) <= length for example in found)
+    actual = list(examples(sizes, length=length, truncate=False))
+    assert [p for example in actual for p in pairs(example)] == all_pairs(sizes)
+    assert all(0 < len(example["inputs"]) <= length for example in actual)
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -124,19 +124,19 @@ def rows(sizes, packing, length):
 
 def segments(row):
     """The examples of a packed row, by segment; checks what says where they are."""
-    found = {}
+    actual = {}
     marks = row["targets_segmentation"]
     np.testing.assert_array_equal(row["inputs_segmentation"], marks)
     np.testing.assert_array_equal(row["inputs_position"], row["targets_position"])
     for name in ("inputs", "targets"):
         assert not row[name][marks == 0].any()
     for segment in range(1, marks.max(initial=0) + 1):
-        (places,) = np.nonzero(marks == segment)
-        assert places.tolist() == list(range(places[0], places[-1] + 1))
-        found[segment] = {name: row[name][places] for name in ("inputs", "targets")}
-        position = row["inputs_position"][places]
-        assert position.tolist() == list(range(len(places)))
-    return found
+        (indices,) = np.nonzero(marks == segment)
+        assert indices.tolist() == list(range(indices[0], indices[-1] + 1))
+        actual[segment] = {name: row[name][indices] for name in ("inputs", "targets")}
+        position = row["inputs_position"][indices]
+        assert position.tolist() == list(range(len(indices)))
+    return actual
 
 
 @pytest.mark.parametrize("packing", language.PACKINGS)
@@ -150,24 +150,24 @@ def test_packed_rows_have_every_pair_once_in_segments_of_one_document(
         for row in packed
         for array in row.values()
     )
-    found = [example for row in packed for example in segments(row).values()]
-    for example in found:
+    actual = [example for row in packed for example in segments(row).values()]
+    for example in actual:
         inputs, targets = example["inputs"], example["targets"]
         # Successors inside a segment, which never reaches into the next document.
         np.testing.assert_array_equal(inputs + 1, targets)
         np.testing.assert_array_equal(inputs[1:], targets[:-1])
-    assert sorted(p for example in found for p in pairs(example)) == all_pairs(sizes)
+    assert sorted(p for example in actual for p in pairs(example)) == all_pairs(sizes)
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
 @given(sizes=SIZES, length=LENGTHS)
 def test_fitted_rows_hold_whole_examples(packing, sizes, length):
     packed = rows(sizes, packing, length)
-    found = collections.Counter(
+    actual = collections.Counter(
         tuple(pairs(example)) for row in packed for example in segments(row).values()
     )
     chunked = examples(sizes, length=length, truncate=False)
-    assert found == collections.Counter(tuple(pairs(example)) for example in chunked)
+    assert actual == collections.Counter(tuple(pairs(example)) for example in chunked)
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
@@ -179,8 +179,8 @@ def test_a_limit_of_examples_to_a_row_is_kept_and_nothing_is_lost(packing):
     )
     assert {len(segments(row)) for row in limited} == {4}
     assert {len(segments(row)) for row in rows(sizes, packing, 20)} == {10}
-    found = [e for row in limited for e in segments(row).values()]
-    assert sorted(p for e in found for p in pairs(e)) == all_pairs(sizes)
+    actual = [e for row in limited for e in segments(row).values()]
+    assert sorted(p for e in actual for p in pairs(e)) == all_pairs(sizes)
 
 
 @given(sizes=SIZES, length=LENGTHS)
@@ -199,8 +199,8 @@ def test_joined_rows_are_full_but_for_the_last(sizes, length):
 @pytest.mark.parametrize("packing", language.PACKINGS)
 def test_a_document_longer_than_a_row_goes_on_in_the_next_ones(packing):
     packed = rows([30, 3], packing, 8)
-    found = [p for row in packed for e in segments(row).values() for p in pairs(e)]
-    assert sorted(found) == [(n, n + 1) for n in range(1, 30)] + [(31, 32), (32, 33)]
+    actual = [p for row in packed for e in segments(row).values() for p in pairs(e)]
+    assert sorted(actual) == [(n, n + 1) for n in range(1, 30)] + [(31, 32), (32, 33)]
 
 
 @pytest.mark.parametrize("packing", language.PACKINGS)
@@ -242,8 +242,8 @@ def text_tokens(text, **settings):
 
 
 def tokens_of(documents, record):
-    (found,) = documents.tokens([documents.value(record)])
-    return found
+    (actual,) = documents.tokens([documents.value(record)])
+    return actual
 
 
 def test_a_text_begins_and_ends_with_its_tokens_unless_told_otherwise():
@@ -267,8 +267,8 @@ def test_a_tokenizer_without_begin_and_end_adds_none():
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint16])
 def test_tokens_of_any_integers_are_taken_as_they_are(dtype):
-    found = tokens_of(TOKENS, {"tokens": np.array([5, 6], dtype)})
-    assert (found.dtype, found.tolist()) == (np.int32, [5, 6])
+    actual = tokens_of(TOKENS, {"tokens": np.array([5, 6], dtype)})
+    assert (actual.dtype, actual.tolist()) == (np.int32, [5, 6])
 
 
 @pytest.mark.parametrize("documents", [TOKENS, language.Documents(column="tokens")])

@@ -27,17 +27,17 @@ SCHEMAS = pathlib.Path(elastic_data.__file__).parent / "schemas"
 
 
 def data(pipeline="everything", **more):
-    of = finite if pipeline == "finite" else pipelines.ALL[pipeline]
-    make_shard = functools.partial(of, num_shards=NUM_SHARDS)
+    dataset = finite if pipeline == "finite" else pipelines.ALL[pipeline]
+    make_shard = functools.partial(dataset, num_shards=NUM_SHARDS)
     return sharded_data.sharded(
         make_shard, num_shards=NUM_SHARDS, pipeline=pipeline, **more
     )
 
 
-def world(of, num_ranks):
+def world(dataset, num_ranks):
     return [
         local_batches.LocalBatches(
-            of, rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
+            dataset, rank=rank, num_ranks=num_ranks, global_batch_size=SIZE
         )
         for rank in range(num_ranks)
     ]

@@ -78,8 +78,8 @@ COPRIME = st.tuples(st.integers(1, 500), st.integers(2, 500)).filter(
 def test_the_first_multiple_in_an_interval_is_computed(numbers, low, high):
     step, modulus = numbers
     low, high = sorted((low % modulus, high % modulus))
-    found = mixing.first_multiple(step, modulus, low, high)
-    assert found == next(
+    actual = mixing.first_multiple(step, modulus, low, high)
+    assert actual == next(
         n for n in itertools.count() if low <= n * step % modulus <= high
     )
 
@@ -159,13 +159,13 @@ def resumed(mixture, state):
 @given(WEIGHTS, SHARDS)
 def test_elements_come_by_schedule_and_each_dataset_in_its_order(weights, shard):
     mixture = mixing.Mixture(parts(*weights), weights, shard=shard)
-    found = take(iter(mixture), 60)
+    actual = take(iter(mixture), 60)
     ends = mixing.bounds(weights)
-    assert names(found) == [
+    assert names(actual) == [
         mixing.chosen(turn, shard=shard, ends=ends) for turn in range(60)
     ]
     for name in weights:
-        numbers = [number for of, number in found if of == name]
+        numbers = [number for dataset, number in actual if dataset == name]
         assert numbers == list(range(len(numbers)))
 
 
@@ -248,19 +248,19 @@ STAGE = st.tuples(
 
 @given(st.lists(STAGE, min_size=2, max_size=6), SHARDS)
 def test_however_weights_and_datasets_change_each_goes_on_where_it_was(stages, shard):
-    state, found = None, []
+    state, actual = None, []
     for weights, count in stages:
         elements = iter(mixing.Mixture(parts(*weights), weights, shard=shard))
         if state:
             elements.set_state(state)
         now = take(elements, count)
         assert set(names(now)) <= {name for name, w in weights.items() if w}
-        found += now
+        actual += now
         state = saved(elements)
     for name in NAMES:
-        numbers = [number for of, number in found if of == name]
+        numbers = [number for dataset, number in actual if dataset == name]
         assert numbers == list(range(len(numbers)))
-    assert mixing.taken([state]) == dict(collections.Counter(names(found)))
+    assert mixing.taken([state]) == dict(collections.Counter(names(actual)))
 
 
 @given(
@@ -282,19 +282,19 @@ def test_datasets_that_end_leave_the_others_to_go_on_and_lose_nothing(
     assert sorted(expected) == sorted(
         (name, number) for name, length in lengths.items() for number in range(length)
     )
-    elements, found = iter(mixture), []
+    elements, actual = iter(mixture), []
     for count in stops:
-        found += take(elements, count)
+        actual += take(elements, count)
         elements = resumed(mixture, saved(elements))
-    assert found + list(elements) == expected
+    assert actual + list(elements) == expected
 
 
 @pytest.mark.parametrize("seldom", [1e-9, 1e-300])
 def test_data_ends_also_where_a_dataset_has_hardly_a_turn(seldom):
     weights = {"a": 1, "b": seldom, "c": seldom}
-    found = list(mixing.Mixture(parts(a=4, b=3, c=2), weights, shard=5))
-    assert names(found[:4]) == ["a"] * 4
-    assert sorted(found) == sorted(
+    actual = list(mixing.Mixture(parts(a=4, b=3, c=2), weights, shard=5))
+    assert names(actual[:4]) == ["a"] * 4
+    assert sorted(actual) == sorted(
         [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 2)]
     )
 
@@ -310,11 +310,11 @@ def test_a_mixture_that_had_ended_goes_on_when_a_weight_inside_it_is_raised():
         return mixing.Mixture(outside, {"inside": 1, "c": 1}, shard=1)
 
     elements = iter(mixture(0))
-    found = take(elements, 11)
-    assert names(found).count("a") == 4
+    actual = take(elements, 11)
+    assert names(actual).count("a") == 4
     elements = resumed(mixture(2), saved(elements))
-    found += list(elements)
-    assert sorted(found) == [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 9)]
+    actual += list(elements)
+    assert sorted(actual) == [*parts_of("a", 4), *parts_of("b", 3), *parts_of("c", 9)]
 
 
 def test_a_state_that_lists_what_had_ended_is_continued():
@@ -335,13 +335,13 @@ def test_those_that_go_on_keep_their_turns_when_another_has_ended():
 
 def test_what_was_taken_of_each_dataset_is_added_up_over_shards():
     weights, counts = {"a": 1, "b": 2}, (30, 7, 0, 12)
-    found, cursors = [], {}
+    actual, cursors = [], {}
     for shard, count in enumerate(counts):
         elements = iter(mixing.Mixture(parts("a", "b"), weights, shard=shard))
-        found += names(take(elements, count))
+        actual += names(take(elements, count))
         cursors[shard] = {"window": 3, "parent": [saved(elements)]}
     cursors |= {4: None, 5: {"ended": True}}
-    assert mixing.taken(cursors.values()) == dict(collections.Counter(found))
+    assert mixing.taken(cursors.values()) == dict(collections.Counter(actual))
 
 
 def test_of_data_without_a_mixture_nothing_is_said():
@@ -356,18 +356,18 @@ def in_windows(weights, *names, **lengths):
 @pytest.mark.parametrize("count", [20, 33, 59])
 def test_what_is_in_a_window_is_read_again_by_the_weights_of_then(count):
     run = [{"a": 1, "b": 1}, {"a": 1, "b": 9}, {"a": 5, "b": 1}, {"a": 0, "b": 1}]
-    state, found = None, []
+    state, actual = None, []
     for weights in run:
         elements = iter(in_windows(weights, a=100, b=100))
         if state:
             elements.set_state(state)
-        found += take(elements, count)
+        actual += take(elements, count)
         state = saved(elements)
         # Nothing is kept of weights that are not needed any more.
         assert len(cursors_of(state).get("schedule", [])) <= 2
     elements = resumed(in_windows({"a": 1, "b": 1}, a=100, b=100), state)
-    found += list(elements)
-    assert sorted(found) == [*parts_of("a", 100), *parts_of("b", 100)]
+    actual += list(elements)
+    assert sorted(actual) == [*parts_of("a", 100), *parts_of("b", 100)]
 
 
 def cursors_of(state):
@@ -390,7 +390,7 @@ def test_a_state_has_no_schedule_where_nothing_is_in_a_buffer():
 
 def test_a_dataset_of_which_examples_are_in_a_window_cannot_be_gone():
     elements = iter(in_windows({"a": 1, "b": 1}, "a", "b"))
-    found = take(elements, 21)
+    actual = take(elements, 21)
     state = saved(elements)
     message = (
         "dataset b is gone, but examples of it .*; add it again with weight 0 until"
@@ -398,21 +398,21 @@ def test_a_dataset_of_which_examples_are_in_a_window_cannot_be_gone():
     with pytest.raises(errors.DataError, match=message):
         resumed(in_windows({"a": 1}, "a"), state)
     elements = resumed(in_windows({"a": 1, "b": 0}, "a", "b"), state)
-    found += take(elements, 20)
+    actual += take(elements, 20)
     elements = resumed(in_windows({"a": 1}, "a"), saved(elements))
-    found += take(elements, 20)
-    numbers = [number for of, number in sorted(found) if of == "b"]
+    actual += take(elements, 20)
+    numbers = [number for dataset, number in sorted(actual) if dataset == "b"]
     assert numbers == list(range(len(numbers)))
 
 
 def test_weights_cannot_be_raised_while_the_end_of_data_is_in_a_window():
     elements = iter(in_windows({"a": 1, "b": 0}, a=30, b=30))
-    found = take(elements, 25)
+    actual = take(elements, 25)
     state = saved(elements)
     message = r"weights of \['b'\] were raised from 0 when the other datasets had ended"
     with pytest.raises(errors.DataError, match=message):
         resumed(in_windows({"a": 1, "b": 1}, a=30, b=30), state)
     elements = resumed(in_windows({"a": 1, "b": 0}, a=30, b=30), state)
-    found += list(elements)
-    found += list(resumed(in_windows({"a": 1, "b": 1}, a=30, b=30), saved(elements)))
-    assert sorted(found) == [*parts_of("a", 30), *parts_of("b", 30)]
+    actual += list(elements)
+    actual += list(resumed(in_windows({"a": 1, "b": 1}, a=30, b=30), saved(elements)))
+    assert sorted(actual) == [*parts_of("a", 30), *parts_of("b", 30)]

@@ -47,11 +47,11 @@ def test_rows_are_those_of_grains_packer(lengths, length):
 @given(LENGTHS)
 def test_the_state_before_every_row_can_be_resumed_from(lengths):
     rows = iter(packed(lengths))
-    states, found = [rows.get_state()], []
+    states, actual = [rows.get_state()], []
     for row in rows:
-        found.append(row)
+        actual.append(row)
         states.append(rows.get_state())
-    for number, row in enumerate(found):
+    for number, row in enumerate(actual):
         fresh = iter(packed(lengths))
         fresh.set_state(json.loads(json.dumps(states[number])))
         for name, array in next(fresh).items():

@@ -109,23 +109,23 @@ def test_grains_elastic_iterator_and_logical_shards_exclude_each_other(corpus):
 )
 @pytest.mark.parametrize("num_shards", [0, 4])
 def test_data_ends_as_the_configuration_says(corpus, settings, end, num_shards):
-    found = pipeline.from_config(
+    actual = pipeline.from_config(
         section(corpus, num_logical_shards=num_shards, **settings)
     )
-    assert found.end is end
+    assert actual.end is end
 
 
 def texts(batches):
     """What the targets of each segment say, without begin and end."""
-    found = []
+    actual = []
     for batch in batches:
         for row, marks in zip(
             batch["targets"], batch["targets_segmentation"], strict=True
         ):
             for segment in range(1, marks.max(initial=0) + 1):
                 values = row[marks == segment]
-                found.append(bytes((values[values > 2] - 3).astype(np.uint8)))
-    return found
+                actual.append(bytes((values[values > 2] - 3).astype(np.uint8)))
+    return actual
 
 
 EXPECTED_TEXTS = [b"text %d " % number * 5 for number in range(100)]
@@ -133,8 +133,8 @@ EXPECTED_TEXTS = [b"text %d " % number * 5 for number in range(100)]
 
 def test_a_text_is_trimmed_to_a_row(corpus):
     data = pipeline.from_config(section(corpus, num_epoch=1))
-    found = texts(worlds.World(data, 2, 8).rest())
-    assert sorted(found) == sorted(text[:LENGTH] for text in EXPECTED_TEXTS)
+    actual = texts(worlds.World(data, 2, 8).rest())
+    assert sorted(actual) == sorted(text[:LENGTH] for text in EXPECTED_TEXTS)
 
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit"])
@@ -168,10 +168,10 @@ def test_an_epoch_of_a_mixture_has_every_token_that_is_not_trimmed_once(
         grain_packing_type=packing or "first_fit",
     )
     batches = worlds.World(pipeline.from_config(config), 2, 8).rest()
-    found = [b["targets"][b["targets_segmentation"] > 0] for b in batches]
+    actual = [b["targets"][b["targets_segmentation"] > 0] for b in batches]
     end = formats.LENGTH + 1 if use_truncation else None
     expected = [d[1:end] for d in formats.documents(*formats.DATASETS)]
-    assert sorted(np.concatenate(found)) == sorted(np.concatenate(expected))
+    assert sorted(np.concatenate(actual)) == sorted(np.concatenate(expected))
 
 
 def first_rows(data, num_rows):
@@ -218,10 +218,10 @@ def test_evaluation_is_one_epoch_in_order_padded_whatever_training_does(corpus):
     expected = [text[:LENGTH] for text in EXPECTED_TEXTS]
     for num_hosts in (1, 3):
         batches = worlds.World(data, num_hosts, 12).rest()
-        found = texts(batches)
-        assert sorted(found) == sorted(expected)
+        actual = texts(batches)
+        assert sorted(actual) == sorted(expected)
     # Three rows of each shard, which has a quarter of the file.
-    assert found[:12] == [expected[25 * s + n] for s in range(4) for n in range(3)]
+    assert actual[:12] == [expected[25 * s + n] for s in range(4) for n in range(3)]
 
 
 @pytest.mark.parametrize("size", [4, 12])
@@ -236,11 +236,13 @@ def test_evaluation_without_logical_shards_has_as_many_as_a_batch_has_rows(
 
 @pytest.mark.parametrize("patterns", ["", "nothing*"])
 def test_missing_files_are_named_by_their_key(tmp_path, patterns):
-    where = f"{tmp_path}/{patterns}" if patterns else ""
+    location = f"{tmp_path}/{patterns}" if patterns else ""
     with refused("grain_train_files", errors.DataError):
-        pipeline.from_config(section(where))
+        pipeline.from_config(section(location))
     with refused("grain_eval_files", errors.DataError):
-        pipeline.eval_from_config(section(grain_eval_files=where), global_batch_size=4)
+        pipeline.eval_from_config(
+            section(grain_eval_files=location), global_batch_size=4
+        )
 
 
 def test_the_identity_names_whatever_changes_the_examples(corpus):
@@ -328,8 +330,8 @@ def test_the_identity_does_not_tell_where_files_lie(corpus, tmp_path):
 
 
 def test_the_data_is_described_as_a_tree_with_shares(corpus):
-    described = pipeline.describe(section(f"{corpus},3;{corpus[:-1]}?,1"))
-    lines = described.splitlines()
+    description = pipeline.describe(section(f"{corpus},3;{corpus[:-1]}?,1"))
+    lines = description.splitlines()
     assert lines[0] == "texts.array_record, 75.0%"
     assert lines[1].startswith("arrayrecord: 1 files, 1 blocks, 100 records, finger")
     directory = pathlib.Path(corpus).parent.name
@@ -386,14 +388,16 @@ def test_a_mixture_may_change_at_a_resume_and_each_dataset_goes_on(
     two = worlds.World(mixture(tmp_path, parts, **after), 4, 8)
     two.read(tmp_path)
     batches += [two.batch() for _ in range(3)]
-    found = read(batches)
-    assert len(set(found)) == len(found)
+    actual = read(batches)
+    assert len(set(actual)) == len(actual)
     for name in before | after:
         alone = worlds.World(mixture(tmp_path, parts, **{name: 1}), 1, 4)
         shards = [[d for _, d in read([alone.batch()])] for _ in range(12)]
         for shard in range(4):
             expected = [batch[shard] for batch in shards]
-            numbers = [n for of, n in found if of == name and n in expected]
+            numbers = [
+                n for weighted, n in actual if weighted == name and n in expected
+            ]
             assert numbers == expected[: len(numbers)]
 
 
@@ -441,10 +445,10 @@ def test_datasets_of_other_names_continue_by_their_files(tmp_path, parts, reader
     )
     assert other.identity() != data.identity()
 
-    def make(of):
+    def make(weighted):
         if reader == "hosts":
-            return worlds.World(of, 1, 4)
-        return local_batches.LocalBatches(of, global_batch_size=4)
+            return worlds.World(weighted, 1, 4)
+        return local_batches.LocalBatches(weighted, global_batch_size=4)
 
     def next_tokens(one):
         batch = one.batch() if reader == "hosts" else next(one)
@@ -475,15 +479,15 @@ def test_a_dataset_that_is_added_anywhere_in_a_list_starts_no_other_anew(
             tmp_path / place / "part", corpora.documents(first, first + 90)
         )
 
-    def of(places, weights):
-        listed = (f"{tmp_path}/{place}/part,{weights[place]}" for place in places)
+    def weighted(directories, weights):
+        listed = (f"{tmp_path}/{place}/part,{weights[place]}" for place in directories)
         return pipeline.from_config(
             section(";".join(listed), grain_file_type="parquet")
         )
 
     # Of weight 0, so that it takes no turn from the others.
     weights = {"a": 1, "b": 2, "c": 0}
-    one, resumed = (worlds.World(of(o, weights), 2, 4) for o in ("ab", order))
+    one, resumed = (worlds.World(weighted(o, weights), 2, 4) for o in ("ab", order))
     for _ in range(5):
         one.next()
     one.write(tmp_path / "state")

@@ -4,36 +4,36 @@ from elastic_ckpt.data import plan
 
 
 def test_hosts_that_fit_read_their_own_shards_and_move_nothing():
-    found = plan.outlook(12, 3, 24)
-    assert (found.arrangement, found.loading_hosts) == ("blocked", 3)
-    assert found.rows_identical
-    assert found.host_shards == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
-    assert (found.moved_rows, found.made_rows) == (0, 24)
+    outlook = plan.outlook(12, 3, 24)
+    assert (outlook.arrangement, outlook.loading_hosts) == ("blocked", 3)
+    assert outlook.rows_identical
+    assert outlook.host_shards == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert (outlook.moved_rows, outlook.made_rows) == (0, 24)
 
 
 def test_hosts_that_fit_the_shards_alone_exchange_rows():
-    found = plan.outlook(12, 2, 8)
-    assert (found.arrangement, found.loading_hosts) == ("striped", 2)
-    assert found.rows_identical
-    assert found.host_shards == ((0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11))
+    outlook = plan.outlook(12, 2, 8)
+    assert (outlook.arrangement, outlook.loading_hosts) == ("striped", 2)
+    assert outlook.rows_identical
+    assert outlook.host_shards == ((0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11))
     # Every second row of each half of the batch is loaded by the other host.
-    assert (found.moved_rows, found.made_rows) == (4, 8)
+    assert (outlook.moved_rows, outlook.made_rows) == (4, 8)
 
 
 def test_hosts_that_fit_neither_way_make_rows_that_they_discard():
-    found = plan.outlook(4, 3, 12)
-    assert (found.arrangement, found.loading_hosts) == ("blocked", 3)
-    assert found.rows_identical
-    assert found.host_shards == ((0, 1), (1, 2), (2, 3))
+    outlook = plan.outlook(4, 3, 12)
+    assert (outlook.arrangement, outlook.loading_hosts) == ("blocked", 3)
+    assert outlook.rows_identical
+    assert outlook.host_shards == ((0, 1), (1, 2), (2, 3))
     # Three hosts make the three rows of two shards each.
-    assert (found.moved_rows, found.made_rows) == (0, 18)
+    assert (outlook.moved_rows, outlook.made_rows) == (0, 18)
 
 
 def test_hosts_that_do_not_divide_the_batch_leave_the_loading_to_fewer():
-    found = plan.outlook(12, 5, 12)
-    assert (found.loading_hosts, found.rows_identical) == (4, False)
+    outlook = plan.outlook(12, 5, 12)
+    assert (outlook.loading_hosts, outlook.rows_identical) == (4, False)
     # Hosts 0 to 3 load rows 0-2, 3-5, 6-8, 9-11; they keep 3, 2, 2 and 1 of them.
-    assert found.moved_rows == 4
+    assert outlook.moved_rows == 4
 
 
 @pytest.mark.parametrize(("shards", "hosts", "size"), [(7, 4, 5), (1, 3, 2), (5, 2, 3)])
@@ -42,7 +42,7 @@ def test_one_host_can_always_load(shards, hosts, size):
 
 
 def test_every_combination_is_there():
-    found = plan.outlooks(12, [1, 4], [12, 24, 36])
-    assert [(o.num_hosts, o.global_batch_size) for o in found] == [
+    outlook = plan.outlooks(12, [1, 4], [12, 24, 36])
+    assert [(o.num_hosts, o.global_batch_size) for o in outlook] == [
         (h, size) for h in (1, 4) for size in (12, 24, 36)
     ]

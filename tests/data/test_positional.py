@@ -28,7 +28,7 @@ def world(data, num_hosts):
 def next_rows(hosts):
     """The rows of the next global batch, as sorted (id, inputs, targets)."""
     parts = [next(host) for host in hosts]
-    found = [
+    actual = [
         (id_, inputs.tobytes(), targets.tobytes())
         for part in parts
         for id_, inputs, targets in zip(
@@ -38,8 +38,8 @@ def next_rows(hosts):
             strict=True,
         )
     ]
-    assert len(found) == GLOBAL_BATCH_SIZE
-    return sorted(found)
+    assert len(actual) == GLOBAL_BATCH_SIZE
+    return sorted(actual)
 
 
 @pytest.fixture(params=[True, False], ids=["in place", "by Grain"])
@@ -165,9 +165,9 @@ def test_what_fills_no_batch_can_be_left_out(data, num_hosts):
     batches = worlds.World(finite(data, drop_remainder=True), num_hosts, 12).rest()
     assert [len(batch["mask"]) for batch in batches] == [12] * 16
     assert all(batch["mask"].all() for batch in batches)
-    found = ids_of(batches)
-    assert sorted(found[:12]) == sorted(expected[:12])
-    assert sorted(found) == sorted(expected)
+    actual = ids_of(batches)
+    assert sorted(actual[:12]) == sorted(expected[:12])
+    assert sorted(actual) == sorted(expected)
 
 
 @pytest.mark.parametrize("drop_remainder", [True, False])
@@ -185,9 +185,9 @@ def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(
         resumed = worlds.World(data, 3, 12)
         resumed.load(saved)
         # All of them in turn, and the end from near it.
-        found = resumed.rest() if number > 14 else [resumed.batch()]
+        actual = resumed.rest() if number > 14 else [resumed.batch()]
         later = expected[number:] if number > 14 else [expected[number]]
-        assert list(map(worlds.content, found)) == list(map(worlds.content, later))
+        assert list(map(worlds.content, actual)) == list(map(worlds.content, later))
 
 
 @pytest.mark.parametrize("drop_remainder", [True, False])
@@ -241,16 +241,16 @@ def test_after_a_batch_that_was_broken_off_the_same_batch_is_read(
         prefetch_records=4,
     )
     one = worlds.World(flaky, 1, 8, read_ahead=depth)
-    found, failures = [], 0
-    while len(found) < 6:
+    actual, failures = [], 0
+    while len(actual) < 6:
         try:
-            found.append(example_id.join(one.batch()["example_id"]))
+            actual.append(example_id.join(one.batch()["example_id"]))
         except (OSError, KeyboardInterrupt):
             failures += 1
-        assert one.save()[0] == {"global_next_index": 8 * len(found)}
+        assert one.save()[0] == {"global_next_index": 8 * len(actual)}
     one.close()
     assert failures == 1
-    assert found == [list(range(n, n + 8)) for n in range(0, 48, 8)]
+    assert actual == [list(range(n, n + 8)) for n in range(0, 48, 8)]
 
 
 def test_endless_data_has_no_mask(data):

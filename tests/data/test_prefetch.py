@@ -26,8 +26,8 @@ def sharded(name="everything", **more):
     )
 
 
-def host_batches(of, host=0, num_hosts=1, size=SIZE):
-    return of.host_batches(
+def host_batches(dataset, host=0, num_hosts=1, size=SIZE):
+    return dataset.host_batches(
         rows.Placement.in_order(host, num_hosts=num_hosts, global_batch_size=size)
     )
 
@@ -37,9 +37,11 @@ def read_ahead():
     """Makes a `Prefetched`, closed at the end."""
     made = []
 
-    def make(of, *, make=dict, **how):
+    def make(dataset, *, make=dict, **how):
         made.append(
-            prefetch.Prefetched(of, make=make, read_ahead=prefetch.ReadAhead(**how))
+            prefetch.Prefetched(
+                dataset, make=make, read_ahead=prefetch.ReadAhead(**how)
+            )
         )
         return made[-1]
 
@@ -56,8 +58,8 @@ def saved(one):
 
 
 def go_to(one, state):
-    found = dict(map(tuple, state[2]))
-    one.go_to(state[0], lambda shards: {shard: found[shard] for shard in shards})
+    actual = dict(map(tuple, state[2]))
+    one.go_to(state[0], lambda shards: {shard: actual[shard] for shard in shards})
 
 
 def next_of(one):
@@ -180,7 +182,9 @@ def test_reading_ahead_is_bounded_in_batches_and_in_bytes(
         settle(one)
         assert counting.read == taken + depth
         assert one.num_ready() == depth
-    in_caller = {of is threading.current_thread() for of in counting.readers[1:]}
+    in_caller = {
+        dataset is threading.current_thread() for dataset in counting.readers[1:]
+    }
     assert in_caller == {not depth}
 
 
@@ -387,7 +391,7 @@ def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
     for _ in range(8):
         while True:
             try:
-                found = next_of(one)
+                actual = next_of(one)
                 break
             except MemoryError:
                 failures += 1
@@ -398,6 +402,6 @@ def test_a_batch_that_cannot_be_placed_is_tried_again_and_none_is_lost(
                         errors.DataError, match="failed before it returned"
                     ):
                         saved(one)
-        assert found == next_of(plain)
+        assert actual == next_of(plain)
         assert saved(one) == saved(plain)
     assert failures == len(full)

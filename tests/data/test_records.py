@@ -23,7 +23,7 @@ CORPORA = {
 
 
 @pytest.fixture(params=CORPORA)
-def of(request):
+def dataset(request):
     return corpora.Numbers(blocks=CORPORA[request.param])
 
 
@@ -36,12 +36,12 @@ def record(element):
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_any_number_of_shards_reads_every_record_once_an_epoch(of, seed):
-    size = source.num_records(of)
+def test_any_number_of_shards_reads_every_record_once_an_epoch(dataset, seed):
+    size = source.num_records(dataset)
     for num_shards in range(1, 41):
-        found = read_all(of, num_shards, shuffle_seed=seed, num_epochs=3)
-        assert sorted(map(record, found)) == list(range(3 * size))
-        assert all(e["number"] == e["record"] % size for e in found)
+        actual = read_all(dataset, num_shards, shuffle_seed=seed, num_epochs=3)
+        assert sorted(map(record, actual)) == list(range(3 * size))
+        assert all(e["number"] == e["record"] % size for e in actual)
 
 
 @given(
@@ -50,34 +50,36 @@ def test_any_number_of_shards_reads_every_record_once_an_epoch(of, seed):
     st.sampled_from([None, 0, 2**63]),
 )
 def test_any_files_are_read_once_an_epoch(blocks, num_shards, seed):
-    of = corpora.Numbers(blocks=tuple(map(tuple, blocks)))
+    dataset = corpora.Numbers(blocks=tuple(map(tuple, blocks)))
     size = sum(map(sum, blocks))
     if not size:
         with pytest.raises(errors.DataError, match="not one record"):
-            read_all(of, num_shards)
+            read_all(dataset, num_shards)
         return
-    found = read_all(of, num_shards, shuffle_seed=seed, num_epochs=2)
-    assert sorted(map(record, found)) == list(range(2 * size))
+    actual = read_all(dataset, num_shards, shuffle_seed=seed, num_epochs=2)
+    assert sorted(map(record, actual)) == list(range(2 * size))
 
 
-def test_one_shard_reads_in_file_order(of):
-    found = read_all(of, 1, num_epochs=2)
-    assert [e["number"] for e in found] == 2 * list(range(source.num_records(of)))
+def test_one_shard_reads_in_file_order(dataset):
+    actual = read_all(dataset, 1, num_epochs=2)
+    assert [e["number"] for e in actual] == 2 * list(range(source.num_records(dataset)))
 
 
 def test_seeds_and_epochs_have_orders_of_their_own():
-    of = corpora.Numbers(blocks=CORPORA["many blocks"])
-    size = source.num_records(of)
+    dataset = corpora.Numbers(blocks=CORPORA["many blocks"])
+    size = source.num_records(dataset)
     orders = set()
     for seed in (0, 1):
-        found = [e["number"] for e in read(of, 0, 1, shuffle_seed=seed, num_epochs=2)]
-        orders |= {tuple(found[:size]), tuple(found[size:])}
+        actual = [
+            e["number"] for e in read(dataset, 0, 1, shuffle_seed=seed, num_epochs=2)
+        ]
+        orders |= {tuple(actual[:size]), tuple(actual[size:])}
     assert len(orders) == 4
 
 
 def test_epochs_follow_each_other_without_end():
-    found = itertools.islice(read(mixed(), 0, 1, shuffle_seed=7), 500)
-    assert len(set(map(record, found))) == 500
+    actual = itertools.islice(read(mixed(), 0, 1, shuffle_seed=7), 500)
+    assert len(set(map(record, actual))) == 500
 
 
 def test_a_shard_that_has_ended_stays_at_its_end():
@@ -89,8 +91,8 @@ def test_a_shard_that_has_ended_stays_at_its_end():
 
 
 def test_a_shard_without_a_unit_ends_at_once():
-    of = corpora.Numbers(blocks=((2,),))
-    assert [len(list(read(of, n, 5, num_epochs=1))) for n in range(5)] == [
+    dataset = corpora.Numbers(blocks=((2,),))
+    assert [len(list(read(dataset, n, 5, num_epochs=1))) for n in range(5)] == [
         1,
         1,
         0,
@@ -101,9 +103,9 @@ def test_a_shard_without_a_unit_ends_at_once():
 
 @pytest.mark.parametrize("num_shards", [1, 3, 40])
 @pytest.mark.parametrize("seed", [None, 7])
-def test_the_state_before_every_element_can_be_resumed_from(of, num_shards, seed):
+def test_the_state_before_every_element_can_be_resumed_from(dataset, num_shards, seed):
     states, _ = assert_resumes_everywhere(
-        lambda: read(of, 0, num_shards, shuffle_seed=seed, num_epochs=2)
+        lambda: read(dataset, 0, num_shards, shuffle_seed=seed, num_epochs=2)
     )
     assert max(map(len, states)) < 40
 
@@ -154,22 +156,24 @@ def test_a_file_that_cannot_be_read_stops_the_shard_where_it_is():
 )
 def test_records_that_are_left_out_are_counted(corrupt, num_shards, lost):
     reading = {"num_epochs": 2, "skip_corrupt": True, "shuffle_seed": 7}
-    of = mixed(corrupt=corrupt, lost=lost)
-    iterators = [iter(read(of, n, num_shards, **reading)) for n in range(num_shards)]
-    found = sorted(map(record, in_turn(iterators)))
+    dataset = mixed(corrupt=corrupt, lost=lost)
+    iterators = [
+        iter(read(dataset, n, num_shards, **reading)) for n in range(num_shards)
+    ]
+    actual = sorted(map(record, in_turn(iterators)))
     skipped = sum(i.get_state().get("skipped", 0) for i in iterators)
-    assert len(set(found)) == len(found)
-    assert len(found) + skipped == 160
+    assert len(set(actual)) == len(actual)
+    assert len(actual) + skipped == 160
     if not lost:
         left = [r for r in range(160) if r % 80 not in corrupt]
-        assert found == left
+        assert actual == left
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_the_state_before_every_element_knows_what_was_left_out(lost):
-    of = mixed(corrupt=frozenset([0, 1, 7, 49, 50, 79]), lost=lost)
+    dataset = mixed(corrupt=frozenset([0, 1, 7, 49, 50, 79]), lost=lost)
     states, elements = assert_resumes_everywhere(
-        lambda: read(of, 0, 2, num_epochs=2, skip_corrupt=True)
+        lambda: read(dataset, 0, 2, num_epochs=2, skip_corrupt=True)
     )
     skipped = json.loads(states[-1])["skipped"]
     every = list(read(mixed(), 0, 2, num_epochs=2))
@@ -177,9 +181,9 @@ def test_the_state_before_every_element_knows_what_was_left_out(lost):
     assert max(map(len, states)) < 60
 
 
-def augmented(of, shard, num_shards, *, seed=5):
+def augmented(dataset, shard, num_shards, *, seed=5):
     return records.RandomMap(
-        read(of, shard, num_shards, shuffle_seed=7, num_epochs=2),
+        read(dataset, shard, num_shards, shuffle_seed=7, num_epochs=2),
         lambda element, generator: {**element, "drawn": generator.integers(2**62)},
         seed=seed,
     )
@@ -221,8 +225,8 @@ def reason():
 
 @pytest.mark.usefixtures("little_patience")
 @pytest.mark.parametrize("num_shards", [1, 3, 40])
-def test_a_filter_that_rejects_everything_is_an_error(of, num_shards):
-    rejecting = read(of, 0, num_shards).filter(lambda _: False)
+def test_a_filter_that_rejects_everything_is_an_error(dataset, num_shards):
+    rejecting = read(dataset, 0, num_shards).filter(lambda _: False)
     with pytest.raises(
         errors.DataError,
         match=r"numbers-0 and the \d+ files after it: 1,0\d\d records in a row made no"
@@ -233,11 +237,11 @@ def test_a_filter_that_rejects_everything_is_an_error(of, num_shards):
 
 @pytest.mark.usefixtures("little_patience")
 def test_two_epochs_are_read_however_many_they_are():
-    of = corpora.Numbers(blocks=((10,) * 300,))
-    late = read(of, 0, 1).filter(lambda e: e["record"] == 5999)
+    dataset = corpora.Numbers(blocks=((10,) * 300,))
+    late = read(dataset, 0, 1).filter(lambda e: e["record"] == 5999)
     assert next(iter(late))["record"] == 5999
     records.row_is_due(reason)
-    never = read(of, 0, 1).filter(lambda e: e["record"] == 6000)
+    never = read(dataset, 0, 1).filter(lambda e: e["record"] == 6000)
     with pytest.raises(errors.DataError, match="6,010 records in a row"):
         next(iter(never))
 
@@ -246,8 +250,8 @@ def test_two_epochs_are_read_however_many_they_are():
 def test_of_large_data_two_epochs_are_not_waited_for(monkeypatch):
     monkeypatch.setattr(records, "_MAX_FRUITLESS_RECORDS", 2000)
     monkeypatch.setattr(records, "_MAX_FRUITLESS_UNITS", 250)
-    of = corpora.Numbers(blocks=((10,) * 3000,))
-    never = read(of, 0, 1).filter(lambda _: False)
+    dataset = corpora.Numbers(blocks=((10,) * 3000,))
+    never = read(dataset, 0, 1).filter(lambda _: False)
     with pytest.raises(errors.DataError, match="2,510 records in a row"):
         next(iter(never))
 
@@ -272,8 +276,8 @@ def test_a_column_that_has_the_name_of_the_record_number_is_refused(tmp_path):
     file = corpora.write_table(tmp_path / "a.parquet", table, group_rows=2)
     with pytest.raises(errors.DataError, match="its column 'record' has the name"):
         next(iter(read(parquet.Parquet(files=(file,)), 0, 1)))
-    of = parquet.Parquet(files=(file,), columns=("text",))
-    assert next(iter(read(of, 0, 1))) == {"text": "a", "record": 0}
+    dataset = parquet.Parquet(files=(file,), columns=("text",))
+    assert next(iter(read(dataset, 0, 1))) == {"text": "a", "record": 0}
 
 
 def test_a_dataset_prints_its_shard():

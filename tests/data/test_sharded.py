@@ -24,8 +24,8 @@ def make(pipeline, num_shards=NUM_SHARDS):
 def stream(data, num_rows):
     """The rows of the run in stream order, from one host and batches of one round."""
     one = worlds.World(data, 1, NUM_SHARDS)
-    found = [row for _ in range(-(-num_rows // NUM_SHARDS)) for row in one.next()]
-    return found[:num_rows]
+    actual = [row for _ in range(-(-num_rows // NUM_SHARDS)) for row in one.next()]
+    return actual[:num_rows]
 
 
 @pytest.mark.parametrize("pipeline", pipelines.ALL)

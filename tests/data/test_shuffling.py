@@ -16,9 +16,9 @@ def shuffled(num_elements, window_size, seed=3):
     ("num_elements", "window_size"), [(20, 5), (17, 5), (3, 5), (4, 1)]
 )
 def test_each_window_is_a_permutation_of_its_elements(num_elements, window_size):
-    found = list(shuffled(num_elements, window_size))
+    actual = list(shuffled(num_elements, window_size))
     for begin in range(0, num_elements, window_size):
-        window = found[begin : begin + window_size]
+        window = actual[begin : begin + window_size]
         expected = range(begin, min(begin + window_size, num_elements))
         assert sorted(window) == list(expected)
 

@@ -58,8 +58,8 @@ def test_every_flipped_bit_is_noticed(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("state")
     content = bytearray(state.to_bytes(STATE))
     # White space between JSON values carries nothing.
-    places = [n for n, byte in enumerate(content) if byte not in b" \n"]
-    content[data.draw(st.sampled_from(places))] ^= 1 << data.draw(st.integers(0, 7))
+    offsets = [n for n, byte in enumerate(content) if byte not in b" \n"]
+    content[data.draw(st.sampled_from(offsets))] ^= 1 << data.draw(st.integers(0, 7))
     (directory / state.FILE_NAME).write_bytes(content)
     with refused(state.FILE_NAME):
         state.read(directory)

@@ -78,12 +78,12 @@ def test_every_type_that_is_written_is_read_as_the_same_texts(
     output = runs.verb("data", tmp_path / "tree", file, "--type", file_type)
     assert "250 documents" in output
     reading = records.Reading(num_epochs=1)
-    found = records.Records(
+    actual = records.Records(
         reader(files=(file,)), shard=0, num_shards=1, reading=reading
     )
     decoded = [
         text if isinstance(text, str) else text.decode()
-        for text in (element["text"] for element in found)
+        for text in (element["text"] for element in actual)
     ]
     assert decoded == texts
 

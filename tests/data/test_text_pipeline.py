@@ -85,10 +85,10 @@ def test_a_state_from_before_there_were_blocks_continues(texts_config):
         assert "document" not in json.dumps(state)
         resumed = iter(make(2))
         resumed.set_state(json.loads(json.dumps(state)))
-        ahead = iter(make(2))
-        ahead.set_state(rows.get_state())
+        read_ahead = iter(make(2))
+        read_ahead.set_state(rows.get_state())
         for _ in range(3):
-            assert worlds.content(next(resumed)) == worlds.content(next(ahead))
+            assert worlds.content(next(resumed)) == worlds.content(next(read_ahead))
 
 
 def test_worker_processes_share_the_threads_of_a_host(texts_config, monkeypatch):

@@ -66,8 +66,8 @@ def tokens(texts=None, *, num_threads=0, tokenizer=None, parent=None):
     )
 
 
-def lists(found):
-    return [array.tolist() for array in found]
+def lists(actual):
+    return [array.tolist() for array in actual]
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
@@ -100,10 +100,10 @@ def test_neither_threads_nor_stops_change_tokens_or_states(sizes, stops, data):
             resumed.set_state(saved)
         for _ in range(stop):
             expected = next(one, None)
-            found = next(resumed, None)
-            assert (found is None) == (expected is None)
-            if found is not None:
-                assert found.tolist() == expected.tolist()
+            actual = next(resumed, None)
+            assert (actual is None) == (expected is None)
+            if actual is not None:
+                assert actual.tolist() == expected.tolist()
         saved = json.loads(json.dumps(resumed.get_state()))
         assert saved == one.get_state()
 
@@ -152,12 +152,12 @@ def test_pipelines_are_tokenised_at_the_same_time_and_ahead():
             return super().encode_batch(texts)
 
     # They meet in the second block of one and in the first of the other.
-    ahead = iter(tokens(["a"] * 16 + ["meet"], tokenizer=Together(), num_threads=2))
+    reading = iter(tokens(["a"] * 16 + ["meet"], tokenizer=Together(), num_threads=2))
     for _ in range(8):
-        next(ahead)
+        next(reading)
     beside = iter(tokens(["meet"], tokenizer=Together(), num_threads=2))
     assert len(next(beside)) == 6
-    assert len(lists(ahead)) == 9
+    assert len(lists(reading)) == 9
 
 
 class FailsAt:
@@ -193,13 +193,13 @@ def test_an_error_is_raised_when_its_document_is_due(number, num_threads):
 
 def test_after_an_error_that_passes_the_document_is_read_again():
     elements = iter(tokens(parent=source(TEXTS).map(FailsAt(18, once=True))))
-    found = []
-    while len(found) < len(EXPECTED):
+    actual = []
+    while len(actual) < len(EXPECTED):
         try:
-            found.append(next(elements).tolist())
+            actual.append(next(elements).tolist())
         except ValueError:
-            assert len(found) == 18
-    assert found == EXPECTED
+            assert len(actual) == 18
+    assert actual == EXPECTED
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
@@ -212,17 +212,17 @@ def test_an_error_of_the_tokenizer_loses_no_document(num_threads):
             return tokenizers.Bytes().encode_batch(texts)
 
     elements = iter(tokens(tokenizer=Failing(), num_threads=num_threads))
-    found, failed = [], False
+    actual, failed = [], False
     while not failed:
         state = elements.get_state()
         try:
-            found.append(next(elements).tolist())
+            actual.append(next(elements).tolist())
         except ValueError:
             failed = True
-    assert found == EXPECTED[: len(found)]
+    assert actual == EXPECTED[: len(actual)]
     resumed = iter(tokens())
     resumed.set_state(state)
-    assert found + lists(resumed) == EXPECTED
+    assert actual + lists(resumed) == EXPECTED
 
 
 def test_threads_are_those_asked_for_or_the_cores_of_the_host(monkeypatch):

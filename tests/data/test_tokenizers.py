@@ -121,10 +121,10 @@ def kind(request):
 
 def test_tokens_are_int32_below_the_vocabulary_size(tokenizer):
     for text in ("", TEXT, TEXT.encode(), "h\u00e9 \U0001f600\n", b"a\xff\xfeb"):
-        found = tokenizer.encode(text)
-        assert found.dtype == np.int32
-        assert found.ndim == 1
-        assert ((found >= 0) & (found < tokenizer.vocab_size)).all()
+        actual = tokenizer.encode(text)
+        assert actual.dtype == np.int32
+        assert actual.ndim == 1
+        assert ((actual >= 0) & (actual < tokenizer.vocab_size)).all()
     assert len(tokenizer.encode("")) == 0
 
 
@@ -142,8 +142,8 @@ def test_special_tokens_are_of_the_vocabulary_and_not_in_a_text(tokenizer):
 
 
 def test_half_a_surrogate_pair_is_replaced(tokenizer):
-    found = tokenizer.encode("a\ud800b")
-    assert (found == tokenizer.encode("a\ufffdb")).all()
+    actual = tokenizer.encode("a\ud800b")
+    assert (actual == tokenizer.encode("a\ufffdb")).all()
 
 
 def test_a_pickled_tokenizer_is_small_and_works_in_another_process(tokenizer, tmp_path):
@@ -170,8 +170,8 @@ def test_threads_get_the_same_tokens(tokenizer):
     texts = [f"{TEXT} {number}" for number in range(200)]
     expected = [tokenizer.encode(text).tolist() for text in texts]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        found = [tokens_.tolist() for tokens_ in pool.map(tokenizer.encode, texts)]
-    assert found == expected
+        actual = [tokens_.tolist() for tokens_ in pool.map(tokenizer.encode, texts)]
+    assert actual == expected
 
 
 # Bytes.
@@ -179,8 +179,8 @@ def test_threads_get_the_same_tokens(tokenizer):
 
 @given(st.binary())
 def test_bytes_keep_every_byte(text):
-    found = tokenizers.Bytes().encode(text)
-    assert bytes((found - 3).astype(np.uint8)) == text
+    actual = tokenizers.Bytes().encode(text)
+    assert bytes((actual - 3).astype(np.uint8)) == text
 
 
 @given(st.binary(max_size=20))
@@ -195,9 +195,9 @@ def test_bytes_have_the_numbers_of_the_byte_level_examples(text):
 
 def test_each_library_decodes_the_tokens_to_the_text(kind, tmp_path):
     tokenizer = tokenizers.load(kind, written(tmp_path, kind))
-    found = tokenizer.encode(TEXT)
-    assert len(found) < len(TEXT)
-    assert decoded(kind, found) == TEXT
+    actual = tokenizer.encode(TEXT)
+    assert len(actual) < len(TEXT)
+    assert decoded(kind, actual) == TEXT
 
 
 def test_the_identity_follows_the_content_and_not_the_path(kind, tmp_path):
@@ -260,10 +260,10 @@ def test_a_file_in_a_bucket_is_read_from_there(kind, tmp_path):
         return call(path.replace("gs://bucket", str(tmp_path)), *mode)
 
     with testing.mock_epath(open=here, exists=here, isdir=here):
-        found = tokenizers.load(kind, f"gs://bucket/{NAMES[kind]}")
-        assert found.encode(TEXT).tolist() == expected.tolist()
+        actual = tokenizers.load(kind, f"gs://bucket/{NAMES[kind]}")
+        assert actual.encode(TEXT).tolist() == expected.tolist()
     if kind == "huggingface":
-        assert (found.begin, found.end) == (None, 0)
+        assert (actual.begin, actual.end) == (None, 0)
 
 
 def test_a_missing_file_is_named_with_what_is_wanted(kind, tmp_path):
@@ -538,11 +538,11 @@ def of_a_file(request, tmp_path_factory):
 @given(texts=st.lists(st.text("the quick\n1 \u00e9\U0001f600<s>", max_size=60)))
 def test_texts_of_a_block_have_the_tokens_that_each_has_alone(of_a_file, texts):
     kind, tokenizer = of_a_file
-    found = tokenizer.encode_batch(texts)
-    assert [array.tolist() for array in found] == [
+    actual = tokenizer.encode_batch(texts)
+    assert [array.tolist() for array in actual] == [
         one_by_one(kind, text) for text in texts
     ]
-    assert {array.dtype for array in found} <= {np.dtype(np.int32)}
+    assert {array.dtype for array in actual} <= {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])

@@ -16,7 +16,7 @@ def cut(blocks, num_shards):
     return units.cut([np.array(b, np.int64) for b in blocks], num_shards)
 
 
-def places(blocks):
+def expected_units(blocks):
     """File, block and place in it of every record, in order."""
     return [
         (file, block, place)
@@ -36,20 +36,20 @@ def order(length, *key):
 
 @given(files, shard_counts)
 def test_every_record_is_in_one_unit_and_units_are_in_record_order(blocks, num_shards):
-    found = cut(blocks, num_shards)
+    actual = cut(blocks, num_shards)
     assert [
         (unit.file, unit.block, unit.first + place)
-        for unit in (found[n] for n in range(len(found)))
+        for unit in (actual[n] for n in range(len(actual)))
         for place in range(unit.num_records)
-    ] == places(blocks)
-    assert found.total_records == len(places(blocks))
+    ] == expected_units(blocks)
+    assert actual.total_records == len(expected_units(blocks))
 
 
 @given(files, shard_counts)
 def test_a_unit_knows_its_first_record_and_its_block(blocks, num_shards):
-    every = places(blocks)
-    found = cut(blocks, num_shards)
-    for unit in (found[n] for n in range(len(found))):
+    every = expected_units(blocks)
+    actual = cut(blocks, num_shards)
+    for unit in (actual[n] for n in range(len(actual))):
         assert unit.num_records > 0
         assert every[unit.record] == (unit.file, unit.block, unit.first)
         assert unit.block_records == blocks[unit.file][unit.block]
@@ -57,44 +57,44 @@ def test_a_unit_knows_its_first_record_and_its_block(blocks, num_shards):
 
 @given(files, shard_counts)
 def test_few_blocks_are_cut_into_a_number_that_the_shards_divide(blocks, num_shards):
-    found = cut(blocks, num_shards)
+    actual = cut(blocks, num_shards)
     if len(filled(blocks)) < 4 * num_shards:
         wanted = num_shards * -(-len(filled(blocks)) // num_shards)
-        assert len(found) == min(wanted, found.total_records)
+        assert len(actual) == min(wanted, actual.total_records)
 
 
 @given(files, shard_counts)
 def test_enough_blocks_stay_whole(blocks, num_shards):
-    found = cut(blocks, num_shards)
+    actual = cut(blocks, num_shards)
     if len(filled(blocks)) >= 4 * num_shards:
-        assert found.num_records.tolist() == filled(blocks)
+        assert actual.num_records.tolist() == filled(blocks)
 
 
 @given(files, shard_counts)
 def test_the_largest_part_is_as_small_as_so_many_parts_allow(blocks, num_shards):
-    found = cut(blocks, num_shards)
+    actual = cut(blocks, num_shards)
     counts = np.array(filled(blocks))
-    largest = found.num_records.max()
+    largest = actual.num_records.max()
     if len(counts) < 4 * num_shards and largest > 1:
         needed = -(-counts // (largest - 1))
-        assert needed.sum() > len(found)
+        assert needed.sum() > len(actual)
 
 
 @given(files, shard_counts)
 def test_the_parts_of_a_block_are_equal_but_for_one_record(blocks, num_shards):
-    found = cut(blocks, num_shards)
-    for block in set(zip(found.file.tolist(), found.block.tolist(), strict=True)):
-        mine = (found.file == block[0]) & (found.block == block[1])
-        assert np.ptp(found.num_records[mine]) <= 1
+    actual = cut(blocks, num_shards)
+    for block in set(zip(actual.file.tolist(), actual.block.tolist(), strict=True)):
+        mine = (actual.file == block[0]) & (actual.block == block[1])
+        assert np.ptp(actual.num_records[mine]) <= 1
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 40])
 def test_empty_blocks_and_files_change_no_unit_but_its_names(num_shards):
-    found = cut([[0, 5, 0], [], [0], [7, 0]], num_shards)
+    actual = cut([[0, 5, 0], [], [0], [7, 0]], num_shards)
     bare = cut([[5], [7]], num_shards)
-    assert found.num_records.tolist() == bare.num_records.tolist()
-    assert found.record.tolist() == bare.record.tolist()
-    assert set(zip(found.file.tolist(), found.block.tolist(), strict=True)) == {
+    assert actual.num_records.tolist() == bare.num_records.tolist()
+    assert actual.record.tolist() == bare.record.tolist()
+    assert set(zip(actual.file.tolist(), actual.block.tolist(), strict=True)) == {
         (0, 1),
         (3, 0),
     }
@@ -144,9 +144,9 @@ def test_every_key_permutes_every_length(length, key):
 @given(st.integers(1, 2**62), keys, st.data())
 def test_a_permutation_of_any_length_gives_two_places_two_numbers(length, key, data):
     asked = data.draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=20))
-    found = {units.permuted(place, length=length, key=key) for place in asked}
-    assert len(found) == len(asked)
-    assert all(0 <= number < length for number in found)
+    actual = {units.permuted(place, length=length, key=key) for place in asked}
+    assert len(actual) == len(asked)
+    assert all(0 <= number < length for number in actual)
 
 
 def test_seeds_and_epochs_have_orders_of_their_own():
@@ -158,9 +158,9 @@ def test_seeds_and_epochs_have_orders_of_their_own():
 
 def test_an_order_has_nothing_left_of_the_file_order():
     for epoch in range(20):
-        found = order(1000, 7, epoch)
-        assert abs(np.corrcoef(found, range(1000))[0, 1]) < 0.15
-        neighbours = np.count_nonzero(np.diff(found) == 1)
+        actual = order(1000, 7, epoch)
+        assert abs(np.corrcoef(actual, range(1000))[0, 1]) < 0.15
+        neighbours = np.count_nonzero(np.diff(actual) == 1)
         assert neighbours < 10
 
 

@@ -34,14 +34,14 @@ FREE_KEYS = {
 
 def problems(documents: list[dict]) -> list[str]:
     """What is wrong with the documents of a manifest; nothing if all is right."""
-    found = []
+    faults = []
     for document in documents:
-        found += _free_keys(document, document.get("kind", "a document without kind"))
+        faults += _free_keys(document, document.get("kind", "a document without kind"))
         if document.get("kind") == "JobSet":
-            found += _jobset(document, documents)
+            faults += _jobset(document, documents)
         else:
-            found += _kubernetes(document)
-    return found
+            faults += _kubernetes(document)
+    return faults
 
 
 def _all(parts) -> list[str]:
@@ -53,12 +53,12 @@ def _free_keys(value, place: str) -> list[str]:
         return _all(_free_keys(v, f"{place}[{n}]") for n, v in enumerate(value))
     if not isinstance(value, dict):
         return []
-    found = []
+    faults = []
     for key, below in value.items():
         unknown = below.keys() - FREE_KEYS[key] if key in FREE_KEYS else ()
-        found += [f"{place}.{key}: no such key {name}" for name in unknown]
-        found += _free_keys(below, f"{place}.{key}")
-    return found
+        faults += [f"{place}.{key}: no such key {name}" for name in unknown]
+        faults += _free_keys(below, f"{place}.{key}")
+    return faults
 
 
 def _kubernetes(document: dict) -> list[str]:
@@ -76,21 +76,21 @@ def _jobset(document: dict, documents: list[dict]) -> list[str]:
         understood = models.JobsetV1alpha2JobSet.from_dict(document).to_dict()
     except ValueError as error:
         return [str(error)]
-    found = _lost(document, understood, "JobSet")
+    faults = _lost(document, understood, "JobSet")
     if document.get("apiVersion") != "jobset.x-k8s.io/v1alpha2":
-        found.append(f"JobSet.apiVersion: {document.get('apiVersion')}")
-    if found:
-        return found
+        faults.append(f"JobSet.apiVersion: {document.get('apiVersion')}")
+    if faults:
+        return faults
     spec = document["spec"]
     jobs = [job["name"] for job in spec["replicatedJobs"]]
     named = [*spec.get("successPolicy", {}).get("targetReplicatedJobs", [])]
     if "coordinator" in spec:
         named.append(spec["coordinator"]["replicatedJob"])
-    found += [f"JobSet: no replicated job {job}" for job in named if job not in jobs]
+    faults += [f"JobSet: no replicated job {job}" for job in named if job not in jobs]
     for replicated in spec["replicatedJobs"]:
         job = {"apiVersion": "batch/v1", "kind": "Job", **replicated["template"]}
-        found += _kubernetes(job) or _references(job, documents)
-    return found
+        faults += _kubernetes(job) or _references(job, documents)
+    return faults
 
 
 def _lost(given, understood, place: str) -> list[str]:
@@ -111,13 +111,13 @@ def _references(job: dict, documents: list[dict]) -> list[str]:
     pod = job["spec"]["template"]["spec"]
     volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
     objects = {(d.get("kind"), d.get("metadata", {}).get("name")) for d in documents}
-    found = []
+    faults = []
     for container in (*pod.get("initContainers", []), *pod["containers"]):
         for mount in container.get("volumeMounts", []):
             if mount["name"] not in volumes:
-                found.append(f"{container['name']}: no volume {mount['name']}")
+                faults.append(f"{container['name']}: no volume {mount['name']}")
     for volume in volumes.values():
         name = volume.get("configMap", {}).get("name")
         if name and ("ConfigMap", name) not in objects:
-            found.append(f"volume {volume['name']}: no ConfigMap {name}")
-    return found
+            faults.append(f"volume {volume['name']}: no ConfigMap {name}")
+    return faults

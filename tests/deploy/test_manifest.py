@@ -20,16 +20,16 @@ def documents(name, *overrides):
     return manifest.documents(load.load(SHIPPED / f"{name}.yml", overrides))
 
 
-def only(kind, found):
-    (document,) = (document for document in found if document["kind"] == kind)
+def only(kind, built):
+    (document,) = (document for document in built if document["kind"] == kind)
     return document
 
 
 def replicated_job(name, *overrides, job=-1):
     """A replicated job of a JobSet, its Job and the pods of that."""
-    found = only("JobSet", documents(name, *overrides))["spec"]["replicatedJobs"][job]
-    spec = found["template"]["spec"]
-    return found, spec, spec["template"]["spec"]
+    built = only("JobSet", documents(name, *overrides))["spec"]["replicatedJobs"][job]
+    spec = built["template"]["spec"]
+    return built, spec, spec["template"]["spec"]
 
 
 def mounts(container):
@@ -43,8 +43,8 @@ def test_the_shipped_manifests_are_those_of_the_shipped_configurations(name, gol
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_yaml_says_what_the_documents_say(name):
-    found = documents(name)
-    assert list(yaml.safe_load_all(manifest.to_yaml(found))) == found
+    built = documents(name)
+    assert list(yaml.safe_load_all(manifest.to_yaml(built))) == built
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -73,8 +73,8 @@ def test_the_pods_train_with_the_configuration_of_the_manifest(name, tmp_path):
 def test_a_tpu_slice_is_a_job_as_wide_as_the_slice_has_hosts(slices):
     setting = [f"slices={slices}", "topology=4x8", "global_batch_size=1152"]
     for name in (PATHWAYS, TPU):
-        found, job, pods = replicated_job(name, *setting)
-        assert found["replicas"] == slices
+        built, job, pods = replicated_job(name, *setting)
+        assert built["replicas"] == slices
         assert job["completions"] == job["parallelism"] == 8
         assert job["completionMode"] == "Indexed"
         (container,) = pods["containers"]
@@ -83,8 +83,8 @@ def test_a_tpu_slice_is_a_job_as_wide_as_the_slice_has_hosts(slices):
 
 def test_without_tpus_all_slices_are_the_one_job_in_which_jax_counts_hosts(monkeypatch):
     for slices in (1, 2, 4):
-        found, job, _ = replicated_job(GPU, f"slices={slices}")
-        assert found["replicas"] == 1
+        built, job, _ = replicated_job(GPU, f"slices={slices}")
+        assert built["replicas"] == 1
         spec = types.SimpleNamespace(**job)
         answer = types.SimpleNamespace(spec=spec)
         of_api = classmethod(lambda _, answer=answer: answer)
@@ -95,20 +95,20 @@ def test_without_tpus_all_slices_are_the_one_job_in_which_jax_counts_hosts(monke
 
 
 def test_where_jax_asks_the_kubernetes_api_the_pods_may():
-    found = documents(GPU)
-    name = only("ServiceAccount", found)["metadata"]["name"]
+    built = documents(GPU)
+    name = only("ServiceAccount", built)["metadata"]["name"]
     *_, pods = replicated_job(GPU)
-    (subject,) = only("RoleBinding", found)["subjects"]
+    (subject,) = only("RoleBinding", built)["subjects"]
     assert pods["serviceAccountName"] == subject["name"] == name
-    rules = only("Role", found)["rules"]
+    rules = only("Role", built)["rules"]
     allowed = {(rule["resources"][0], verb) for rule in rules for verb in rule["verbs"]}
     assert {("pods", "list"), ("jobs", "get")} <= allowed
 
 
 def test_an_account_of_ones_own_is_used_and_not_written():
-    found = documents(GPU, "service_account=trainer")
-    assert "ServiceAccount" not in [document["kind"] for document in found]
-    assert only("RoleBinding", found)["subjects"][0]["name"] == "trainer"
+    built = documents(GPU, "service_account=trainer")
+    assert "ServiceAccount" not in [document["kind"] for document in built]
+    assert only("RoleBinding", built)["subjects"][0]["name"] == "trainer"
     for name, job in ((GPU, 0), (TPU, 0), (PATHWAYS, 0), (PATHWAYS, 1)):
         *_, pods = replicated_job(name, "service_account=trainer", job=job)
         assert pods["serviceAccountName"] == "trainer"
@@ -125,16 +125,16 @@ def test_ram_disk_and_shared_memory_are_where_the_program_of_a_host_runs(name):
     }
     # Under Pathways that is the sidecar, which starts before the server.
     container = pods.get("initContainers", pods["containers"])[0]
-    found = {path: memory[n] for path, n in mounts(container).items() if n in memory}
-    assert found["/ram"] == {"medium": "Memory", "sizeLimit": "7Gi"}
-    assert found["/dev/shm"] == {"medium": "Memory", "sizeLimit": "3Gi"}
+    built = {path: memory[n] for path, n in mounts(container).items() if n in memory}
+    assert built["/ram"] == {"medium": "Memory", "sizeLimit": "7Gi"}
+    assert built["/dev/shm"] == {"medium": "Memory", "sizeLimit": "3Gi"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_ram_disk_is_mounted_if_there_is_to_be_none(name):
-    found = documents(name, "local_checkpoint_directory=")
-    assert "local-checkpoints" not in manifest.to_yaml(found)
-    assert manifest_check.problems(found) == []
+    built = documents(name, "local_checkpoint_directory=")
+    assert "local-checkpoints" not in manifest.to_yaml(built)
+    assert manifest_check.problems(built) == []
 
 
 def test_under_pathways_the_head_runs_the_program_and_the_sidecar_our_image():
@@ -153,8 +153,8 @@ def test_under_pathways_the_head_runs_the_program_and_the_sidecar_our_image():
 
 def test_a_failed_host_starts_the_job_again_so_many_times():
     for name in CONFIGS:
-        found = only("JobSet", documents(name, "max_restarts=3"))
-        assert found["spec"]["failurePolicy"]["maxRestarts"] == 3
+        built = only("JobSet", documents(name, "max_restarts=3"))
+        assert built["spec"]["failurePolicy"]["maxRestarts"] == 3
         pods = replicated_job(name, "termination_grace_period_seconds=9")[2]
         assert pods["terminationGracePeriodSeconds"] == 9
 
@@ -168,14 +168,14 @@ def test_every_machine_of_every_hardware_makes_a_manifest_without_problems(hardw
     }
     for machine_type in machines[hardware]:
         topology = "4x4" if hardware == "tpu" else ""
-        found = documents(
+        built = documents(
             TPU,
             f"hardware={hardware}",
             f"machine_type={machine_type}",
             f"topology={topology}",
             "hosts=4",
         )
-        assert manifest_check.problems(found) == []
+        assert manifest_check.problems(built) == []
 
 
 def test_tpu_machines_are_what_pathwaysutils_takes_them_for():

@@ -46,13 +46,13 @@ def test_a_shipped_manifest_has_no_problem(path):
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_each_misspelt_key_of_a_manifest_is_found(path):
     right = documents(path)
-    places = list(keys(right))
-    assert len(places) > 60
-    for place in places:
+    paths = list(keys(right))
+    assert len(paths) > 60
+    for place in paths:
         key = place[-1]
         for wrong in (key + "s", key[:-1], key.swapcase()):
-            found = manifest_check.problems(renamed(right, place, wrong))
-            assert found, f"{wrong} instead of {key} at {place}"
+            problems = manifest_check.problems(renamed(right, place, wrong))
+            assert problems, f"{wrong} instead of {key} at {place}"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_file_of_another_format_is_named(trained):
 
 def test_a_wrong_column_is_named_with_those_that_exist(trained):
     message = refuse(trained, "train_data_columns=body")
-    assert "a.parquet: no column ['body'], it has ['text', 'tokens']" in message
+    assert "a.parquet: no column ['body'], only ['text', 'tokens']" in message
 
 
 @pytest.mark.slow

@@ -21,15 +21,15 @@ def scalars(directory: pathlib.Path) -> list[tuple[str, int, float]]:
 
 
 def _records(content: bytes) -> list[bytes]:
-    found, place = [], 0
+    actual, place = [], 0
     while place < len(content):
         length, of_length = struct.unpack_from("<QI", content, place)
         assert of_length == _masked_crc(content[place : place + 8])
         record = content[place + 12 : place + 12 + length]
         place += 16 + length
         assert struct.unpack_from("<I", content, place - 4)[0] == _masked_crc(record)
-        found.append(record)
-    return found
+        actual.append(record)
+    return actual
 
 
 def _masked_crc(content: bytes) -> int:

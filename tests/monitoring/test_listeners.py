@@ -47,7 +47,7 @@ class Prometheus:
             url = f"http://127.0.0.1:{self.listener.port}/metrics"
             with urllib.request.urlopen(url) as response:
                 self._text = response.read().decode()
-        found = {}
+        actual = {}
         for name, metric in metrics.METRICS.items():
             sample = prometheus.spelling(metric)
             sample += {"duration": "_sum", "counter": "_total", "gauge": ""}[
@@ -55,15 +55,15 @@ class Prometheus:
             ]
             (value,) = re.findall(rf"^{sample} (.*)$", self._text, re.MULTILINE)
             if float(value):
-                found[name] = float(value)
-        return found
+                actual[name] = float(value)
+        return actual
 
 
 def summed(points):
-    found = {}
+    actual = {}
     for name, value in points:
-        found[name] = found.get(name, 0.0) + value
-    return found
+        actual[name] = actual.get(name, 0.0) + value
+    return actual
 
 
 @pytest.fixture(params=[JsonLines, TensorBoard, Prometheus], ids=lambda c: c.__name__)

@@ -120,9 +120,9 @@ def test_a_full_disk_fails_no_recording_and_is_told_once(start, caplog):
     metrics.DATA_ROWS.record(3)
     listener.close()
     assert [s.last for s in sink.all()] == [3.0]
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 1
-    assert "cannot be written to kept (no space left); the run continues" in told[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "cannot be written to kept (no space left); the run continues" in messages[0]
 
 
 def test_a_disk_that_hangs_holds_up_neither_recording_nor_the_end(

@@ -27,9 +27,9 @@ def one_host_rows(data, *, skip=0):
 
 def records(data, num_steps, start_step=0, attempt=1):
     """What a one-host run logs."""
-    found = one_host_rows(data, skip=start_step * BATCH)
+    actual = one_host_rows(data, skip=start_step * BATCH)
     for step in range(start_step, start_step + num_steps):
-        ids, digests = zip(*(next(found) for _ in range(BATCH)), strict=True)
+        ids, digests = zip(*(next(actual) for _ in range(BATCH)), strict=True)
         yield step_log.StepRecord(
             step=step,
             loss=1.0,
@@ -165,7 +165,7 @@ def test_a_step_that_was_not_logged_is_a_difference(data, missing):
 
 
 @pytest.mark.parametrize(
-    ("found", "problem"),
+    ("actual", "problem"),
     [
         ({"finished": True, "num_steps": 55, "saved": 55}, ""),
         ({"finished": True, "num_steps": 55, "saved": 50}, "checkpoint 55 was due"),
@@ -183,8 +183,8 @@ def test_a_step_that_was_not_logged_is_a_difference(data, missing):
         ({"finished": False, "num_steps": 55, "saved": 0, "period": None}, ""),
     ],
 )
-def test_a_checkpoint_that_did_not_reach_storage_is_named(found, problem):
-    said = audit.missing_checkpoint(**{"period": 10, "at_end": True, **found})
+def test_a_checkpoint_that_did_not_reach_storage_is_named(actual, problem):
+    said = audit.missing_checkpoint(**{"period": 10, "at_end": True, **actual})
     assert bool(said) == bool(problem)
     assert problem in said
 

@@ -156,7 +156,7 @@ def test_compiling_is_announced_at_the_first_step_and_at_each_new_batch_size(jou
 def test_hosts_meet_when_they_have_compiled_and_before_they_step(journal):
     calls = journal.calls
     compile_ = journal.compile
-    journal.compile = lambda *of: calls.append("compile") or compile_(*of)
+    journal.compile = lambda *dataset: calls.append("compile") or compile_(*dataset)
     run(journal, meet=lambda: calls.append("meet"))
     assert calls[:4] == ["compile", "meet", "step 0", "step 1"]
     assert calls.count("meet") == 1

@@ -32,18 +32,18 @@ def test_raw_records_of_any_size_are_read(
     monkeypatch.setattr(arrayrecord, "_RUN_RECORDS", run_records)
     data = [bytes([n]) * (n * n % 257) for n in range(100)]
     file = corpora.write_records(tmp_path / "a", data)
-    found = source_contract.read_all(
+    actual = source_contract.read_all(
         arrayrecord.ArrayRecord(files=(file,)), num_shards, num_epochs=1
     )
-    found.sort(key=lambda element: element["record"])
-    assert [element["text"] for element in found] == data
+    actual.sort(key=lambda element: element["record"])
+    assert [element["text"] for element in actual] == data
 
 
 def test_a_file_is_in_blocks_of_1024_records(tmp_path):
     file = corpora.write_records(tmp_path / "a", [b"a"] * 2050)
-    found = arrayrecord.ArrayRecord(files=(file,)).index(file)
-    assert found.block_records.tolist() == [1024, 1024, 2]
-    assert found.content.num_bytes == (tmp_path / "a").stat().st_size
+    actual = arrayrecord.ArrayRecord(files=(file,)).index(file)
+    assert actual.block_records.tolist() == [1024, 1024, 2]
+    assert actual.content.num_bytes == (tmp_path / "a").stat().st_size
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
@@ -52,22 +52,26 @@ def test_a_corrupt_chunk_loses_its_records_and_no_other(tmp_path, num_shards):
     file = corpora.write_records(
         tmp_path / "a", data, options="group_size:10,uncompressed"
     )
-    of = arrayrecord.ArrayRecord(files=(file,))
-    source.indexes(of)
+    dataset = arrayrecord.ArrayRecord(files=(file,))
+    source.indexes(dataset)
     corpora.spoil(file, b"text 33 ")
     with refused(r"/a, record 3\d: corrupt"):
-        source_contract.read_all(of, num_shards, num_epochs=1)
-    found = source_contract.read_all(of, num_shards, num_epochs=1, skip_corrupt=True)
-    assert sorted(element["text"] for element in found) == sorted(data[:30] + data[40:])
+        source_contract.read_all(dataset, num_shards, num_epochs=1)
+    actual = source_contract.read_all(
+        dataset, num_shards, num_epochs=1, skip_corrupt=True
+    )
+    assert sorted(element["text"] for element in actual) == sorted(
+        data[:30] + data[40:]
+    )
 
 
 def test_a_reader_is_closed_when_too_many_are_open(tmp_path):
     names = [str(tmp_path / str(number)) for number in range(70)]
     for name in names:
         corpora.write_records(name, [name.encode()])
-    of = arrayrecord.ArrayRecord(files=tuple(names))
-    found = source_contract.read_all(of, 1, num_epochs=2)
-    assert [e["text"].decode() for e in found] == 2 * names
+    dataset = arrayrecord.ArrayRecord(files=tuple(names))
+    actual = source_contract.read_all(dataset, 1, num_epochs=2)
+    assert [e["text"].decode() for e in actual] == 2 * names
     assert arrayrecord._reader.cache_info().currsize <= arrayrecord._MAX_OPEN
 
 

@@ -33,8 +33,8 @@ def root(request):
     return str(request.getfixturevalue(request.param))
 
 
-def names(found):
-    return [pathlib.Path(file).name for file in found]
+def names(actual):
+    return [pathlib.Path(file).name for file in actual]
 
 
 def test_patterns_give_sorted_files_in_the_order_of_the_patterns(root):

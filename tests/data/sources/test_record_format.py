@@ -32,11 +32,11 @@ def parse(record, *columns):
     return record_format.decoder(record_format.TF_EXAMPLE, columns)(record)
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert type(found[name]) is type(value)
-        np.testing.assert_array_equal(found[name], value, strict=True)
+        assert type(actual[name]) is type(value)
+        np.testing.assert_array_equal(actual[name], value, strict=True)
 
 
 @given(st.dictionaries(st.text(max_size=8), values, max_size=4))
@@ -93,8 +93,8 @@ def test_numbers_that_are_not_packed_are_read():
 
 
 def test_only_the_columns_asked_for_are_kept():
-    found = parse(TENSORFLOW_EXAMPLE, "feature2", "feature0")
-    assert_equal(found, {"feature0": np.array([0]), "feature2": b"goat"})
+    actual = parse(TENSORFLOW_EXAMPLE, "feature2", "feature0")
+    assert_equal(actual, {"feature0": np.array([0]), "feature2": b"goat"})
 
 
 def test_a_missing_feature_is_named_with_those_that_exist():

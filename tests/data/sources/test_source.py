@@ -44,11 +44,11 @@ def numbers(*blocks):
 
 @pytest.mark.parametrize("num_records", [0, 1, 1023, 1024, 1025, 5000])
 def test_blocks_hold_every_record_and_only_the_last_is_short(num_records):
-    found = source.blocks(num_records)
-    assert found.sum() == num_records
-    assert (found[:-1] == source.BLOCK_RECORDS).all()
-    assert (found > 0).all()
-    assert found.dtype == np.int64
+    actual = source.blocks(num_records)
+    assert actual.sum() == num_records
+    assert (actual[:-1] == source.BLOCK_RECORDS).all()
+    assert (actual > 0).all()
+    assert actual.dtype == np.int64
 
 
 def test_records_are_counted_over_all_files():
@@ -69,19 +69,19 @@ def test_an_index_that_cannot_be_read_is_tried_again():
 
 
 def test_the_units_are_those_of_the_blocks():
-    found = source.cut(numbers((9,) * 4, (), (3,) * 4), 2)
-    assert found.file.tolist() == [0] * 4 + [2] * 4
-    assert found.record.tolist() == [0, 9, 18, 27, 36, 39, 42, 45]
+    actual = source.cut(numbers((9,) * 4, (), (3,) * 4), 2)
+    assert actual.file.tolist() == [0] * 4 + [2] * 4
+    assert actual.record.tolist() == [0, 9, 18, 27, 36, 39, 42, 45]
 
 
 def test_the_identity_names_files_sizes_records_and_blocks():
-    found = source.identity(numbers((3, 4), (5,)))
-    assert found["format"] == "numbers"
-    assert [entry[:3] for entry in found["files"]] == [
+    actual = source.identity(numbers((3, 4), (5,)))
+    assert actual["format"] == "numbers"
+    assert [entry[:3] for entry in actual["files"]] == [
         ["numbers-0", 56, 7],
         ["numbers-1", 40, 5],
     ]
-    assert storage.canonical_json(found)
+    assert storage.canonical_json(actual)
 
 
 def test_any_other_blocks_have_another_fingerprint():
@@ -99,15 +99,15 @@ def test_any_other_blocks_have_another_fingerprint():
 
 def test_the_identity_of_many_files_is_folded(monkeypatch):
     monkeypatch.setattr(source, "_MAX_NAMED", 3)
-    of = numbers(*[(1,)] * 5)
-    found = source.identity(of)["files"]
-    assert [entry[:3] for entry in found] == FOLDED
+    dataset = numbers(*[(1,)] * 5)
+    actual = source.identity(dataset)["files"]
+    assert [entry[:3] for entry in actual] == FOLDED
     assert len(source.identity(numbers(*[(1,)] * 3))["files"]) == 3
     # The fingerprint still knows each file.
     moved = [(1,), (1,), (1,), (2,), (0,)]
-    assert source.fingerprint(numbers(*moved)) != source.fingerprint(of)
-    assert source.identity(numbers(*moved))["files"][0] == found[0]
-    assert source.identity(numbers((1, 0), *[(1,)] * 4))["files"][0] != found[0]
+    assert source.fingerprint(numbers(*moved)) != source.fingerprint(dataset)
+    assert source.identity(numbers(*moved))["files"][0] == actual[0]
+    assert source.identity(numbers((1, 0), *[(1,)] * 4))["files"][0] != actual[0]
 
 
 def test_a_folded_identity_has_no_more_entries_than_allowed(monkeypatch):
@@ -117,11 +117,11 @@ def test_a_folded_identity_has_no_more_entries_than_allowed(monkeypatch):
 
 
 def test_a_tree_shows_format_files_and_fingerprint():
-    of = Named(blocks=((12_000, 5), (), (28, 1)))
-    shown = source.tree(of, max_files=2)
-    assert shown == TREE.format(source.fingerprint(of))
+    dataset = Named(blocks=((12_000, 5), (), (28, 1)))
+    shown = source.tree(dataset, max_files=2)
+    assert shown == TREE.format(source.fingerprint(dataset))
     assert re.search("fingerprint [0-9a-f]{16}\n", shown)
-    assert "more" not in source.tree(of)
+    assert "more" not in source.tree(dataset)
 
 
 def test_the_error_of_corrupt_records_says_where_how_many_and_the_way_out():
