@@ -38,7 +38,7 @@ def Checkpointer(
       ConfigError: if the tiers do not fit together.
       RunError: if hosts cannot be reached, or a RAM disk is in use.
     """
-    chosen = Chosen.of(tiers)
+    chosen = Chosen.from_choices(tiers)
     messages = allgather.of_this_world()
     if run is None:
         # Storage may change while the processes start: all take what host 0 finds.

@@ -47,7 +47,7 @@ class SavedSteps:
         self.root: PersistentRoot | None = None
         minutes = None
         if chosen.persistent is not None:
-            self.root = PersistentRoot.of(chosen.persistent.directory)
+            self.root = PersistentRoot.from_path(chosen.persistent.directory)
             minutes = chosen.persistent.every_minutes
         self.stages = SaveStages(
             hosts,

@@ -92,7 +92,7 @@ def collect(
 
     run_directory.read_config(directory)
     checkpoints = os.path.join(directory, run_saver.DIRECTORY)
-    interrupted = persistent_root.PersistentRoot.of(checkpoints).leftovers()
+    interrupted = persistent_root.PersistentRoot.from_path(checkpoints).leftovers()
     complete = summary.steps(checkpoints)
     shown = [each for each in complete if step in (None, each)]
     if newest_only:

@@ -14,7 +14,7 @@ from elastic_ckpt.application import run_directory
 from elastic_ckpt.core import bucket_clients, errors, storage
 
 if TYPE_CHECKING:
-    from elastic_ckpt.inspect import places
+    from elastic_ckpt.inspect import tier_locations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,17 +68,19 @@ def ram_disk(path: str) -> epath.Path | None:
       ConfigError: if the run's configuration cannot be read.
     """
     from elastic_ckpt.checkpoint import configured_tiers
-    from elastic_ckpt.inspect import places
+    from elastic_ckpt.inspect import tier_locations
 
     config = run_directory.read_config(path)
     if not config.tiers.enable_multi_tier_checkpointing:
         return None
     directory = storage.absolute(configured_tiers.ram_directory(config))
-    return directory if places.is_ram_disk(directory) else None
+    return directory if tier_locations.is_ram_disk(directory) else None
 
 
 @contextlib.contextmanager
-def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]:
+def opened(
+    arguments: argparse.Namespace,
+) -> Iterator[tuple[str, tier_locations.Locations]]:
     """The run and the places that `arguments` name, open while the block runs.
 
     Raises:
@@ -86,7 +88,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
       CheckpointError: if a path does not exist.
     """
     from elastic_ckpt.checkpoint import run_saver
-    from elastic_ckpt.inspect import places
+    from elastic_ckpt.inspect import tier_locations
 
     paths = arguments.paths
     if not (paths or arguments.peer):
@@ -103,7 +105,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
     in_tiers += [path for path in in_ram if path not in map(storage.absolute, paths)]
     run = arguments.run
     if run is None:
-        run = next(filter(None, map(places.find_run, in_tiers)), None)
+        run = next(filter(None, map(tier_locations.find_run, in_tiers)), None)
     if run is None and arguments.peer:
         raise errors.ConfigError(
             "no PATH has a manifest that names the run to request of the peers; add"
@@ -111,11 +113,11 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
         )
     # Without a manifest there are only steps of plain Orbax.
     run = run or ""
-    locations: list[places.Place] = [
+    locations: list[tier_locations.Location] = [
         # A run may have saved nothing yet.
-        places.at_steps(path, run=run)
+        tier_locations.at_steps(path, run=run)
         if path in of_runs.values()
-        else places.at_path(path, run=run)
+        else tier_locations.at_path(path, run=run)
         for path in in_tiers
     ]
     with contextlib.ExitStack() as closing:
@@ -129,9 +131,9 @@ def opened(arguments: argparse.Namespace) -> Iterator[tuple[str, places.Places]]
                 )
             )
             locations += [
-                places.at_peer(url, client, run=run) for url in arguments.peer
+                tier_locations.at_peer(url, client, run=run) for url in arguments.peer
             ]
-        yield run, places.Places(locations)
+        yield run, tier_locations.Locations(locations)
 
 
 def _secret_file(arguments: argparse.Namespace, paths: Sequence[epath.PathLike]) -> str:

@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Marks the steps, all or none."""
-    from elastic_ckpt.inspect import places
+    from elastic_ckpt.inspect import tier_locations
     from elastic_ckpt.tiers import preserved
 
     for path in arguments.paths:
-        if not places.is_step(path):
+        if not tier_locations.is_step(path):
             raise errors.CheckpointError(
                 f"{path} is not the directory of a step; name"
                 " PERSISTENT_DIRECTORY/<step> or RAM_DISK/hosts/<slot>/<step>-<save>"

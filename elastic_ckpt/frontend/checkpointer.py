@@ -47,7 +47,7 @@ def Checkpointer(
         to have in common.
       RunError: if hosts cannot be reached, or a RAM disk is in use.
     """
-    chosen = Chosen.of(tiers)
+    chosen = Chosen.from_choices(tiers)
     mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
     if not topology.is_single_controller(mesh):
         return factory.Checkpointer(tiers, run=run, slice_name=slice_name, emit=emit)

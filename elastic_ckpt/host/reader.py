@@ -63,7 +63,11 @@ class HostReader:
         if step is None:
             outcome = looking.newest()
             passed_over = outcome.passed_over
-            newest = None if outcome.found is None else self._complete(outcome.found)
+            newest = (
+                None
+                if outcome.found_step is None
+                else self._complete(outcome.found_step)
+            )
             counted = _counted(looking, foreign)
             if counted and (newest is None or counted[-1] > newest.step):
                 newest = self._foreign_step(counted[-1], foreign)

@@ -89,7 +89,7 @@ class HostWorld:
         self.root: persistent_root.PersistentRoot | None = None
         self.persistent: persistent_tier.PersistentTier | None = None
         if self.storage is not None:
-            self.root = persistent_root.PersistentRoot.of(self.storage.directory)
+            self.root = persistent_root.PersistentRoot.from_path(self.storage.directory)
             self.persistent = persistent_tier.PersistentTier(self.root, run=self.run)
         self.captured: dict[tuple[int, str], CapturedStep] = {}
         self._client = client

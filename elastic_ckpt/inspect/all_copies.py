@@ -15,8 +15,8 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import digest, host_memory
-from elastic_ckpt.inspect.places import Copy
 from elastic_ckpt.inspect.problem import Kind, Problem
+from elastic_ckpt.inspect.tier_locations import Copy
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
@@ -56,9 +56,9 @@ class AllCopies:
         self._item = holdings.item
         # All hosts wrote into one directory.
         self._views = {
-            where: orbax_view.OrbaxView(epath.Path(where), holdings.contents)
-            for where in dict.fromkeys(
-                copies[each].where
+            directory: orbax_view.OrbaxView(epath.Path(directory), holdings.contents)
+            for directory in dict.fromkeys(
+                copies[each].directory
                 for each in holdings.offers
                 if each.tier == "persistent"
             )
@@ -97,7 +97,7 @@ class AllCopies:
         for item in self._holdings.diverged.tolist():
             yield self._diverged(item)
         held = self._holdings.offers[0].manifest
-        for where, view in self._views.items():
+        for directory, view in self._views.items():
             for file, why in view.metadata_problems():
                 yield Problem(
                     kind="orbax",
@@ -105,7 +105,7 @@ class AllCopies:
                     save=held.save,
                     part=file,
                     tier="persistent",
-                    path=f"{where}/{file}",
+                    path=f"{directory}/{file}",
                     why=why,
                     remedy=_ORBAX_REMEDY,
                 )
@@ -144,7 +144,7 @@ class AllCopies:
             damage = str(error)
         else:
             damage = _damage(memory, part)
-        view = self._views.get(self._copies[offer].where)
+        view = self._views.get(self._copies[offer].directory)
         if is_chunk and view is not None:
             hidden = view.chunk_problem(part)
         return damage, hidden, surplus
@@ -168,7 +168,7 @@ class AllCopies:
             part=self._holdings.name(item),
             tier=offer.tier,
             holder=offer.host.id,
-            path=f"{self._copies[offer].where}/{file}",
+            path=f"{self._copies[offer].directory}/{file}",
             why=why,
             remedy=remedy,
         )

@@ -43,5 +43,5 @@ class Problem:
             subject += f", {self.part}"
         if self.holder:
             subject += f", {self.tier} tier, host {self.holder}"
-        where = f" ({self.path})" if self.path else ""
-        return f"{subject}{where}: {self.why}; {self.remedy}"
+        location = f" ({self.path})" if self.path else ""
+        return f"{subject}{location}: {self.why}; {self.remedy}"

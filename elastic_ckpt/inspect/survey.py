@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from elastic_ckpt.inspect.places import Leftover, Places
+from elastic_ckpt.inspect.tier_locations import Leftover, Locations
 from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.coverage import coverage
 from elastic_ckpt.manifests.holdings import Offer
@@ -115,40 +115,40 @@ class Survey:
 
 
 def survey(
-    places: Places,
+    locations: Locations,
     domains: Sequence[str],
     *,
     step: int | None,
     newest_only: bool = False,
 ) -> Survey:
-    """Looks at the steps of some places.
+    """Looks at the steps of some locations.
 
     Args:
-      places: together.
+      locations: together.
       domains: kinds of failure domains, whose loss is looked at: that of the newest
         complete step, or of `step`.
       step: the only one to look at; None for all.
       newest_only: whether the newest complete one is enough, with those after it.
     """
-    found: list[SurveyedStep] = []
+    surveyed: list[SurveyedStep] = []
     problems: list[str] = []
     covered: tuple[CoveredStep, ...] = ()
-    preserved = set(places.preserved())
-    known = sorted({*places.steps, *places.foreign_steps})
+    preserved = set(locations.preserved())
+    known = sorted({*locations.steps, *locations.foreign_steps})
     # Newest first, so that no more is read than it takes.
     for number in reversed(known):
         if step not in (None, number) or (newest_only and covered):
             continue
         of_number = []
         is_preserved = number in preserved
-        if number in places.foreign_steps:
+        if number in locations.foreign_steps:
             of_number.append(_foreign(number, preserved=is_preserved))
-        copies, unread = places.look(number)
+        copies, unread = locations.look(number)
         problems += unread
         newest: tuple[CoveredStep, ...] = ()
         for offers in reversed(search.saves(list(copies))):
             examined = search.Step.of(offers)
-            abandoned = places.line.abandons(number, examined.save)
+            abandoned = locations.line.abandons(number, examined.save)
             of_number.append(
                 _surveyed(examined, preserved=is_preserved, abandoned=abandoned)
             )
@@ -156,15 +156,15 @@ def survey(
             if examined.complete and is_asked and not covered:
                 newest = tuple(_covered(examined, domain) for domain in domains)
         covered = covered or newest
-        found = [*of_number, *found]
+        surveyed = [*of_number, *surveyed]
     if not known:
-        # Places that cannot be read have no steps, either.
-        _, problems = places.look(step or 0)
+        # Locations that cannot be read have no steps, either.
+        _, problems = locations.look(step or 0)
     return Survey(
         known=tuple(known),
-        steps=tuple(found),
+        steps=tuple(surveyed),
         coverage=covered,
-        leftovers=tuple(places.leftovers()),
+        leftovers=tuple(locations.leftovers()),
         # A peer that fails does so at every step.
         problems=tuple(dict.fromkeys(problems)),
     )
@@ -215,21 +215,21 @@ def _foreign(step: int, *, preserved: bool) -> SurveyedStep:
 
 
 def _covered(step: search.Step, domain: str) -> CoveredStep:
-    found = coverage(step.holdings, domain)
+    covered = coverage(step.holdings, domain)
     return CoveredStep(
         step=step.step,
         save=step.save,
         domain=domain,
-        num_domains=len(found.lost),
+        num_domains=len(covered.lost),
         num_items=step.holdings.num_items,
-        num_survivors=found.num_survivors,
+        num_survivors=covered.num_survivors,
         losses=tuple(
             Loss(
                 name=name,
                 num_items=len(items),
                 first=tuple(map(step.holdings.name, items[:_NAMED].tolist())),
             )
-            for name, items in found.lost.items()
+            for name, items in covered.lost.items()
             if len(items)
         ),
     )

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from elastic_ckpt.inspect import all_copies
-from elastic_ckpt.inspect.places import Places
 from elastic_ckpt.inspect.problem import Problem
+from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.manifests import search
 
 State = Literal["complete", "incomplete", "unverifiable"]
@@ -60,25 +60,25 @@ class Verification:
 
 
 def verify(
-    places: Places,
+    locations: Locations,
     steps: Collection[int],
     *,
     progress: Callable[[int, int], None],
 ) -> Verification:
-    """Reads all that some places have of some steps.
+    """Reads all that some locations have of some steps.
 
     Args:
-      places: together.
+      locations: together.
       steps: their numbers.
       progress: hears how many bytes of how many of a step were read, in some thread.
     """
     verified: list[VerifiedStep] = []
     problems: list[Problem] = []
     for number in sorted(steps):
-        if number in places.foreign_steps:
+        if number in locations.foreign_steps:
             verified.append(_foreign(number))
-            problems.append(_unverifiable(number, places.foreign_steps[number]))
-        copies, unread = places.look(number)
+            problems.append(_unverifiable(number, locations.foreign_steps[number]))
+        copies, unread = locations.look(number)
         problems += [_spoilt(number, why) for why in unread]
         groups = [search.Step.of(each) for each in search.saves(list(copies))]
         whole = any(step.complete for step in groups)

@@ -167,7 +167,7 @@ class Chosen:
     persistent: Persistent | None
 
     @classmethod
-    def of(cls, tiers: Sequence[TierChoice]) -> Chosen:
+    def from_choices(cls, tiers: Sequence[TierChoice]) -> Chosen:
         """The tiers by their kinds.
 
         Raises:

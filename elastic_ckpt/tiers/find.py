@@ -41,14 +41,14 @@ class FoundStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """What was found, and why nothing newer.
+    """The result of a search: the newest complete step, and the problems of newer ones.
 
     Attributes:
-      found: None if no step is complete.
+      found_step: None if no step is complete.
       passed_over: by step, newest first, what is wrong with those that are newer.
     """
 
-    found: FoundStep | None
+    found_step: FoundStep | None
     passed_over: Mapping[int, str]
 
 
@@ -81,15 +81,17 @@ class Search:
         passed_over: dict[int, str] = {}
         for number in self._steps()[::-1]:
             outcome = self._look(number, abandoned=False)
-            if outcome.found is not None:
-                return Outcome(found=outcome.found, passed_over=passed_over)
+            if outcome.found_step is not None:
+                return Outcome(found_step=outcome.found_step, passed_over=passed_over)
             passed_over.update(outcome.passed_over)
-        return Outcome(found=None, passed_over=passed_over)
+        return Outcome(found_step=None, passed_over=passed_over)
 
     def complete_steps(self) -> list[FoundStep]:
         """The steps that are complete, ascending."""
         looks = (self._look(step, abandoned=False) for step in self._steps())
-        return [outcome.found for outcome in looks if outcome.found is not None]
+        return [
+            outcome.found_step for outcome in looks if outcome.found_step is not None
+        ]
 
     def of_step(self, step: int) -> FoundStep:
         """The complete save of `step`, the last of several.
@@ -102,10 +104,10 @@ class Search:
         """
         outcomes = [self._look(step, abandoned=each) for each in (False, True)]
         for outcome in outcomes:
-            if outcome.found is not None:
-                return outcome.found
+            if outcome.found_step is not None:
+                return outcome.found_step
         problem = next(each.passed_over[step] for each in outcomes if each.passed_over)
-        instead = self.newest().found
+        instead = self.newest().found_step
         way_out = "no step is complete"
         if instead is not None:
             number = instead.step.step
@@ -139,19 +141,19 @@ class Search:
             for offer in of_line
             if (step, offer.manifest.save) not in self._without
         ]
-        found = search.search(offers)
-        if found.newest is not None:
-            found_step = FoundStep(step=found.newest, sources=sources)
-            return Outcome(found=found_step, passed_over={})
+        result = search.search(offers)
+        if result.newest is not None:
+            found_step = FoundStep(step=result.newest, sources=sources)
+            return Outcome(found_step=found_step, passed_over={})
         if not of_line and (sources or abandoned):
-            return Outcome(found=None, passed_over={})
-        lacking = [each.problem() for each in found.incomplete]
+            return Outcome(found_step=None, passed_over={})
+        lacking = [each.problem() for each in result.incomplete]
         if not lacking:
             lacking = [f"step {step} has no manifest that can be read"]
             if of_line:
                 lacking = [f"step {step} proved to be unreadable"]
-        told = "; ".join(lacking) + _told(problems)
-        return Outcome(found=None, passed_over={step: told})
+        reason = "; ".join(lacking) + _in_parentheses(problems)
+        return Outcome(found_step=None, passed_over={step: reason})
 
 
 def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
@@ -165,15 +167,15 @@ def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
     if not offers:
         raise errors.CheckpointError(
             f"step {step}, save {save}, is not reachable from this host"
-            f"{_told(problems)}; look at its network"
+            f"{_in_parentheses(problems)}; look at its network"
         )
-    found = search.Step.of(offers)
-    if not found.complete:
+    examined = search.Step.of(offers)
+    if not examined.complete:
         raise errors.CheckpointError(
-            f"{found.problem()}, as far as this host can reach{_told(problems)}; look"
-            " at its network"
+            f"{examined.problem()}, as far as this host can reach"
+            f"{_in_parentheses(problems)}; look at its network"
         )
-    return FoundStep(step=found, sources=sources)
+    return FoundStep(step=examined, sources=sources)
 
 
 def _offers(tiers: Sequence[Tier], step: int) -> _Offers:
@@ -186,5 +188,5 @@ def _offers(tiers: Sequence[Tier], step: int) -> _Offers:
     return _Offers(sources, problems)
 
 
-def _told(problems: Sequence[str]) -> str:
+def _in_parentheses(problems: Sequence[str]) -> str:
     return f" ({'; '.join(problems)})" if problems else ""

@@ -67,7 +67,7 @@ class Run:
             ]
 
     def set_aside(self):
-        root = persistent_root.PersistentRoot.of(self.path / "steps")
+        root = persistent_root.PersistentRoot.from_path(self.path / "steps")
         return [step for step, _ in root.set_aside_steps()]
 
     def lose_ram(self):

@@ -26,7 +26,7 @@ def make(monkeypatch):
             asked.append((is_time, skipped))
             return is_time, skipped
 
-        chosen = Chosen.of([*tiers, Persistent("/steps", **options)])
+        chosen = Chosen.from_choices([*tiers, Persistent("/steps", **options)])
         return schedule.Schedule(chosen, agree=agree)
 
     make.clock, make.asked = clock, asked

@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.core import storage as files
-from elastic_ckpt.inspect import places, verification
+from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.checkpoint.test_checkpointer import Counter, Heard, abstract, bits, state
 
@@ -77,9 +77,9 @@ def test_each_step_verifies_without_a_clause(make, tmp_path):
 
 
 def verified(steps):
-    place = places.at_steps(steps, run=places.find_run(steps))
+    place = tier_locations.at_steps(steps, run=tier_locations.find_run(steps))
     ignored = lambda *_: None  # noqa: E731
-    return verification.verify(places.Places([place]), [2], progress=ignored)
+    return verification.verify(tier_locations.Locations([place]), [2], progress=ignored)
 
 
 def test_saved_values_are_those_of_the_call(make):

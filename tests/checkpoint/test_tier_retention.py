@@ -16,7 +16,7 @@ policies = ocp.training.preservation_policies
 
 
 def stored(tmp_path):
-    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     return root.steps()
 
 
@@ -44,7 +44,7 @@ def test_policies_of_orbax_decide_what_stays_in_storage(tmp_path, keep, kept):
             tiered_steps.save(checkpointer, step, metrics={"loss": loss})
     assert stored(tmp_path) == kept
     assert in_ram(tmp_path) == [4]
-    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     assert root.leftovers() == []
 
 
@@ -123,7 +123,7 @@ def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):
 
 
 def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
-    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     # Orbax alone saved step 0, and step 1 is another run's.
     storage.make_directory(root.final(0) / "state")
     saved = uploaded.saved_step(1)
@@ -139,7 +139,7 @@ def test_steps_of_others_and_the_step_of_a_damaged_newer_one_stay(tmp_path):
 
 
 def test_a_world_that_begins_removes_what_a_dead_one_left(tmp_path):
-    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     dead = uploaded.saved_step(7, save=f"{7:015d}")
     uploaded.write_all(root, dead, uploaded.hosts(2))
     assert [each.step for each in root.leftovers()] == [7]

@@ -11,7 +11,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.cli import main
-from elastic_ckpt.inspect import places, verification
+from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.manifests import manifest_file
 from elastic_ckpt.tiers.persistent import orbax_digests
 from elastic_ckpt.tiers.ram import machine
@@ -113,8 +113,8 @@ def bits(directory, count):
 
 
 def verified(*paths):
-    found = [places.at_path(path, run=tiered_steps.RUN) for path in paths]
-    together = places.Places(found)
+    found = [tier_locations.at_path(path, run=tiered_steps.RUN) for path in paths]
+    together = tier_locations.Locations(found)
     return verification.verify(together, together.steps, progress=lambda *_: None)
 
 

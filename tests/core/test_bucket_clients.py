@@ -48,7 +48,7 @@ def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
 
 @failing
 def test_steps_that_are_out_of_reach_are_an_error_of_storage(failure, away):
-    root = persistent_root.PersistentRoot.of("gs://bucket/run")
+    root = persistent_root.PersistentRoot.from_path("gs://bucket/run")
     tier = persistent_tier.PersistentTier(root, run="run")
     away(failure)
     with pytest.raises(errors.CheckpointError, match="cannot be listed"):

@@ -67,7 +67,7 @@ def ram():
 
 @pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_rollback_holds_on_other_host_counts(ram, tmp_path, killed):
-    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
 
     def on(numbers, work):
         ram.start_agents(numbers)

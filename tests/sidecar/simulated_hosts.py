@@ -84,7 +84,9 @@ def choices_of(machines, hosts, mesh, tiers, *, numbers):
             run="run",
             slice_name=slices[host.accelerators[0]],
             directory=machines.directory(numbers[number]),
-            chosen=factory.Chosen.of(tiers(machines.directory(numbers[number]))),
+            chosen=factory.Chosen.from_choices(
+                tiers(machines.directory(numbers[number]))
+            ),
         )
         for number, host in enumerate(hosts)
     ]
@@ -108,7 +110,7 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
     )
     checkpointer = factory.over(
         remote_hosts.RemoteHosts(hosts, chosen),
-        factory.Chosen.of(tiers("/nowhere")),
+        factory.Chosen.from_choices(tiers("/nowhere")),
         emit=emit,
     )
     with checkpointer:

@@ -104,7 +104,7 @@ def workers(corpus, tmp_path):
         run="run",
         slice_name="0",
         directory=str(tmp_path / "memory"),
-        chosen=choices.Chosen.of([choices.Local(tmp_path / "memory")]),
+        chosen=choices.Chosen.from_choices([choices.Local(tmp_path / "memory")]),
     )
     files.append(tmp_path / "agent")
     files[-1].write_bytes(cloudpickle.dumps((host_agent._HostAgent, choice)))

@@ -267,7 +267,7 @@ class TestManySteps:
             return answer(b"", status="404 Nowhere")
 
         outcome, asked = self.newest_beside(says, url, client)
-        assert outcome.found.step.step == 30
+        assert outcome.found_step.step.step == 30
         assert asked.count(b"/v1/steps") == 1
         assert len(asked) == 1 + peer.MOST_UNREADABLE
         assert len(outcome.passed_over) == peer.MOST_STEPS
@@ -290,7 +290,7 @@ class TestManySteps:
         name = f"manifest-{served.MACHINE}.0.json".encode()
         listing = listing.replace(b"manifest-a.json", name)
         outcome, asked = self.newest_beside(says, url, client)
-        assert outcome.found.step.step == 30
+        assert outcome.found_step.step.step == 30
         assert len(asked) == 1 + peer.MOST_STEPS
         assert "lacks 1 of 1 parts of data" in next(iter(outcome.passed_over.values()))
 

@@ -146,7 +146,7 @@ def test_a_commit_may_be_repeated(root, world):
 def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
     tmp_path, world, monkeypatch
 ):
-    root = persistent_root.PersistentRoot.of(tmp_path / "steps")
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     saved = uploaded.saved_step()
     uploaded.write_all(root, saved, world)
     rename = storage.rename
@@ -384,7 +384,7 @@ def test_a_part_of_a_chunk_can_be_read(root, tier, world):
 def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
     storage.write_atomic(tmp_path / "steps", b"a file")
     tier = persistent_tier.PersistentTier(
-        persistent_root.PersistentRoot.of(tmp_path / "steps"), run=uploaded.RUN
+        persistent_root.PersistentRoot.from_path(tmp_path / "steps"), run=uploaded.RUN
     )
     with pytest.raises(errors.CheckpointError, match="cannot be listed"):
         tier.steps()
@@ -392,8 +392,8 @@ def test_steps_that_cannot_be_listed_are_an_error_that_says_so(tmp_path):
 
 @pytest.mark.parametrize("place", ["gs://bucket/run", "s3://bucket/run"])
 def test_object_stores_commit_by_a_file_and_paths_by_a_rename(place, tmp_path):
-    assert persistent_root.PersistentRoot.of(place).in_place
-    assert not persistent_root.PersistentRoot.of(tmp_path).in_place
+    assert persistent_root.PersistentRoot.from_path(place).in_place
+    assert not persistent_root.PersistentRoot.from_path(tmp_path).in_place
 
 
 def waits():

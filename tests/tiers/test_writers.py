@@ -81,7 +81,7 @@ def test_a_world_that_was_killed_writes_no_more(root, world):
 
 
 def test_a_step_whose_removal_was_cut_short_goes(tmp_path):
-    root = persistent_root.PersistentRoot.of(tmp_path)
+    root = persistent_root.PersistentRoot.from_path(tmp_path)
     upload(root, 4, OLD, commit=True)
     root.uncommit(4)
     world = writers.WritingWorld(root, run=uploaded.RUN)
@@ -122,7 +122,7 @@ def test_nothing_is_committed_once_a_world_has_said_that_it_writes_no_more(world
 
 
 def test_where_there_are_no_locks_nothing_is_removed():
-    root = persistent_root.PersistentRoot.of("gs://bucket/steps")
+    root = persistent_root.PersistentRoot.from_path("gs://bucket/steps")
     world = writers.WritingWorld(root, run=uploaded.RUN)
     assert world.discard_dead(before=NOW) == []
     world.close()

@@ -86,10 +86,10 @@ class Service:
 def find(root: epath.PathLike) -> Address | None:
     """Where the agent of `root` said that it listens; one that was killed is silent."""
     try:
-        found = json.loads(pathlib.Path(root, ADDRESS_FILE).read_bytes())
+        fields = json.loads(pathlib.Path(root, ADDRESS_FILE).read_bytes())
     except FileNotFoundError:
         return None
-    return Address(**found)
+    return Address(**fields)
 
 
 def is_alive(root: epath.PathLike) -> bool:
@@ -108,14 +108,14 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
       RunError: if it did not say so in time.
     """
     deadline = time.monotonic() + within_secs
-    while (found := find(root)) is None:
+    while (address := find(root)) is None:
         if time.monotonic() > deadline:
             raise errors.RunError(
                 f"the agent of {root} has not begun for {within_secs:g} s; look at its"
                 " log, or end it"
             )
         time.sleep(0.01)
-    return found
+    return address
 
 
 @contextlib.contextmanager
@@ -248,8 +248,8 @@ def _published(service: Service, address: Address) -> Iterator[None]:
 
 def _bound(service: Service) -> socket.socket:
     try:
-        found = socket.getaddrinfo(service.interface, None, type=socket.SOCK_STREAM)
-        family, _, _, _, (host, *_) = found[0]
+        addresses = socket.getaddrinfo(service.interface, None, type=socket.SOCK_STREAM)
+        family, _, _, _, (host, *_) = addresses[0]
         if ipaddress.ip_address(str(host)).is_unspecified:
             raise errors.RunError(
                 f"the agent of {service.root} cannot listen at {service.interface},"

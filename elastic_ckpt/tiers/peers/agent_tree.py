@@ -66,7 +66,7 @@ def open_file(root: epath.PathLike, names: Sequence[bytes]) -> io.FileIO:
 
 def manifests(root: epath.PathLike) -> list[storage.Json]:
     """The manifests that there are now, by step: where each is, its size and time."""
-    return [found._asdict() for found in sorted(_manifests(root))]
+    return [manifest._asdict() for manifest in sorted(_manifests(root))]
 
 
 class _Manifest(NamedTuple):
@@ -131,15 +131,15 @@ def _open_below(directory: int, names: Sequence[bytes]) -> io.FileIO:
             return _open_below(below, names[1:])
     # Found first and opened then, through /proc, for to open a pipe or a device is to
     # do something to it.
-    found = os.open(
+    path_fd = os.open(
         names[0], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory
     )
     try:
-        if not stat.S_ISREG(os.fstat(found).st_mode):
+        if not stat.S_ISREG(os.fstat(path_fd).st_mode):
             raise NotServed
-        return io.FileIO(f"/proc/self/fd/{found}")
+        return io.FileIO(f"/proc/self/fd/{path_fd}")
     finally:
-        os.close(found)
+        os.close(path_fd)
 
 
 @contextlib.contextmanager

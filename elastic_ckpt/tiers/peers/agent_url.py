@@ -21,13 +21,13 @@ def check(url: object, *, what: str, needs_tls: bool = False) -> None:
     Raises:
       ConfigError: if it is not.
     """
-    found = _URL.fullmatch(url) if isinstance(url, str) else None
-    if found is None or not 0 < int(found[1] or 80) <= _MOST_PORT:
+    match = _URL.fullmatch(url) if isinstance(url, str) else None
+    if match is None or not 0 < int(match[1] or 80) <= _MOST_PORT:
         raise errors.ConfigError(
             f"{what} has {url!r}, which is not the URL of an agent; give it as the"
             " agent prints it, such as http://10.0.0.7:8470"
         )
-    if needs_tls and not found[0].startswith("https://"):
+    if needs_tls and not match[0].startswith("https://"):
         raise errors.ConfigError(
             f"{what} has {url!r}, which does not encrypt, and this run does; give the"
             " https:// URL of an agent that was started with a certificate"

@@ -27,12 +27,12 @@ def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
     What is no such entry is left out: all of it is a hint.
     """
     try:
-        found = json.loads(pathlib.Path(root, FILE).read_bytes())
+        agents = json.loads(pathlib.Path(root, FILE).read_bytes())
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(agents, dict):
         return {}
-    return {machine: agent for machine, agent in found.items() if _is_agent(agent)}
+    return {machine: agent for machine, agent in agents.items() if _is_agent(agent)}
 
 
 def write(root: epath.PathLike, agents: Mapping[str, Mapping[str, Any]]) -> None:
@@ -51,14 +51,14 @@ def joined(
       present: those of the machines that are there now.
       now_secs: the time, in seconds since 1970.
     """
-    found: dict[str, Any] = {}
+    newest: dict[str, Any] = {}
     for agents in heard:
         for machine, agent in agents.items():
             if agent["seen"] > max(
-                now_secs - _REMEMBERED_SECS, found.get(machine, {}).get("seen", 0)
+                now_secs - _REMEMBERED_SECS, newest.get(machine, {}).get("seen", 0)
             ):
-                found[machine] = agent
-    return found | {
+                newest[machine] = agent
+    return newest | {
         machine: {**agent, "seen": now_secs} for machine, agent in present.items()
     }
 

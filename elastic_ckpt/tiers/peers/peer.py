@@ -115,7 +115,7 @@ class Peer:
         """As `source.Tier` says, of the steps that `steps` returns."""
         of_step = self._listing.of_step
         return sorted(
-            {(step, each.save) for step, found in of_step.items() for each in found}
+            {(step, each.save) for step, listed in of_step.items() for each in listed}
         )
 
     @property
@@ -185,21 +185,22 @@ class Peer:
         path = _path(f"{listed.directory}/{listed.name}")
         text = self._endpoint.read(path, most_bytes=MOST_MANIFEST_BYTES)
         try:
-            found = manifest_file.parse(text)
+            parsed = manifest_file.parse(text)
         except RecursionError:
             raise checked_json.Unreadable("is nested too deeply") from None
-        said = (
-            found.run,
-            found.step,
-            found.save,
-            manifest_file.file_name(found.host.id),
+        actual = (
+            parsed.run,
+            parsed.step,
+            parsed.save,
+            manifest_file.file_name(parsed.host.id),
         )
         expected = (self._run, listed.step, listed.save, listed.name)
-        if said != expected:
+        if actual != expected:
             raise checked_json.Unreadable(
-                f"is that of run, step, save and file {said!r:.400}, not of {expected}"
+                f"is that of run, step, save and file {actual!r:.400}, not of"
+                f" {expected}"
             )
-        return found
+        return parsed
 
 
 class Peers:
@@ -217,20 +218,20 @@ class Peers:
 
     def steps(self) -> Sequence[int]:
         """As `source.Tier` says."""
-        return sorted({step for found in self._of_each(Peer.steps) for step in found})
+        return sorted({step for steps in self._of_each(Peer.steps) for step in steps})
 
     def known_saves(self) -> Sequence[tuple[int, str]]:
         """As `source.Tier` says."""
-        found = self._of_each(Peer.known_saves)
-        return sorted({each for of_peer in found for each in of_peer})
+        saves = self._of_each(Peer.known_saves)
+        return sorted({each for of_peer in saves for each in of_peer})
 
     def offers(self, step: int) -> source.Offered:
         """As `source.Tier` says."""
         sources: dict[Offer, source.Source] = {}
         problems: list[str] = []
-        for found in self._of_each(lambda peer: peer.offers(step)):
-            sources.update(found.sources)
-            problems += found.problems
+        for offered in self._of_each(lambda peer: peer.offers(step)):
+            sources.update(offered.sources)
+            problems += offered.problems
         return source.Offered(sources, problems)
 
     def refusing(self) -> list[str]:
@@ -244,14 +245,14 @@ class Peers:
 
 
 def _listed(each: dict[str, Any]) -> _Listed:
-    found = _Listed(
+    listed = _Listed(
         slot=each["slot"], step=each["step"], save=each["save"], name=each["manifest"]
     )
-    right = isinstance(found.slot, str) and isinstance(found.name, str)
-    step = layout.parse_step_directory(f"{found.step}-{found.save}")
-    if not right or step != (found.step, found.save):
+    right = isinstance(listed.slot, str) and isinstance(listed.name, str)
+    step = layout.parse_step_directory(f"{listed.step}-{listed.save}")
+    if not right or step != (listed.step, listed.save):
         raise ValueError("not a step")
-    return found
+    return listed
 
 
 def _path(file: str) -> str:

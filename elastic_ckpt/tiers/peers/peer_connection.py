@@ -126,12 +126,12 @@ class _PinnedConnection(http.client.HTTPSConnection):
         super().connect()
         assert isinstance(self.sock, ssl.SSLSocket)
         shown = self.sock.getpeercert(binary_form=True) or b""
-        found = hashlib.sha256(shown).hexdigest()
-        if found != self._certificate_sha256:
+        shown_sha256 = hashlib.sha256(shown).hexdigest()
+        if shown_sha256 != self._certificate_sha256:
             self.close()
             raise Untrusted(
-                f"shows the certificate {found}, not {self._certificate_sha256} as"
-                " announced"
+                f"shows the certificate {shown_sha256}, not"
+                f" {self._certificate_sha256} as announced"
             )
 
 

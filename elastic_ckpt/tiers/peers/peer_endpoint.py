@@ -254,8 +254,8 @@ class Endpoint:
     def _check_range(
         self, response: peer_connection.Response, first: int, last: int
     ) -> None:
-        found = _RANGE.fullmatch(response.getheader("Content-Range", ""))
-        bounds = (int(found[1]), int(found[2])) if found else None
+        match = _RANGE.fullmatch(response.getheader("Content-Range", ""))
+        bounds = (int(match[1]), int(match[2])) if match else None
         if bounds == (first, last) and response.length == last + 1 - first:
             return
         raise source.ReadError(

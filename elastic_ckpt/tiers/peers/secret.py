@@ -48,9 +48,9 @@ def read_or_create(root: epath.PathLike) -> str:
     """
     file = path(root)
     storage.create(file, new().encode(), mode=0o600)
-    found = os.stat(file, follow_symlinks=False)
-    private = stat.S_ISREG(found.st_mode) and not stat.S_IMODE(found.st_mode) & 0o077
-    if not private or found.st_uid != os.geteuid():
+    status = os.stat(file, follow_symlinks=False)
+    private = stat.S_ISREG(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
+    if not private or status.st_uid != os.geteuid():
         raise errors.RunError(
             f"{file} is not a file of mode 0600 of this user: others may know the"
             " run's secret; remove it, and a new one is made"
@@ -66,13 +66,13 @@ def read(file: epath.PathLike) -> str:
     """
     try:
         with open(file, encoding="ascii") as opened:
-            found = opened.read(2048).rstrip("\n")
+            text = opened.read(2048).rstrip("\n")
     except FileNotFoundError:
         raise errors.RunError(f"{file}: there is no such file of a secret") from None
     except UnicodeDecodeError:
-        found = ""
+        text = ""
     # The message must not show what was found.
-    return _checked(found, f"{file} holds no secret")
+    return _checked(text, f"{file} holds no secret")
 
 
 def adopt(root: epath.PathLike, secret: str) -> None:
@@ -97,26 +97,26 @@ class Watched:
 
     def __init__(self, file: epath.PathLike) -> None:
         self._file = file
-        self._version = self._found_version()
+        self._version = self._file_version()
         self._secret: str | None = read(file)
 
     def current(self) -> str | None:
         """The secret; None while the file is missing or holds none."""
-        found = self._found_version()
-        if found != self._version:
-            self._version = found
+        version = self._file_version()
+        if version != self._version:
+            self._version = version
             try:
                 self._secret = read(self._file)
             except errors.RunError:
                 self._secret = None
         return self._secret
 
-    def _found_version(self) -> tuple[int, int, int] | None:
+    def _file_version(self) -> tuple[int, int, int] | None:
         try:
-            found = os.stat(self._file)
+            status = os.stat(self._file)
         except FileNotFoundError:
             return None
-        return (found.st_ino, found.st_mtime_ns, found.st_size)
+        return (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _checked(secret: str, otherwise: str) -> str:

@@ -72,11 +72,11 @@ def commit(
     stores = _stores(manifests)
     retries.call(doing, lambda: _drop_unnamed(unfinished, manifests))
     for checkpointable, names in stores.items():
-        where = unfinished / checkpointable
-        retries.call(doing, lambda where=where, names=names: ocdbt.merge(where, names))
+        store = unfinished / checkpointable
+        retries.call(doing, lambda store=store, names=names: ocdbt.merge(store, names))
     listed = orbax_digests.to_bytes(orbax_files)
-    described = {**orbax_files, orbax_digests.FILE: listed}
-    for name, content in described.items():
+    metadata_files = {**orbax_files, orbax_digests.FILE: listed}
+    for name, content in metadata_files.items():
         path = unfinished / name
         retries.call(doing, lambda path=path, content=content: _write(path, content))
     parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
@@ -107,9 +107,11 @@ def _manifests(
     unfinished: epath.Path, saved: SavedStep, hosts: Sequence[str]
 ) -> list[Manifest]:
     names = [manifest_file.file_name(host) for host in hosts]
-    found = read_manifests(unfinished, names, run=saved.run, step=saved.step)
+    manifests = read_manifests(unfinished, names, run=saved.run, step=saved.step)
     manifests = [
-        each for each in found if isinstance(each, Manifest) and each.save == saved.save
+        each
+        for each in manifests
+        if isinstance(each, Manifest) and each.save == saved.save
     ]
     done = {each.host.id for each in manifests}
     missing = [host for host in hosts if host not in done]
@@ -135,12 +137,12 @@ def _files(manifests: Sequence[Manifest]) -> set[str]:
 
 def _stores(manifests: Sequence[Manifest]) -> dict[str, set[str]]:
     # By checkpointable, the stores that hosts wrote chunks of it into.
-    found: dict[str, set[str]] = {}
+    stores: dict[str, set[str]] = {}
     for each in manifests:
         for file in each.fragments.files:
             checkpointable, _, store = file.partition("//")[0].rpartition("/")
-            found.setdefault(checkpointable, set()).add(store)
-    return found
+            stores.setdefault(checkpointable, set()).add(store)
+    return stores
 
 
 def _drop_unnamed(unfinished: epath.Path, manifests: Sequence[Manifest]) -> None:

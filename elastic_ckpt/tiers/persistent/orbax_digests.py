@@ -43,13 +43,13 @@ def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
         return
     for path, expected in listed.items():
         try:
-            found = (directory / path).read_bytes()
+            content = (directory / path).read_bytes()
         except FileNotFoundError:
             yield path, "is missing"
         except bucket_clients.failures() as error:
             yield path, f"cannot be read ({error})"
         else:
-            if _digest(found) != expected:
+            if _digest(content) != expected:
                 yield path, "is not what was saved: its digest differs"
 
 

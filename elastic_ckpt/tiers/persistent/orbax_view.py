@@ -61,11 +61,11 @@ class OrbaxView:
         Yields:
           The path of a file in the step's directory, and what is wrong with it.
         """
-        told = dict(orbax_digests.problems(self._directory))
-        yield from told.items()
+        reported = dict(orbax_digests.problems(self._directory))
+        yield from reported.items()
         for part, saved in sorted(self._names.items()):
             file = f"{part}/{_TREE_FILE}"
-            if file not in told:
+            if file not in reported:
                 yield from ((file, why) for why in self._tree_problems(part, saved))
 
     def _tree_problems(self, part: str, saved: set[str]) -> Iterator[str]:
@@ -80,13 +80,13 @@ class OrbaxView:
         for name in sorted(listed - saved):
             # Of arrays without elements there are no chunks.
             try:
-                found = ocdbt.open_saved_array(
+                array = ocdbt.open_saved_array(
                     self._directory / part, name, self._context
                 )
             except (OSError, ValueError):
                 yield f"lists the array {_shown(name)!r}, which is not in the store"
                 continue
-            if 0 not in found.shape:
+            if 0 not in array.shape:
                 yield f"lists the array {_shown(name)!r}, which was not saved"
 
     def _array(self, fragment: Fragment) -> ts.TensorStore:
@@ -102,8 +102,8 @@ class OrbaxView:
                 opened = ocdbt.open_saved_array(
                     self._directory / checkpointable, name, self._context
                 )
-                found = (opened.shape, opened.dtype.numpy_dtype)
-                if found != (leaf.shape, np.dtype(leaf.dtype)):
+                stored = (opened.shape, opened.dtype.numpy_dtype)
+                if stored != (leaf.shape, np.dtype(leaf.dtype)):
                     raise ValueError(
                         f"the array is {opened.dtype.name}{list(opened.shape)}, not"
                         f" {leaf.dtype}{list(leaf.shape)}"

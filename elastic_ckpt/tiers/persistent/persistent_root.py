@@ -70,10 +70,10 @@ class PersistentRoot:
     in_place: bool
 
     @classmethod
-    def of(cls, path: epath.PathLike) -> PersistentRoot:
+    def from_path(cls, path: epath.PathLike) -> PersistentRoot:
         """The root at `path`; steps are renamed on local paths and NFS mounts alone."""
-        where = storage.absolute(path)
-        return cls(path=where, in_place=not storage.is_local(where))
+        root = storage.absolute(path)
+        return cls(path=root, in_place=not storage.is_local(root))
 
     def final(self, step: int) -> epath.Path:
         """The directory of a step when it is committed."""
@@ -109,13 +109,13 @@ class PersistentRoot:
             there = "one that Orbax saved without elastic_ckpt"
             older = self.foreign_save(step) < save
         else:
-            found = manifest_file.read(
+            manifest = manifest_file.read(
                 final / names[0], run=run, step=step, stores=True
             )
-            if found.save == save:
+            if manifest.save == save:
                 return False
-            there = f"its save {found.save!r}"
-            older = found.save < save
+            there = f"its save {manifest.save!r}"
+            older = manifest.save < save
         if older and not self.in_place:
             return True
         raise errors.CheckpointError(
@@ -147,7 +147,7 @@ class PersistentRoot:
 
         Those that Orbax itself left are told too: it names them in the same way.
         """
-        found = []
+        leftovers = []
         for name in self._names():
             cut_short = _UNFINISHED.fullmatch(name)
             if cut_short:
@@ -156,8 +156,8 @@ class PersistentRoot:
                 step, save = int(name), None
             else:
                 continue
-            found.append(Leftover(step=step, save=save, path=self.path / name))
-        return sorted(found, key=lambda each: (each.step, str(each.path)))
+            leftovers.append(Leftover(step=step, save=save, path=self.path / name))
+        return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
     def uncommit(self, step: int) -> epath.Path:
         """Takes a committed step back, at once; where its directory is then."""
@@ -234,7 +234,7 @@ def find_run(path: epath.PathLike) -> str | None:
     Raises:
       CheckpointError: if the steps cannot be listed.
     """
-    root = PersistentRoot.of(path)
+    root = PersistentRoot.from_path(path)
     for step in reversed(root.steps()):
         for name in manifest_names(root.final(step)):
             with contextlib.suppress(OSError, checked_json.Unreadable):
@@ -246,10 +246,10 @@ def find_run(path: epath.PathLike) -> str | None:
 def read_json(path: epath.Path) -> dict[str, Any]:
     """A JSON object that Orbax wrote; empty if there is none that can be read."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def manifest_names(directory: epath.Path) -> list[str]:

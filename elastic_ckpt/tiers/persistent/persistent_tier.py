@@ -65,12 +65,12 @@ class PersistentTier:
 
         Steps that are not set aside are of one line: no save is newer than the last's.
         """
-        found = self._root.set_aside_steps()
+        steps = self._root.set_aside_steps()
         for step in reversed(self._steps()):
             save = arrange.save_of(self._root, step, run=self._run)
             if save is not None:
-                return [*found, (step, save)]
-        return found
+                return [*steps, (step, save)]
+        return steps
 
     def recorded_lines(self) -> list[Line]:
         """The newest line that was begun without a step in storage; see `arrange`.
@@ -96,11 +96,11 @@ class PersistentTier:
           is none.
         """
         directory = self._root.final(step)
-        described = read_json(directory / "_CHECKPOINT_METADATA")
+        metadata = read_json(directory / "_CHECKPOINT_METADATA")
         return {
             "metrics": read_json(directory / "metrics" / "metrics") or None,
-            "custom_metadata": described.get("custom_metadata") or None,
-            "commit_timestamp_nsecs": described.get("commit_timestamp_nsecs"),
+            "custom_metadata": metadata.get("custom_metadata") or None,
+            "commit_timestamp_nsecs": metadata.get("commit_timestamp_nsecs"),
         }
 
     def offers(self, step: int) -> Offered:
@@ -118,21 +118,23 @@ class PersistentTier:
         return Offered(sources=sources, problems=tuple(problems))
 
     def _directories(self, step: int) -> list[epath.Path]:
-        found = [self._root.final(step)] if self._root.is_committed(step) else []
+        committed = [self._root.final(step)] if self._root.is_committed(step) else []
         aside = [each for each in self._root.set_aside_steps() if each[0] == step]
-        return [*found, *(self._root.aside(*each) for each in aside)]
+        return [*committed, *(self._root.aside(*each) for each in aside)]
 
     def _offers(self, step: int, directory: epath.Path) -> Offered:
         names = manifest_names(directory)
-        found = read_manifests(directory, names, run=self._run, step=step)
+        manifests = read_manifests(directory, names, run=self._run, step=step)
         source = _StepSource(directory, self._context)
         return Offered(
             sources={
                 Offer(tier="persistent", manifest=each): source
-                for each in found
+                for each in manifests
                 if isinstance(each, Manifest)
             },
-            problems=[str(each) for each in found if not isinstance(each, Manifest)],
+            problems=[
+                str(each) for each in manifests if not isinstance(each, Manifest)
+            ],
         )
 
     def held(self) -> list[retention.HeldStep]:
@@ -161,10 +163,10 @@ class PersistentTier:
 
     def preserved_aside(self) -> list[int]:
         """Those of the steps that are set aside, likewise."""
-        found = self._root.set_aside_steps()
+        aside = self._root.set_aside_steps()
         return [
             step
-            for step, save in found
+            for step, save in aside
             if preserved.is_preserved(self._root.aside(step, save))
         ]
 
@@ -216,8 +218,8 @@ class PersistentTier:
     def _held(
         self, step: int, directory: epath.Path, save: str = ""
     ) -> retention.HeldStep | None:
-        described = read_json(directory / "_CHECKPOINT_METADATA")
-        nsecs = described.get("commit_timestamp_nsecs") or 0
+        metadata = read_json(directory / "_CHECKPOINT_METADATA")
+        nsecs = metadata.get("commit_timestamp_nsecs") or 0
         time = _BEGINNING + datetime.timedelta(microseconds=nsecs // 1000)
         if (step, time) not in self._whole:
             offers = list(self._offers(step, directory).sources)
@@ -245,14 +247,14 @@ class _StepSource:
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
-        where, inside, key = file.partition("//")
+        path, inside, key = file.partition("//")
         end = offset + len(into)
         with _read_errors():
             if inside:
-                found = self._store(where).read(key, byte_range=slice(offset, end))
-                content = found.result().value
+                reading = self._store(path).read(key, byte_range=slice(offset, end))
+                content = reading.result().value
             else:
-                with (self._directory / where).open("rb") as opened:
+                with (self._directory / path).open("rb") as opened:
                     opened.seek(offset)
                     content = opened.read(len(into))
         if len(content) != len(into):
@@ -261,11 +263,11 @@ class _StepSource:
         on_piece(into)
 
     def size(self, file: str) -> int:
-        where, inside, key = file.partition("//")
+        path, inside, key = file.partition("//")
         with _read_errors():
             if inside:
-                return len(self._store(where).read(key).result().value)
-            with (self._directory / where).open("rb") as opened:
+                return len(self._store(path).read(key).result().value)
+            with (self._directory / path).open("rb") as opened:
                 return opened.seek(0, os.SEEK_END)
 
     def _store(self, name: str) -> ts.KvStore:

@@ -139,10 +139,10 @@ class Upload:
         stored: dict[str, list[ocdbt.Chunk]] = {}
         fragments = []
         for leaf, box, values, digest in chunks:
-            described = self._saved.contents.leaves[leaf]
-            array = self._saved.arrays[described.path]
+            description = self._saved.contents.leaves[leaf]
+            array = self._saved.arrays[description.path]
             stored.setdefault(array.checkpointable, []).append(
-                ocdbt.Chunk(leaf=described, array=array, box=box, values=values)
+                ocdbt.Chunk(leaf=description, array=array, box=box, values=values)
             )
             fragments.append(
                 Fragment(
@@ -151,7 +151,7 @@ class Upload:
                     digest=digest,
                     file=f"{array.checkpointable}/{self._store}//{array.key(box)}",
                     offset=0,
-                    stored_bytes=layout.num_bytes(box, described.dtype),
+                    stored_bytes=layout.num_bytes(box, description.dtype),
                 )
             )
         for checkpointable, some in stored.items():

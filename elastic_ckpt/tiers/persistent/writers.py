@@ -131,7 +131,9 @@ class WritingWorld:
         if leftover.save is not None:
             return {leftover.save}
         names = manifest_names(leftover.path)
-        found = read_manifests(leftover.path, names, run=self._run, step=leftover.step)
-        if not all(isinstance(each, Manifest) for each in found):
+        manifests = read_manifests(
+            leftover.path, names, run=self._run, step=leftover.step
+        )
+        if not all(isinstance(each, Manifest) for each in manifests):
             return set()
-        return {each.save for each in found if isinstance(each, Manifest)}
+        return {each.save for each in manifests if isinstance(each, Manifest)}

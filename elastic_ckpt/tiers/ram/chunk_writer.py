@@ -59,15 +59,17 @@ class ChunkWriter:
         in_flight = _InFlight()
         try:
             for leaf, chunk in chunks.items():
-                described = self.contents.leaves[leaf]
-                prefix = layout.leaf_directory(described.path) + "/"
-                in_flight.add(self._arrays.describe(prefix, described, chunk), 0)
+                description = self.contents.leaves[leaf]
+                prefix = layout.leaf_directory(description.path) + "/"
+                in_flight.add(self._arrays.describe(prefix, description, chunk), 0)
                 for box, values in captured[leaf].boxes:
                     for part in layout.cut(box, chunk):
                         some = values[boxes.relative(part, box)]
                         name = digest.values_digest(some)
                         fragments.append(self._fragment(leaf, part, name))
-                        write = self._arrays.write(prefix, described, chunk, part, some)
+                        write = self._arrays.write(
+                            prefix, description, chunk, part, some
+                        )
                         in_flight.add(write, some.nbytes)
         finally:
             in_flight.drain()
@@ -102,13 +104,13 @@ class ChunkWriter:
         self.put(fragment, values)
 
     def _fragment(self, leaf: int, box: boxes.Box, name: bytes) -> Fragment:
-        described = self.contents.leaves[leaf]
-        stored = layout.num_bytes(box, described.dtype) + layout.CHECKSUM_BYTES
+        description = self.contents.leaves[leaf]
+        stored = layout.num_bytes(box, description.dtype) + layout.CHECKSUM_BYTES
         return Fragment(
             leaf=leaf,
             box=box,
             digest=name,
-            file=layout.chunk_file(described.path, box, box.shape),
+            file=layout.chunk_file(description.path, box, box.shape),
             offset=0,
             stored_bytes=stored,
         )

@@ -109,8 +109,8 @@ class RamDisk:
         sources: dict[Offer, Source] = {}
         problems = []
         for slot in self.slots():
-            for found, save in self.saves(slot):
-                if found != step or not self.manifest_path(slot, step, save).exists():
+            for number, save in self.saves(slot):
+                if number != step or not self.manifest_path(slot, step, save).exists():
                     continue
                 try:
                     manifest = self.manifest(slot, step, save)

@@ -232,9 +232,9 @@ def sweep(path: epath.Path) -> list[str]:
     removed = []
     for parent, _, files in os.walk(directory):
         for file in files:
-            found = os.path.join(parent, file)
-            is_named = os.path.relpath(found, directory) in named
+            entry = os.path.join(parent, file)
+            is_named = os.path.relpath(entry, directory) in named
             if not is_named and file != "zarr.json":
-                storage.remove(found)
-                removed.append(found)
+                storage.remove(entry)
+                removed.append(entry)
     return removed

@@ -1,4 +1,4 @@
-"""Places: where parts of a run's steps lie, looked at from outside of any world.
+"""Locations: where parts of a run's steps lie, looked at from outside of any world.
 
 A place is a RAM disk on this machine, the agent of another one, or persistent storage.
 Several together are looked at as a restore would: a step is complete in any mixture.
@@ -38,7 +38,7 @@ class Leftover:
     path: str
 
 
-class Place(Protocol):
+class Location(Protocol):
     """One place."""
 
     @property
@@ -46,7 +46,7 @@ class Place(Protocol):
         """What can be read there."""
         ...
 
-    def where(self, offer: Offer) -> str:
+    def directory(self, offer: Offer) -> str:
         """The directory of what is offered there, as people find it."""
         ...
 
@@ -59,7 +59,7 @@ class Place(Protocol):
         ...
 
 
-class RamPlace:
+class RamLocation:
     """A RAM disk on this machine.
 
     Args:
@@ -72,7 +72,7 @@ class RamPlace:
 
     @property
     def tier(self) -> Tier:
-        """See `Place`."""
+        """See `Location`."""
         return self
 
     def steps(self) -> Sequence[int]:
@@ -85,7 +85,7 @@ class RamPlace:
 
     def offers(self, step: int) -> Offered:
         """See `source.Tier`; manifests of another memory than this are problems too."""
-        found = self._disk.offers(step)
+        offered = self._disk.offers(step)
         strange = [
             f"manifest {directory / name} is not of the machine that"
             f" {self._disk.root / machine.FILE} names; bring that file back"
@@ -93,14 +93,14 @@ class RamPlace:
             for name in persistent_root.manifest_names(directory)
             if number == step
         ]
-        return Offered(sources=found.sources, problems=[*found.problems, *strange])
+        return Offered(sources=offered.sources, problems=[*offered.problems, *strange])
 
-    def where(self, offer: Offer) -> str:
-        """See `Place`."""
+    def directory(self, offer: Offer) -> str:
+        """See `Location`."""
         return str(self._disk.root / _directory(offer))
 
     def leftovers(self) -> list[Leftover]:
-        """See `Place`."""
+        """See `Location`."""
         return [
             Leftover(step=step, path=str(directory))
             for step, _, directory in self._uncommitted()
@@ -108,7 +108,7 @@ class RamPlace:
         ]
 
     def preserved(self) -> list[int]:
-        """See `Place`."""
+        """See `Location`."""
         return self._disk.preserved()
 
     def _uncommitted(self) -> Iterator[tuple[int, str, epath.Path]]:
@@ -119,7 +119,7 @@ class RamPlace:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PeerPlace:
+class PeerLocation:
     """The RAM disk of another machine, through its agent.
 
     Attributes:
@@ -130,8 +130,8 @@ class PeerPlace:
     url: str
     tier: peer.Peer
 
-    def where(self, offer: Offer) -> str:
-        """See `Place`."""
+    def directory(self, offer: Offer) -> str:
+        """See `Location`."""
         return f"{self.url}/v1/{_directory(offer)}"
 
     def leftovers(self) -> list[Leftover]:
@@ -143,7 +143,7 @@ class PeerPlace:
         return []
 
 
-class PersistentPlace:
+class PersistentLocation:
     """Persistent storage.
 
     Args:
@@ -165,7 +165,7 @@ class PersistentPlace:
 
     @property
     def tier(self) -> Tier:
-        """See `Place`."""
+        """See `Location`."""
         return self
 
     def steps(self) -> Sequence[int]:
@@ -191,15 +191,15 @@ class PersistentPlace:
             return Offered(sources={}, problems=())
         return self._tier.offers(step)
 
-    def where(self, offer: Offer) -> str:
-        """See `Place`."""
+    def directory(self, offer: Offer) -> str:
+        """See `Location`."""
         save = (offer.manifest.step, offer.manifest.save)
         if save in self._set_aside:
             return str(self._root.aside(*save))
         return str(self._root.final(offer.manifest.step))
 
     def leftovers(self) -> list[Leftover]:
-        """See `Place`."""
+        """See `Location`."""
         return [
             Leftover(step=each.step, path=str(each.path))
             for each in self._root.leftovers()
@@ -207,7 +207,7 @@ class PersistentPlace:
         ]
 
     def preserved(self) -> list[int]:
-        """See `Place`."""
+        """See `Location`."""
         preserved = {*self._tier.preserved(), *self._tier.preserved_aside()}
         return self._wanted(sorted(preserved))
 
@@ -221,81 +221,87 @@ class PersistentPlace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Copy:
-    """What one holder has of a step, and where.
+    """The copy of a step at one holder, and its location.
 
     Attributes:
       source: reads it.
-      where: its directory, as people find it.
+      directory: its directory, as people find it.
     """
 
     source: Source
-    where: str
+    directory: str
 
 
-class Places:
-    """Some places together.
+class Locations:
+    """Several locations together.
 
     Args:
-      places: any number.
+      locations: any number.
 
     Attributes:
-      places: as given.
+      locations: as given.
     """
 
-    def __init__(self, places: Sequence[Place]) -> None:
-        self.places = tuple(places)
+    def __init__(self, locations: Sequence[Location]) -> None:
+        self.locations = tuple(locations)
 
     @functools.cached_property
     def steps(self) -> list[int]:
         """The steps of which there may be something, ascending."""
-        return sorted({step for each in self.places for step in each.tier.steps()})
+        return sorted({step for each in self.locations for step in each.tier.steps()})
 
     @functools.cached_property
     def line(self) -> Line:
         """The line of the newest save: steps that it abandons do not count."""
-        stored = [each for each in self.places if isinstance(each, PersistentPlace)]
+        stored = [
+            each for each in self.locations if isinstance(each, PersistentLocation)
+        ]
         lines = [line for each in stored for line in each.recorded_lines()]
-        return find.Search([each.tier for each in self.places], lines=lines).line
+        return find.Search([each.tier for each in self.locations], lines=lines).line
 
     @functools.cached_property
     def foreign_steps(self) -> dict[int, str]:
         """The directories of steps that Orbax saved without us, by their numbers."""
-        found: dict[int, str] = {}
-        for each in self.places:
-            if isinstance(each, PersistentPlace):
-                found.update(each.foreign_steps())
-        return dict(sorted(found.items()))
+        steps: dict[int, str] = {}
+        for each in self.locations:
+            if isinstance(each, PersistentLocation):
+                steps.update(each.foreign_steps())
+        return dict(sorted(steps.items()))
 
     def look(self, step: int) -> tuple[dict[Offer, Copy], list[str]]:
         """What there is of a step, each holder once, and what could not be read."""
         copies: dict[Offer, Copy] = {}
         problems: list[str] = []
         seen: set[tuple[str, str, str]] = set()
-        for place in self.places:
-            offered = place.tier.offers(step)
+        for location in self.locations:
+            offered = location.tier.offers(step)
             problems += offered.problems
             for offer, source in offered.sources.items():
-                where = place.where(offer)
+                directory = location.directory(offer)
                 # A machine may be reached by its path and through its agent, and its
                 # memory is one all the same. Storage is what its path says.
-                memory = "" if offer.tier == "local" else where
+                memory = "" if offer.tier == "local" else directory
                 holder = (memory, offer.host.id, offer.manifest.save)
                 if holder not in seen:
                     seen.add(holder)
-                    copies[offer] = Copy(source=source, where=where)
+                    copies[offer] = Copy(source=source, directory=directory)
         return copies, problems
 
     def leftovers(self) -> list[Leftover]:
         """What is not committed, ascending by step."""
-        found = [each for place in self.places for each in place.leftovers()]
-        return sorted(found, key=lambda each: (each.step, each.path))
+        leftovers = [
+            each for location in self.locations for each in location.leftovers()
+        ]
+        return sorted(leftovers, key=lambda each: (each.step, each.path))
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, as far as it can be seen, ascending."""
-        return sorted({step for place in self.places for step in place.preserved()})
+        return sorted(
+            {step for location in self.locations for step in location.preserved()}
+        )
 
 
-def at_path(path: epath.PathLike, *, run: str) -> Place:
+def at_path(path: epath.PathLike, *, run: str) -> Location:
     """The RAM disk, the directory of steps, or the one step at `path`.
 
     Raises:
@@ -303,14 +309,14 @@ def at_path(path: epath.PathLike, *, run: str) -> Place:
     """
     directory = storage.absolute(path)
     if is_ram_disk(directory):
-        return RamPlace(directory, run=run)
+        return RamLocation(directory, run=run)
     # A step is named by its number, and holds what a directory of steps does not.
     if directory.name.isdecimal() and (
         (directory / "_CHECKPOINT_METADATA").exists()
         or persistent_root.manifest_names(directory)
     ):
-        root = persistent_root.PersistentRoot.of(directory.parent)
-        return PersistentPlace(root, run=run, only=int(directory.name))
+        root = persistent_root.PersistentRoot.from_path(directory.parent)
+        return PersistentLocation(root, run=run, only=int(directory.name))
     if not directory.is_dir():
         raise errors.CheckpointError(
             f"{path}: there is no such directory; name that of a run, a RAM disk, the"
@@ -319,14 +325,14 @@ def at_path(path: epath.PathLike, *, run: str) -> Place:
     return at_steps(directory, run=run)
 
 
-def at_steps(path: epath.PathLike, *, run: str) -> PersistentPlace:
+def at_steps(path: epath.PathLike, *, run: str) -> PersistentLocation:
     """The directory of steps at `path`, which need not be there yet."""
-    return PersistentPlace(persistent_root.PersistentRoot.of(path), run=run)
+    return PersistentLocation(persistent_root.PersistentRoot.from_path(path), run=run)
 
 
-def at_peer(url: str, client: peer_client.PeerClient, *, run: str) -> PeerPlace:
+def at_peer(url: str, client: peer_client.PeerClient, *, run: str) -> PeerLocation:
     """The RAM disk that the agent at `url` serves."""
-    return PeerPlace(url=url, tier=peer.Peer(url, client, run))
+    return PeerLocation(url=url, tier=peer.Peer(url, client, run))
 
 
 def is_ram_disk(directory: epath.Path) -> bool:
@@ -354,7 +360,7 @@ def is_step(path: epath.PathLike) -> bool:
         return False
     if layout.parse_step_directory(directory.name) is not None:
         return bool(persistent_root.manifest_names(directory))
-    root = persistent_root.PersistentRoot.of(directory.parent)
+    root = persistent_root.PersistentRoot.from_path(directory.parent)
     return directory.name.isdecimal() and int(directory.name) in root.steps()
 
 
