@@ -390,7 +390,7 @@ def test_where_steps_are_written_in_place_they_are_copied_aside(run, monkeypatch
     in_place = lambda path: persistent_root.PersistentRoot(  # noqa: E731
         path=storage.absolute(path), in_place=True
     )
-    monkeypatch.setattr(persistent_root.PersistentRoot, "of", in_place)
+    monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", in_place)
     with run.world() as opened:
         run.save(opened, *range(1, 5), line=1)
         opened.load(2)
