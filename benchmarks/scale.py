@@ -81,7 +81,7 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
     offers = _world(num_hosts, step=30)
     hosts = [offer.host for offer in offers]
     samples, placed = _timed(
-        lambda: placement.place(holdings.Holdings.of(offers), hosts)
+        lambda: placement.place(holdings.Holdings.from_offers(offers), hosts)
     )
     found = {"placement_secs": samples}
     assert len(placed.item) == 2 * num_hosts * (_BOXES_A_HOST + 1)
@@ -169,7 +169,7 @@ def _with_copies(
     offers: list[holdings.Offer], placed: placement.Placement
 ) -> list[holdings.Offer]:
     # What the manifests say when all copies have arrived.
-    table = holdings.Holdings.of(offers)
+    table = holdings.Holdings.from_offers(offers)
     row = table.first_row[placed.item]
     is_file = placed.item >= len(table.leaf)
     order = np.argsort(placed.target, kind="stable")

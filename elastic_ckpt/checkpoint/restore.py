@@ -79,17 +79,21 @@ def find(
     )
     for passed_over, why in outcome.passed_over:
         emit("step_passed_over", step=passed_over, why=why)
-    newest = 0 if outcome.found is None else outcome.found.step
+    newest = 0 if outcome.complete_step is None else outcome.complete_step.step
     for why in outcome.refusing:
         logging.warning("%s", why)
         emit("degraded", tier="peer", step=newest, why=why)
     if outcome.out_of_reach is not None:
-        if outcome.found is None:
+        if outcome.complete_step is None:
             raise errors.CheckpointError(
                 f"no step is complete in RAM, and {outcome.out_of_reach}"
             )
         emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
-    found = None if outcome.found is None else CheckpointMetadata.of(outcome.found)
+    found = (
+        None
+        if outcome.complete_step is None
+        else CheckpointMetadata.of(outcome.complete_step)
+    )
     return Search(found=found, newest_save=outcome.newest_save)
 
 

@@ -111,14 +111,14 @@ class SearchOutcome:
     """The outcome of a search for a complete step.
 
     Attributes:
-      found: None if no step is complete.
+      complete_step: None if no step is complete.
       newest_save: of all steps that there are; empty if there are none.
       passed_over: newer steps that are not complete, and why.
       out_of_reach: why storage cannot be searched; None if it was, or there is none.
       refusing: peers that may have steps and refuse this host, a sentence each.
     """
 
-    found: CompleteStep | None
+    complete_step: CompleteStep | None
     newest_save: str
     passed_over: tuple[tuple[int, str], ...]
     out_of_reach: str | None

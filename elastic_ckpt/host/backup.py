@@ -233,7 +233,7 @@ class HostBackup:
 
     def _read(self, step: int, save: str) -> tuple[dict[Offer, Source], Holdings]:
         sources, _ = self._world.in_ram(step, save)
-        return sources, Holdings.of(list(sources))
+        return sources, Holdings.from_offers(list(sources))
 
     def _arrange(self, contents: Contents, step: int, save: str) -> None:
         if self._arranged != (step, save):
@@ -324,7 +324,7 @@ def _upload_share(
         return int(holdings.stored_bytes[batch].sum())
 
     uploading.begin()
-    items = shared.of(host.id)
+    items = shared.items_of(host.id)
     batches = uploads.batches(
         items,
         holdings.stored_bytes[items],

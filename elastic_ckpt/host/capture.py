@@ -105,24 +105,24 @@ def capture(
         num_bytes = 0
         here = [_held(path, leaves[path], held) for path in sorted(leaves)]
         for leaf, shard_shape, shards, kept in here:
-            found = []
+            copies = []
             for box, shard in shards:
                 values = np.asarray(shard)
                 # What was fetched owns its memory, and is nobody else's.
                 own = kept or (values is not shard and values.flags.owndata)
-                found.append((box, values, None if own else num_bytes))
+                copies.append((box, values, None if own else num_bytes))
                 num_bytes += 0 if own else _aligned(values.nbytes)
-            parts.append((leaf, shard_shape, found))
+            parts.append((leaf, shard_shape, copies))
         memory = pool.take(num_bytes)
         captured = [
             CapturedLeaf(
                 leaf=leaf,
                 shard_shape=shard_shape,
                 boxes=tuple(
-                    [(box, _copied(values, memory, at)) for box, values, at in found]
+                    [(box, _copied(values, memory, at)) for box, values, at in copies]
                 ),
             )
-            for leaf, shard_shape, found in parts
+            for leaf, shard_shape, copies in parts
         ]
 
     return Captured(captured, on_release=functools.partial(pool.give_back, memory))
@@ -135,7 +135,7 @@ def numbers(value: Any) -> Any:
     return value
 
 
-def described(path: str, value: jax.Array | Whole) -> Leaf:
+def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     """The leaf that `value` is, whatever it holds.
 
     Raises:
@@ -190,27 +190,27 @@ def _held(
     if isinstance(value, Shards):
         return value.leaf, value.shard_shape, value.boxes, value.kept
     value = numbers(value)
-    leaf = described(path, value)
+    leaf = leaf_of(path, value)
     if not isinstance(value, jax.Array):
         # In this machine's byte order, which is that of the files.
         array = np.asarray(value, np.dtype(leaf.dtype))
         whole = [(boxes.whole(array.shape), array)] if array.size else []
         return leaf, array.shape, whole, False
-    places = _places(value.sharding, value.shape)
+    placement = _placement(value.sharding, value.shape)
     shards = value.addressable_shards
-    if not places.far:
+    if not placement.far:
         # Views; keeping JAX's objects instead would cost rounds of garbage collection.
-        in_place = [(box, np.asarray(shards[n].data)) for n, box in places.boxes]
+        in_place = [(box, np.asarray(shards[n].data)) for n, box in placement.boxes]
         kept = held is not None and held.allow(path, value)
-        return leaf, places.shard_shape, in_place, kept
-    for number, _ in places.boxes:
+        return leaf, placement.shard_shape, in_place, kept
+    for number, _ in placement.boxes:
         # Devices send while the first arrays are being copied.
         shards[number].data.copy_to_host_async()
-    far = [(box, shards[number].data) for number, box in places.boxes]
-    return leaf, places.shard_shape, far, False
+    far = [(box, shards[number].data) for number, box in placement.boxes]
+    return leaf, placement.shard_shape, far, False
 
 
-class _Places(NamedTuple):
+class _Placement(NamedTuple):
     # Of each box that is here the first shard with it; whether it has to be fetched.
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[int, boxes.Box], ...]
@@ -218,13 +218,13 @@ class _Places(NamedTuple):
 
 
 @functools.lru_cache(maxsize=2**14)
-def _places(sharding: Sharding, shape: tuple[int, ...]) -> _Places:
+def _placement(sharding: Sharding, shape: tuple[int, ...]) -> _Placement:
     indices = sharding.addressable_devices_indices_map(shape)
     first: dict[boxes.Box, int] = {}
     for number, index in enumerate(indices.values()):
         assert index is not None
         first.setdefault(boxes.of_index(index, shape), number)
-    return _Places(
+    return _Placement(
         shard_shape=sharding.shard_shape(shape),
         boxes=tuple((number, box) for box, number in first.items() if box.volume),
         far=any(device.platform != "cpu" for device in indices),

@@ -92,7 +92,7 @@ class CapturedStep:
             save=save,
             host=host,
             contents=contents,
-            fragments=Fragments.of(fragments, contents=contents),
+            fragments=Fragments.from_rows(fragments, contents=contents),
             component_files=tuple(sorted(files, key=lambda file: file.path)),
         )
         self.offer = Offer(tier="local", manifest=manifest)
@@ -119,15 +119,15 @@ class CapturedStep:
         Raises:
           ReadError: if there is no such file.
         """
-        content = np.ascontiguousarray(self._of(file)).reshape(-1).view(np.uint8)
+        content = np.ascontiguousarray(self._content(file)).reshape(-1).view(np.uint8)
         into[:] = content[offset : offset + len(into)].data
         on_piece(into)
 
     def size(self, file: str) -> int:
         """As `source.Source` says."""
-        return self._of(file).nbytes
+        return self._content(file).nbytes
 
-    def _of(self, file: str) -> np.ndarray:
+    def _content(self, file: str) -> np.ndarray:
         if file not in self._values:
             raise ReadError("is not in this host's memory")
         return self._values[file]

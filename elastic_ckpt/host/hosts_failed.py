@@ -16,5 +16,5 @@ class HostsFailed(errors.CheckpointError):
 
     def __init__(self, of_host: Mapping[int, str]) -> None:
         self.of_host = dict(of_host)
-        told = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
-        super().__init__(told)
+        problems = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
+        super().__init__(problems)

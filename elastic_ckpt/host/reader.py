@@ -78,7 +78,7 @@ class HostReader:
         else:
             newest = self._complete(looking.of_step(step))
         return SearchOutcome(
-            found=newest,
+            complete_step=newest,
             newest_save=looking.line.save,
             passed_over=tuple(passed_over.items()),
             out_of_reach=out_of_reach,
@@ -107,14 +107,14 @@ class HostReader:
         Raises:
           CheckpointError: if it is not complete by what this host can reach.
         """
-        found = find.of_save(self._world.tiers, step, save)
-        reader = verified_read.VerifiedReader(found.sources)
+        step_found = find.of_save(self._world.tiers, step, save)
+        reader = verified_read.VerifiedReader(step_found.sources)
         self.forget()
-        self._restoring = _Restoring(found=found, reader=reader)
+        self._restoring = _Restoring(step_found=step_found, reader=reader)
 
     def opened(self) -> Contents:
         """The contents of the step that was opened."""
-        return self._opened().found.step.holdings.contents
+        return self._opened().step_found.step.holdings.contents
 
     def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
         """Turns to what is wanted of the step, for the devices of this process.
@@ -138,7 +138,7 @@ class HostReader:
           components: that are wanted.
         """
         restoring = self._opened()
-        held = restoring.found.step
+        held = restoring.step_found.step
         contents = held.holdings.contents
         missing = sorted(set(components) - contents.components.keys())
         if missing:
@@ -161,7 +161,7 @@ class HostReader:
         """
         restoring = self._opened()
         restoring.values = recovery.read_leaves(
-            restoring.found,
+            restoring.step_found,
             restoring.wanted,
             restoring.reader,
             host=self._world.own.host,
@@ -177,7 +177,7 @@ class HostReader:
         """Writes the files of a component of the step, verified; the directory."""
         restoring = self._opened()
         files = read_plan.files(
-            restoring.found.step,
+            restoring.step_found.step,
             self._world.own.host,
             component,
             domain=self._world.peers.domain,
@@ -227,7 +227,7 @@ class HostReader:
         if not files:
             return []
         return recovery.put_right(
-            restoring.found.step.holdings, restoring.reader, self._world.own, files
+            restoring.step_found.step.holdings, restoring.reader, self._world.own, files
         )
 
     def forget(self) -> None:
@@ -268,8 +268,8 @@ class HostReader:
             **self._world.persistent.notes(step),
         )
 
-    def _complete(self, found: FoundStep) -> CompleteStep:
-        step = found.step
+    def _complete(self, step_found: FoundStep) -> CompleteStep:
+        step = step_found.step
         contents = step.holdings.contents
         return CompleteStep(
             step=step.step,
@@ -313,7 +313,7 @@ class _Reach(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Restoring:
-    found: find.FoundStep
+    step_found: find.FoundStep
     reader: verified_read.VerifiedReader
     wanted: Sequence[trees.WantedLeaf] = ()
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)

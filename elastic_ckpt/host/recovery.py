@@ -22,7 +22,7 @@ NEARNESS = ("local", "close", "distant", "persistent")
 
 
 def read_leaves(
-    found: FoundStep,
+    step_found: FoundStep,
     wanted: Sequence[trees.WantedLeaf],
     reader: verified_read.VerifiedReader,
     *,
@@ -32,7 +32,7 @@ def read_leaves(
     """The values of all boxes that a host wants, by the path of their leaf, verified.
 
     Args:
-      found: the step.
+      step_found: the step.
       wanted: what this host needs of it.
       reader: of the step.
       host: this one.
@@ -41,16 +41,16 @@ def read_leaves(
     Raises:
       CheckpointError: if no good copy of a part is left.
     """
-    contents = found.step.holdings.contents
+    contents = step_found.step.holdings.contents
     listed = [
         (0, contents.listed_path(leaf.path), box)
         for leaf in wanted
         for box in leaf.boxes
     ]
     plan = read_plan.plan(
-        found.step,
+        step_found.step,
         [host],
-        read_plan.Wanted.of(listed, contents=contents),
+        read_plan.Wanted.from_boxes(listed, contents=contents),
         domain=domain,
     )
     values = iter(verified_read.read_boxes(plan, reader))

@@ -203,7 +203,7 @@ class HostSaver:
         """
         sources, problems = self._world.in_ram(step, save)
         failed = bool(problems)
-        holdings = Holdings.of(list(sources))
+        holdings = Holdings.from_offers(list(sources))
         diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
         place = (
             placement.assume_data_parallelism
@@ -284,10 +284,10 @@ class HostSaver:
 
     def remove(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""
-        found = [each for each in self._world.own.held() if each.step == step]
-        for each in found:
+        saves = [each for each in self._world.own.held() if each.step == step]
+        for each in saves:
             self._world.own.remove(each.step, each.save)
-        return bool(found)
+        return bool(saves)
 
     def _staging(self, step: int, save: str) -> epath.Path:
         # Under one controller all hosts have to name it alike.
@@ -358,7 +358,7 @@ def _contents(
 ) -> Contents:
     return Contents(
         leaves=saving.captured.leaves,
-        components={component: len(of) for component, of in parts.items()},
+        components={component: len(files) for component, files in parts.items()},
         **vars(notes),
     )
 

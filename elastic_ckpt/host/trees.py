@@ -221,7 +221,7 @@ def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:
         shape=tuple(numbers.shape),
         dtype=numbers.dtype,
         sharding=sharding,
-        finish=lambda found: jax.random.wrap_key_data(found, impl=impl),
+        finish=lambda data: jax.random.wrap_key_data(data, impl=impl),
     )
 
 
@@ -248,8 +248,8 @@ def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
 
     def make(values: list[np.ndarray]) -> Any:
         of_box = {
-            box: found.astype(dtype, copy=False)
-            for box, found in zip(needed, values, strict=True)
+            box: part.astype(dtype, copy=False)
+            for box, part in zip(needed, values, strict=True)
         }
         return leaf.finish(
             jax.make_array_from_callback(
@@ -265,6 +265,6 @@ def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
 
 def _key_impl(key: Any) -> Any:
     # JAX tells it of keys alone, and tracers are keys.
-    found: list[Any] = []
-    jax.eval_shape(lambda traced: found.append(jax.random.key_impl(traced)), key)
-    return found[0]
+    impls: list[Any] = []
+    jax.eval_shape(lambda traced: impls.append(jax.random.key_impl(traced)), key)
+    return impls[0]

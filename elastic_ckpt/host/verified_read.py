@@ -118,13 +118,13 @@ class VerifiedReader:
     ) -> None:
         tried = []
         for offer, part, (file, offset, expected) in parts:
-            found = digest.values_hash()
+            actual = digest.values_hash()
             try:
-                self._sources[offer].read_into(file, offset, into.data, found.update)
+                self._sources[offer].read_into(file, offset, into.data, actual.update)
             except ReadError as error:
                 why = str(error)
             else:
-                if found.digest() == expected:
+                if actual.digest() == expected:
                     with self._lock:
                         self._read_bytes[offer] += into.nbytes
                     return
@@ -133,10 +133,10 @@ class VerifiedReader:
             tried.append(bad)
             with self._lock:
                 self._bad.append(bad)
-        told = "; ".join(f"at {_holder(bad.offer)} it {bad.why}" for bad in tried)
+        failures = "; ".join(f"at {_holder(bad.offer)} it {bad.why}" for bad in tried)
         raise errors.CheckpointError(
             f"step {parts[0][0].manifest.step}: no good copy of {name} is left"
-            f" ({told}); {_REMEDY}"
+            f" ({failures}); {_REMEDY}"
         )
 
 

@@ -122,9 +122,9 @@ class HostWorld:
                 if offer.manifest.save == save:
                     sources[offer] = source
         if not sources:
-            told = "; ".join(problems) or "no host has a manifest of it"
+            reasons = "; ".join(problems) or "no host has a manifest of it"
             raise errors.CheckpointError(
-                f"step {step} cannot be read in RAM ({told}); save another one"
+                f"step {step} cannot be read in RAM ({reasons}); save another one"
             )
         return sources, problems
 

@@ -147,7 +147,7 @@ def survey(
         problems += unread
         newest: tuple[CoveredStep, ...] = ()
         for offers in reversed(search.saves(list(copies))):
-            examined = search.Step.of(offers)
+            examined = search.Step.from_offers(offers)
             abandoned = locations.line.abandons(number, examined.save)
             of_number.append(
                 _surveyed(examined, preserved=is_preserved, abandoned=abandoned)
@@ -188,7 +188,7 @@ def _surveyed(step: search.Step, *, preserved: bool, abandoned: bool) -> Surveye
 
 
 def _tier_of_step(tier: str, offers: Sequence[Offer]) -> TierOfStep:
-    step = search.Step.of(offers)
+    step = search.Step.from_offers(offers)
     return TierOfStep(
         tier=tier,
         problem=None if step.complete else step.lacking(),

@@ -80,7 +80,7 @@ def verify(
             problems.append(_unverifiable(number, locations.foreign_steps[number]))
         copies, unread = locations.look(number)
         problems += [_spoilt(number, why) for why in unread]
-        groups = [search.Step.of(each) for each in search.saves(list(copies))]
+        groups = [search.Step.from_offers(each) for each in search.saves(list(copies))]
         whole = any(step.complete for step in groups)
         for step in reversed(groups):
             reading = all_copies.AllCopies(step.holdings, copies, progress)

@@ -356,8 +356,8 @@ def _absolute(data: schema.DataSection) -> schema.DataSection:
         if getattr(data, key):
             changed[key] = datasets.to_list(
                 [
-                    dataclasses.replace(of, patterns=files.absolute(of.patterns))
-                    for of in datasets.from_list(getattr(data, key), key=key)
+                    dataclasses.replace(each, patterns=files.absolute(each.patterns))
+                    for each in datasets.from_list(getattr(data, key), key=key)
                 ]
             )
     if data.grain_train_mixture_config_path:

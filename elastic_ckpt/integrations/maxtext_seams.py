@@ -103,10 +103,10 @@ def check_installed() -> None:
             " elastic_ckpt/integrations/MAXTEXT.md describes, and run this in it"
         ) from None
     for seam in SEAMS:
-        found = _lookup(seam.module, seam.name)
-        if found is None:
+        function = _lookup(seam.module, seam.name)
+        if function is None:
             _refuse(version, f"has no {seam.module}.{seam.name}")
-        names = tuple(inspect.signature(found).parameters)
+        names = tuple(inspect.signature(function).parameters)
         if names[: len(seam.parameters)] != seam.parameters:
             _refuse(
                 version,
@@ -116,8 +116,8 @@ def check_installed() -> None:
         if seam.caller:
             caller = inspect.unwrap(_lookup(*seam.caller) or _nothing)
             if seam.name not in getattr(caller, "__code__", _nothing.__code__).co_names:
-                where = ".".join(seam.caller)
-                _refuse(version, f"does not call {seam.name} in {where}")
+                caller = ".".join(seam.caller)
+                _refuse(version, f"does not call {seam.name} in {caller}")
     known = getattr(_lookup(_CONFIG_TYPES, "MaxTextConfig"), "model_fields", {})
     missing = sorted(set(maxtext_config.MAXTEXT_KEYS) - set(known))
     if missing:

@@ -23,7 +23,7 @@ def parse(text: str, *, what: str) -> dict[str, str]:
     Raises:
       ConfigError: if it is something else.
     """
-    found = {}
+    names = {}
     for pair in filter(None, text.split(";")):
         kind, equals, name = pair.partition("=")
         if not (kind and equals):
@@ -32,8 +32,8 @@ def parse(text: str, *, what: str) -> dict[str, str]:
                 " rack=r7;zone=us-east5-a"
             )
         if name:
-            found[kind] = name
-    return found
+            names[kind] = name
+    return names
 
 
 def of_environment() -> dict[str, str]:

@@ -79,7 +79,7 @@ class Holdings:
     diverged: np.ndarray
 
     @classmethod
-    def of(cls, offers: Sequence[Offer]) -> Holdings:
+    def from_offers(cls, offers: Sequence[Offer]) -> Holdings:
         """The table of `offers`, at least one.
 
         Raises:
@@ -161,28 +161,31 @@ class Holdings:
         if item >= len(self.leaf):
             return self.files[item - len(self.leaf)].path
         leaf = self.contents.leaves[self.leaf[item]]
-        found = self.boxes[item]
+        box = self.boxes[item]
         rank = len(leaf.shape)
-        bounds = boxes.Box(start=found.start[:rank], stop=found.stop[:rank])
+        bounds = boxes.Box(start=box.start[:rank], stop=box.stop[:rank])
         return f"{leaf.path}{bounds}"
 
 
 def _check_alike(offers: Sequence[Offer]) -> None:
     first = offers[0].manifest
     for offer in offers:
-        found = offer.manifest
-        alike = found.contents is first.contents or found.contents == first.contents
-        same = (found.run, found.step, found.save) == (
+        manifest = offer.manifest
+        alike = (
+            manifest.contents is first.contents or manifest.contents == first.contents
+        )
+        same = (manifest.run, manifest.step, manifest.save) == (
             first.run,
             first.step,
             first.save,
         )
         if not (same and alike):
             raise errors.CheckpointError(
-                f"the manifest of host {found.host.id!r} (run {found.run!r}, step"
-                f" {found.step}, save {found.save!r}) lists another step than that of"
-                f" host {first.host.id!r} (run {first.run!r}, step {first.step}, save"
-                f" {first.save!r}); remove the one that does not belong there"
+                f"the manifest of host {manifest.host.id!r} (run {manifest.run!r}, step"
+                f" {manifest.step}, save {manifest.save!r}) lists another step than"
+                f" that of host {first.host.id!r} (run {first.run!r}, step"
+                f" {first.step}, save {first.save!r}); remove the one that does not"
+                " belong there"
             )
 
 
@@ -199,9 +202,9 @@ def _unique(
     )
     keys = [*stop[first].T[::-1], *start[first].T[::-1], leaf[first]]
     order = np.lexsort(keys)
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return first[order], places[box]
+    numbers = np.empty_like(order)
+    numbers[order] = np.arange(len(order))
+    return first[order], numbers[box]
 
 
 def _files(

@@ -32,7 +32,7 @@ class Line:
     parents: tuple[Parent, ...]
 
     @classmethod
-    def of(cls, save: str, parents: Iterable[Sequence[Any]]) -> Line:
+    def from_fields(cls, save: str, parents: Iterable[Sequence[Any]]) -> Line:
         """The line from its fields, as JSON has them."""
         return cls(save=save, parents=tuple((step, name) for step, name in parents))
 

@@ -151,7 +151,9 @@ class Fragments:
     files: tuple[str, ...]
 
     @classmethod
-    def of(cls, fragments: Iterable[Fragment], *, contents: Contents) -> Fragments:
+    def from_rows(
+        cls, fragments: Iterable[Fragment], *, contents: Contents
+    ) -> Fragments:
         """`fragments` as columns, ordered by leaf and box, whatever their order was."""
         listed = sorted(fragments, key=lambda each: (each.leaf, each.box))
         files = tuple(sorted({each.file for each in listed}))

@@ -137,18 +137,18 @@ def read(
         step or host; what it lists then does not exist.
     """
     try:
-        found = parse(epath.Path(path).read_bytes(), stores=stores)
+        manifest = parse(epath.Path(path).read_bytes(), stores=stores)
     except FileNotFoundError:
         problem = "is missing"
     except checked_json.Unreadable as error:
         problem = str(error)
     else:
         expected = (run, step, os.path.basename(os.fspath(path)))
-        if (found.run, found.step, file_name(found.host.id)) == expected:
-            return found
+        if (manifest.run, manifest.step, file_name(manifest.host.id)) == expected:
+            return manifest
         problem = (
-            f"is that of run {found.run!r}, step {found.step} and host"
-            f" {found.host.id!r}, not of run {run!r}, step {step} and its own name"
+            f"is that of run {manifest.run!r}, step {manifest.step} and host"
+            f" {manifest.host.id!r}, not of run {run!r}, step {step} and its own name"
         )
     raise errors.CheckpointError(
         f"manifest {path} {problem}; what it lists counts as lost: restore it from a"
@@ -206,7 +206,7 @@ def _contents(listed: bytes) -> Contents:
     )
     paths = [leaf.path for leaf in made]
     _require(paths == sorted(set(paths)), "the order of the leaves")
-    counts = {name: int(of["num_parts"]) for name, of in components.items()}
+    counts = {name: int(fields["num_parts"]) for name, fields in components.items()}
     _require(isinstance(time_ms, int), "the time")
     _require(metrics is None or isinstance(json.loads(metrics), dict), "the metrics")
     line = tuple((step, save) for step, save in parents)
@@ -244,7 +244,7 @@ def _fragments(
     paths = [each.partition("//")[0] for each in files] if stores else files
     _require(_within(file, len(files)) and all(map(_is_below, paths)), "the files")
     digests = bytes.fromhex("".join(columns["digest"]))
-    found = Fragments(
+    fragments = Fragments(
         leaf=leaf,
         boxes=boxes.Boxes(start=start, stop=stop),
         digest=np.frombuffer(digests, np.uint64).reshape(-1, 2),
@@ -253,11 +253,13 @@ def _fragments(
         stored_bytes=np.array(columns["stored_bytes"], np.int64),
         files=files,
     )
-    lengths = {len(found.digest), len(file), len(found.offset)}
-    _require(lengths == {len(leaf)} == {len(found.stored_bytes)}, "columns of a length")
-    sizes = np.concatenate([found.offset, found.stored_bytes])
+    lengths = {len(fragments.digest), len(file), len(fragments.offset)}
+    _require(
+        lengths == {len(leaf)} == {len(fragments.stored_bytes)}, "columns of a length"
+    )
+    sizes = np.concatenate([fragments.offset, fragments.stored_bytes])
     _require(bool((sizes >= 0).all()), "sizes and offsets")
-    return found
+    return fragments
 
 
 def _component_file(each: Mapping[str, Any], contents: Contents) -> ComponentFile:

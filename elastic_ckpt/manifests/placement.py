@@ -22,7 +22,7 @@ import numpy as np
 from elastic_ckpt.core import columns, digest
 from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
-from elastic_ckpt.manifests.receivers import Holders, Receivers, Wanted, Where
+from elastic_ckpt.manifests.receivers import Candidates, Holders, Receivers, Wanted
 
 # Groups that the items with the same holders make: more balance better, and cost time.
 _GROUPS = 8
@@ -92,7 +92,9 @@ def place(
     world = _World(holdings, hosts, policy)
     none = np.empty(0, np.int64)
     copies = [(none,) * 3, *(world.copy(policy) for _ in range(policy.copies))]
-    group, source, target = (np.concatenate(of) for of in zip(*copies, strict=True))
+    group, source, target = (
+        np.concatenate(column) for column in zip(*copies, strict=True)
+    )
     item, row = world.items_of(group)
     return Placement(
         hosts=world.hosts,
@@ -170,14 +172,14 @@ class _World:
         home = there.domain[self._source]
         close = there.num_machines_in(home) > self._holders.num_machines_in(home)
         target = np.full(len(self._source), -1)
-        for where, asked in (
-            (Where.DISTANT, distant),
-            (Where.CLOSE, short & close),
-            (Where.DISTANT, short & (num_domains < there.num_domains)),
-            (Where.ANYWHERE, short & (num_machines < there.num_machines)),
+        for candidates, asked in (
+            (Candidates.DISTANT, distant),
+            (Candidates.CLOSE, short & close),
+            (Candidates.DISTANT, short & (num_domains < there.num_domains)),
+            (Candidates.ANYWHERE, short & (num_machines < there.num_machines)),
         ):
             group = np.flatnonzero(asked & (target < 0))
-            target[group] = self._choose(group, where)
+            target[group] = self._choose(group, candidates)
         group = np.flatnonzero(target >= 0)
         self._holders.add(group, target[group])
         return group, self._source[group], target[group]
@@ -200,7 +202,7 @@ class _World:
         lost = np.flatnonzero(~there_is)
         alone = self._held[in_domains < 2] if policy.copies else lost[:0]
         few = self._held[on_machines < policy.copies + 1]
-        found = []
+        shortfalls = []
         for items, lacks, why in (
             (
                 holdings.diverged,
@@ -224,19 +226,19 @@ class _World:
             if len(items):
                 named = ", ".join(holdings.name(item) for item in items[:_NAMED])
                 more = ", ..." if len(items) > _NAMED else ""
-                of = f"{len(items)} of {holdings.num_items} items ({named}{more})"
-                text = f"{of} lack {_LACKING[lacks]}: {why}"
-                found.append(Shortfall(items=items, lacks=lacks, why=text))
-        return tuple(found)
+                which = f"{len(items)} of {holdings.num_items} items ({named}{more})"
+                text = f"{which} lack {_LACKING[lacks]}: {why}"
+                shortfalls.append(Shortfall(items=items, lacks=lacks, why=text))
+        return tuple(shortfalls)
 
-    def _choose(self, group: np.ndarray, where: Where) -> np.ndarray:
+    def _choose(self, group: np.ndarray, candidates: Candidates) -> np.ndarray:
         wanted = Wanted(
             group=group,
             key=self._key[group],
             domain=self._receivers.domain[self._source[group]],
             bytes=self._bytes[group],
         )
-        return self._receivers.choose(wanted, self._holders, self._load, where)
+        return self._receivers.choose(wanted, self._holders, self._load, candidates)
 
 
 _LACKING = {
@@ -272,7 +274,7 @@ def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.n
 
 def _names(holdings: Holdings) -> np.ndarray:
     # 64 bits for each item, the same in every step that has it.
-    found = holdings.boxes
-    boxes = digest.mixed(holdings.leaf, *found.start.T, *found.stop.T)
+    saved = holdings.boxes
+    boxes = digest.mixed(holdings.leaf, *saved.start.T, *saved.stop.T)
     files = [digest.name_hash(file.path) for file in holdings.files]
     return np.concatenate([boxes, np.array(files, np.uint64)])

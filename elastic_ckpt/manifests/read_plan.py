@@ -48,7 +48,7 @@ class Wanted:
     boxes: boxes.Boxes
 
     @classmethod
-    def of(
+    def from_boxes(
         cls, wanted: Iterable[tuple[int, str, boxes.Box]], *, contents: Contents
     ) -> Wanted:
         """Of each its reader, the path of its leaf, and the box.
@@ -127,8 +127,8 @@ class ReadPlan:
         leaf = self.holdings.contents.leaves[self.wanted.leaf[of_wanted]]
         rank = len(leaf.shape)
         piece, wanted, saved = (
-            boxes.Box(start=of.start[:rank], stop=of.stop[:rank])
-            for of in (
+            boxes.Box(start=each.start[:rank], stop=each.stop[:rank])
+            for each in (
                 self.pieces[number],
                 self.wanted.boxes[of_wanted],
                 self.holdings.boxes[box],
@@ -168,17 +168,17 @@ def plan(
         raise errors.CheckpointError(f"{step.problem()}; plan for a complete step")
     holdings = step.holdings
     nearness = _Nearness(holdings, readers, domain)
-    found = [
+    parts = [
         _pieces(step, wanted, leaf, nearness)
         for leaf in columns.distinct(wanted.leaf).tolist()
     ]
-    of_wanted = np.concatenate([np.empty(0, np.int64), *(part[0] for part in found)])
-    box = np.concatenate([np.empty(0, np.int64), *(part[1] for part in found)])
+    of_wanted = np.concatenate([np.empty(0, np.int64), *(part[0] for part in parts)])
+    box = np.concatenate([np.empty(0, np.int64), *(part[1] for part in parts)])
     rank = holdings.contents.rank
     nothing = boxes.Boxes.from_boxes([], rank=rank).start
     pieces = boxes.Boxes(
-        start=np.concatenate([nothing, *(part[2].start for part in found)]),
-        stop=np.concatenate([nothing, *(part[2].stop for part in found)]),
+        start=np.concatenate([nothing, *(part[2].start for part in parts)]),
+        stop=np.concatenate([nothing, *(part[2].stop for part in parts)]),
     )
     order = np.argsort(of_wanted, kind="stable")
     of_wanted, box = of_wanted[order], box[order]
@@ -203,14 +203,14 @@ def files(
     """
     holdings = step.holdings
     nearness = _Nearness(holdings, [reader], domain)
-    found = []
+    holders = []
     for number, file in enumerate(holdings.files, start=len(holdings.leaf)):
         if file.component == component:
             nobody_else = np.zeros(1, np.int64)
             _, rows = nearness.choices(nobody_else, np.array([number]))
             offers = [holdings.offers[holder] for holder in holdings.holder[rows]]
-            found.append((file, tuple(offers)))
-    return found
+            holders.append((file, tuple(offers)))
+    return holders
 
 
 class _Nearness:
@@ -231,7 +231,7 @@ class _Nearness:
             [offer.tier == "persistent" for offer in holdings.offers], bool
         )
 
-    def of(self, reader: np.ndarray, holder: np.ndarray) -> np.ndarray:
+    def between(self, reader: np.ndarray, holder: np.ndarray) -> np.ndarray:
         """LOCAL to PERSISTENT, for each reader and holder."""
         near = np.where(
             self._reader_domain[reader] == self._holder_domain[holder], CLOSE, DISTANT
@@ -250,7 +250,7 @@ class _Nearness:
         piece, within = columns.runs(sizes)
         row = first[item][piece] + within
         holder = self._holdings.holder[row]
-        near = self.of(reader[piece], holder).astype(np.uint64)
+        near = self.between(reader[piece], holder).astype(np.uint64)
         chance = self._chance(reader[piece], item[piece], holder)
         chance >>= np.uint64(64 - _HASH_BITS)
         # One number a row, for that sorts fastest.
@@ -282,7 +282,7 @@ def _pieces(
         return of_wanted, box, shared
     reader = wanted.reader[of_wanted]
     bounds, row = nearness.choices(reader, box)
-    nearest = nearness.of(reader, holdings.holder[row[bounds[:-1]]])
+    nearest = nearness.between(reader, holdings.holder[row[bounds[:-1]]])
     order = np.lexsort([-shared.volumes, nearest, of_wanted])
     given = _without_overlaps(wanted, of_wanted, shared, order)
     numbers = np.array([number for number, _ in given], np.int64)

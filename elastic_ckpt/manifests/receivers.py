@@ -27,7 +27,7 @@ _PROBES_A_BOUND = 20
 _PROBES = _PROBES_A_BOUND * len(_SLACKS)
 
 
-class Where(enum.Enum):
+class Candidates(enum.Enum):
     """The hosts that are asked to take a copy, never on a machine that has one."""
 
     CLOSE = "those in the failure domain of the sender"
@@ -68,7 +68,7 @@ class Receivers:
         return np.append(counts, 0)[domain]
 
     def choose(
-        self, wanted: Wanted, held: Holders, load: np.ndarray, where: Where
+        self, wanted: Wanted, held: Holders, load: np.ndarray, candidates: Candidates
     ) -> np.ndarray:
         """The host that takes each of the wanted copies, int64; -1 where none may.
 
@@ -76,7 +76,7 @@ class Receivers:
           wanted: the copies.
           held: who has the groups already.
           load: bytes that each host has, float `[h]`; what it takes is added.
-          where: who is asked.
+          candidates: who is asked.
         """
         chosen = np.full(len(wanted.group), -1)
         pending = np.arange(len(chosen))
@@ -88,14 +88,14 @@ class Receivers:
                 break
             if probe % _PROBES_A_BOUND == 0:
                 slack = _SLACKS[probe // _PROBES_A_BOUND]
-                bound = slack * self._bound(wanted, load, pending, where)
+                bound = slack * self._bound(wanted, load, pending, candidates)
             probed = digest.mixed(wanted.key[pending], np.array([probe]))
-            if where is Where.CLOSE:
+            if candidates is Candidates.CLOSE:
                 domain = wanted.domain[pending]
             else:
                 domain = domains.after(np.zeros(len(pending), np.int64), probed)
             host = hosts.after(domain, digest.mixed(probed))
-            may = self._may(wanted.group[pending], host, held, where)
+            may = self._may(wanted.group[pending], host, held, candidates)
             taken = np.flatnonzero(may)
             fits = _fit(host[taken], wanted.bytes[pending[taken]], load, bound)
             taken = taken[fits]
@@ -103,11 +103,15 @@ class Receivers:
             np.add.at(load, host[taken], wanted.bytes[pending[taken]])
             pending = np.delete(pending, taken)
         for each in pending:
-            chosen[each] = self._least_loaded(wanted, int(each), held, load, where)
+            chosen[each] = self._least_loaded(wanted, int(each), held, load, candidates)
         return chosen
 
     def _bound(
-        self, wanted: Wanted, load: np.ndarray, pending: np.ndarray, where: Where
+        self,
+        wanted: Wanted,
+        load: np.ndarray,
+        pending: np.ndarray,
+        candidates: Candidates,
     ) -> np.ndarray:
         # Of each host the mean load after all copies, among those that may share them.
         size = wanted.bytes[pending]
@@ -115,7 +119,7 @@ class Receivers:
         hosts = np.bincount(self.domain)
         there = np.bincount(self.domain, load, len(hosts))
         coming = np.bincount(wanted.domain[pending], size, len(hosts))
-        if where is Where.CLOSE:
+        if candidates is Candidates.CLOSE:
             return np.maximum(((there + coming) / hosts)[self.domain], least)
         mean = (load.sum() + size.sum()) / len(load)
         # What a domain sends lies outside of it: a host has a share of what the domain
@@ -127,10 +131,10 @@ class Receivers:
         return np.maximum(others, max(mean, least))
 
     def _may(
-        self, group: np.ndarray, host: np.ndarray, held: Holders, where: Where
+        self, group: np.ndarray, host: np.ndarray, held: Holders, candidates: Candidates
     ) -> np.ndarray:
         may = ~held.on_machine(group, self.machine[host])
-        if where is Where.DISTANT:
+        if candidates is Candidates.DISTANT:
             may &= ~held.in_domain(group, self.domain[host])
         return may
 
@@ -140,13 +144,13 @@ class Receivers:
         each: int,
         held: Holders,
         load: np.ndarray,
-        where: Where,
+        candidates: Candidates,
     ) -> int:
         hosts = np.arange(len(load))
-        if where is Where.CLOSE:
+        if candidates is Candidates.CLOSE:
             hosts = np.flatnonzero(self.domain == wanted.domain[each])
         group = np.full(len(hosts), wanted.group[each])
-        hosts = hosts[self._may(group, hosts, held, where)]
+        hosts = hosts[self._may(group, hosts, held, candidates)]
         if not len(hosts):
             return -1
         host = int(hosts[np.lexsort([self.hashes[hosts], load[hosts]])[0]])
@@ -210,8 +214,8 @@ class Holders:
         group, host = self._hosts // num_hosts, self._hosts % num_hosts
         inside = there.domain[host] == domain[group]
         machines = group * there.num_machines + there.machine[host]
-        found = columns.distinct(machines[inside]) // max(1, there.num_machines)
-        return np.bincount(found, minlength=self._num_groups)
+        groups = columns.distinct(machines[inside]) // max(1, there.num_machines)
+        return np.bincount(groups, minlength=self._num_groups)
 
     @property
     def num_machines(self) -> np.ndarray:
@@ -274,7 +278,7 @@ def _joined(some: np.ndarray, more: np.ndarray) -> np.ndarray:
 
 def _among(ordered: np.ndarray, values: np.ndarray) -> np.ndarray:
     place = np.searchsorted(ordered, values)
-    found = np.zeros(len(values), bool)
+    among = np.zeros(len(values), bool)
     inside = place < len(ordered)
-    found[inside] = ordered[place[inside]] == values[inside]
-    return found
+    among[inside] = ordered[place[inside]] == values[inside]
+    return among

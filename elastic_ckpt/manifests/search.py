@@ -40,13 +40,13 @@ class Step:
     overlapping: frozenset[int]
 
     @classmethod
-    def of(cls, offers: Sequence[Offer]) -> Step:
+    def from_offers(cls, offers: Sequence[Offer]) -> Step:
         """The step that `offers` are of, at least one, all of one save.
 
         Raises:
           CheckpointError: if they are not of one save.
         """
-        holdings = Holdings.of(offers)
+        holdings = Holdings.from_offers(offers)
         gaps, overlapping = _gaps(holdings)
         return cls(
             step=offers[0].manifest.step,
@@ -65,8 +65,8 @@ class Step:
 
     def problem(self) -> str:
         """What is wrong with a step that is not complete, for people."""
-        where = " and ".join(sorted({offer.tier for offer in self.holdings.offers}))
-        return f"step {self.step} in {where} {self.lacking()}"
+        tiers = " and ".join(sorted({offer.tier for offer in self.holdings.offers}))
+        return f"step {self.step} in {tiers} {self.lacking()}"
 
     def lacking(self) -> str:
         """The end of `problem`: what the step lacks, or that its holders disagree."""
@@ -74,9 +74,9 @@ class Step:
         lacks = []
         if self.gaps:
             named = (
-                f"{contents.leaves[leaf].path}{found[number]}"
-                for leaf, found in self.gaps.items()
-                for number in range(len(found))
+                f"{contents.leaves[leaf].path}{lacking[number]}"
+                for leaf, lacking in self.gaps.items()
+                for number in range(len(lacking))
             )
             lacks.append(
                 f"parts of {len(self.gaps)} of {len(contents.leaves)} leaves:"
@@ -87,14 +87,14 @@ class Step:
                 f"{len(parts)} of {contents.components[name]} parts of {name}:"
                 f" {_some(map(str, parts))}"
             )
-        said = [f"lacks {each}" for each in lacks]
+        problems = [f"lacks {each}" for each in lacks]
         diverged = self.holdings.diverged.tolist()
         if diverged:
-            said.append(
+            problems.append(
                 f"has different values at different holders of {len(diverged)} parts:"
                 f" {_some(map(self.holdings.name, diverged))}"
             )
-        return ", and ".join(said)
+        return ", and ".join(problems)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +131,7 @@ def search(offers: Sequence[Offer]) -> Found:
     """
     incomplete = []
     for of_step in saves(offers):
-        step = Step.of(of_step)
+        step = Step.from_offers(of_step)
         if step.complete:
             return Found(newest=step, incomplete=tuple(incomplete))
         incomplete.append(step)
@@ -148,7 +148,7 @@ def require(offers: Sequence[Offer], step: int) -> Step:
     alike = [of_step for of_step in saves(offers) if of_step[0].manifest.step == step]
     examined = []
     for of_step in alike:
-        examined.append(Step.of(of_step))
+        examined.append(Step.from_offers(of_step))
         if examined[-1].complete:
             return examined[-1]
     problem = examined[0].problem() if examined else f"step {step} is nowhere"
@@ -193,10 +193,10 @@ def _gaps(
         rank = len(leaf.shape)
         held = holdings.boxes.take(holdings.of_leaf(number))
         held = boxes.Boxes(start=held.start[:, :rank], stop=held.stop[:, :rank])
-        found = box_cover.gaps(leaf.shape, held)
-        if len(found):
-            gaps[number] = found
-        covered = boxes.whole(leaf.shape).volume - int(found.volumes.sum())
+        lacking = box_cover.gaps(leaf.shape, held)
+        if len(lacking):
+            gaps[number] = lacking
+        covered = boxes.whole(leaf.shape).volume - int(lacking.volumes.sum())
         if int(held.volumes.sum()) > covered:
             overlapping.add(number)
     return gaps, frozenset(overlapping)

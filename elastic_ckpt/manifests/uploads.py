@@ -43,7 +43,7 @@ class Uploads:
         """The items that nobody can upload, int64."""
         return np.flatnonzero(self.host < 0)
 
-    def of(self, host_id: str) -> np.ndarray:
+    def items_of(self, host_id: str) -> np.ndarray:
         """The items that a host uploads, ascending, int64."""
         numbers = [n for n, host in enumerate(self.hosts) if host.id == host_id]
         return np.flatnonzero(np.isin(self.host, numbers))

@@ -169,7 +169,7 @@ def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
             f"step {step}, save {save}, is not reachable from this host"
             f"{_in_parentheses(problems)}; look at its network"
         )
-    examined = search.Step.of(offers)
+    examined = search.Step.from_offers(offers)
     if not examined.complete:
         raise errors.CheckpointError(
             f"{examined.problem()}, as far as this host can reach"

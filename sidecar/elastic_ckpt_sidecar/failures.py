@@ -22,8 +22,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _MARK = "elastic_ckpt worker failed: "
 # The classes that say all there is to say; anything else is shown with its traceback.
 _OWN = {
-    of.__name__: of
-    for of in (
+    each.__name__: each
+    for each in (
         errors.ConfigError,
         errors.DataError,
         errors.CheckpointError,
@@ -61,13 +61,13 @@ def description(error: Exception) -> dict[str, str]:
     }
 
 
-def text(described: Mapping[str, str]) -> str:
-    """Returns a described error as text: a traceback too, unless it is one of ours."""
-    if described["kind"] in _OWN:
-        return described["message"]
+def text(failure: Mapping[str, str]) -> str:
+    """Returns a failure as text: a traceback too, unless it is one of ours."""
+    if failure["kind"] in _OWN:
+        return failure["message"]
     return (
-        f"{described['host']} failed with {described['kind']}: {described['message']}"
-        f"\n\nIts traceback:\n{described['traceback']}"
+        f"{failure['host']} failed with {failure['kind']}: {failure['message']}"
+        f"\n\nIts traceback:\n{failure['traceback']}"
     )
 
 
@@ -94,10 +94,10 @@ def _read(raised: str) -> errors.ElasticCkptError | None:
     if not mark:
         return None
     try:
-        described, _ = json.JSONDecoder().raw_decode(rest)
+        failure, _ = json.JSONDecoder().raw_decode(rest)
     except json.JSONDecodeError:
         return None
-    own = _OWN.get(described["kind"])
+    own = _OWN.get(failure["kind"])
     if own:
-        return own(f"{described['host']}: {text(described)}")
-    return errors.DataError(text(described))
+        return own(f"{failure['host']}: {text(failure)}")
+    return errors.DataError(text(failure))

@@ -64,7 +64,7 @@ class HeadArrays:
         placed = []
         for path in sorted(leaves):
             value = capture.numbers(leaves[path])
-            leaf = capture.described(path, value)
+            leaf = capture.leaf_of(path, value)
             sharding = value.sharding if isinstance(value, jax.Array) else None
             placed.append(
                 (*self._placed(path, leaf.shape, leaf.dtype, sharding), value)
@@ -174,11 +174,11 @@ def _grouped(
     placed: Sequence[tuple[Mesh, PlacedLeaf, Any]],
 ) -> tuple[tuple[Group, ...], list[list[Any]]]:
     # What the head holds makes groups of its own, also beside leaves of host 0.
-    found: dict[tuple[Mesh, bool], list[tuple[PlacedLeaf, Any]]] = {}
+    groups_of: dict[tuple[Mesh, bool], list[tuple[PlacedLeaf, Any]]] = {}
     for mesh, leaf, value in placed:
-        found.setdefault((mesh, leaf.spec is None), []).append((leaf, value))
+        groups_of.setdefault((mesh, leaf.spec is None), []).append((leaf, value))
     groups = tuple(
-        Group(mesh=mesh, leaves=tuple(leaf for leaf, _ in of))
-        for (mesh, _), of in found.items()
+        Group(mesh=mesh, leaves=tuple(leaf for leaf, _ in members))
+        for (mesh, _), members in groups_of.items()
     )
-    return groups, [[value for _, value in of] for of in found.values()]
+    return groups, [[value for _, value in members] for members in groups_of.values()]

@@ -129,7 +129,9 @@ class _HostAgent:
         abstract = hosts[0].abstract(layout, group)
         return [
             jax.make_array_from_single_device_arrays(
-                leaf.shape, leaf.sharding, [each for of in shards for each in of]
+                leaf.shape,
+                leaf.sharding,
+                [each for boxes_of in shards for each in boxes_of],
             )
             for leaf, *shards in zip(abstract, *made, strict=True)
         ]

@@ -119,26 +119,27 @@ class HostArrays:
 
     def abstract(self, layout: int, group: int) -> list[jax.ShapeDtypeStruct]:
         """The arrays of a group that is wanted."""
-        found = self._layouts[layout][group]
-        return [found.abstract(leaf, self._dtypes) for leaf in found.leaves]
+        members = self._layouts[layout][group]
+        return [members.abstract(leaf, self._dtypes) for leaf in members.leaves]
 
     def made(self, layout: int, group: int) -> list[list[jax.Array]]:
         """Of each leaf of a group, what was read of it, on each device of this host."""
-        found = self._layouts[layout][group]
+        members = self._layouts[layout][group]
         values = self._reader.made()
         return [
-            self._on_devices(found, leaf, values[leaf.path]) for leaf in found.leaves
+            self._on_devices(members, leaf, values[leaf.path])
+            for leaf in members.leaves
         ]
 
     def _boxes_of(self, group: Group, leaf: PlacedLeaf) -> dict[boxes.Box, int]:
         # Each box that is here with elements, and the first device with it.
         first: dict[boxes.Box, int] = {}
-        for device, box in self._places(group, leaf):
+        for device, box in self._device_boxes(group, leaf):
             if box.volume:
                 first.setdefault(box, device.id)
         return first
 
-    def _places(
+    def _device_boxes(
         self, group: Group, leaf: PlacedLeaf
     ) -> list[tuple[jax.Device, boxes.Box]]:
         here = group.sharding(leaf).addressable_devices_indices_map(leaf.shape)
@@ -153,16 +154,16 @@ class HostArrays:
     ) -> Shards:
         assert leaf.dtype is not None
         dtype = np.dtype(leaf.dtype)
-        found = []
+        listed = []
         for box, device in self._boxes[layout][leaf.path].items():
             values = np.asarray(held[device])
             if leaf.spec is None:
                 values = values.view(dtype).reshape(leaf.shape)
-            found.append((box, values))
+            listed.append((box, values))
         return Shards(
             leaf=Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype),
             shard_shape=group.sharding(leaf).shard_shape(leaf.shape),
-            boxes=tuple(found),
+            boxes=tuple(listed),
             kept=kept,
         )
 
@@ -170,19 +171,19 @@ class HostArrays:
         self, group: Group, leaf: PlacedLeaf, values: Mapping[boxes.Box, np.ndarray]
     ) -> list[jax.Array]:
         made = []
-        for device, box in self._places(group, leaf):
+        for device, box in self._device_boxes(group, leaf):
             # Of what has no elements nothing was read.
-            found = values.get(box, np.empty(box.shape, leaf.dtype))
+            part = values.get(box, np.empty(box.shape, leaf.dtype))
             if leaf.spec is None:
-                found = np.ascontiguousarray(found).reshape(-1).view(np.uint8)
-            made.append(_put(found, device))
+                part = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            made.append(_put(part, device))
         return made
 
 
 def _wanted(leaf: PlacedLeaf, needed: Mapping[boxes.Box, int]) -> trees.WantedLeaf:
     def make(values: list[np.ndarray]) -> dict[boxes.Box, np.ndarray]:
         as_wanted = [
-            found.astype(leaf.dtype or found.dtype, copy=False) for found in values
+            part.astype(leaf.dtype or part.dtype, copy=False) for part in values
         ]
         return dict(zip(needed, as_wanted, strict=True))
 

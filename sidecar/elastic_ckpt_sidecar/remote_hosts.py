@@ -62,15 +62,15 @@ def hosts_of(mesh: Mesh) -> list[HostDevices]:
         rows = messages.rows(worker.Facts(messages.encode({}, _over(cpus))))
     facts = compatibility.from_rows(rows)
     compatibility.check([compatibility.local_facts(role="the head"), *facts])
-    found: dict[str, list[int]] = {}
+    devices_of: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):
-        found.setdefault(fact[compatibility.HOST], []).append(number)
+        devices_of.setdefault(fact[compatibility.HOST], []).append(number)
     return [
         HostDevices(
-            accelerators=tuple(accelerators[n] for n in of),
-            cpus=tuple(cpus[n] for n in of),
+            accelerators=tuple(accelerators[n] for n in numbers),
+            cpus=tuple(cpus[n] for n in numbers),
         )
-        for of in found.values()
+        for numbers in devices_of.values()
     ]
 
 

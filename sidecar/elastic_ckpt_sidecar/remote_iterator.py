@@ -243,7 +243,9 @@ class _Workers:
             for shard in self._waited_secs.addressable_shards
         }
         slowest = max(secs, key=lambda host: secs[host])
-        others = max((of for host, of in secs.items() if host != slowest), default=0)
+        others = max(
+            (spent for host, spent in secs.items() if host != slowest), default=0
+        )
         return (
             f"waited {waited_secs:.1f} s for a batch: host {slowest} had to wait"
             f" {secs[slowest]:.1f} s for its rows, the others at most {others:.1f} s"

@@ -158,7 +158,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
 
     def restore(driver):
         search = read_requests.FindStep(step=None, save="", without=(), own_line=None)
-        step = driver.first(search).found
+        step = driver.first(search).complete_step
         driver.all(read_requests.OpenStep(step=step.step, save=step.save))
         paths = [leaf.path for leaf in driver.opened().leaves]
         with pytest.raises(HostsFailed, match="no parts"):

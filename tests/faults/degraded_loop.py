@@ -112,14 +112,16 @@ def spoil_what_is_backed_up_next():
     def back_up(self, step, save, names):
         backup.HostBackup.back_up = original
         sources, _ = self._world.in_ram(step, save)
-        of = holdings.Holdings.of(list(sources))
+        together = holdings.Holdings.from_offers(list(sources))
         own = self._world.own
-        share = set(uploads.uploads(of, self._world.hosts).of(own.host.id).tolist())
-        for row, item in enumerate(of.item.tolist()):
-            is_own = of.offers[of.holder[row]].host.id == own.host.id
-            if is_own and item in share and item < len(of.leaf):
+        share = set(
+            uploads.uploads(together, self._world.hosts).items_of(own.host.id).tolist()
+        )
+        for row, item in enumerate(together.item.tolist()):
+            is_own = together.offers[together.holder[row]].host.id == own.host.id
+            if is_own and item in share and item < len(together.leaf):
                 directory = own.disk.step_directory(own.slot, step, save)
-                spoilt_files.change_first_byte(directory / of.fragment(row).file)
+                spoilt_files.change_first_byte(directory / together.fragment(row).file)
         return original(self, step, save, names)
 
     backup.HostBackup.back_up = back_up

@@ -7,7 +7,7 @@ from tests.host import test_verified_read
 
 def taken(sources):
     """What is taken of all items, each from its first holder, and what is kept."""
-    of = Holdings.of(list(sources))
+    of = Holdings.from_offers(list(sources))
     items = [(item, of.holders(item)[0].host) for item in range(of.num_items)]
     kept = []
     reader = verified_read.VerifiedReader(sources)

@@ -53,11 +53,11 @@ def saved(num_hosts, *, copies=1):
 
 def read(contents, sources, wanted, *, host=0):
     """What `wanted` (path and box) read as, and the reader."""
-    step = search.Step.of(list(sources))
+    step = search.Step.from_offers(list(sources))
     plan = read_plan.plan(
         step,
         [saved_worlds.host(host, hosts=len(sources))],
-        read_plan.Wanted.of([(0, *each) for each in wanted], contents=contents),
+        read_plan.Wanted.from_boxes([(0, *each) for each in wanted], contents=contents),
     )
     reader = verified_read.VerifiedReader(sources)
     return verified_read.read_boxes(plan, reader, num_threads=2), reader

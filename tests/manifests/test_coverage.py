@@ -36,7 +36,7 @@ def test_what_is_lost_with_a_domain_is_what_no_other_holder_has(offers, domain, 
         )
         for number, each in enumerate(offers)
     ]
-    found = holdings.Holdings.of(offers)
+    found = holdings.Holdings.from_offers(offers)
     covered = coverage.coverage(found, domain)
     expected = brute_force(found, domain)
     assert {name: list(items) for name, items in covered.lost.items()} == expected
@@ -47,6 +47,6 @@ def test_what_is_lost_with_a_domain_is_what_no_other_holder_has(offers, domain, 
 def test_a_step_without_items_loses_none():
     whole = saved_worlds.contents({})
     offer = saved_worlds.offer(saved_worlds.host(0), whole, [])
-    covered = coverage.coverage(holdings.Holdings.of([offer]), "slice")
+    covered = coverage.coverage(holdings.Holdings.from_offers([offer]), "slice")
     assert {name: list(items) for name, items in covered.lost.items()} == {"s0": []}
     assert covered.num_survivors == 0

@@ -63,7 +63,7 @@ def test_a_manifest_is_read_as_it_was_written_and_has_one_content(offers, random
         assert manifest_file.to_bytes(manifest_file.parse(text)) == text
         shuffled = rows(found)
         random.shuffle(shuffled)
-        again = manifest.Fragments.of(shuffled, contents=found.contents)
+        again = manifest.Fragments.from_rows(shuffled, contents=found.contents)
         assert (
             manifest_file.to_bytes(dataclasses.replace(found, fragments=again)) == text
         )

@@ -10,7 +10,7 @@ from tests.tiers import saved_worlds
 
 
 def table(offers):
-    return holdings.Holdings.of(offers)
+    return holdings.Holdings.from_offers(offers)
 
 
 def hosts_of(offers):

@@ -56,9 +56,9 @@ def test_pieces_tile_every_wanted_box_exactly_once(offers, readers, parts):
     whole = offers[0].manifest.contents
     wanted = shards(whole, readers, parts)
     plan = read_plan.plan(
-        search.Step.of(offers),
+        search.Step.from_offers(offers),
         [saved_worlds.host(number) for number in range(readers)],
-        read_plan.Wanted.of(wanted, contents=whole),
+        read_plan.Wanted.from_boxes(wanted, contents=whole),
     )
     check(plan, wanted, whole)
 
@@ -77,9 +77,9 @@ def test_pieces_tile_also_where_saved_boxes_overlap(data):
     another = saved_worlds.offer(saved_worlds.host(9), whole, more, tier="persistent")
     wanted = shards(whole, 2, data.draw(st.integers(1, 5)))
     plan = read_plan.plan(
-        search.Step.of([*first, another]),
+        search.Step.from_offers([*first, another]),
         [saved_worlds.host(0), saved_worlds.host(1)],
-        read_plan.Wanted.of(wanted, contents=whole),
+        read_plan.Wanted.from_boxes(wanted, contents=whole),
     )
     check(plan, wanted, whole)
 
@@ -87,7 +87,7 @@ def test_pieces_tile_also_where_saved_boxes_overlap(data):
 @given(saved_worlds.saved(), st.integers(1, 4))
 def test_what_a_reader_is_told_does_not_depend_on_the_others(offers, readers):
     whole = offers[0].manifest.contents
-    step = search.Step.of(offers)
+    step = search.Step.from_offers(offers)
     hosts = [saved_worlds.host(number) for number in range(readers)]
     wanted = shards(whole, readers, 3)
 
@@ -97,11 +97,15 @@ def test_what_a_reader_is_told_does_not_depend_on_the_others(offers, readers):
             for read in map(plan.read, range(len(plan)))
         ]
 
-    together = read_plan.plan(step, hosts, read_plan.Wanted.of(wanted, contents=whole))
+    together = read_plan.plan(
+        step, hosts, read_plan.Wanted.from_boxes(wanted, contents=whole)
+    )
     alone = []
     for reader, host in enumerate(hosts):
         own = [(0, path, box) for who, path, box in wanted if who == reader]
-        plan = read_plan.plan(step, [host], read_plan.Wanted.of(own, contents=whole))
+        plan = read_plan.plan(
+            step, [host], read_plan.Wanted.from_boxes(own, contents=whole)
+        )
         alone += told(plan)
     assert sorted(told(together)) == sorted(alone)
 
@@ -128,25 +132,27 @@ OFFERS = [
 
 
 def wanted_whole(reader=0):
-    return read_plan.Wanted.of([(reader, "w", boxes.whole([64]))], contents=WHOLE)
+    return read_plan.Wanted.from_boxes(
+        [(reader, "w", boxes.whole([64]))], contents=WHOLE
+    )
 
 
 def test_the_nearest_copy_is_read_and_the_others_are_next():
     reader = OFFERS[2].host
-    plan = read_plan.plan(search.Step.of(OFFERS), [reader], wanted_whole())
+    plan = read_plan.plan(search.Step.from_offers(OFFERS), [reader], wanted_whole())
     orders = set()
     for number in range(len(plan)):
         order = [offer.host.number for offer, _ in plan.read(number).choices]
         assert order[:2] + order[-1:] == [2, 1, 4]
         orders.add(tuple(order))
     assert len(orders) == 2
-    (found,) = read_plan.files(search.Step.of(OFFERS), reader, "rng")
+    (found,) = read_plan.files(search.Step.from_offers(OFFERS), reader, "rng")
     numbers = [offer.host.number for offer in found[1]]
     assert (found[0], numbers[:2] + numbers[-1:]) == (RNG, [2, 1, 4])
 
 
 def test_equal_holders_are_read_from_evenly():
-    step = search.Step.of(OFFERS)
+    step = search.Step.from_offers(OFFERS)
     reads = collections.Counter()
     for number in range(5, 25):
         reader = dataclasses.replace(
@@ -160,13 +166,15 @@ def test_equal_holders_are_read_from_evenly():
 
 
 def test_readers_of_one_box_spread_over_its_holders():
-    step = search.Step.of(OFFERS)
+    step = search.Step.from_offers(OFFERS)
     readers = [
         dataclasses.replace(saved_worlds.host(n), domains={"slice": "near"})
         for n in range(10, 50)
     ]
     rows = [(n, "w", boxes.Box(start=(7,), stop=(8,))) for n in range(40)]
-    plan = read_plan.plan(step, readers, read_plan.Wanted.of(rows, contents=WHOLE))
+    plan = read_plan.plan(
+        step, readers, read_plan.Wanted.from_boxes(rows, contents=WHOLE)
+    )
     first = [plan.read(n).choices[0][0].host.number for n in range(40)]
     assert 12 <= first.count(1) <= 28
     assert first.count(1) + first.count(2) == 40
@@ -181,7 +189,9 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
     own = saved_worlds.offer(
         saved_worlds.host(0), WHOLE, [(0, boxes.Box(start=(3,), stop=(9,)))]
     )
-    step = search.Step.of([own, cut(1, 8), cut(2, 2), cut(3, 1, tier="persistent")])
+    step = search.Step.from_offers(
+        [own, cut(1, 8), cut(2, 2), cut(3, 1, tier="persistent")]
+    )
     plan = read_plan.plan(step, [own.host], wanted_whole())
     reads = [plan.read(number) for number in range(len(plan))]
     assert sorted(
@@ -193,12 +203,12 @@ def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
 def test_a_step_with_a_gap_is_not_planned():
     lone = saved_worlds.offer(saved_worlds.host(0), WHOLE, EVERY[:-1], files=[RNG])
     with pytest.raises(errors.CheckpointError, match=r"w\[63:64\].*complete step"):
-        read_plan.plan(search.Step.of([lone]), [lone.host], wanted_whole())
+        read_plan.plan(search.Step.from_offers([lone]), [lone.host], wanted_whole())
 
 
 def test_what_was_not_saved_cannot_be_wanted():
     with pytest.raises(errors.CheckpointError, match=r"no leaf 'v'; it has \['w'\]"):
-        read_plan.Wanted.of([(0, "v", boxes.whole([64]))], contents=WHOLE)
+        read_plan.Wanted.from_boxes([(0, "v", boxes.whole([64]))], contents=WHOLE)
     for shape in ([65], [8, 8]):
         with pytest.raises(errors.CheckpointError, match=r"saved, w\[0:64\]; restore"):
-            read_plan.Wanted.of([(0, "w", boxes.whole(shape))], contents=WHOLE)
+            read_plan.Wanted.from_boxes([(0, "w", boxes.whole(shape))], contents=WHOLE)

@@ -30,7 +30,7 @@ def replicated(num_hosts, sizes):
 
 @given(saved_worlds.saved(), st.data())
 def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
-    found = holdings.Holdings.of(offers)
+    found = holdings.Holdings.from_offers(offers)
     hosts = data.draw(st.lists(st.sampled_from([o.host for o in offers]), unique_by=id))
     chosen = uploads.uploads(found, hosts)
     mine = {host.id: chosen.of(host.id).tolist() for host in hosts}
@@ -54,16 +54,16 @@ def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
 @given(saved_worlds.saved(), st.randoms(use_true_random=False))
 def test_every_host_computes_the_same_whatever_the_order_of_offers(offers, random):
     hosts = [offer.host for offer in offers]
-    first = uploads.uploads(holdings.Holdings.of(offers), hosts)
+    first = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
     random.shuffle(offers)
-    second = uploads.uploads(holdings.Holdings.of(offers), hosts)
+    second = uploads.uploads(holdings.Holdings.from_offers(offers), hosts)
     assert first.host.tolist() == second.host.tolist()
 
 
 @given(saved_worlds.saved(), st.randoms(use_true_random=False))
 def test_every_host_computes_the_same_whatever_the_order_of_hosts(offers, random):
     hosts = [offer.host for offer in offers]
-    found = holdings.Holdings.of(offers)
+    found = holdings.Holdings.from_offers(offers)
     first = uploads.uploads(found, hosts)
     random.shuffle(hosts)
     second = uploads.uploads(found, hosts)
@@ -74,7 +74,7 @@ def test_every_host_computes_the_same_whatever_the_order_of_hosts(offers, random
 @given(st.integers(1, 8), st.lists(st.integers(1, 1000), min_size=1, max_size=40))
 def test_what_all_have_is_shared_to_within_the_largest_item(num_hosts, sizes):
     offers = replicated(num_hosts, sizes)
-    found = holdings.Holdings.of(offers)
+    found = holdings.Holdings.from_offers(offers)
     load = loads(found, uploads.uploads(found, [offer.host for offer in offers]))
     assert load.sum() == found.stored_bytes.sum()
     assert load.max() <= load.mean() + found.stored_bytes.max()
@@ -102,7 +102,7 @@ def least_possible(found):
 @settings(max_examples=30)
 @given(saved_worlds.saved(most_hosts=6))
 def test_no_host_has_far_more_than_the_best_assignment_would_give_it(offers):
-    found = holdings.Holdings.of(offers)
+    found = holdings.Holdings.from_offers(offers)
     hosts = [offer.host for offer in offers]
     load = loads(found, uploads.uploads(found, hosts))
     # Whole items cost the best one no more than the largest of them.
@@ -120,7 +120,7 @@ def test_a_host_with_much_of_its_own_gets_nothing_more():
     second = saved_worlds.offer(
         saved_worlds.host(1), whole, [(1, box) for box in shared]
     )
-    found = holdings.Holdings.of([first, second])
+    found = holdings.Holdings.from_offers([first, second])
     chosen = uploads.uploads(found, [first.host, second.host])
     assert chosen.of("host-00").tolist() == [0]
     assert chosen.of("host-01").tolist() == list(range(1, 9))
@@ -131,7 +131,7 @@ def test_what_is_in_the_persistent_tier_alone_is_not_uploaded_from_there():
     (box,) = saved_worlds.grid([4], [1])
     host = manifest.Host(id="host-00", number=0, domains={})
     offer = saved_worlds.offer(host, whole, [(0, box)], tier="persistent")
-    chosen = uploads.uploads(holdings.Holdings.of([offer]), [host])
+    chosen = uploads.uploads(holdings.Holdings.from_offers([offer]), [host])
     assert chosen.missing.tolist() == [0]
     assert not len(chosen.of("host-00"))
 

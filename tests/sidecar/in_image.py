@@ -100,7 +100,11 @@ def keep(agent_class: type, choice: object) -> str:
     )
     ask(save_requests.CommitStep(**vars(one), parts={}, notes=notes))
     outcome = ask(read_requests.FindStep(step=None, save="", without=(), own_line=None))
-    ask(read_requests.OpenStep(step=outcome.found.step, save=outcome.found.save))
+    ask(
+        read_requests.OpenStep(
+            step=outcome.complete_step.step, save=outcome.complete_step.save
+        )
+    )
     ask(array_requests.SelectArrays(layout=0, components=()))
     ask(read_requests.ReadStep())
     (restored,) = agent.arrays(messages.encode(called, over))

@@ -75,7 +75,7 @@ def offer(of, whole, held, *, step=30, save="0", tier="local", files=()):
             save=save,
             host=of,
             contents=whole,
-            fragments=manifest.Fragments.of(fragments, contents=whole),
+            fragments=manifest.Fragments.from_rows(fragments, contents=whole),
             component_files=tuple(files),
         ),
     )

@@ -36,7 +36,7 @@ def manifest_of(step, files, *, slot="0", run=RUN):
         save="0",
         host=manifest.Host(id=f"{MACHINE}.{slot}", number=0, domains={}),
         contents=contents,
-        fragments=manifest.Fragments.of([], contents=contents),
+        fragments=manifest.Fragments.from_rows([], contents=contents),
         component_files=tuple(
             manifest.ComponentFile(
                 component="data",

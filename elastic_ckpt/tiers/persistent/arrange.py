@@ -70,7 +70,7 @@ def recorded_lines(root: PersistentRoot, *, run: str) -> list[Line]:
         ) from None
     if fields["run"] != run:
         return []
-    return [Line.of(fields["save"], fields["parents"])]
+    return [Line.from_fields(fields["save"], fields["parents"])]
 
 
 def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:

@@ -64,7 +64,9 @@ def commit(
             retries.call(doing, lambda: storage.remove(unfinished))
         return
     manifests = _manifests(unfinished, saved, sorted(hosts))
-    step = Step.of([Offer(tier="persistent", manifest=each) for each in manifests])
+    step = Step.from_offers(
+        [Offer(tier="persistent", manifest=each) for each in manifests]
+    )
     if not step.complete:
         raise errors.CheckpointError(
             f"{unfinished} cannot be committed: {step.problem()}; upload the step again"

@@ -186,7 +186,7 @@ class Upload:
             save=saved.save,
             host=self._host,
             contents=saved.contents,
-            fragments=Fragments.of(self._fragments, contents=saved.contents),
+            fragments=Fragments.from_rows(self._fragments, contents=saved.contents),
             component_files=tuple(self._files),
         )
         self._retries.call(

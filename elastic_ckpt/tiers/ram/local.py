@@ -270,7 +270,7 @@ class LocalHost:
             save=save,
             host=self.host,
             contents=contents,
-            fragments=Fragments.of([], contents=contents),
+            fragments=Fragments.from_rows([], contents=contents),
             component_files=(),
         )
 

@@ -147,7 +147,7 @@ class StepWriter:
         manifest = dataclasses.replace(
             self.manifest,
             contents=contents or self.manifest.contents,
-            fragments=Fragments.of(
+            fragments=Fragments.from_rows(
                 self._fragments.values(), contents=self.manifest.contents
             ),
             component_files=tuple(self._files[path] for path in sorted(self._files)),
