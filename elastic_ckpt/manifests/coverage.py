@@ -1,7 +1,7 @@
-"""Coverage: what of a step is lost with one host, slice, rack or zone, and what is not.
+"""Coverage: which items of a step survive the loss of one host, slice, rack or zone.
 
-An item survives if holders outside of what fails have it too. Copies in persistent
-storage survive whatever happens to hosts.
+An item survives if it also has a holder outside of the failure domain that is lost.
+Copies in persistent storage always survive the loss of hosts.
 
 Glossary: items as in `holdings`, n rows (an item at a holder).
 """
@@ -18,12 +18,12 @@ from elastic_ckpt.manifests.holdings import Holdings
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Coverage:
-    """What one kind of failure domain takes with it.
+    """The items that are lost with each failure domain of one kind.
 
     Attributes:
       domain: the kind, such as `slice`.
-      lost: by domain of that kind, ordered, the numbers of the items that are nowhere
-        else, ascending, int64. Each domain of a holder in memory is there.
+      lost: by domain of that kind, ordered, the numbers of the items that no other
+        domain holds, ascending, int64. Each domain of a holder in memory has an entry.
       num_survivors: items that survive the loss of any one of these domains.
     """
 
@@ -33,20 +33,21 @@ class Coverage:
 
 
 def coverage(holdings: Holdings, domain: str) -> Coverage:
-    """What the loss of any one failure domain of a kind leaves of a step.
+    """Computes which items are lost with each failure domain of a kind.
 
-    Boxes are looked at one by one: one that others would cover together counts as lost.
+    Boxes are examined one by one: a box counts as lost even if other boxes cover it
+    together.
 
     Args:
       holdings: of the step.
-      domain: the kind. Holders that were not told theirs are in one together, as in
-        placement, whose name is empty.
+      domain: the kind. Holders without a name of that kind are together in one domain
+        with an empty name, as in placement.
     """
     of_offer = [each.host.domains.get(domain, "") for each in holdings.offers]
     in_memory = [each.tier == "local" for each in holdings.offers]
     names = sorted({n for n, kept in zip(of_offer, in_memory, strict=True) if kept})
     numbers = {name: number for number, name in enumerate(names)}
-    # Storage is a domain of its own, which is not lost.
+    # Storage is a separate domain, which is not lost.
     outside = len(names)
     number = np.array(
         [

@@ -1,7 +1,7 @@
 """Failure domains as text, `rack=r7;zone=us-east5-a`, in configs and environments.
 
-An environment says it of one host, where a config is of all: a Kubernetes pod gets the
-labels of its node in that way (`deploy` does it for the zone).
+A config applies to all hosts; an environment variable names the domains of one host. A
+Kubernetes pod gets the labels of its node in this way (`deploy` does it for the zone).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ VARIABLE = "ELASTIC_CKPT_DOMAINS"
 
 
 def parse(text: str, *, what: str) -> dict[str, str]:
-    """The names of domains, by kind; a kind without a name is left out.
+    """Parses the names of domains, by kind; a kind without a name is left out.
 
     Args:
       text: pairs, separated by `;`.
-      what: it is the value of, for messages.
+      what: the setting whose value it is, for messages.
 
     Raises:
-      ConfigError: if it is something else.
+      ConfigError: if the text has another form.
     """
     names = {}
     for pair in filter(None, text.split(";")):
@@ -37,7 +37,7 @@ def parse(text: str, *, what: str) -> dict[str, str]:
 
 
 def of_environment() -> dict[str, str]:
-    """Those that this host's environment names.
+    """Returns the domains that this host's environment names.
 
     Raises:
       ConfigError: as `parse`.

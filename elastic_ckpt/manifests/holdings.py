@@ -31,11 +31,11 @@ Tier = Literal["local", "persistent"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offer:
-    """What can be read now from one holder.
+    """The parts of a step that can be read now from one holder.
 
     Attributes:
-      tier: where the holder keeps it.
-      manifest: what it holds, of one step.
+      tier: the tier in which the holder keeps them.
+      manifest: lists the parts of one step.
     """
 
     tier: Tier
@@ -49,10 +49,10 @@ class Offer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Holdings:
-    """What some offers hold together.
+    """The union of several offers, as a table of items and holders.
 
     Attributes:
-      offers: of one run, step and save; the number of a holder is its place here.
+      offers: of one run, step and save; the number of a holder is its index here.
       contents: of the step.
       leaf: of each box, ascending, int32 `[b]`.
       boxes: every box that a holder has, once, ordered by leaf and bounds; `[b, r]`,
@@ -132,14 +132,14 @@ class Holdings:
         return np.arange(*ends)
 
     def holders(self, item: int) -> list[Offer]:
-        """Those that have an item."""
+        """Returns the offers that have an item."""
         rows = slice(self.first_row[item], self.first_row[item + 1])
         return [self.offers[holder] for holder in self.holder[rows]]
 
     def host_of_rows(self, hosts: Sequence[Host]) -> np.ndarray:
-        """Of each row the number of its holder in `hosts`, int64 `[n]`; -1 of others.
+        """Returns the index in `hosts` of each row's holder, int64 `[n]`; -1 if absent.
 
-        What is held outside of the local tiers is nobody's among them.
+        Rows outside of the local tiers have -1.
         """
         numbers = {host.id: number for number, host in enumerate(hosts)}
         of_offer = np.array(
@@ -152,12 +152,12 @@ class Holdings:
         return of_offer[self.holder]
 
     def fragment(self, row: int) -> Fragment:
-        """Where the box of a row lies at its holder; rows of files have none."""
+        """Returns the fragment of a row of a box; rows of files have none."""
         fragments = self.offers[self.holder[row]].manifest.fragments
         return fragments.row(int(self.number[row]), contents=self.contents)
 
     def name(self, item: int) -> str:
-        """An item as people read it: leaf and bounds of a box, the path of a file."""
+        """Names an item for messages: leaf and bounds, or the path of a file."""
         if item >= len(self.leaf):
             return self.files[item - len(self.leaf)].path
         leaf = self.contents.leaves[self.leaf[item]]
@@ -210,7 +210,8 @@ def _unique(
 def _files(
     offers: Sequence[Offer],
 ) -> tuple[tuple[ComponentFile, ...], np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    # The files; of each row its file, offer and place there; and those that differ.
+    # The files; for each row its file, its offer and its index there; the files that
+    # differ.
     first: dict[str, ComponentFile] = {}
     rows = []
     spoilt = set()

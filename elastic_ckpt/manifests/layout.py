@@ -6,12 +6,14 @@
     manifest-<host id>.json         what a host holds of all this; written last
 
 An array is in zarr v3: uncompressed, little-endian, each chunk with its CRC-32C behind
-its values. So a chunk's values lie in its file from byte 0 on as they do in memory, any
-zarr reader notices damage, and the directories of all hosts together are one array. In
-an Orbax checkpoint the same chunks lie in OCDBT, under Orbax's names (`persistent`).
+its values. So a chunk's values start at byte 0 of its file with the same layout as in
+memory, any zarr reader detects damage, and the directories of all hosts together are
+one array. In an Orbax checkpoint the same chunks lie in OCDBT, under Orbax's names
+(`persistent`).
 
-Boxes are cut into chunks of bounded size: what is read, verified, sent or repaired at
-once is a chunk, and a host that wants a part of a box reads little more than that.
+Boxes are cut into chunks of bounded size: reads, verification, transfers and repairs
+work on one chunk at a time, and a host that needs a part of a box reads little more
+than that part.
 
 Spec: https://zarr-specs.readthedocs.io/en/latest/v3/core/index.html
 """
@@ -28,9 +30,9 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, digest, errors, storage
 
-# What follows the values in a chunk's file.
+# The checksum follows the values in a chunk's file.
 CHECKSUM_BYTES = 4
-# Larger shards are cut: a bound on what a reader holds besides what it asked for.
+# Larger shards are cut, which bounds the extra memory of a reader.
 CHUNK_BYTES = 64 * 2**20
 # The most of a name that file systems take is 255 bytes.
 _NAME_BYTES = 200
@@ -42,7 +44,7 @@ def step_directory(step: int, save: str) -> str:
 
 
 def parse_step_directory(name: str) -> tuple[int, str] | None:
-    """The step and save that `step_directory` names so; None of other names."""
+    """Parses a name made by `step_directory`; None for other names."""
     step, dash, save = name.partition("-")
     if (
         not (step.isdecimal() and dash and save)
@@ -53,7 +55,7 @@ def parse_step_directory(name: str) -> tuple[int, str] | None:
 
 
 def leaf_directory(path: str) -> str:
-    """Where the leaf `path` (of parts joined by `/`) lies, relative to the step's."""
+    """Returns the directory of the leaf `path`, relative to the step's directory."""
     return "/".join(_safe(part) for part in path.split("/"))
 
 
@@ -148,14 +150,14 @@ def num_bytes(box: boxes.Box, dtype: str) -> int:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    # Of two that make the number one is at most its root: dims have 1e8 elements.
+    # The smaller factor of a pair is at most the root: dims have 1e8 elements.
     low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return max(n for n in (*low, *(number // n for n in low)) if n <= most)
 
 
 @functools.lru_cache(maxsize=2**16)
 def _safe(part: str) -> str:
-    # A name in a directory that stands for `part` alone and leads nowhere else.
+    # A unique file name for `part` that cannot point outside of its directory.
     quoted = urllib.parse.quote(part, safe=" ,()[]{}@+=$!'").replace("/", "%2F")
     if quoted in ("", ".", "..") or quoted.startswith("."):
         quoted = "%2E" + quoted[1:] if quoted else "%"

@@ -1,10 +1,10 @@
 """The line of a run: which saves led to its newest one, and which were abandoned.
 
 A run that is restored goes on under a new save, later than all before. Each manifest
-lists the steps from which the saves of its line went on (`Contents.parents`), so that
-any one manifest of the newest save decides about all steps of a run, wherever they are:
-those that the run has rolled back, or passed over because they were not complete, are
-abandoned. They are restored only by name.
+lists the steps from which the saves of its line went on (`Contents.parents`), so any
+manifest of the newest save decides which steps of the run, in any tier, are abandoned:
+those that the run has rolled back, or skipped because they were incomplete. An
+abandoned step is restored only by its number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Parent = tuple[int, str]
-# More restores than these are forgotten, and what was saved before them is kept.
+# Older restores are dropped from the list; saves from before them are kept.
 MOST_PARENTS = 100
 
 
@@ -33,14 +33,14 @@ class Line:
 
     @classmethod
     def from_fields(cls, save: str, parents: Iterable[Sequence[Any]]) -> Line:
-        """The line from its fields, as JSON has them."""
+        """Makes a line from its JSON fields."""
         return cls(save=save, parents=tuple((step, name) for step, name in parents))
 
     def abandons(self, step: int, save: str) -> bool:
-        """Whether a save of a step is older than the line's and not one of its own.
+        """Whether a save of a step is older than the line and not part of it.
 
-        Saves older than the first parent's are kept up to that step: what they went on
-        from is not known.
+        Saves older than the first parent's are kept up to that step, because their own
+        parents are unknown.
         """
         if save >= self.save or not self.parents:
             return False

@@ -1,14 +1,13 @@
 """Manifests: what one host holds of one step; only a manifest makes a part exist.
 
 A host writes its manifest last and atomically, and anew when copies from peers have
-arrived. It lists the whole step (every leaf, every component), so that what no manifest
-holds is known to be missing, and then what this host holds of it:
+arrived. It lists the whole step (every leaf, every component), so that parts that no
+manifest holds are detected as missing. Then it lists the parts that this host holds:
 
 * fragments, boxes of leaves with the digest of their values and their place in a file
 * files of components (data state, random numbers, whatever a run has)
 
-`manifest_file` is how it lies on disk. All this is in `tiers`, below `checkpoint`,
-because the sidecar needs it.
+`manifest_file` reads and writes the format on disk.
 
 Glossary: n fragments, r the most dims that a leaf has.
 """
@@ -41,20 +40,20 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a whole step consists of, the same in the manifests of all hosts.
+    """The contents of a whole step, the same in the manifests of all hosts.
 
     Attributes:
       leaves: ordered by path.
       components: by name, the number of logical parts of each: the logical shards of
         the cursors, 1 of what all hosts share.
       time_ms: when it was committed, since 1970, by the clock of host 0.
-      metrics: JSON of what retention may rank it by; None if it was not evaluated. As
-        text, which equals itself also if a loss is not a number.
+      metrics: JSON of the metrics that retention may rank it by; None if it was not
+        evaluated. It is kept as text, which is equal to itself also if a loss is NaN.
       parents: the steps, with their saves, from which the saves of its line went on,
         oldest first (see `line`); empty before the first restore.
-      trees: JSON of how the leaves make trees (FORMAT.md); None in manifests of before,
-        whose paths have keys as they are, without `escaped`.
-      custom_metadata: JSON of what a user added to the step; None if there is nothing.
+      trees: JSON of the structure of the trees (FORMAT.md); None in older manifests,
+        whose paths have keys without `escaped`.
+      custom_metadata: JSON of the user's metadata of the step; None if there is none.
     """
 
     leaves: tuple[Leaf, ...]
@@ -78,7 +77,7 @@ class Contents:
 
     @functools.cached_property
     def shapes(self) -> np.ndarray:
-        """Of each leaf, with 1 for dims that it does not have, int64 `[leaves, r]`."""
+        """The shapes of the leaves, padded with 1, int64 `[leaves, r]`."""
         rank = max((len(leaf.shape) for leaf in self.leaves), default=0)
         wide = [each.shape + (1,) * (rank - len(each.shape)) for each in self.leaves]
         return np.array(wide, np.int64).reshape(len(wide), rank)
@@ -154,7 +153,7 @@ class Fragments:
     def from_rows(
         cls, fragments: Iterable[Fragment], *, contents: Contents
     ) -> Fragments:
-        """`fragments` as columns, ordered by leaf and box, whatever their order was."""
+        """Makes columns of `fragments`, sorted by leaf and box."""
         listed = sorted(fragments, key=lambda each: (each.leaf, each.box))
         files = tuple(sorted({each.file for each in listed}))
         numbers = {file: number for number, file in enumerate(files)}
@@ -209,7 +208,7 @@ class ComponentFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """What one host holds of one step.
+    """The parts of one step that one host holds.
 
     Attributes:
       run: the identity of the run.

@@ -1,8 +1,9 @@
 """Manifests on disk: `manifest-<host id>.json` in a step's directory, version 1.
 
-FORMAT.md beside this file is the page of the format. A manifest is a `checked_json`
-file in which each byte counts, the layout too: any change is noticed. Fragments are
-columns of numbers, for 1e6 of them in 1e4 files have to be read in seconds.
+FORMAT.md beside this file specifies the format. A manifest is a `checked_json` file in
+which every byte counts, including white space: any change is detected. Fragments are
+stored as columns of numbers, because 1e6 of them in 1e4 files have to be read in
+seconds.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ VALUES_DIGEST = "xxh3-128"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(rf"manifest-{_ID.pattern}\.json")
 _DIGEST_BYTES = 16
-# Texts that the first manifests of this version do not have.
+# Fields that the first manifests of this version lack.
 _ADDED = ("trees", "custom_metadata")
-# What content of another kind raises where it is taken for a manifest's.
+# Errors that content of another kind raises when it is parsed as a manifest.
 _NOT_A_MANIFEST = (
     AttributeError,
     KeyError,
@@ -51,12 +52,12 @@ def file_name(host_id: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether `file_name` names a manifest so."""
+    """Whether `name` has the form of `file_name`."""
     return bool(_FILE_NAME.fullmatch(name))
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    """The one content that stands for `manifest`."""
+    """Returns the canonical content of `manifest`."""
     contents, host = manifest.contents, manifest.host
     # The first manifests of this version did not have these.
     parents = {"parents": list(map(list, contents.parents))} if contents.parents else {}
@@ -103,7 +104,7 @@ def parse(text: bytes, *, stores: bool = False) -> Manifest:
     Args:
       text: the content of its file.
       stores: whether fragments may be in key-value stores, of which a key may be
-        anything, `../w/c` too. Where they are files it would lead to other files.
+        anything, `../w/c` too. In plain files such a path would lead to other files.
 
     Raises:
       Unreadable: if it is cut short, altered, of another version, or not a manifest.
@@ -116,7 +117,7 @@ def parse(text: bytes, *, stores: bool = False) -> Manifest:
 
 
 def write(step_directory: epath.PathLike, manifest: Manifest) -> None:
-    """Writes `manifest`; the parts that it names have to be there, durably."""
+    """Writes `manifest`; the parts that it names have to be durable already."""
     path = epath.Path(step_directory) / file_name(manifest.host.id)
     storage.write_atomic(path, to_bytes(manifest))
 

@@ -1,13 +1,13 @@
-"""Placement: who gets a copy of what, so that a host or slice is lost and no box.
+"""Placement: chooses copy holders so that losing a host or a slice loses no box.
 
 Every box, and every file of a component, gets `copies` holders besides the host that
 saved it: first a distant one, in another failure domain, then close ones, in the domain
 of the saver. Other hosts that saved the same with the same values, as data parallelism
-makes them, count as holders, and so do copies that were made already: what is satisfied
-never moves.
+makes them, count as holders, and so do copies that were made already: an item that has
+its holders is never copied again.
 
-Items with the same holders are copied in a few groups (`receivers` says to whom), so
-that each host sends to a few others, and a host's next step goes the same ways.
+Items with the same holders are copied in a few groups (`receivers` chooses their
+hosts), so that each host sends to few others, and to the same ones at the next step.
 
 Glossary: items as in `holdings`, g groups, h hosts, m copies.
 """
@@ -24,7 +24,7 @@ from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.manifests.receivers import Candidates, Holders, Receivers, Wanted
 
-# Groups that the items with the same holders make: more balance better, and cost time.
+# Groups of the items with the same holders: more groups balance better and take longer.
 _GROUPS = 8
 _NAMED = 5
 
@@ -46,13 +46,13 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Shortfall:
-    """Items that do not have what the policy asks for.
+    """Items that lack holders that the policy requires.
 
     Attributes:
       items: their numbers in the holdings, ascending, int64.
-      lacks: what they lack: `holder`, `domain` (a second failure domain), `copies`, or
-        `agreement` between their holders.
-      why: for people, with the way out.
+      lacks: the kind of lack: `holder`, `domain` (a second failure domain), `copies`,
+        or `agreement` between their holders.
+      why: a sentence for people, with the remedy.
     """
 
     items: np.ndarray
@@ -69,7 +69,7 @@ class Placement:
       item: of each copy, its number in the holdings, int64 `[m]`.
       source: the number in `hosts` of the holder that sends, int64 `[m]`.
       target: the number in `hosts` of the host that receives, int64 `[m]`.
-      shortfalls: what does not have its guarantee even with all copies.
+      shortfalls: items that miss a guarantee even after all copies.
     """
 
     hosts: tuple[Host, ...]
@@ -82,11 +82,11 @@ class Placement:
 def place(
     holdings: Holdings, hosts: Sequence[Host], policy: Policy = Policy()
 ) -> Placement:
-    """The copies that give every item its holders, with as few as possible.
+    """Chooses the fewest copies that give every item its holders.
 
     Args:
       holdings: of one step, in the local tiers; others do not count.
-      hosts: that are there now. Holders that are not among them do not count.
+      hosts: of the present world. Holders that are not among them do not count.
       policy: how many copies, and where.
     """
     world = _World(holdings, hosts, policy)
@@ -108,7 +108,7 @@ def place(
 def assume_data_parallelism(
     holdings: Holdings, hosts: Sequence[Host], policy: Policy = Policy()
 ) -> Placement:
-    """Copies nothing, and says which items data parallelism alone leaves at risk.
+    """Copies nothing, and reports the items that data parallelism alone leaves at risk.
 
     For models whose copies would not fit into memory. Takes the arguments of `place`.
     """
@@ -124,7 +124,7 @@ def assume_data_parallelism(
 
 
 class _World:
-    """Groups of items, who has them, and how much each host has."""
+    """Groups of items, their holders, and the load of each host."""
 
     def __init__(
         self, holdings: Holdings, hosts: Sequence[Host], policy: Policy
@@ -139,7 +139,7 @@ class _World:
         self._held, first = np.unique(item, return_index=True)
         bucket = _names(holdings)[self._held] % np.uint64(_GROUPS)
         ends = np.append(first, len(item))
-        # Sets of holders are told apart by sums of 64 bits: 1e6 sets collide by 1e-7.
+        # Sets of holders are compared by sums of 64 bits: 1e6 sets collide by 1e-7.
         sums = np.append(np.uint64(0), np.cumsum(digest.mixed(receivers.hashes)[host]))
         sets = sums[ends[1:]] - sums[ends[:-1]]
         _, chosen, self._group = np.unique(
@@ -153,8 +153,8 @@ class _World:
         holder = host[ends[chosen][group] + within]
         self._holders = Holders(receivers, len(chosen))
         self._holders.add(group, holder)
-        # Of several holders the one with the highest hash sends: rendezvous hashing
-        # (Thaler and Ravishankar 1998), so others that come or go change little.
+        # Among several holders the one with the highest hash sends (rendezvous hashing:
+        # Thaler and Ravishankar 1998), so hosts that join or leave change little.
         key = digest.mixed(receivers.hashes[holder], bucket[chosen][group])
         order = np.lexsort([key, group])
         last = np.cumsum(sizes) - 1
@@ -185,7 +185,7 @@ class _World:
         return group, self._source[group], target[group]
 
     def items_of(self, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The items of some groups in a row, and the place of the group of each."""
+        """Returns the items of some groups, and the index of each one's group."""
         order = np.argsort(self._group, kind="stable")
         bounds = np.searchsorted(self._group[order], np.arange(len(self._source) + 1))
         sizes = bounds[group + 1] - bounds[group]
@@ -193,7 +193,7 @@ class _World:
         return self._held[order[bounds[group][row] + within]], row
 
     def shortfalls(self, holdings: Holdings, policy: Policy) -> tuple[Shortfall, ...]:
-        """What is lacking as things stand."""
+        """Returns the items that lack holders at present."""
         there = self._receivers
         in_domains = self._holders.num_domains[self._group]
         on_machines = self._holders.num_machines[self._group]
@@ -250,8 +250,8 @@ _LACKING = {
 
 
 def _receivers(hosts: tuple[Host, ...], policy: Policy) -> Receivers:
-    # A host without a label counts as a machine of its own, in the domain of all that
-    # have none: nothing is promised that the labels do not say.
+    # A host without a label counts as a separate machine, in the domain of all hosts
+    # without one: no guarantee goes beyond the labels.
     machines = [host.domains.get(policy.machine, host.id) for host in hosts]
     domains = [host.domains.get(policy.domain, "") for host in hosts]
     return Receivers(

@@ -1,12 +1,12 @@
-"""Read plans: which parts of which saved boxes make the boxes that hosts want now.
+"""Read plans: which parts of which saved boxes make the boxes that hosts need now.
 
 A wanted box is cut into pieces, its intersections with saved boxes, and each element is
 in one piece. A piece has all holders of its saved box, in the order in which to try
-them: the reader's own local tier, close peers, distant peers, persistent storage. The
-rest are who is next if a read fails its check. Among holders that are equally near, a
-hash of reader, box and holder decides (rendezvous hashing: Thaler, Ravishankar 1998),
-so that readers spread over them and need not ask each other: what a plan says of one
-reader is the same whether or not it plans for others too.
+them: the reader's own local tier, close peers, distant peers, persistent storage. A
+later holder is used if a read from an earlier one fails its check. Among holders that
+are equally near, a hash of reader, box and holder decides (rendezvous hashing: Thaler,
+Ravishankar 1998), so that readers spread over them without coordination: the plan of
+one reader does not depend on the other readers that it is made for.
 
 Glossary: w wanted boxes, p pieces, r the most dims of a leaf.
 """
@@ -35,10 +35,10 @@ _HASH_BITS, _NEARNESS_BITS = 20, 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Wanted:
-    """Boxes that hosts want, such as those of their shards under a new sharding.
+    """Boxes that hosts request, such as those of their shards under a new sharding.
 
     Attributes:
-      reader: the number of the host that wants each, int32 `[w]`.
+      reader: the number of the host that requests each, int32 `[w]`.
       leaf: the number of its leaf, int32 `[w]`.
       boxes: `[w, r]`, padded as in `Fragments`.
     """
@@ -51,7 +51,7 @@ class Wanted:
     def from_boxes(
         cls, wanted: Iterable[tuple[int, str, boxes.Box]], *, contents: Contents
     ) -> Wanted:
-        """Of each its reader, the path of its leaf, and the box.
+        """Makes columns of tuples of a reader, the path of a leaf, and a box.
 
         Raises:
           CheckpointError: if the step has no such leaf, or it has another shape.
@@ -78,14 +78,14 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Read:
-    """One piece, as a reader needs it.
+    """One piece, with all that a reader needs to read it.
 
     Attributes:
       path: of the leaf.
       piece: in global coordinates.
       into: where the piece goes in the wanted box.
       out_of: where the piece lies in the saved box.
-      choices: who has it, and where there, in the order to try them.
+      choices: its holders, and their fragments, in the order to try them.
     """
 
     path: str
@@ -97,11 +97,11 @@ class Read:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ReadPlan:
-    """Who reads what from whom.
+    """The pieces to read, and the holders of each.
 
     Attributes:
       holdings: of the step that is read.
-      wanted: what was asked for.
+      wanted: the requested boxes.
       of_wanted: the wanted box that each piece is of, ascending, int64 `[p]`.
       box: the saved box that it is cut out of, int64 `[p]`.
       pieces: in global coordinates, `[p, r]`, padded as in `Fragments`.
@@ -153,7 +153,7 @@ class ReadPlan:
 def plan(
     step: Step, readers: Sequence[Host], wanted: Wanted, *, domain: str = "slice"
 ) -> ReadPlan:
-    """How `readers` read what they want, whoever saved it on however many hosts.
+    """Plans the reads of `readers`; it does not depend on which hosts saved the step.
 
     Args:
       step: a complete step.
@@ -214,7 +214,7 @@ def files(
 
 
 class _Nearness:
-    """How near holders are to readers, and who comes first among equals."""
+    """The nearness of holders to readers, and the order among equally near ones."""
 
     def __init__(
         self, holdings: Holdings, readers: Sequence[Host], domain: str
@@ -232,7 +232,7 @@ class _Nearness:
         )
 
     def between(self, reader: np.ndarray, holder: np.ndarray) -> np.ndarray:
-        """LOCAL to PERSISTENT, for each reader and holder."""
+        """Returns LOCAL to PERSISTENT, for each pair of a reader and a holder."""
         near = np.where(
             self._reader_domain[reader] == self._holder_domain[holder], CLOSE, DISTANT
         )
@@ -243,7 +243,7 @@ class _Nearness:
     def choices(
         self, reader: np.ndarray, item: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """As `ReadPlan` has them, for pieces of an item that a reader wants."""
+        """Returns the `first_choice` and `choice` of a plan, for items and readers."""
         first = self._holdings.first_row
         sizes = first[item + 1] - first[item]
         bounds = np.concatenate([[0], np.cumsum(sizes)])
@@ -253,7 +253,7 @@ class _Nearness:
         near = self.between(reader[piece], holder).astype(np.uint64)
         chance = self._chance(reader[piece], item[piece], holder)
         chance >>= np.uint64(64 - _HASH_BITS)
-        # One number a row, for that sorts fastest.
+        # One number a row, which sorts fastest.
         key = piece.astype(np.uint64) << np.uint64(_NEARNESS_BITS) | near
         key = key << np.uint64(_HASH_BITS) | chance
         return bounds, row[np.argsort(key, kind="stable")]
@@ -267,7 +267,7 @@ class _Nearness:
 def _pieces(
     step: Step, wanted: Wanted, leaf: int, nearness: _Nearness
 ) -> tuple[np.ndarray, np.ndarray, boxes.Boxes]:
-    # Of one leaf: the wanted box and the saved box of each piece, and the piece.
+    # For one leaf: the wanted box and the saved box of each piece, and the piece.
     holdings = step.holdings
     asked, held = np.flatnonzero(wanted.leaf == leaf), holdings.of_leaf(leaf)
     first, second = box_join.overlaps(
@@ -293,7 +293,7 @@ def _pieces(
 def _without_overlaps(
     wanted: Wanted, of_wanted: np.ndarray, shared: boxes.Boxes, order: np.ndarray
 ) -> list[tuple[int, boxes.Box]]:
-    # In `order`, each shared part gives what of its wanted box none before it gave.
+    # In `order`, each shared part adds the elements that no earlier part covers.
     given = []
     left: list[boxes.Box] = []
     before = -1

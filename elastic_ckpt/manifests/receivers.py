@@ -1,10 +1,11 @@
 """Receivers: which host takes a copy, by hashing, under a bound on each host's load.
 
-Hosts are some points each on rings, one ring for each failure domain, and the domains
-are on a ring too. What is to be copied goes to the host that follows a hashed point, if
-that may have it and its load stays below the bound, or else tries the next hash. So a
-host or domain that comes or goes moves little else (consistent hashing: Karger et al.
-1997; with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2016, arXiv:1608.01350).
+Each host is several points on the ring of its failure domain, and the domains are
+points on a ring too. An item is copied to the host that follows a hashed point, if that
+host may take it and its load stays below the bound; otherwise the next hash is tried.
+So a host or domain that joins or leaves moves few other items (consistent hashing:
+Karger et al. 1997; with bounded loads: Mirrokni, Thorup and Zadimoghaddam 2016,
+arXiv:1608.01350).
 
 Glossary: g groups of items with the same holders, h hosts.
 """
@@ -20,15 +21,15 @@ from elastic_ckpt.core import columns, digest
 
 _POINT_BITS = np.uint64(40)
 _POINTS = 16
-# The bound, as a multiple of the mean. After so many probes the next is tried, for a
-# bound may be out of reach: items and domains are not of one size.
+# The bound, as a multiple of the mean. After so many probes the next bound is used,
+# because a bound may be unreachable: items and domains differ in size.
 _SLACKS = (1.2, 1.4, 1.7, 2, 4, np.inf)
 _PROBES_A_BOUND = 20
 _PROBES = _PROBES_A_BOUND * len(_SLACKS)
 
 
 class Candidates(enum.Enum):
-    """The hosts that are asked to take a copy, never on a machine that has one."""
+    """The hosts that may take a copy, never on a machine that has one."""
 
     CLOSE = "those in the failure domain of the sender"
     DISTANT = "those in failure domains without a holder"
@@ -74,9 +75,9 @@ class Receivers:
 
         Args:
           wanted: the copies.
-          held: who has the groups already.
+          held: the present holders of the groups.
           load: bytes that each host has, float `[h]`; what it takes is added.
-          candidates: who is asked.
+          candidates: the hosts to choose from.
         """
         chosen = np.full(len(wanted.group), -1)
         pending = np.arange(len(chosen))
@@ -113,7 +114,8 @@ class Receivers:
         pending: np.ndarray,
         candidates: Candidates,
     ) -> np.ndarray:
-        # Of each host the mean load after all copies, among those that may share them.
+        # The mean load after all copies, over the hosts that may share them, for each
+        # host.
         size = wanted.bytes[pending]
         least = size.max(initial=0)
         hosts = np.bincount(self.domain)
@@ -122,8 +124,8 @@ class Receivers:
         if candidates is Candidates.CLOSE:
             return np.maximum(((there + coming) / hosts)[self.domain], least)
         mean = (load.sum() + size.sum()) / len(load)
-        # What a domain sends lies outside of it: a host has a share of what the domain
-        # with the least room outside sends, its own not counted.
+        # Copies from a domain go outside of it: a host has a share of the copies of the
+        # domain with the least room outside, its own domain not counted.
         outside = np.maximum(len(load) - hosts, 1)
         shares = (load.sum() - there + coming) / outside
         first, second = np.sort(np.append(shares, [0, 0]))[[-1, -2]]
@@ -176,7 +178,7 @@ class Wanted:
 
 
 class Holders:
-    """Who has each group: pairs of a group and a host, which grow.
+    """The holders of each group: pairs of a group and a host, to which pairs are added.
 
     Args:
       receivers: the hosts.
@@ -191,7 +193,7 @@ class Holders:
         self._hosts = np.empty(0, np.int64)
 
     def add(self, group: np.ndarray, host: np.ndarray) -> None:
-        """The hosts of some pairs have their groups from now on."""
+        """Adds pairs of a group and a host that holds it."""
         there = self._receivers
         machines = group * there.num_machines + there.machine[host]
         domains = group * there.num_domains + there.domain[host]
@@ -261,7 +263,7 @@ def _point(ring: np.ndarray, hashed: np.ndarray) -> np.ndarray:
 def _fit(
     host: np.ndarray, size: np.ndarray, load: np.ndarray, bound: np.ndarray
 ) -> np.ndarray:
-    # Whether each still fits when all before it, to the same host, are taken.
+    # Whether each copy still fits after all earlier ones to the same host.
     order = np.argsort(host, kind="stable")
     total = np.cumsum(size[order])
     begins = np.searchsorted(host[order], host[order])

@@ -1,9 +1,9 @@
-"""Retention: which steps a tier removes, by a policy, and which it never does.
+"""Retention: which steps a tier removes by a policy, and which it always keeps.
 
 A policy is any object with Orbax's `should_preserve`: those of
 `orbax.checkpoint.v1.training.preservation_policies` fit as they are (`LatestN`,
 `EveryNSteps`, `EveryNSeconds`, `BestN`, `CustomSteps`, and `AnyPreservationPolicy` over
-some of them). Orbax itself is not imported, for the sidecar has none.
+some of them). Orbax itself is not imported, because the sidecar does not have it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldStep:
-    """A step in one tier, as Orbax's policies want it (`PolicyCheckpointInfo`).
+    """A step in one tier, with the fields of Orbax's `PolicyCheckpointInfo`.
 
     Attributes:
       step: the training step.
       time: when it was saved, with a time zone.
-      metrics: what it is ranked by; None if it was not evaluated.
+      metrics: the values it is ranked by; None if it was not evaluated.
       complete: whether this tier alone has all of it.
       save: which save of it.
     """
@@ -35,11 +35,11 @@ class HeldStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """What Orbax's policies are given besides the steps: nothing, so far."""
+    """The context that Orbax's policies receive besides the steps: empty."""
 
 
 class PreservationPolicy(Protocol):
-    """Says which steps are kept; those of Orbax do."""
+    """Decides which steps are kept; Orbax's policies have this interface."""
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
@@ -49,12 +49,12 @@ class PreservationPolicy(Protocol):
 
 
 class NewestOnly:
-    """Preserves nothing but what is never removed: the newest complete step."""
+    """Preserves only the newest complete step, which is never removed."""
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> Sequence[bool]:
-        """No, for each."""
+        """Returns False for each."""
         del context
         return [False] * len(checkpoints)
 
@@ -69,11 +69,11 @@ def steps_to_delete(
 ) -> list[int]:
     """The steps that a tier removes, oldest first.
 
-    Whatever the policy says, these stay: the newest step that this tier has whole, the
-    newest that all tiers together have, all steps from there on (one of them may be on
-    its way to being complete), and those in flight or preserved. A policy is asked only
-    about complete steps, so that `LatestN(3)` keeps three that can be restored; older
-    steps that are not complete in any mixture are removed.
+    Independent of the policy, these stay: the newest step that is complete in this
+    tier, the newest that is complete in all tiers together, all later steps (one of
+    them may become complete), and those in flight or preserved. The policy receives
+    only complete steps, so that `LatestN(3)` keeps three that can be restored; older
+    steps that are not complete in any mixture of tiers are removed.
 
     Args:
       held: the steps of the tier, without abandoned ones.
@@ -90,7 +90,7 @@ def steps_to_delete(
         kept |= {step.step for step, keep in zip(whole, flags, strict=True) if keep}
         kept.add(whole[-1].step)
     if newest_complete is None:
-        # Nothing replaces what there is.
+        # No complete step replaces these.
         return []
     return [
         step.step
@@ -108,8 +108,8 @@ def abandoned_to_delete(
 ) -> list[HeldStep]:
     """The abandoned steps of a tier (see `line`) that it removes.
 
-    They are kept as if they were the oldest steps of the line, which are asked about
-    without them: what a policy promises is kept first.
+    They are kept as if they were the oldest steps of the line. The steps of the line
+    are decided without them, so they take no place that the policy gives to those.
 
     Args:
       abandoned: the abandoned steps of the tier.

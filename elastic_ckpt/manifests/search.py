@@ -1,8 +1,8 @@
 """Search: the newest step of which every box and component is reachable somewhere.
 
-A step counts in any mixture of tiers and holders, on whatever hosts there are now: only
-what it consists of is asked for, never who saved it. Manifests of different saves of a
-step are kept apart, for a run that came to a step again may have computed other bits.
+A step counts in any mixture of tiers and holders, on the present hosts, independent of
+the hosts that saved it. Manifests of different saves of a step are kept apart, because
+a run that repeated a step may have computed other bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NAMED = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """One save of a step, and what of it no holder has.
+    """One save of a step, and the parts of it that no holder has.
 
     Attributes:
       step: the training step.
       save: which save of it.
-      holdings: all that is held of it.
-      gaps: by the number of a leaf, the disjoint boxes that nobody has.
-      missing_parts: by the name of a component, its parts that nobody has.
+      holdings: all parts of it that are held.
+      gaps: by the number of a leaf, the disjoint boxes that no holder has.
+      missing_parts: by the name of a component, its parts that no holder has.
       overlapping: the leaves of which saved boxes share elements.
     """
 
@@ -41,7 +41,7 @@ class Step:
 
     @classmethod
     def from_offers(cls, offers: Sequence[Offer]) -> Step:
-        """The step that `offers` are of, at least one, all of one save.
+        """Makes the step of `offers`, at least one, all of one save.
 
         Raises:
           CheckpointError: if they are not of one save.
@@ -64,12 +64,12 @@ class Step:
         return not (self.gaps or self.missing_parts or diverged)
 
     def problem(self) -> str:
-        """What is wrong with a step that is not complete, for people."""
+        """Describes why a step is not complete, for people."""
         tiers = " and ".join(sorted({offer.tier for offer in self.holdings.offers}))
         return f"step {self.step} in {tiers} {self.lacking()}"
 
     def lacking(self) -> str:
-        """The end of `problem`: what the step lacks, or that its holders disagree."""
+        """The end of `problem`: the missing parts, or that holders disagree."""
         contents = self.holdings.contents
         lacks = []
         if self.gaps:
@@ -99,7 +99,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """What a search found.
+    """The outcome of a search.
 
     Attributes:
       newest: the newest complete step; None if there is none.
@@ -113,7 +113,7 @@ class Found:
         """The newest complete step.
 
         Raises:
-          CheckpointError: if there is none; the message says what each step lacks.
+          CheckpointError: if there is none; the message names what each step lacks.
         """
         if self.newest is not None:
             return self.newest
@@ -125,9 +125,9 @@ class Found:
 
 
 def search(offers: Sequence[Offer]) -> Found:
-    """The newest step of which everything is reachable, by the manifests of all tiers.
+    """Finds the newest step that is complete by the manifests of all tiers.
 
-    Steps that are older than it are not looked at.
+    Older steps are not examined.
     """
     incomplete = []
     for of_step in saves(offers):
@@ -142,7 +142,7 @@ def require(offers: Sequence[Offer], step: int) -> Step:
     """The save of `step` that is complete, the last of several.
 
     Raises:
-      CheckpointError: if there is none; the message says what is missing, and which
+      CheckpointError: if there is none; the message names the missing parts, and the
         step to restore instead.
     """
     alike = [of_step for of_step in saves(offers) if of_step[0].manifest.step == step]
@@ -162,9 +162,9 @@ def require(offers: Sequence[Offer], step: int) -> Step:
 
 
 def saves(offers: Sequence[Offer]) -> list[list[Offer]]:
-    """`offers` by step and save, newest first.
+    """Groups `offers` by step and save, newest first.
 
-    What lists other contents is no part of the same save.
+    Manifests that list different contents are separate groups.
     """
     groups: dict[tuple[int, str], list[list[Offer]]] = {}
     for offer in offers:

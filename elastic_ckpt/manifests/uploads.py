@@ -1,12 +1,13 @@
 """Uploads: which host writes which item to the persistent tier, each one once.
 
-Every host computes the same from the same manifests, so nothing has to be agreed upon.
-Items that one host alone has are its own; the others go, the most constrained and then
-the largest first, to the least loaded of their holders. That is greedy list scheduling:
-where all hosts hold all, no host has more than the mean and the largest item (Graham
-1969), and whoever holds what, none has more than `ceil(log2 hosts) + 1` times what the
-best assignment gives its most loaded host (Azar, Naor and Rom 1995, "The
-competitiveness of on-line assignments", doi:10.1006/jagm.1995.1008).
+Every host computes the same result from the same manifests, so no coordination is
+needed. Items that only one host has are uploaded by it; the others are assigned to the
+least loaded of their holders, the most constrained and then the largest first. That is
+greedy list scheduling: where all hosts hold all, no host has more than the mean and the
+largest item (Graham 1969), and for any distribution of the holders, no host has more
+than `ceil(log2 hosts) + 1` times what the best assignment gives its most loaded host
+(Azar, Naor and Rom 1995, "The competitiveness of on-line assignments",
+doi:10.1006/jagm.1995.1008).
 
 Glossary: items as in `holdings`, i of them.
 """
@@ -24,14 +25,14 @@ from elastic_ckpt.manifests.manifest import Host
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Uploads:
-    """Who uploads what.
+    """The host that uploads each item.
 
     Attributes:
       hosts: ordered by id.
       host: the number in `hosts` of the one that uploads each item, int32 `[i]`; -1 of
         items that none of them has.
-      row: of each item, the row of the holdings that says where that host has it, int64
-        `[i]`; -1 likewise.
+      row: of each item, the row of the holdings for that host, int64 `[i]`; -1
+        likewise.
     """
 
     hosts: tuple[Host, ...]
@@ -40,17 +41,17 @@ class Uploads:
 
     @property
     def missing(self) -> np.ndarray:
-        """The items that nobody can upload, int64."""
+        """The items that no host can upload, int64."""
         return np.flatnonzero(self.host < 0)
 
     def items_of(self, host_id: str) -> np.ndarray:
-        """The items that a host uploads, ascending, int64."""
+        """Returns the items that a host uploads, ascending, int64."""
         numbers = [n for n, host in enumerate(self.hosts) if host.id == host_id]
         return np.flatnonzero(np.isin(self.host, numbers))
 
 
 def uploads(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
-    """Each box and each file of a component, once, by a host that has it in its memory.
+    """Assigns each box and each file of a component to one host that has it in memory.
 
     Args:
       holdings: of one step; what is held outside of the local tiers does not count.
@@ -62,7 +63,7 @@ def uploads(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
     num_items = holdings.num_items
     count = np.bincount(item, minlength=num_items)
     first = np.concatenate([[0], np.cumsum(count)])
-    # The place of the chosen row among these.
+    # The index of the chosen row among these.
     chosen = np.full(num_items, -1)
     alone = np.flatnonzero(count == 1)
     chosen[alone] = first[alone]
@@ -94,12 +95,12 @@ def uploads(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
 def batches(
     items: np.ndarray, sizes: np.ndarray, *, most_bytes: int, most_items: int
 ) -> list[np.ndarray]:
-    """Cuts items into runs that are written at once, each as large as is allowed.
+    """Cuts items into runs that are written together, each as large as allowed.
 
     Args:
       items: in their order.
       sizes: of each of them in bytes, int64 `[i]`.
-      most_bytes: of a run; an item that is larger is a run of its own.
+      most_bytes: of a run; a larger item is a separate run.
       most_items: of a run, at least 1.
     """
     cuts = []
@@ -114,9 +115,10 @@ def batches(
 
 
 def _rows(holdings: Holdings, hosts: tuple[Host, ...]) -> tuple[np.ndarray, np.ndarray]:
-    # The rows of the holdings at the hosts that are there, and the number of each.
+    # The rows of the holdings at the hosts of the world, and the number of each host.
     host = holdings.host_of_rows(hosts)
     row = np.flatnonzero(host >= 0)
-    # Each host has its own offers first; among equals all have to choose the same.
+    # Each host lists its own offers first, so rows are sorted: all have to choose the
+    # same.
     row = row[np.lexsort([host[row], holdings.item[row]])]
     return row, host[row]

@@ -270,7 +270,7 @@ def test_a_step_that_is_not_complete_says_what_is_missing(saved):
     manifest_path = next(in_ram(saved).glob("manifest-*"))
     held = manifest_file.parse(manifest_path.read_bytes())
     part = held.fragments.row(0, contents=held.contents)
-    fewer = held.fragments.of(
+    fewer = held.fragments.from_rows(
         [
             held.fragments.row(number, contents=held.contents)
             for number in range(1, len(held.fragments))

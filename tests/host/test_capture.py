@@ -145,8 +145,10 @@ def test_arrays_that_are_donated_afterwards_leave_the_capture_as_it_was(num_devi
 
 def test_what_devices_send_is_captured_as_well(monkeypatch):
     # Devices that are not the host's are asked to send everything first.
-    places = capture._places
-    monkeypatch.setattr(capture, "_places", lambda *of: places(*of)._replace(far=True))
+    placement = capture._placement
+    monkeypatch.setattr(
+        capture, "_placement", lambda *each: placement(*each)._replace(far=True)
+    )
     values = random_bits("float32", 64).reshape(8, 8)
     array = sharded(values, mesh(2, 4), "a", "b")
     part = only(capture.capture({"w": array}, host_memory.Pool()))

@@ -33,7 +33,7 @@ def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
     found = holdings.Holdings.from_offers(offers)
     hosts = data.draw(st.lists(st.sampled_from([o.host for o in offers]), unique_by=id))
     chosen = uploads.uploads(found, hosts)
-    mine = {host.id: chosen.of(host.id).tolist() for host in hosts}
+    mine = {host.id: chosen.items_of(host.id).tolist() for host in hosts}
     everyone = sorted(item for items in mine.values() for item in items)
     assert everyone == np.flatnonzero(chosen.host >= 0).tolist()
     assert not set(everyone) & set(chosen.missing.tolist())
@@ -122,8 +122,8 @@ def test_a_host_with_much_of_its_own_gets_nothing_more():
     )
     found = holdings.Holdings.from_offers([first, second])
     chosen = uploads.uploads(found, [first.host, second.host])
-    assert chosen.of("host-00").tolist() == [0]
-    assert chosen.of("host-01").tolist() == list(range(1, 9))
+    assert chosen.items_of("host-00").tolist() == [0]
+    assert chosen.items_of("host-01").tolist() == list(range(1, 9))
 
 
 def test_what_is_in_the_persistent_tier_alone_is_not_uploaded_from_there():
@@ -133,7 +133,7 @@ def test_what_is_in_the_persistent_tier_alone_is_not_uploaded_from_there():
     offer = saved_worlds.offer(host, whole, [(0, box)], tier="persistent")
     chosen = uploads.uploads(holdings.Holdings.from_offers([offer]), [host])
     assert chosen.missing.tolist() == [0]
-    assert not len(chosen.of("host-00"))
+    assert not len(chosen.items_of("host-00"))
 
 
 @given(
