@@ -13,7 +13,7 @@ from elastic_ckpt.tiers.peers.agent import Address
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """What other hosts need before this one has a slot.
+    """The facts that other hosts need before this one has a slot.
 
     Attributes:
       machine: the id of the machine's memory.
@@ -36,8 +36,8 @@ class JoinedHost:
 
     Attributes:
       host: as manifests name it.
-      agent: where the machine's agent listens; None of slots but the first, and in a
-        world of one host without peers.
+      agent: the address of the machine's agent; None for slots after the first, and in
+        a world of one host without peers.
     """
 
     host: Host

@@ -55,7 +55,7 @@ class HostBackup:
         self._holdings: tuple[dict[Offer, Source], Holdings] | None = None
 
     def clean(self, save: str) -> list[tuple[int, str]]:
-        """Removes what uploads of dead worlds left; host 0 does it (see `writers`).
+        """Removes leftovers of crashed uploads; host 0 does it (see `writers`).
 
         Args:
           save: of this world.
@@ -84,12 +84,12 @@ class HostBackup:
     def chunk_shapes(self, step: int, save: str) -> dict[str, tuple[int, ...]]:
         """The shapes of the chunks of each leaf of a step, by its path.
 
-        Host 0 is asked first of all, and says to other worlds that this one writes.
+        Host 0 runs this first, and marks storage as being written by this world.
         """
         self._writing.be_present()
         self._holdings = _, holdings = self._read(step, save)
         if self._root().in_place:
-            # What is there would be written over.
+            # The upload would overwrite the present files.
             PATIENT.call(
                 f"setting aside what step {step} replaces",
                 lambda: self._arrange(holdings.contents, step, save),
@@ -101,7 +101,7 @@ class HostBackup:
     ) -> BackedUp:
         """Writes this host's share of a step to persistent storage.
 
-        Of its own what turns out to be bad is read elsewhere, and put right.
+        Bad copies of its own are read from another holder, and repaired.
 
         Args:
           step: the training step.
@@ -113,7 +113,7 @@ class HostBackup:
         """
         sources, holdings = self._holdings or self._read(step, save)
         if len(holdings.diverged):
-            # One of them would be taken for good later.
+            # A later reader could not detect the wrong one.
             raise errors.CheckpointError(
                 f"step {step} has different values at different hosts, such as"
                 f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
@@ -164,10 +164,10 @@ class HostBackup:
             )
 
     def collect(self, step: int, save: str, overwrite: bool) -> None:
-        """Removes what is not to be kept now that a step is committed; host 0 does it.
+        """Removes steps that are no longer kept, after a commit; host 0 does it.
 
-        Never the newest complete step there, nor one that is preserved by hand, nor one
-        that plain Orbax or another run saved.
+        Keeps the newest complete step there, those that are preserved by hand, and
+        those that plain Orbax or another run saved.
 
         Args:
           step: the training step.
@@ -227,7 +227,7 @@ class HostBackup:
         return tier.remove_all(step)
 
     def close(self) -> None:
-        """Says to other worlds that this one writes no more."""
+        """Removes this world's mark from storage: it writes no more."""
         if self._world.root is not None:
             self._writing.close()
 
@@ -288,7 +288,7 @@ def _upload_share(
 ) -> int:
     """Uploads a host's share of a step, and returns its bytes.
 
-    What is uploaded was verified: a copy that went bad in RAM is read elsewhere.
+    Everything is verified before the upload: a bad copy in RAM is read elsewhere.
     Captured values are uploaded from where they are, without a copy.
 
     Args:

@@ -1,8 +1,8 @@
 """Capture: a copy in host memory of what this process holds of a state.
 
-It is all that the trainer is blocked for: digests, files and copies for peers are made
-from it, beside the training. Replicas on devices of one process are copied once; those
-of other processes are theirs, for replicas count as holders.
+The trainer is blocked only for this copy: digests, files and copies for peers are made
+from it, beside the training. Replicas on devices of one process are copied once; other
+processes copy theirs, because replicas count as holders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_ckpt.tiers.captured import Captured, CapturedLeaf
 
 Whole = np.ndarray | np.generic | int | float | bool
 
-# Those of JAX that zarr v3 arrays of TensorStore can have, bit by bit.
+# The dtypes of JAX that TensorStore's zarr v3 arrays store bit by bit.
 STORABLE = frozenset(
     {
         "bfloat16",
@@ -60,13 +60,13 @@ _ALIGNMENT_BYTES = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Shards:
-    """What a host holds of an array that others have put together.
+    """The shards that a host holds of an array that other code has assembled.
 
     Attributes:
       leaf: the whole array.
       shard_shape: that all shards of it have, here and elsewhere.
       boxes: each box that the host holds, once, with its values.
-      kept: whether the values are nobody else's, so that they need no copy.
+      kept: whether no other code changes the values, so that they need no copy.
     """
 
     leaf: Leaf
@@ -86,15 +86,16 @@ def capture(
     """Copies what this process holds of a state; arrays may be donated afterwards.
 
     All copies lie in one piece of memory, so that the next capture of such a state
-    touches pages that are warm. What a device other than the host hands out is a copy
-    already, and is not copied again; of arrays in the host's memory views may do.
+    touches pages that are warm. Values that are fetched from a device are a copy
+    already, and are not copied again; for arrays in the host's memory, views may be
+    enough.
 
     Args:
       leaves: by path: arrays of JAX under any sharding, typed random keys (their data
-        is captured), what is whole in every process: arrays of NumPy and numbers, and
-        what a host holds of an array.
-      pool: where the memory is from, and goes to.
-      held: of which leaves views are held until the release; None copies all.
+        is captured), values that are whole in every process (arrays of NumPy and
+        numbers), and `Shards`.
+      pool: lends the memory, and gets it back.
+      held: decides for which leaves views are held until the release; None copies all.
 
     Raises:
       CheckpointError: if a leaf is of another type, or of a dtype that no tier stores;
@@ -108,7 +109,7 @@ def capture(
             copies = []
             for box, shard in shards:
                 values = np.asarray(shard)
-                # What was fetched owns its memory, and is nobody else's.
+                # Fetched values own their memory, which no other code uses.
                 own = kept or (values is not shard and values.flags.owndata)
                 copies.append((box, values, None if own else num_bytes))
                 num_bytes += 0 if own else _aligned(values.nbytes)
@@ -129,14 +130,14 @@ def capture(
 
 
 def numbers(value: Any) -> Any:
-    """`value`, or of a typed random key the numbers that it consists of."""
+    """Returns `value`, or the numbers of a typed random key."""
     if isinstance(value, jax.Array) and _is_key(value.dtype):
         return jax.random.key_data(value)
     return value
 
 
 def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
-    """The leaf that `value` is, whatever it holds.
+    """Returns the leaf of `value`, independent of its elements.
 
     Raises:
       CheckpointError: as `capture`.
@@ -146,8 +147,8 @@ def leaf_of(path: str, value: jax.Array | Whole) -> Leaf:
     if not isinstance(value, np.ndarray | np.generic | int | float):
         raise errors.CheckpointError(
             f"leaf {path!r} is a {type(value).__name__}, and a state has arrays and"
-            " numbers; take it out of the state, or save it as a checkpointable of its"
-            " own"
+            " numbers; take it out of the state, or save it as a separate"
+            " checkpointable"
         )
     array = np.asarray(value)
     return Leaf(path=path, shape=array.shape, dtype=_dtype(path, array.dtype))
@@ -158,7 +159,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _copied(values: np.ndarray, memory: np.ndarray, offset: int | None) -> np.ndarray:
-    # Of what has a place in the memory, the copy there.
+    # Copies values into the memory at their offset, if they have one.
     if offset is None:
         return values
     copy = np.ndarray(values.shape, values.dtype, memory, offset)
@@ -168,8 +169,8 @@ def _copied(values: np.ndarray, memory: np.ndarray, offset: int | None) -> np.nd
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    # Thousands of new objects would set off rounds of garbage collection over all that
-    # a training process holds: they cost more than the copies.
+    # Thousands of new objects would start garbage collections over all objects of a
+    # training process, which cost more than the copies.
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -185,8 +186,8 @@ _Shards = Sequence[tuple[boxes.Box, jax.Array | np.ndarray]]
 def _held(
     path: str, value: Value, held: views.Views | None
 ) -> tuple[Leaf, tuple[int, ...], _Shards, bool]:
-    # The leaf, the shape of its shards, those that are here, without replicas, and
-    # whether they need no copy.
+    # The leaf, the shape of its shards, the local ones without replicas, and whether
+    # they need no copy.
     if isinstance(value, Shards):
         return value.leaf, value.shard_shape, value.boxes, value.kept
     value = numbers(value)
@@ -211,7 +212,7 @@ def _held(
 
 
 class _Placement(NamedTuple):
-    # Of each box that is here the first shard with it; whether it has to be fetched.
+    # The first shard with each local box; `far`: whether they have to be fetched.
     shard_shape: tuple[int, ...]
     boxes: tuple[tuple[int, boxes.Box], ...]
     far: bool
@@ -236,7 +237,7 @@ def _is_key(dtype: np.dtype) -> bool:
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-# To ask NumPy for a name takes as long as to copy 64 KiB.
+# A dtype's name takes NumPy as long as a copy of 64 KiB.
 @functools.lru_cache(maxsize=2**16)
 def _dtype(path: str, dtype: np.dtype) -> str:
     if dtype.name not in STORABLE:

@@ -1,7 +1,7 @@
-"""A captured step as a source: what a host uploads where no RAM disk takes the step.
+"""A captured step as a source: a host uploads from it where no RAM disk has the step.
 
-It offers what the host uploads of the step, as if it lay in a RAM disk. Of a box that
-several processes hold one uploads it, which follows from the array's sharding.
+It offers the host's share of the upload, as a RAM disk would. If several processes hold
+a box, one of them uploads it; the array's sharding decides which.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ IsOwn = Callable[[int, boxes.Box], bool]
 
 
 class CapturedStep:
-    """What a host has captured of a step, and uploads; a `source.Source`.
+    """The parts of a step that a host has captured and uploads; a `source.Source`.
 
     Args:
       captured: not to be released while this is read.
       contents: of the whole step.
       files: of the components that this host wrote, with their contents.
       is_own: whether this host uploads a box, by the number of its leaf.
-      identity: of the run, the training step, and which save of it.
+      identity: the run, the training step, and which save of it.
       host: this one.
 
     Attributes:
-      offer: what this host uploads.
+      offer: the parts that this host uploads.
       chunk_shapes: of all leaves, by path, uploaded here or not.
     """
 
@@ -98,7 +98,7 @@ class CapturedStep:
         self.offer = Offer(tier="local", manifest=manifest)
 
     def values(self, fragment: Fragment) -> np.ndarray:
-        """The values of a fragment, where they were captured: no copy is made.
+        """Returns the captured values of a fragment, without a copy.
 
         Raises:
           CheckpointError: if they are not those of `offer` any more.
@@ -114,7 +114,7 @@ class CapturedStep:
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
-        """As `source.Source` says.
+        """Implements `source.Source`.
 
         Raises:
           ReadError: if there is no such file.
@@ -124,7 +124,7 @@ class CapturedStep:
         on_piece(into)
 
     def size(self, file: str) -> int:
-        """As `source.Source` says."""
+        """Implements `source.Source`."""
         return self._content(file).nbytes
 
     def _content(self, file: str) -> np.ndarray:
@@ -134,7 +134,7 @@ class CapturedStep:
 
 
 class Owners:
-    """Which process uploads what of a state that was captured.
+    """The process that uploads each box of a captured state.
 
     Args:
       values: of the state, by path.
@@ -168,8 +168,8 @@ class Owners:
     def is_own(self, leaf: int, box: boxes.Box) -> bool:
         """Whether this process uploads a box of a leaf; some are uploaded by several.
 
-        Of random keys, and of arrays that others have put together, it is not known
-        who else holds them.
+        Other processes may hold the same boxes of random keys and of `Shards`, so each
+        holder uploads those.
         """
         if self._is_whole[leaf]:
             return leaf % self._num_hosts == self._number

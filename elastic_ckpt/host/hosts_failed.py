@@ -1,4 +1,4 @@
-"""What is raised where hosts are driven, when some of them could not do their part."""
+"""The error that a driver raises when some hosts failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic_ckpt.core import errors
 
 
 class HostsFailed(errors.CheckpointError):
-    """What some hosts were asked for failed there.
+    """A request failed on some hosts.
 
     Attributes:
       of_host: by the number of a host, its message.

@@ -2,7 +2,7 @@
 
 A request is a frozen dataclass whose method `run` does the work on one host. Its name
 on the wire is that of its class, and the annotation of what `run` returns decodes the
-answer, so a transport knows no request by name.
+answer, so a transport names no request.
 """
 
 from __future__ import annotations

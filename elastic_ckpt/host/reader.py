@@ -1,4 +1,4 @@
-"""A host's part in a restore: what it finds, reads, verifies and puts right.
+"""A host's part in a restore: it finds, reads, verifies and repairs.
 
 A restore goes through `find`, `open_step`, `check`, `read`, `materialise`, `repair`.
 """
@@ -45,13 +45,13 @@ class HostReader:
         save: str,
         own_line: line.Line | None,
     ) -> SearchOutcome:
-        """The newest complete step, or a certain one, but for some saves.
+        """Finds the newest complete step, or a certain one, without some saves.
 
         Args:
           step: None for the newest.
           without: steps and saves that proved to be unreadable.
           save: which save of the step; empty for the newest.
-          own_line: that the caller is on, if it has saved something.
+          own_line: the line of the caller, if it has saved something.
 
         Raises:
           CheckpointError: if a certain step is not complete.
@@ -102,10 +102,10 @@ class HostReader:
         return sorted(complete, key=lambda each: each.step)
 
     def open_step(self, step: int, save: str) -> None:
-        """Turns to a step that is to be read.
+        """Opens a step for reading.
 
         Raises:
-          CheckpointError: if it is not complete by what this host can reach.
+          CheckpointError: if it is not complete in the tiers that this host can reach.
         """
         step_found = find.of_save(self._world.tiers, step, save)
         reader = verified_read.VerifiedReader(step_found.sources)
@@ -117,10 +117,11 @@ class HostReader:
         return self._opened().step_found.step.holdings.contents
 
     def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
-        """Turns to what is wanted of the step, for the devices of this process.
+        """Selects the parts of the step to read, for the devices of this process.
 
         Args:
-          of_trees: that are wanted; the step has all of their leaves, in their shapes.
+          of_trees: the requested trees; the step has all of their leaves, in their
+            shapes.
           components: that are wanted.
 
         Raises:
@@ -131,7 +132,7 @@ class HostReader:
     def want(
         self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
     ) -> dict[str, str]:
-        """As `check`; the dtypes of the leaves, as they were saved.
+        """As `check`; returns the saved dtypes of the leaves.
 
         Args:
           wanted: the leaves.
@@ -151,10 +152,10 @@ class HostReader:
         return {leaf.path: saved[contents.listed_path(leaf.path)] for leaf in wanted}
 
     def read(self) -> dict[str, int]:
-        """Reads and verifies what this host's devices need of the step.
+        """Reads and verifies the selected parts of the step.
 
         Returns:
-          The bytes that were read, by how near their holders were.
+          The bytes that were read, by nearness of their holders.
 
         Raises:
           CheckpointError: if no good copy of a part is left.
@@ -174,7 +175,7 @@ class HostReader:
         )
 
     def materialise(self, component: str) -> str:
-        """Writes the files of a component of the step, verified; the directory."""
+        """Writes the verified files of a component; returns the directory."""
         restoring = self._opened()
         files = read_plan.files(
             restoring.step_found.step,
@@ -191,14 +192,14 @@ class HostReader:
         return directory
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
-        """The trees, made of what was read."""
+        """Makes the trees of the values that were read."""
         made = self.made()
         return {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
         }
 
     def made(self) -> dict[str, Any]:
-        """What each leaf makes of what was read for it, by path."""
+        """Makes each leaf of its values, by path."""
         restoring = self._opened()
         return {
             leaf.path: leaf.make(restoring.values[leaf.path])
@@ -206,17 +207,17 @@ class HostReader:
         }
 
     def bad_copies(self) -> list[BadCopyReport]:
-        """The bad copies that this host met while it read."""
+        """The bad copies that this host detected while it read."""
         return [recovery.report(bad) for bad in self._opened().reader.bad]
 
     def repair(self, bad: Sequence[BadCopyReport]) -> list[str]:
-        """Puts right what is bad of the step that was read, on this host.
+        """Repairs this host's bad copies of the step that was read.
 
         Args:
-          bad: copies that any host met.
+          bad: copies that any host detected.
 
         Returns:
-          The names of what was put right.
+          The names of the repaired parts.
         """
         restoring = self._opened()
         files = {
@@ -231,7 +232,7 @@ class HostReader:
         )
 
     def forget(self) -> None:
-        """Lets go of what was read."""
+        """Releases the step that is open, and its values."""
         self._restoring = None
         storage.remove(self._files())
 
@@ -286,7 +287,7 @@ class HostReader:
         return None if root is None else str(root.final(step))
 
     def _files(self) -> epath.Path:
-        # Under one controller all machines have to name it alike.
+        # Under one controller the path has to be the same on all machines.
         slot = self._world.disk.host_directory(self._world.own.slot)
         return slot / ram_disk.RESTORED
 
@@ -296,11 +297,11 @@ class HostReader:
 
 
 class _Reach(NamedTuple):
-    """What can be searched.
+    """The tiers and steps that can be searched.
 
     Attributes:
-      tiers: that answer.
-      foreign: the steps of Orbax alone, with the saves that they count as.
+      tiers: those that answer.
+      foreign: the steps that Orbax alone saved, with the saves that they count as.
       recorded: lines that are recorded in storage.
       out_of_reach: why storage does not answer; None if it does, or there is none.
     """

@@ -1,4 +1,4 @@
-"""Recovery: what a host reads of a step, from wherever it is nearest."""
+"""Recovery: a host reads from the nearest holders, and repairs bad copies."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def read_leaves(
     host: Host,
     domain: str,
 ) -> dict[str, list[np.ndarray]]:
-    """The values of all boxes that a host wants, by the path of their leaf, verified.
+    """Reads the requested boxes of a host, verified, by the path of their leaf.
 
     Args:
       step_found: the step.
-      wanted: what this host needs of it.
+      wanted: the leaves that this host needs.
       reader: of the step.
       host: this one.
       domain: the kind of failure domain inside of which a peer is close.
@@ -60,7 +60,7 @@ def read_leaves(
 def by_nearness(
     read_bytes: Mapping[Offer, int], host: Host, *, domain: str
 ) -> dict[str, int]:
-    """Bytes that a host read, by how near their holders were."""
+    """Sums the bytes that a host read, by nearness of their holders."""
     total: collections.Counter[str] = collections.Counter()
     for offer, num_bytes in read_bytes.items():
         total[nearness(offer, host, domain=domain)] += num_bytes
@@ -68,7 +68,7 @@ def by_nearness(
 
 
 def nearness(offer: Offer, host: Host, *, domain: str) -> str:
-    """How near a holder is to a host: one of `NEARNESS`."""
+    """Returns the nearness of a holder to a host: one of `NEARNESS`."""
     if offer.tier == "persistent":
         return "persistent"
     if offer.host.id == host.id:
@@ -91,7 +91,7 @@ def report(bad: verified_read.BadCopy) -> BadCopyReport:
 def put_own_right(
     holdings: Holdings, reader: verified_read.VerifiedReader, own: local.LocalHost
 ) -> list[str]:
-    """Puts right what a reader found to be bad of its own host, as `put_right`."""
+    """Repairs a host's own bad copies that a reader detected."""
     files = {
         bad.file
         for bad in reader.bad
@@ -106,7 +106,7 @@ def put_right(
     own: local.LocalHost,
     files: Collection[str],
 ) -> list[str]:
-    """Writes what is bad in a host's RAM disk anew, from another good copy.
+    """Rewrites bad copies in a host's RAM disk from another good copy.
 
     Args:
       holdings: of the step.
@@ -115,13 +115,13 @@ def put_right(
       files: paths in the step's directory of the host.
 
     Returns:
-      The names of what was put right; of what has no other good copy there is none.
+      The names of the repaired items; those without another good copy are not repaired.
     """
     mended = []
     for row, item in enumerate(holdings.item.tolist()):
         offer = holdings.offers[holdings.holder[row]]
         if offer.tier == "local" and offer.host.id == own.host.id:
-            # What cannot be written stays bad, and was read elsewhere.
+            # A copy that cannot be written stays bad; its values were read elsewhere.
             with contextlib.suppress(errors.CheckpointError, *WRITE_ERRORS):
                 if _mend(holdings, row, item, reader, own, files):
                     mended.append(holdings.name(item))
@@ -136,7 +136,7 @@ def _mend(
     own: local.LocalHost,
     files: Collection[str],
 ) -> bool:
-    # Whether the item was bad; raises if there is no other copy.
+    # Returns whether the item was bad; raises if there is no other copy.
     manifest = holdings.offers[holdings.holder[row]].manifest
     if item >= len(holdings.leaf):
         file = holdings.files[item - len(holdings.leaf)]

@@ -1,8 +1,8 @@
 """Replication: a host takes the copies that placement gives it.
 
 Every host computes the same placement from the same manifests, and fetches its own part
-of it, so nobody coordinates. What a host holds already is not placed anew: one that was
-killed half way goes on where it stopped.
+of it, so no coordination is needed. Items that a host holds already are not placed
+again: a host that was killed half way continues where it stopped.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class FileCopy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What a host took.
+    """The copies that a host took.
 
     Attributes:
       copies: how many.
       num_bytes: of them.
-      problems: copies that could not be had, or are bad at a holder, and why, a
-        sentence each.
+      problems: copies that could not be fetched, or are bad at a holder, a sentence
+        each with the reason.
     """
 
     copies: int
@@ -60,7 +60,7 @@ class Taken:
 
 
 def incoming(placed: placement.Placement, host: Host) -> list[tuple[int, Host]]:
-    """The items that `host` takes, each with the holder that is to send it."""
+    """Returns the items that `host` takes, each with the holder that sends it."""
     numbers = [n for n, each in enumerate(placed.hosts) if each.id == host.id]
     mine = np.flatnonzero(np.isin(placed.target, numbers))
     return [

@@ -1,4 +1,4 @@
-"""Requests of a save: what hosts write, commit, copy and remove in RAM."""
+"""Requests of a save: hosts write, commit, copy and remove steps in RAM."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ShareSchedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteStep(OfStep):
-    """Writes what was captured.
+    """Writes the captured values.
 
     Attributes:
       components: that have written their files.
@@ -109,7 +109,7 @@ class ListWritten(OfStep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HoldStep(OfStep):
-    """Keeps what was captured, so that a backup reads it in place of a RAM disk.
+    """Keeps the captured values, so that a backup reads them instead of a RAM disk.
 
     Attributes:
       parts: by component and file, the number of the part that a file is.
@@ -143,7 +143,7 @@ class CommitStep(OfStep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbandonStep(OfStep):
-    """Removes what a host wrote of a step, committed or not."""
+    """Removes the files that a host wrote of a step, committed or not."""
 
     def run(self, host: AnyHost) -> None:
         """See `HostSaver.abandon`."""
@@ -161,7 +161,7 @@ class ReplicateStep(OfStep):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectSteps(OfStep):
-    """Removes what is not needed now that a step is complete.
+    """Removes steps that are not needed after a step is complete.
 
     Attributes:
       in_flight: steps that are, or will be, backed up.

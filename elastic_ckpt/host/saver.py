@@ -1,4 +1,4 @@
-"""A host's part in a save: what its devices hold, written, committed, and copied.
+"""A host's part in a save: it captures, writes, commits and copies its shards.
 
 A save goes through `capture`, `write`, `commit` (or `abandon`), `replicate`, `collect`.
 """
@@ -33,7 +33,7 @@ from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt.tiers.ram import step_writer
 from elastic_ckpt.tiers.source import Source
 
-# Where less is free on a RAM disk, components write elsewhere at first.
+# If less is free on a RAM disk, components write to a staging directory at first.
 _LEAST_BYTES = 2**20
 
 
@@ -67,34 +67,34 @@ class HostSaver:
         )
         self._saving[step, save] = saving
         if self._world.local_tier is None:
-            # Components write their files; nothing else is written on this machine.
+            # Only components write files on this machine.
             saving.directory = saving.staging = self._staging(step, save)
             return str(saving.directory)
         contents = Contents(leaves=captured.leaves, components={})
         try:
             saving.writer = self._world.own.begin(step, save, contents, num_bytes=None)
             if not self._world.disk.has_room(_LEAST_BYTES):
-                # The files of components are small, and may be all that can be kept.
+                # The files of components are small, and may be all that fits.
                 saving.directory = saving.staging = self._staging(step, save)
         except (errors.CheckpointError, OSError) as error:
-            # The others have begun: `write` says it to all.
+            # The other hosts have begun: `write` reports the problem to all.
             saving.problem = str(error)
             saving.directory = saving.staging = self._staging(step, save)
         return str(saving.directory)
 
     def directory(self, step: int, save: str) -> epath.Path:
-        """Where components write their files of a step that is being saved."""
+        """The directory for the component files of a step that is being saved."""
         return self._saving[step, save].directory
 
     def write(
         self, step: int, save: str, components: Sequence[str], problem: str | None
     ) -> Written:
-        """Writes what was captured.
+        """Writes the captured values.
 
         Without a local tier the files are read, and nothing is written.
 
         Raises:
-          CheckpointError: if it does not fit, or `problem` says what went wrong.
+          CheckpointError: if it does not fit, or an earlier problem prevents it.
         """
         saving = self._saving[step, save]
         if problem is not None:
@@ -102,7 +102,8 @@ class HostSaver:
         saving.components = components
         saving.written = step_writer.written_files(saving.directory, components)
         if self._world.storage is not None or saving.staging is not None:
-            # What does not fit takes them along when it is removed.
+            # A step that does not fit is removed with its files, so their contents are
+            # kept.
             saving.contents = {
                 file.path: (saving.directory / file.path).read_bytes()
                 for file in saving.written
@@ -112,7 +113,7 @@ class HostSaver:
         writer = saving.writer
         if writer is None:
             return self._files(saving)
-        # To look for room takes as long as there are files: the trainer goes on.
+        # The search for room takes time for each file: the trainer runs meanwhile.
         self._world.own.reserve(writer, saving.captured.num_bytes)
         if saving.staging is not None:
             writer.put_written(saving.contents)
@@ -120,7 +121,7 @@ class HostSaver:
         return self._files(saving)
 
     def files(self, step: int, save: str) -> Written:
-        """What `write` returns, of a step that it could not write.
+        """Returns the answer of `write`, for a step that it could not write.
 
         Raises:
           CheckpointError: if components could not write their files.
@@ -137,7 +138,7 @@ class HostSaver:
         parts: Mapping[str, Mapping[str, int]],
         notes: StepNotes,
     ) -> None:
-        """Has a backup read what was captured, in place of a RAM disk, until `abandon`.
+        """Makes a backup read the captured values, until `abandon`.
 
         Args:
           step: the training step.
@@ -166,7 +167,7 @@ class HostSaver:
         parts: Mapping[str, Mapping[str, int]],
         notes: StepNotes,
     ) -> None:
-        """Makes this host's part exist.
+        """Commits this host's part of the step.
 
         Args:
           step: the training step.
@@ -182,7 +183,7 @@ class HostSaver:
         saving.writer.commit(files, contents=contents)
 
     def abandon(self, step: int, save: str) -> None:
-        """Takes back what this host wrote of a step, committed or not."""
+        """Removes the files that this host wrote of a step, committed or not."""
         self._world.captured.pop((step, save), None)
         saving = self._saving.pop((step, save), None)
         if saving is None:
@@ -192,7 +193,7 @@ class HostSaver:
         if saving.writer is not None:
             saving.writer.abandon()
         else:
-            # Components began to write, whether or not there is room.
+            # Components began to write, even if there is no room.
             self._world.own.remove(step, save)
 
     def replicate(self, step: int, save: str) -> Replicated:
@@ -240,7 +241,7 @@ class HostSaver:
         preserved: Sequence[int],
         parents: tuple[tuple[int, str], ...],
     ) -> None:
-        """Removes what is not needed now that a step is complete.
+        """Removes steps that are not needed after a step is complete.
 
         Args:
           step: that is complete.
@@ -278,19 +279,19 @@ class HostSaver:
             if each not in self._world.own.in_flight:
                 self._world.own.remove(*each)
         if self._world.own.slot == 0:
-            # Nobody else does it where the world became smaller.
+            # No other host does it if the world became smaller.
             oldest = min([step, *in_flight])
             self._world.own.remove_idle(line, before=oldest, preserved=preserved)
 
     def remove(self, step: int) -> bool:
-        """Removes all saves of a step; whether there were any."""
+        """Removes all saves of a step; returns whether there were any."""
         saves = [each for each in self._world.own.held() if each.step == step]
         for each in saves:
             self._world.own.remove(each.step, each.save)
         return bool(saves)
 
     def _staging(self, step: int, save: str) -> epath.Path:
-        # Under one controller all hosts have to name it alike.
+        # Under one controller the path has to be the same on all hosts.
         if self._world.local_tier is None:
             own = self._world.disk.host_directory(self._world.own.slot)
             return own / "saving" / layout.step_directory(step, save)
@@ -336,12 +337,13 @@ class HostSaver:
 class _Saving:
     captured: Captured
     owners: captured_step.Owners
-    # Where components write, and the same if that is outside of the RAM disk.
+    # Components write to `directory`; `staging` is the same if it is outside of the
+    # disk.
     directory: epath.Path
     staging: epath.Path | None = None
     writer: step_writer.StepWriter | None = None
     problem: str | None = None
-    # What components wrote, once they all have.
+    # The files of components, after all of them have written.
     components: Sequence[str] | None = None
     written: Sequence[step_writer.WrittenFile] = ()
     contents: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
@@ -349,7 +351,7 @@ class _Saving:
     def release(self) -> None:
         self.captured.release()
         if self.staging is not None:
-            # One step at a time is saved.
+            # Only one step is saved at a time.
             storage.remove(self.staging.parent)
 
 
@@ -383,7 +385,7 @@ def _component_files(
 
 
 def _diverged(holdings: Holdings, item: int) -> str:
-    # In one order, for each host tells it.
+    # Sorted, because each host reports the same sentence.
     hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
     return (
         f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"

@@ -59,7 +59,7 @@ def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedLeaf:
-    """A leaf that a caller wants back, in terms of what was saved.
+    """A leaf that a caller requests, in terms of the saved one.
 
     Attributes:
       path: of the leaf.
@@ -79,7 +79,7 @@ class AskedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WantedLeaf:
-    """A leaf that a caller wants back, in terms of what was saved.
+    """The boxes of a requested leaf that this host needs, in terms of the saved one.
 
     Attributes:
       path: of the leaf.
@@ -95,12 +95,12 @@ class WantedLeaf:
 
 
 def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
-    """What a caller wants, for each leaf of some abstract trees.
+    """Describes the requested leaves of some abstract trees.
 
-    A leaf is an array, a `jax.ShapeDtypeStruct` or what else has their shape, dtype and
-    sharding, which says where it goes (a device of this host, if it is None); what has
-    shape and dtype alone, which becomes an array of NumPy; or a number, which becomes
-    one of its type.
+    A leaf is an array, a `jax.ShapeDtypeStruct` or another object with shape, dtype and
+    sharding, and is placed by the sharding (on a device of this host, if it is None);
+    an object with only shape and dtype, which becomes an array of NumPy; or a number,
+    which becomes one of its type.
 
     Raises:
       CheckpointError: if a leaf is of another kind.
@@ -109,7 +109,7 @@ def asked(abstract: Mapping[str, Any]) -> list[AskedLeaf]:
 
 
 def wanted(abstract: Mapping[str, Any]) -> list[WantedLeaf]:
-    """What a caller wants of this host, for each leaf of some abstract trees.
+    """Returns the boxes that this host needs for each leaf of some abstract trees.
 
     Raises:
       CheckpointError: as `asked`.
@@ -264,7 +264,7 @@ def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:
 
 
 def _key_impl(key: Any) -> Any:
-    # JAX tells it of keys alone, and tracers are keys.
+    # JAX reports the implementation of keys only, and tracers are keys.
     impls: list[Any] = []
     jax.eval_shape(lambda traced: impls.append(jax.random.key_impl(traced)), key)
     return impls[0]

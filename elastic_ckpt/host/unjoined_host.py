@@ -1,4 +1,4 @@
-"""A host before it has joined a world: hosts introduce themselves, take slots, meet."""
+"""A host before it has joined a world: it is introduced, takes a slot, and connects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class UnjoinedHost:
         )
 
     def introduce(self) -> Introduction:
-        """Returns what the others need before this host has a slot."""
+        """Returns the facts that the others need before this host has a slot."""
         root = self._disk.root
         return Introduction(
             machine=self._disk.machine,
@@ -64,7 +64,7 @@ class UnjoinedHost:
         config, disk = self._config, self._disk
         slot = slots[config.number]
         if config.chosen.local is None:
-            # Also when nobody calls `close`.
+            # This also runs if `close` is never called.
             resources.callback(weakref.finalize(resources, _remove, disk, slot))
         secret.adopt(disk.root, shared_secret)
         domains = {
@@ -101,7 +101,7 @@ class HostInSlot:
     Args:
       config: of the host.
       own: its part of the machine's RAM disk.
-      address: where the machine's agent listens, if this host has started it.
+      address: the address of the machine's agent, if this host has started it.
 
     Attributes:
       joined: the host as the others know it.
@@ -124,7 +124,7 @@ class HostInSlot:
 
         Args:
           hosts: of the world, by number.
-          agents: by machine, where agents listen, those of idle machines too.
+          agents: by machine, the addresses of agents, also those of idle machines.
           resources: releases the connections.
         """
         config, disk = self._config, self._own.disk

@@ -27,7 +27,7 @@ _REMEDY = "bring back a host that has it, or restore an older step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class BadCopy:
-    """A copy that could not be read, or is not what its manifest says.
+    """A copy that could not be read, or does not match its manifest.
 
     Attributes:
       offer: its holder.
@@ -46,7 +46,7 @@ class BadCopy:
 
     @property
     def file(self) -> str:
-        """Where it lies at its holder, relative to the step's directory."""
+        """The path at its holder, relative to the step's directory."""
         part = self.part
         return part.file if isinstance(part, Fragment) else part.path
 
@@ -66,7 +66,7 @@ class VerifiedReader:
 
     @property
     def bad(self) -> tuple[BadCopy, ...]:
-        """The bad copies that were met so far."""
+        """The bad copies that were detected so far."""
         with self._lock:
             return tuple(self._bad)
 
@@ -147,7 +147,7 @@ def read_item(
     *,
     first: str | None = None,
 ) -> np.ndarray:
-    """The values of a saved box, in memory of their own, verified.
+    """Reads the values of a saved box into new memory, verified.
 
     Args:
       holdings: of the step.
@@ -181,11 +181,11 @@ def read_boxes(
 
     Args:
       plan: for one reader.
-      reader: reads what the plan says.
+      reader: reads the pieces of the plan.
       num_threads: that read at a time.
 
     Returns:
-      Of each wanted box an array of the leaf's dtype, in host memory of its own.
+      For each wanted box an array of the leaf's dtype, in new host memory.
 
     Raises:
       CheckpointError: if no holder has a part as it was saved.

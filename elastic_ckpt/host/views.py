@@ -3,14 +3,14 @@
 A NumPy view of an array keeps its memory as it is: the array may be deleted, and a
 program that the array is donated to copies it first. Two things speak against a view.
 
-* The memory may belong to someone else, who may change it: `jax.device_put` and DLPack
+* The memory may belong to other code, which may change it: `jax.device_put` and DLPack
   take over memory of NumPy as it is. Only the results of programs are surely XLA's own,
   and JAX notes in each array where it was made. Anything else is copied.
-* Where each step donates its state, the copy that XLA makes then, into fresh memory,
-  takes about ten times as long as one into memory that is kept. So a view is held of an
-  array that is the first of its leaf, or is still that of the save before. Otherwise
-  the leaf is copied and the array is watched until it is freed: if it was not donated,
-  the next saves hold views.
+* If each step donates its state, XLA copies it into fresh memory, which takes about ten
+  times as long as a copy into memory that is kept. So a view is held of an array that
+  is the first of its leaf, or is the same as at the save before. Otherwise the leaf is
+  copied and the array is watched until it is freed: if it was not donated, the next
+  saves hold views.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, cast
 
 import jax
 
-# Of smaller arrays the copy takes no longer than the decision.
+# For smaller arrays the copy takes no longer than the decision.
 _LEAST_BYTES = 2**20
-# A program may begin to donate: that is noticed after so many saves.
+# A program may begin to donate, which is detected after so many saves.
 _VIEWS = 10
 # How JAX runs a program, where its C++ alone does not.
 _CALLS = frozenset(
@@ -37,7 +37,7 @@ _JAX = os.path.dirname(
 
 
 class Views:
-    """Which leaves to hold views of, from one save to the next."""
+    """Decides for which leaves views are held, from one save to the next."""
 
     def __init__(self) -> None:
         self._last: dict[str, weakref.ref[jax.Array]] = {}

@@ -65,8 +65,8 @@ class HostWorld:
       storage: the persistent tier as it was chosen; None if there is none.
       root: of persistent storage; None if there is none.
       persistent: the steps there; None if there is none.
-      captured: what this host backs up from the memory that it was captured in, by step
-        and save.
+      captured: the steps that this host backs up from the memory of their capture, by
+        step and save.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class HostWorld:
         return [*self._ram_tiers(), *more]
 
     def in_ram(self, step: int, save: str) -> tuple[dict[Offer, Source], list[str]]:
-        """What hosts hold in RAM of one save of a step, and what could not be read.
+        """Returns the offers in RAM of one save of a step, and read problems.
 
         Raises:
-          CheckpointError: if that is nothing.
+          CheckpointError: if there are no offers.
         """
         captured = self.captured.get((step, save))
         if captured is not None:
