@@ -1,6 +1,6 @@
-"""All copies of a step: read in full, each holder's, and compared with their digests.
+"""All copies of a step: reads each holder's copy in full and compares the digests.
 
-Of copies in persistent storage it is also looked at what stock Orbax will read of them
+Copies in persistent storage are also compared with what stock Orbax reads from them
 (`persistent.orbax_view`).
 """
 
@@ -23,7 +23,7 @@ from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers.persistent import orbax_view
 from elastic_ckpt.tiers.source import ReadError
 
-# Of each a chunk is in memory, where it reads what Orbax reads some copies of it.
+# Each thread holds one chunk in memory, and some copies of it while reading as Orbax.
 _THREADS = 8
 _NAMED = 5
 _DIFFERS = "is not what was saved: its digest differs"
@@ -37,8 +37,8 @@ class AllCopies:
 
     Args:
       holdings: of the save.
-      copies: where each holder has what it holds.
-      progress: hears how many bytes of how many were read, in some thread.
+      copies: the copy of each holder.
+      progress: called with the bytes read and the total, from any thread.
 
     Attributes:
       num_bytes: that were read, with the checksums behind values.
@@ -82,7 +82,7 @@ class AllCopies:
                 del done
 
     def problems(self) -> Iterator[Problem]:
-        """What was found, by item and holder."""
+        """The problems, by item and holder."""
         for row in sorted(self._damaged):
             yield self._problem(row, "damaged", self._damaged[row], self._remedy(row))
         for row in sorted(self._longer):
@@ -130,7 +130,7 @@ class AllCopies:
     def _examine(
         self, row: int, memory: np.ndarray
     ) -> tuple[str | None, str | None, int]:
-        # What is wrong with the copy, and with Orbax's view of it; bytes behind it.
+        # The problem of the copy, that of Orbax's view of it, and the surplus bytes.
         offer, part = self._offer(row), self._part(row)
         is_chunk = isinstance(part, Fragment)
         place = (part.file, part.offset) if is_chunk else (part.path, 0)
@@ -150,7 +150,7 @@ class AllCopies:
         return damage, hidden, surplus
 
     def _is_whole_file(self, row: int, part: Fragment | ComponentFile) -> bool:
-        # Values in a store end where its index says, whatever else its files hold.
+        # The index of a store gives the end of values; its files may hold more.
         if isinstance(part, ComponentFile):
             return True
         offer = self._offer(row)
@@ -186,8 +186,7 @@ class AllCopies:
         if self._offer(row).tier == "persistent":
             return f"{holder} has a good copy: save a newer step before that is lost"
         return (
-            f"{holder} has a good copy, and a restore that meets the bad one puts it"
-            " right"
+            f"{holder} has a good copy, and a restore that reads the bad one repairs it"
         )
 
     def _diverged(self, item: int) -> Problem:
@@ -215,7 +214,7 @@ class AllCopies:
 
 
 def _stored_bytes(holdings: Holdings) -> np.ndarray:
-    # Of each item, with the checksum behind values, which not all manifests count.
+    # The size of each item with the checksum behind values, which some manifests omit.
     leaves = holdings.contents.leaves
     item_bytes = np.array([np.dtype(leaf.dtype).itemsize for leaf in leaves], np.int64)
     of_boxes = holdings.boxes.volumes * item_bytes[holdings.leaf]

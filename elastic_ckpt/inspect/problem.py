@@ -1,4 +1,4 @@
-"""Problems: what a verification finds wrong with a step, for people and programs."""
+"""Problems that a verification finds in a step, for people and programs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Kind = Literal["damaged", "diverged", "incomplete", "manifest", "orbax", "unveri
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something that is wrong with a step.
+    """One problem of a step.
 
     Attributes:
       kind: `damaged`, a copy is not what was saved; `diverged`, holders saved different
-        values; `incomplete`, nobody has a part; `manifest`, one cannot be read;
-        `orbax`, the values are there and Orbax will not find them; `unverifiable`,
+        values; `incomplete`, no holder has a part; `manifest`, a manifest cannot be
+        read; `orbax`, the values exist but Orbax cannot load them; `unverifiable`,
         there are no digests.
       step: its number.
       save: which save of it; empty where that is not known.

@@ -1,6 +1,6 @@
 """A survey: which steps are in which tiers, who holds them, and what could be lost.
 
-By manifests alone; whether the values are still what was saved, `verification` tells.
+A survey reads only manifests; `verification` compares the values with their digests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMED = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierOfStep:
-    """What one tier has of a save of a step.
+    """The part of a save of a step that one tier holds.
 
     Attributes:
       tier: `local` (the memory of all hosts) or `persistent`.
@@ -59,7 +59,7 @@ class SurveyedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What goes with one failure domain.
+    """The items that are lost with one failure domain.
 
     Attributes:
       name: of the domain.
@@ -74,7 +74,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CoveredStep:
-    """What of a step outlasts the loss of any one failure domain of a kind.
+    """The items of a step that survive the loss of any one failure domain of a kind.
 
     Attributes:
       step: its number.
@@ -97,7 +97,7 @@ class CoveredStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What was found.
+    """The result of a survey.
 
     Attributes:
       known: the numbers of all steps of which there may be something, ascending.

@@ -1,8 +1,9 @@
-"""Locations: where parts of a run's steps lie, looked at from outside of any world.
+"""The locations of a run's tiers, inspected from outside of any world.
 
-A place is a RAM disk on this machine, the agent of another one, or persistent storage.
-Several together are looked at as a restore would: a step is complete in any mixture.
-Nothing is written, and nobody's work is disturbed.
+A location is a RAM disk on this machine, the agent of another machine, or persistent
+storage. Several locations are searched together, as in a restore: the parts of a
+complete step may lie in any of them. Inspection only reads, and does not disturb a
+running job.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from elastic_ckpt.tiers.source import Offered, Source, Tier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """A part of a step that was not committed: it is being written, or was cut short.
+    """A part of a step that is not committed: it is being written, or was interrupted.
 
     Attributes:
       step: its number.
@@ -39,23 +40,23 @@ class Leftover:
 
 
 class Location(Protocol):
-    """One place."""
+    """A RAM disk, an agent, or persistent storage."""
 
     @property
     def tier(self) -> Tier:
-        """What can be read there."""
+        """The tier that reads the steps of this location."""
         ...
 
     def directory(self, offer: Offer) -> str:
-        """The directory of what is offered there, as people find it."""
+        """The directory or URL of the offered files, for messages."""
         ...
 
     def leftovers(self) -> list[Leftover]:
-        """What is not committed there, ascending."""
+        """The uncommitted parts of steps at this location, ascending."""
         ...
 
     def preserved(self) -> list[int]:
-        """The steps that are preserved by hand there, ascending."""
+        """The steps at this location that are preserved by hand, ascending."""
         ...
 
 
@@ -84,7 +85,7 @@ class RamLocation:
         return self._disk.known_saves()
 
     def offers(self, step: int) -> Offered:
-        """See `source.Tier`; manifests of another memory than this are problems too."""
+        """See `source.Tier`; manifests of another machine are problems too."""
         offered = self._disk.offers(step)
         strange = [
             f"manifest {directory / name} is not of the machine that"
@@ -135,11 +136,11 @@ class PeerLocation:
         return f"{self.url}/v1/{_directory(offer)}"
 
     def leftovers(self) -> list[Leftover]:
-        """None: an agent tells of what is committed alone."""
+        """An empty list: an agent lists only committed steps."""
         return []
 
     def preserved(self) -> list[int]:
-        """None: an agent does not tell."""
+        """An empty list: an agent does not report preserved steps."""
         return []
 
 
@@ -221,11 +222,11 @@ class PersistentLocation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Copy:
-    """The copy of a step at one holder, and its location.
+    """The copy of a step at one holder, and its directory.
 
     Attributes:
       source: reads it.
-      directory: its directory, as people find it.
+      directory: its directory or URL, for messages.
     """
 
     source: Source
@@ -247,7 +248,7 @@ class Locations:
 
     @functools.cached_property
     def steps(self) -> list[int]:
-        """The steps of which there may be something, ascending."""
+        """The steps that may have files, ascending."""
         return sorted({step for each in self.locations for step in each.tier.steps()})
 
     @functools.cached_property
@@ -269,7 +270,7 @@ class Locations:
         return dict(sorted(steps.items()))
 
     def look(self, step: int) -> tuple[dict[Offer, Copy], list[str]]:
-        """What there is of a step, each holder once, and what could not be read."""
+        """The copies of a step, each holder once, and problems of unreadable ones."""
         copies: dict[Offer, Copy] = {}
         problems: list[str] = []
         seen: set[tuple[str, str, str]] = set()
@@ -278,8 +279,8 @@ class Locations:
             problems += offered.problems
             for offer, source in offered.sources.items():
                 directory = location.directory(offer)
-                # A machine may be reached by its path and through its agent, and its
-                # memory is one all the same. Storage is what its path says.
+                # A machine may be given by its path and by its agent; both are one
+                # memory.
                 memory = "" if offer.tier == "local" else directory
                 holder = (memory, offer.host.id, offer.manifest.save)
                 if holder not in seen:
@@ -288,14 +289,14 @@ class Locations:
         return copies, problems
 
     def leftovers(self) -> list[Leftover]:
-        """What is not committed, ascending by step."""
+        """The uncommitted parts of steps, ascending by step."""
         leftovers = [
             each for location in self.locations for each in location.leftovers()
         ]
         return sorted(leftovers, key=lambda each: (each.step, each.path))
 
     def preserved(self) -> list[int]:
-        """The steps that are preserved by hand, as far as it can be seen, ascending."""
+        """The steps that are preserved by hand, without those of peers, ascending."""
         return sorted(
             {step for location in self.locations for step in location.preserved()}
         )

@@ -1,8 +1,7 @@
 """Verification: every byte of every copy of a step is read and compared.
 
-A restore is content with one good copy of each item. Here each holder's is read, with
-the CRC-32C behind its values, for the copies that are bad now are those that will be
-missed later.
+A restore reads one good copy of each item. A verification reads the copy of every
+holder, with the CRC-32C behind its values, because a bad copy is lost redundancy.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class VerifiedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-      steps: that were looked at, ascending by step and save.
+      steps: that were read, ascending by step and save.
       problems: in the order of the steps; what does not matter for `passed` is here.
     """
 
@@ -65,12 +64,12 @@ def verify(
     *,
     progress: Callable[[int, int], None],
 ) -> Verification:
-    """Reads all that some locations have of some steps.
+    """Reads and compares all copies of some steps in some locations.
 
     Args:
       locations: together.
       steps: their numbers.
-      progress: hears how many bytes of how many of a step were read, in some thread.
+      progress: called with the bytes of a step read and the total, from any thread.
     """
     verified: list[VerifiedStep] = []
     problems: list[Problem] = []
@@ -87,7 +86,7 @@ def verify(
             reading.read()
             problems += reading.problems()
             verified.append(_summary(step, num_bytes=reading.num_bytes))
-        # Of several saves one that is complete will do, and of others the last counts.
+        # One complete save is enough; without one, the last save counts.
         if groups and not whole:
             problems += _incomplete(groups[0])
     return Verification(steps=tuple(verified), problems=tuple(problems))
@@ -105,7 +104,7 @@ def _summary(step: search.Step, *, num_bytes: int) -> VerifiedStep:
 
 def _incomplete(step: search.Step) -> Sequence[Problem]:
     if not (step.gaps or step.missing_parts):
-        # It has diverged, which is told by item.
+        # It has diverged, which is reported by item.
         return []
     return [
         Problem(

@@ -13,7 +13,7 @@ from elastic_ckpt.manifests.manifest import Leaf
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedLeaf:
-    """What this process holds of an array.
+    """The part of an array that this process holds.
 
     Attributes:
       leaf: the whole array.
@@ -28,7 +28,7 @@ class CapturedLeaf:
 
 
 class Captured:
-    """What this process holds of a state; its arrays are its own until `release`.
+    """The part of a state that this process holds; it owns the arrays until `release`.
 
     Args:
       parts: of every array of the state, ordered by path.
@@ -51,7 +51,7 @@ class Captured:
 
     @property
     def num_bytes(self) -> int:
-        """Of all values that are here."""
+        """The size of all values that this process holds."""
         return sum(values.nbytes for part in self.parts for _, values in part.boxes)
 
     def release(self) -> None:

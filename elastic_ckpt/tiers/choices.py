@@ -71,8 +71,8 @@ class Peers:
       domains: this host's failure domains by kind, such as `{"rack": "r7"}`; `slice`
         and `host` are known without, and what the host's environment names (see
         `manifests.failure_domains`).
-      interface: where this machine's agent listens: its address in the network that
-        hosts share; by default `POD_IP`, or that by which it reaches JAX's coordinator.
+      interface: the address of this machine's agent in the network that the hosts
+        share; by default `POD_IP`, or the address that reaches JAX's coordinator.
       port: of the agent; 0 lets the system choose.
       known: URLs of agents to ask besides those of the world's machines: of machines
         that idle.

@@ -1,7 +1,7 @@
 """Finding a step: asks the tiers, newest step first, until one is complete.
 
-`search` decides by manifests that are there; here they are fetched, and no more of them
-than it takes.
+`search` decides from given manifests; this module fetches them, and only as many as it
+needs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Search:
     ) -> None:
         self._tiers = tiers
         self._without = frozenset(without)
-        # Of the steps that were read for the line; mostly that which is looked for.
+        # The offers that were read to find the line; usually the requested step is
+        # among them.
         self._looked_at: dict[int, _Offers] = {}
         self.line = max([*lines, self._line()], key=lambda line: line.save)
 
@@ -99,7 +100,7 @@ class Search:
         An abandoned one is taken if there is no other.
 
         Raises:
-          CheckpointError: if there is none; the message says what is missing, and which
+          CheckpointError: if there is none; the message names the missing parts and the
             step to restore instead.
         """
         outcomes = [self._look(step, abandoned=each) for each in (False, True)]
@@ -157,7 +158,7 @@ class Search:
 
 
 def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
-    """That very save of a step, which another host found to be complete.
+    """Returns the save of a step that another host found to be complete.
 
     Raises:
       CheckpointError: if it is not complete by what this host can reach.

@@ -14,12 +14,12 @@ FILE = "preserve"
 
 
 def is_preserved(step_directory: epath.PathLike) -> bool:
-    """Whether retention has to leave the step there alone."""
+    """Whether retention must keep the step there."""
     return (epath.Path(step_directory) / FILE).exists()
 
 
 def preserve(step_directory: epath.PathLike) -> None:
-    """Has retention leave the step alone from now on."""
+    """Makes retention keep the step from now on."""
     storage.write_atomic(epath.Path(step_directory) / FILE, b"")
 
 

@@ -1,7 +1,7 @@
 """Sources: one holder's parts of one step, read by byte ranges wherever they lie.
 
-A host's own RAM disk, a peer's, and persistent storage are read alike. What a source
-hands out is what it found: who asked compares it with the manifest's digests.
+A host's own RAM disk, a peer's, and persistent storage are read alike. A source returns
+bytes as it read them: the caller compares them with the manifest's digests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OnPiece = Callable[[memoryview], object]
 
 
 class ReadError(Exception):
-    """Why bytes could not be had from a holder: the end of `<file> of <holder> ...`."""
+    """Bytes of a file cannot be read from a holder; the message has no subject."""
 
 
 class RefusedError(ReadError):
@@ -60,7 +60,7 @@ class Source(Protocol):
 
 
 class Offered(NamedTuple):
-    """What a tier has of a step.
+    """The parts of a step that a tier holds.
 
     Attributes:
       sources: where to read what is offered.
@@ -72,16 +72,16 @@ class Offered(NamedTuple):
 
 
 class Tier(Protocol):
-    """Where steps can be found."""
+    """A tier of storage that steps are restored from."""
 
     def known_saves(self) -> Sequence[tuple[int, str]]:
         """Steps with their saves; the newest save there is among them."""
         ...
 
     def steps(self) -> Sequence[int]:
-        """The steps of which there may be something, ascending."""
+        """The steps that may have files, ascending."""
         ...
 
     def offers(self, step: int) -> Offered:
-        """What there is of a step, whichever save, by the manifests alone."""
+        """The parts of a step, of all its saves, as the manifests list them."""
         ...

@@ -1,9 +1,9 @@
 """Zarr v3 arrays of leaves, written into a key-value store of TensorStore.
 
-What is stored of an array is fixed by our layout: its metadata is a function of the
-leaf, and a chunk is its values and their CRC-32C. So nothing is read or created first,
-and small chunks are encoded here: to open an array in TensorStore takes ten times as
-long as to write a kilobyte.
+Our layout determines the stored bytes of an array: its metadata is a function of the
+leaf, and a chunk is its values and their CRC-32C. So no array is read or created first,
+and small chunks are encoded here: opening an array in TensorStore takes ten times as
+long as writing a kilobyte.
 """
 
 from __future__ import annotations

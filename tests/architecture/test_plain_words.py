@@ -19,10 +19,11 @@ DONE = [
     for room in (
         "config",
         "core",
-        "data",
         "deploy",
         "elastic",
+        "inspect",
         "monitoring",
+        "tiers",
         "training",
     )
 ]

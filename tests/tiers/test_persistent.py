@@ -460,7 +460,7 @@ def test_in_the_end_waiting_is_given_up():
 )
 def test_what_will_not_pass_is_an_error_at_once(problem):
     policy, slept, _ = waits()
-    with pytest.raises(errors.CheckpointError, match="no retry will mend this"):
+    with pytest.raises(errors.CheckpointError, match="a retry cannot solve this"):
         policy.call("writing /a", failing(problem))
     assert not slept
 

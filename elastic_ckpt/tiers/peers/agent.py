@@ -1,11 +1,10 @@
-"""The agent of a machine: serves its RAM disk, and outlives the training processes.
+"""The agent of a machine serves its RAM disk, and outlives the training processes.
 
-It is a process of its own (`elastic-ckpt agent DIRECTORY`; where that is not
-installed, `python -m elastic_ckpt.tiers.peers.agent_command DIRECTORY`), so that what a
-machine holds can be read by a new world before, while and after a training process of
-that machine is there. It only hands out bytes: it knows no policy, and writes nothing
-but `<root>/agent.json`, which says where it listens. For a single controller, and for
-tests, it runs in a thread (`serving`).
+It is a separate process (`elastic-ckpt agent DIRECTORY`; where that is not installed,
+`python -m elastic_ckpt.tiers.peers.agent_command DIRECTORY`), so that a new world can
+read the machine's steps before, while and after a training process runs there. It only
+serves bytes, has no policy, and writes only `<root>/agent.json`, which holds its
+address. For a single controller, and for tests, it runs in a thread (`serving`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _STDIN = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where an agent listens.
+    """The address of an agent.
 
     Attributes:
       url: `http://` or `https://`, an IP address and a port.
@@ -57,7 +56,7 @@ class Address:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
-    """What an agent serves, to whom, and how much of it.
+    """The options of an agent: its directory, address, secret and limits.
 
     Attributes:
       root: of the RAM disk.
@@ -84,7 +83,7 @@ class Service:
 
 
 def find(root: epath.PathLike) -> Address | None:
-    """Where the agent of `root` said that it listens; one that was killed is silent."""
+    """The address that the agent of `root` published; None if it has not."""
     try:
         fields = json.loads(pathlib.Path(root, ADDRESS_FILE).read_bytes())
     except FileNotFoundError:
@@ -102,10 +101,10 @@ def is_alive(root: epath.PathLike) -> bool:
 
 
 def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
-    """Where the agent of `root` listens, once it does.
+    """Waits for the agent of `root` and returns its address.
 
     Raises:
-      RunError: if it did not say so in time.
+      RunError: if it did not publish its address in time.
     """
     deadline = time.monotonic() + within_secs
     while (address := find(root)) is None:
@@ -120,7 +119,7 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
 
 @contextlib.contextmanager
 def serving(service: Service) -> Iterator[Address]:
-    """Serves in a thread of this process; yields where.
+    """Serves in a thread of this process, and yields the address.
 
     Raises:
       RunError: as `run`.
@@ -151,9 +150,9 @@ def run(
 
     Args:
       service: what to serve.
-      announce: hears where, once it does.
-      until_stdin_closes: whether it ends then, too: whoever started it with a pipe
-        takes it along, even when killed.
+      announce: called with the address once the agent serves.
+      until_stdin_closes: whether it also ends when its standard input closes, so that
+        it ends with the process that started it, even if that is killed.
 
     Raises:
       RunError: if `root` does not exist, another agent serves it, the interface, the

@@ -1,4 +1,4 @@
-"""The command line of the agent, as `elastic-ckpt agent` and as a module of its own.
+"""The command line of the agent, as `elastic-ckpt agent` and as a module.
 
     python -m elastic_ckpt.tiers.peers.agent_command /dev/shm/run --interface 10.0.0.7
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until it is told to end; prints where it listens."""
+    """Prints the agent's address, and serves until a signal ends it."""
     from elastic_ckpt.tiers.peers import agent
 
     agent.run(

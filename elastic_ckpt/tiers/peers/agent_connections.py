@@ -15,12 +15,12 @@ import socket
 import ssl
 from collections.abc import Callable
 
-# What a client that has shown the secret may take for each step of its own: the next
-# request, reading what it asked for.
+# The time that a client which has shown the secret has for each of its actions: sending
+# the next request, or reading a response.
 PATIENCE_SECS = 30.0
-# What a client may take until it has shown the secret, its TLS handshake included.
+# The time that a client has to show the secret, its TLS handshake included.
 SECRET_WITHIN_SECS = 5.0
-# Files that cannot be opened, for want of descriptors: others are closed meanwhile.
+# The pause after running out of descriptors, until other files are closed.
 _BREATH_SECS = 0.1
 
 
@@ -63,7 +63,7 @@ class Connections:
         self._open: list[_Connection] = []
 
     async def accept(self, listening: socket.socket) -> None:
-        """Serves whoever connects to `listening`, which does not block."""
+        """Serves the clients that connect to `listening`, which does not block."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as beginning:
             while True:
@@ -89,7 +89,7 @@ class Connections:
                 connection.has_shown_secret = True
 
     def _has_room(self, client: str) -> bool:
-        # Whoever closes a socket takes it off the list by that.
+        # Closed sockets leave the list.
         self._open = [each for each in self._open if each.socket.fileno() >= 0]
         of_client = [each for each in self._open if each.client == client]
         for those, most in (

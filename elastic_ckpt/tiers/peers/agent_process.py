@@ -1,4 +1,4 @@
-"""The agent of this machine: one that is there, or one that ends with this process."""
+"""The agent of this machine: a running one, or one that ends with this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AgentProcess:
       RunError: if there is none and none can be started.
 
     Attributes:
-      address: where it listens.
+      address: of the agent.
     """
 
     def __init__(self, service: agent.Service) -> None:
@@ -74,7 +74,7 @@ def _start(service: agent.Service) -> subprocess.Popen[str]:
     assert process.stdout
     if not process.stdout.readline():
         raise errors.RunError(
-            f"the agent of {service.root} could not be started; what it said is in this"
-            " process's standard error"
+            f"the agent of {service.root} could not be started; its messages are in"
+            " this process's standard error"
         )
     return process

@@ -1,4 +1,4 @@
-"""Answers the requests to an agent: bytes of files, and which manifests there are.
+"""Answers the requests to an agent: bytes of files, and the list of manifests.
 
     GET       /v1/steps                                  manifests, as JSON
     GET       /v1/machine                                the machine, as JSON
@@ -30,7 +30,7 @@ _FILES = "/v1/hosts/"
 # Enough that the loop is not in the way, and little enough that also a slow client gets
 # it within the patience that there is.
 _PIECE_BYTES = 2**20
-# What TLS takes through Python's memory.
+# With TLS, pieces pass through Python's memory.
 _TLS_PIECE_BYTES = 256 * 2**10
 _MOST_HEADER_BYTES = 8190
 _MOST_HEADERS = 64
@@ -41,8 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 def _is_for_the_log(record: logging.LogRecord) -> bool:
-    # A request that is none is answered with 400. What it said, a secret maybe, is
-    # nothing for a log, and whoever sends many shall not fill it.
+    # A malformed request is answered with 400. Its content may be a secret and must not
+    # be logged, and many such requests must not fill the log.
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, http.HttpProcessingError)
 
@@ -51,7 +51,7 @@ _log.addFilter(_is_for_the_log)
 
 
 class Answers:
-    """What an agent says to each request.
+    """The response of an agent to each request.
 
     Args:
       root: of the RAM disk.
@@ -193,7 +193,7 @@ async def serve(
     most_connections_of_client: int,
     ended: asyncio.Event,
 ) -> None:
-    """Answers whoever connects to `listening`, until `ended` is set."""
+    """Answers the clients that connect to `listening`, until `ended` is set."""
     server = web.Server(
         answers,
         access_log=None,
@@ -228,6 +228,6 @@ def _json(value: storage.Json) -> web.Response:
 
 def _refusal(status: int, headers: dict[str, str] | None = None) -> web.Response:
     response = web.Response(status=status, headers=headers)
-    # Whoever guesses has to connect anew each time.
+    # A client that guesses secrets has to reconnect for each attempt.
     response.force_close()
     return response

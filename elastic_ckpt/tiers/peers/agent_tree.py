@@ -1,4 +1,4 @@
-"""What an agent serves of a RAM disk: regular files below `<root>/hosts`, no more.
+"""The files that an agent serves: only regular files below `<root>/hosts`.
 
 Names come from the network. Each directory on the way is opened by itself, below the
 one before, and no link is followed: what was checked is what is read, whatever happens
@@ -24,7 +24,7 @@ from elastic_ckpt.core import storage
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _STEP = re.compile(r"([0-9]{1,18})-([^/]+)")
 _MANIFEST = re.compile(r"manifest-[^/]+\.json")
-# What a name that leads nowhere, or must not be followed, ends in.
+# The errors of names that do not exist, or that must not be followed.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG)
 
 
@@ -129,8 +129,8 @@ def _open_below(directory: int, names: Sequence[bytes]) -> io.FileIO:
     if len(names) > 1:
         with _directory(names[0], directory) as below:
             return _open_below(below, names[1:])
-    # Found first and opened then, through /proc, for to open a pipe or a device is to
-    # do something to it.
+    # Checked before it is opened (through /proc), because opening a pipe or a device
+    # has side effects.
     path_fd = os.open(
         names[0], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory
     )

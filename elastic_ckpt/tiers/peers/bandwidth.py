@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 
-# What was not used is kept for so long, so that a bound costs nothing below it.
+# Unused bandwidth is kept for this long, so that the limit costs nothing below it.
 _BURST_SECS = 0.125
 # A transfer never takes more at once: others get their turn in between.
 _TURN_SECS = 1 / 32
 
 
 class Bandwidth:
-    """A token bucket: it says how long to wait, and waits for nobody itself.
+    """A token bucket: it returns how long to wait, and never waits itself.
 
     Any thread may call it.
 

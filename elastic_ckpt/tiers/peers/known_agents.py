@@ -1,4 +1,4 @@
-"""Agents that a machine has heard of: how a new world finds those of idle machines.
+"""The agents known to a machine, through which a new world finds idle machines.
 
 `<root>/agents.json` lists them, by the id of the machine's memory. It is a hint: an
 agent that does not answer, or that turns out to serve other memory, is left out.
@@ -17,14 +17,14 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.peers import agent_url
 
 FILE = "agents.json"
-# Machines come and go: one that was in no world for so long is forgotten.
+# Machines come and go: one that was in no world for so long is dropped.
 _REMEMBERED_SECS = 14 * 24 * 3600
 
 
 def read(root: epath.PathLike) -> dict[str, dict[str, Any]]:
-    """By machine, where its agent listens and when it was `seen`; empty at first.
+    """The address of each machine's agent and when it was `seen`; empty at first.
 
-    What is no such entry is left out: all of it is a hint.
+    Malformed entries are left out, because the file is only a hint.
     """
     try:
         agents = json.loads(pathlib.Path(root, FILE).read_bytes())
@@ -44,7 +44,7 @@ def write(root: epath.PathLike, agents: Mapping[str, Mapping[str, Any]]) -> None
 def joined(
     heard: Iterable[Mapping[str, Any]], present: Mapping[str, Any], *, now_secs: float
 ) -> dict[str, Any]:
-    """All agents that hosts have heard of, as they were seen last.
+    """Merges the agents known to hosts, each as it was seen last.
 
     Args:
       heard: of each host, what it has noted.

@@ -1,8 +1,7 @@
 """The peer tier: the RAM disks of other machines, read through their agents.
 
-What a peer says is looked at as if an enemy had said it: sizes are bounded, manifests
-are checked whole, and values count only when their digests have been compared, by who
-asked for them.
+Responses of a peer are untrusted: sizes are bounded, manifests are validated in full,
+and values are used only after the caller has compared their digests.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint
 
 MOST_LISTING_BYTES = 4 * 2**20
 MOST_MANIFEST_BYTES = 64 * 2**20
-# Of one step at one peer: processes of a machine, times saves.
+# The limit for one step at one peer: processes of a machine, times saves.
 MOST_MANIFESTS = 256
 # At one peer, the newest ones: each costs at least a request when no newer is complete.
 MOST_STEPS = 256
@@ -65,12 +64,12 @@ class _PeerSource:
         into: memoryview,
         on_piece: source.OnPiece = source.ignored,
     ) -> None:
-        """As `source.Source` says."""
+        """See `source.Source`."""
         path = _path(f"{self._directory}/{file}")
         self._endpoint.read_into(path, offset, into, on_piece)
 
     def size(self, file: str) -> int:
-        """As `source.Source` says."""
+        """See `source.Source`."""
         return self._endpoint.size(_path(f"{self._directory}/{file}"))
 
 
@@ -105,14 +104,14 @@ class Peer:
         self._num_unreadable = 0
 
     def steps(self) -> Sequence[int]:
-        """As `source.Tier` says; none if the peer fails, which `offers` then reports.
+        """See `source.Tier`; empty if the peer fails, which `offers` then reports.
 
-        Of a peer that lists more than `MOST_STEPS` steps these are the newest.
+        If a peer lists more than `MOST_STEPS` steps, these are the newest.
         """
         return sorted(self._listing.of_step)
 
     def known_saves(self) -> Sequence[tuple[int, str]]:
-        """As `source.Tier` says, of the steps that `steps` returns."""
+        """See `source.Tier`; for the steps that `steps` returns."""
         of_step = self._listing.of_step
         return sorted(
             {(step, each.save) for step, listed in of_step.items() for each in listed}
@@ -124,7 +123,7 @@ class Peer:
         return self._listing.is_refused
 
     def offers(self, step: int) -> source.Offered:
-        """As `source.Tier` says."""
+        """See `source.Tier`."""
         sources: dict[Offer, source.Source] = {}
         problems = list(self._listing.problems)
         listed_manifests = self._listing.of_step.get(step, [])
@@ -217,16 +216,16 @@ class Peers:
         self._peers = peers
 
     def steps(self) -> Sequence[int]:
-        """As `source.Tier` says."""
+        """See `source.Tier`."""
         return sorted({step for steps in self._of_each(Peer.steps) for step in steps})
 
     def known_saves(self) -> Sequence[tuple[int, str]]:
-        """As `source.Tier` says."""
+        """See `source.Tier`."""
         saves = self._of_each(Peer.known_saves)
         return sorted({each for of_peer in saves for each in of_peer})
 
     def offers(self, step: int) -> source.Offered:
-        """As `source.Tier` says."""
+        """See `source.Tier`."""
         sources: dict[Offer, source.Source] = {}
         problems: list[str] = []
         for offered in self._of_each(lambda peer: peer.offers(step)):

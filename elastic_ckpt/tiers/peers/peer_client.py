@@ -1,4 +1,4 @@
-"""What a process's reading from peers shares: secret, trust, patience, bandwidth."""
+"""The client of a process for all peers: one secret, certificates, limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PeerClient:
     As the subject of a `with` statement it is closed at its end.
 
     Args:
-      secret: the run's, or what says it as it is now.
+      secret: the run's, or a function that returns the current one.
       tls_ca: a PEM file with the authority that signs the agents' certificates; with
         it, agents without TLS are refused. Without it, the system's authorities.
       timeout_secs: a peer that sends nothing for so long, or far too little, fails.
@@ -74,7 +74,7 @@ class PeerClient:
         return self._endpoints.setdefault((url, certificate_sha256), made)
 
     def close(self) -> None:
-        """Closes all connections that nobody uses now."""
+        """Closes all idle connections."""
         for endpoint in list(self._endpoints.values()):
             endpoint.close()
 

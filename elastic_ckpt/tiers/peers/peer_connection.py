@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic_ckpt.tiers.source import PIECE_BYTES
 
-# Less than this, while somebody waits for it, is as good as nothing.
+# A slower response counts as no response.
 LEAST_BYTES_PER_SEC = 64 * 2**10
 _MOST_HEADER_BYTES = 64 * 2**10
 
@@ -37,9 +37,9 @@ class _Watched(io.RawIOBase):
         self._socket = connection
         self._raw = connection.makefile("rb", buffering=0)
         self._patience_secs = connection.gettimeout() or math.inf
-        # A thread that wakes for each packet takes twice the time of both processors,
-        # so a body is waited for in pieces. Of those the least that may come is in
-        # time; and what TLS unpacks is not counted so.
+        # Waking for each packet takes twice the processor time on both machines, so a
+        # body is read in pieces. A piece is small enough to arrive in time at the
+        # lowest rate; the system does not count the bytes that TLS unpacks.
         piece_bytes = min(PIECE_BYTES, LEAST_BYTES_PER_SEC * self._patience_secs / 2)
         encrypted = isinstance(connection, ssl.SSLSocket)
         self._piece_bytes = 1 if encrypted else max(1, int(piece_bytes))
@@ -57,7 +57,8 @@ class _Watched(io.RawIOBase):
     def readinto(self, into: Any) -> int:
         if self.allowed <= 0:
             raise http.client.HTTPException("headers without an end")
-        # A buffer takes what there is; who reads past it knows that all of it comes.
+        # A buffer takes what there is; a read past it is of a body, which comes in
+        # full.
         is_body = len(into) > io.DEFAULT_BUFFER_SIZE
         self._wake_at(min(len(into), self._piece_bytes) if is_body else 1)
         began = time.monotonic()
@@ -85,7 +86,7 @@ class _Watched(io.RawIOBase):
     def _wake_at(self, num_bytes: int) -> None:
         # How much has to have come before a read returns.
         if num_bytes != self._woken_at:
-            # Where a system has no such option all is read as it comes.
+            # Without this option, bytes are read as they arrive.
             with contextlib.suppress(OSError):
                 option = (socket.SOL_SOCKET, socket.SO_RCVLOWAT)
                 self._socket.setsockopt(*option, num_bytes)

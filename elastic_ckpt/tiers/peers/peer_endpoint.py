@@ -1,8 +1,8 @@
 """One peer's agent as its clients see it: connections that are kept, and trust in none.
 
 A connection that breaks is made anew, and a transfer goes on where it stopped, some
-times. A peer that says nothing, or far too little, is left alone for a while, and so is
-one that cannot be reached: whoever asks meanwhile is told at once.
+times. A peer that sends nothing or far too little, or that cannot be reached, is
+skipped for a while: calls in that time fail at once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How this process talks to all peers.
+    """How this process communicates with all peers.
 
     Attributes:
-      secret: says the run's secret as it is now.
+      secret: returns the run's current secret.
       needs_tls: whether a peer without it is refused.
       timeout_secs: without a byte, or with far too few.
       max_connections: to one peer at a time.
@@ -110,7 +110,7 @@ class Endpoint:
         into: memoryview,
         on_piece: source.OnPiece = source.ignored,
     ) -> None:
-        """Fills `into` with bytes of `path` from `offset` on, as `source.Source` says.
+        """Fills `into` with bytes of `path` from `offset` on; see `source.Source`.
 
         Raises:
           ReadError: if they cannot be had.
@@ -155,7 +155,7 @@ class Endpoint:
         return self._persistently(look, lambda: 0)
 
     def close(self) -> None:
-        """Closes the connections that nobody uses now."""
+        """Closes the idle connections."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -174,7 +174,7 @@ class Endpoint:
             except peer_connection.Untrusted as error:
                 raise self._failed(str(error)) from None
             except OSError as error:
-                # What was kept is as old as what broke.
+                # Idle connections are as old as the broken one.
                 self.close()
                 if progress() > before:
                     waits = iter(RETRY_SECS)
@@ -183,7 +183,7 @@ class Endpoint:
                     raise self._failed(str(error)) from None
                 time.sleep(wait)
             except http.client.HTTPException as error:
-                # Not what it said: it has heard the secret.
+                # The message is left out, because it may contain the secret.
                 reason = f"does not speak HTTP: {type(error).__name__}"
                 raise self._failed(reason) from None
 
@@ -271,7 +271,7 @@ class Endpoint:
         return piece
 
     def _piece_bytes(self) -> int:
-        # What is lost at most when a connection breaks.
+        # The most that is lost when a connection breaks.
         bound = self._terms.bandwidth_bound
         return bound.piece_bytes(source.PIECE_BYTES) if bound else source.PIECE_BYTES
 

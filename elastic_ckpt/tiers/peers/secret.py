@@ -1,6 +1,6 @@
-"""The run's secret: who knows it may read what a machine's agent serves.
+"""The run's secret, which permits reading from the agents of its machines.
 
-It is in `<root>/secret`, for its owner's eyes only. The hosts of a new world agree on
+It is in `<root>/secret`, readable only by its owner. The hosts of a new world agree on
 one through the coordination service, and each adopts it; the agent, which outlives
 worlds, reads the file again when it has changed.
 """
@@ -17,17 +17,17 @@ from etils import epath
 from elastic_ckpt.core import errors, storage
 
 FILE = "secret"
-# What a header can carry; less than 16 characters could be guessed.
+# The characters that a header can carry; fewer than 16 could be guessed.
 _SECRET = re.compile(r"[!-~]{16,1024}")
 
 
 def path(root: epath.PathLike) -> str:
-    """Where the secret of the RAM disk at `root` is."""
+    """The path of the secret of the RAM disk at `root`."""
     return os.path.join(root, FILE)
 
 
 def new() -> str:
-    """A secret that nobody can guess."""
+    """A new random secret."""
     return secrets.token_urlsafe(32)
 
 
@@ -41,7 +41,7 @@ def find(root: epath.PathLike) -> str | None:
 
 
 def read_or_create(root: epath.PathLike) -> str:
-    """The secret of the RAM disk at `root`, made by who asks first.
+    """The secret of the RAM disk at `root`, created by the first call.
 
     Raises:
       RunError: if others than its owner may read or could have written it.

@@ -1,4 +1,4 @@
-"""Keeps the directory of steps as stock Orbax should see it: the steps of one line.
+"""Keeps only the steps of one line in the directory that stock Orbax lists.
 
 A line that abandons steps here is recorded with its first save, wherever that is, so
 that it counts even if all memory is lost before its first backup. The steps that it
@@ -31,7 +31,7 @@ def record(root: PersistentRoot, line: Line, *, run: str) -> None:
       run: the identity of the run.
 
     Raises:
-      OSError: if storage is away.
+      OSError: if storage is unavailable.
       CheckpointError: if it cannot be listed.
     """
     for number in reversed(root.steps()):
@@ -83,7 +83,7 @@ def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:
       step: that will be committed; older saves of it are set aside.
 
     Raises:
-      OSError: if storage is away.
+      OSError: if storage is unavailable.
       CheckpointError: if it cannot be listed.
     """
     for number in reversed(root.steps()):
@@ -103,7 +103,7 @@ def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:
 def save_of(root: PersistentRoot, step: int, *, run: str) -> str | None:
     """Which save of a step is committed; None if its manifests cannot be read.
 
-    Of a step that Orbax alone saved it is the save that it counts as.
+    For a step that Orbax alone saved, the save that it counts as.
     """
     directory = root.final(step)
     names = manifest_names(directory)

@@ -1,7 +1,7 @@
-"""Commit: makes an ordinary Orbax checkpoint of what hosts have uploaded, at once.
+"""Commit: makes an ordinary Orbax checkpoint of the hosts' uploads, atomically.
 
-One host does it when all have finished. It merges their stores, adds what Orbax wants
-to find, and only then makes the step visible, by a rename or by a last file (see
+One host commits when all have finished. It merges their stores, adds the files that
+Orbax requires, and only then makes the step visible, by a rename or by a last file (see
 `persistent_root`). Killed at any point it can be repeated, by any host: until the very
 end the step does not exist, for us or for Orbax, and from then on it is whole.
 """
@@ -40,7 +40,7 @@ def commit(
 ) -> None:
     """Commits a step; does nothing if this save of it is committed already.
 
-    What is found in the step's directory besides, of uploads that were cut short, goes.
+    Files that interrupted uploads left in the step's directory are removed.
 
     Args:
       root: of the steps.
@@ -48,7 +48,7 @@ def commit(
       hosts: the ids of those that took part; each has to have finished.
       orbax_files: contents by path in the step (`checkpoint.orbax_format`).
       make_way: called before the step becomes visible; older saves of it have to leave.
-      retries: how long storage is waited for, and who hears of it.
+      retries: how long to wait for storage, and the callback for failures.
 
     Raises:
       CheckpointError: if hosts have not finished, what they wrote is not all of the
@@ -60,7 +60,7 @@ def commit(
         doing, lambda: root.is_pending(saved.step, run=saved.run, save=saved.save)
     ):
         if not root.in_place:
-            # A host may have begun once more before it heard of the commit.
+            # A host may have begun again before it received the commit.
             retries.call(doing, lambda: storage.remove(unfinished))
         return
     manifests = _manifests(unfinished, saved, sorted(hosts))

@@ -1,8 +1,8 @@
 """OCDBT: arrays in key-value stores, one written by each host, all together one more.
 
-A host writes zarr v3 arrays into a store of its own, a directory. Merging makes one
-store of many: it writes an index alone, which refers to the values where they are. This
-is how Orbax lays out its checkpoints.
+Each host writes zarr v3 arrays into its own store, a directory. Merging makes one store
+of many: it only writes an index, which refers to the values in the stores. This is the
+layout of Orbax's checkpoints.
 
 Spec: https://google.github.io/tensorstore/kvstore/ocdbt/index.html
 """
@@ -23,7 +23,7 @@ from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.manifest import Leaf
 from elastic_ckpt.tiers import zarr_array
 
-# What `merge` writes, besides the stores that it merges.
+# The files of `merge`, besides the stores that it merges.
 MERGED = ("manifest.ocdbt", "d")
 _PREFIX = "ocdbt.process_"
 # Nodes of indices: without, each value that is read costs a node of each level.
@@ -32,7 +32,7 @@ _CACHE_BYTES = 100 * 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredArray:
-    """Where Orbax looks for a leaf, and in what chunks it lies there.
+    """The place and the chunks in which Orbax stores a leaf.
 
     Attributes:
       checkpointable: the directory in the step's, such as `state`.
@@ -51,12 +51,12 @@ class StoredArray:
 
     @property
     def prefix(self) -> str:
-        """What the keys of the array begin with."""
+        """The prefix of the array's keys."""
         return array_prefix(self.name)
 
 
 def array_prefix(name: str) -> str:
-    """What the keys of the array `name` begin with, as TensorStore completes paths."""
+    """The prefix of the keys of the array `name`, as TensorStore completes paths."""
     return f"{name}/" if name and not name.endswith("/") else name
 
 
@@ -82,8 +82,8 @@ def store_name(host_id: str) -> str:
     """The directory of a host's store in that of a checkpointable.
 
     Orbax numbers processes here. A number may be another host's when an upload is
-    repeated in another world, so the name stands for the host; Orbax wants letters and
-    digits alone.
+    repeated in another world, so the name stands for the host; Orbax accepts only
+    letters and digits.
     """
     return f"{_PREFIX}{digest.name_hash(host_id):016x}"
 
@@ -94,7 +94,7 @@ def is_store_name(name: str) -> bool:
 
 
 def new_context() -> ts.Context:
-    """What stores that are merged, or read again and again, are opened in together."""
+    """A context for stores that are merged, or that are read repeatedly."""
     return ts.Context({"cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES}})
 
 
@@ -173,8 +173,8 @@ def merge(directory: epath.Path, stores: Iterable[str]) -> None:
 
 
 def _spec(directory: epath.PathLike) -> dict[str, Any]:
-    # Files of values have names of their own and can be written in place, without a
-    # rename each: only the manifest refers to them, and it is replaced atomically.
+    # Files of values have unique names and can be written in place, without
+    # a rename each: only the manifest refers to them, and it is replaced atomically.
     shared = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt"}
     if not storage.is_local(directory):
         return {**shared, "base": _object_store(os.fspath(directory) + "/")}
@@ -184,8 +184,8 @@ def _spec(directory: epath.PathLike) -> dict[str, Any]:
 
 
 def _object_store(url: str) -> str | dict[str, str]:
-    # TensorStore asks Amazon where an `s3://` bucket is, and knows nothing of other
-    # stores with that protocol, which every other client finds by its environment.
+    # TensorStore looks up `s3://` buckets at Amazon, and does not read the environment
+    # variables by which other clients find other stores with that protocol.
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
         "AWS_ENDPOINT_URL"
     )

@@ -1,9 +1,10 @@
-"""The digests of Orbax's own files in a step: what lists arrays, shardings and times.
+"""The digests of Orbax's own files in a step: lists of arrays, shardings and times.
 
     <step>/orbax-digests.json    `files`: by path in the step, XXH3-128 of the content
 
-It is laid out as `core.checked_json` says, in version 1, written before the commit, and
-nothing to Orbax. Only a verification reads it; values have their digests in manifests.
+The file has the layout of `core.checked_json`, in version 1, and is written before the
+commit. Orbax ignores it. Only a verification reads it; values have their digests in
+manifests.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def to_bytes(files: Mapping[str, bytes]) -> bytes:
 
 
 def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
-    """What is wrong with Orbax's files of a step.
+    """The problems of Orbax's files of a step.
 
     Yields:
       The path of a file in the step's directory, and what is wrong with it.

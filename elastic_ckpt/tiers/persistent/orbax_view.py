@@ -1,8 +1,8 @@
-"""What stock Orbax will read of a committed step: one store of all hosts, and metadata.
+"""A committed step as stock Orbax reads it: one store of all hosts, and metadata.
 
 Our manifests name values in the store that each host wrote. Orbax reads the same values
-through the index of the merged store, decodes them as the array's own metadata says,
-and finds the arrays by its JSON files. Here all of this is looked at without Orbax.
+through the index of the merged store, decodes them by the array's own metadata, and
+finds the arrays by its JSON files. This module checks all of these without Orbax.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OrbaxView:
         self._names: dict[str, set[str]] = {}
 
     def chunk_problem(self, fragment: Fragment) -> str | None:
-        """What is wrong with a chunk as the merged store gives it; None if nothing is.
+        """The problem of a chunk as read from the merged store; None if there is none.
 
         TensorStore compares the CRC-32C behind the values, and then their digest is
         compared.
@@ -48,7 +48,7 @@ class OrbaxView:
         place = tuple(map(slice, fragment.box.start, fragment.box.stop))
         try:
             values = self._array(fragment)[place].read().result()
-        # Of TensorStore and of the file system.
+        # Raised by TensorStore and by the file system.
         except (OSError, ValueError) as error:
             return f"cannot be read from the merged store ({_first_line(error)})"
         if digest.values_digest(np.asarray(values)) != fragment.digest:
@@ -56,7 +56,7 @@ class OrbaxView:
         return None
 
     def metadata_problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong with Orbax's JSON files, after all chunks were looked at.
+        """The problems of Orbax's JSON files, after all chunks were read.
 
         Yields:
           The path of a file in the step's directory, and what is wrong with it.
@@ -78,7 +78,7 @@ class OrbaxView:
         for name in sorted(saved - listed):
             yield f"does not list the array {_shown(name)!r}, so Orbax does not load it"
         for name in sorted(listed - saved):
-            # Of arrays without elements there are no chunks.
+            # Arrays without elements have no chunks.
             try:
                 array = ocdbt.open_saved_array(
                     self._directory / part, name, self._context

@@ -1,19 +1,18 @@
-"""The directory of all steps in persistent storage, and what makes a step exist there.
+"""The directory of all steps in persistent storage, and how a step is committed there.
 
     <root>/<step>/                              a committed step
-    <root>/<step>/preserve                      keeps it, whatever policies say
+    <root>/<step>/preserve                      keeps it, regardless of policies
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
     <root>/abandoned/<step>-<save>/             a committed step that was set aside
     <root>/writers.lock                         held by the worlds that upload
 
-Where directories can be renamed at once, a step is written under the second name, and
-the rename commits it. Object stores have no such rename: there a step is written where
-it will stay, and a last file, `commit_success.txt`, commits it. Both are Orbax's ways:
-it lists, and cleans away, the same directories as this module does. A step that is set
-aside (see `line`) is a checkpoint like any other, in a directory that Orbax does not
-list. (Of `s3://` Orbax
-believes that directories can be renamed, unless it is told otherwise with its
-`AtomicityMode.COMMIT_FILE`.)
+If directories can be renamed atomically, a step is written under the second name, and
+the rename commits it. Object stores have no such rename: there a step is written in its
+final directory, and a last file, `commit_success.txt`, commits it. Both are Orbax's
+ways: it lists, and cleans away, the same directories as this module does. A step that
+is set aside (see `line`) is a checkpoint like any other, in a directory that Orbax does
+not list. (Orbax assumes that directories can be renamed on `s3://`, unless its
+`AtomicityMode.COMMIT_FILE` is set.)
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Leftover:
 
     Attributes:
       step: its number.
-      save: whose upload it is; None if the directory's name does not tell.
+      save: whose upload it is; None if the directory's name does not contain it.
       path: of the directory.
     """
 
@@ -59,7 +58,7 @@ class Leftover:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PersistentRoot:
-    """Where a run's steps are in persistent storage.
+    """The directory of a run's steps in persistent storage.
 
     Attributes:
       path: of the directory of all steps.
@@ -86,7 +85,7 @@ class PersistentRoot:
         return self.path / f"{step}{_TEMPORARY}-{save}"
 
     def is_committed(self, step: int) -> bool:
-        """Whether the step exists, whoever wrote it."""
+        """Whether the step exists, written by any program."""
         if self.in_place:
             return (self.final(step) / COMMIT_FILE).exists()
         return self.final(step).exists()
@@ -145,7 +144,7 @@ class PersistentRoot:
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, ascending; uploads that run are among them.
 
-        Those that Orbax itself left are told too: it names them in the same way.
+        Leftovers of Orbax itself are included: it names them in the same way.
         """
         leftovers = []
         for name in self._names():
@@ -160,13 +159,13 @@ class PersistentRoot:
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
     def uncommit(self, step: int) -> epath.Path:
-        """Takes a committed step back, at once; where its directory is then."""
+        """Makes a committed step invisible, and returns its directory."""
         final = self.final(step)
         if self.in_place:
             storage.remove(final / COMMIT_FILE)
             return final
         taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
-        # What is left of an earlier removal is no more than that.
+        # A directory of this name is the rest of an earlier removal.
         storage.remove(taken_back)
         storage.rename(final, taken_back)
         return taken_back
@@ -186,7 +185,7 @@ class PersistentRoot:
         )
 
     def set_aside(self, step: int, save: str) -> None:
-        """Moves a committed step to where `aside` says; can be repeated."""
+        """Moves a committed step to the directory `aside`; can be repeated."""
         self._move(self.final(step), self.aside(step, save))
 
     def bring_back(self, step: int, save: str) -> None:

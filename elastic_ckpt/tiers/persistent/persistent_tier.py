@@ -1,8 +1,8 @@
 """The persistent tier: ordinary Orbax checkpoints, found and read by their manifests.
 
 Hosts write them (`upload`, `commit`), and any program with Orbax alone can load them.
-Our manifests lie beside Orbax's files, which is how a host finds the values of a box
-without Orbax, knows their digests, and reads only those that it needs.
+Our manifests lie beside Orbax's files: with them a host finds the values of a box and
+their digests without Orbax, and reads only those that it needs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PersistentTier:
         return {step: self._root.foreign_save(step) for step in self.foreign_steps()}
 
     def notes(self, step: int) -> dict[str, Any]:
-        """What Orbax noted of a committed step as a whole.
+        """The metadata that Orbax stored with a committed step.
 
         Returns:
           `metrics`, `custom_metadata` and `commit_timestamp_nsecs`, each None if there
@@ -104,7 +104,7 @@ class PersistentTier:
         }
 
     def offers(self, step: int) -> Offered:
-        """What there is of a step; nothing if it is not committed, or out of reach."""
+        """See `source.Tier`; empty if the step is not committed, or not reachable."""
         sources: dict[Offer, Source] = {}
         problems: list[str] = []
         try:
@@ -138,9 +138,9 @@ class PersistentTier:
         )
 
     def held(self) -> list[retention.HeldStep]:
-        """The steps of this run, as retention wants them.
+        """The steps of this run, in the form that retention requires.
 
-        A step of which no manifest can be read may be another run's, and is left out.
+        A step without a readable manifest may be another run's, and is left out.
 
         The time is that of the commit by Orbax's metadata (1970 if that is damaged),
         the metrics are those that Orbax finds too.

@@ -1,8 +1,8 @@
-"""Retries: storage that is away for a while, and errors that no waiting will mend.
+"""Retries of writes while storage is unavailable, and errors that no retry can solve.
 
-Persistent storage comes and goes: tokens expire, NFS servers restart, object stores ask
-for patience. Each write is tried again, at growing intervals, and whoever uploads hears
-of it; what cannot pass by itself is an error at once.
+Persistent storage fails temporarily: tokens expire, NFS servers restart, object stores
+limit rates. Each write is retried at growing intervals, and each failure is reported to
+the uploader; a permanent error is raised at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _warn(message: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How long storage is waited for.
+    """How often and how long failed writes are retried.
 
     Attributes:
       attempts: of each write, in all, at least 1.
@@ -76,7 +76,7 @@ class Retries:
     sleep: Callable[[float], None] = time.sleep
 
     def call(self, what: str, act: Callable[[], Result]) -> Result:
-        """What `act` returns, at the first attempt that storage lets succeed.
+        """Calls `act` until it succeeds, and returns its result.
 
         Args:
           what: what is done, and where: the begin of messages, such as `writing /a/b`.
@@ -94,7 +94,7 @@ class Retries:
                     raise
                 if problem.permanent:
                     raise errors.CheckpointError(
-                        f"{what} failed: {error}; no retry will mend this: check the"
+                        f"{what} failed: {error}; a retry cannot solve this: check the"
                         " path, its free space and who may write there, then upload the"
                         " step again"
                     ) from error
@@ -123,7 +123,7 @@ class _Problem:
 
 
 def _problem(error: Exception) -> _Problem | None:
-    # None of what storage did not say.
+    # None if the error is not one of storage.
     if isinstance(error, OSError):
         return _Problem(error.errno in _PERMANENT_ERRNOS)
     if not isinstance(error, ValueError):

@@ -1,8 +1,8 @@
-"""Upload: what one host writes of a step to persistent storage, from its memory.
+"""Upload: one host's part of a step, written from its memory to persistent storage.
 
-It writes chunks and files in any order, from any number of threads, and its manifest
-last. When all hosts have done that, one of them commits the step (`commit`). A host
-that was killed begins anew, with or without the others, as often as need be.
+The host writes chunks and files in any order, from any number of threads, and its
+manifest last. When all hosts have done that, one of them commits the step (`commit`). A
+host that was killed begins anew, with or without the others, as often as need be.
 
     <unfinished>/state/ocdbt.process_<host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json  a file of the component `data`
@@ -35,7 +35,7 @@ from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedStep:
-    """What is uploaded, the same at all hosts.
+    """The step to upload, the same on all hosts.
 
     Attributes:
       run: the identity of the run.
@@ -75,8 +75,8 @@ class Upload:
     Args:
       root: of the steps.
       saved: what is uploaded.
-      host: who uploads.
-      retries: how long storage is waited for, and who hears of it.
+      host: that uploads.
+      retries: how long to wait for storage, and the callback for failures.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Upload:
         return manifest
 
     def _create_empty_arrays(self) -> None:
-        # They have no chunks, and Orbax wants to find them as it does others.
+        # They have no chunks, but Orbax requires their metadata like that of others.
         leaves = self._saved.contents.leaves
         with self._lock:
             written = {leaves[each.leaf].path for each in self._fragments}

@@ -1,12 +1,12 @@
-"""The worlds that write into a persistent root, and what dead ones left half done.
+"""The worlds that write into a persistent root, and the leftovers of crashed ones.
 
-Only host 0 of a world commits an upload, so an upload can come to something as long as
-that process lives. It says so with a shared lock on `<root>/writers.lock`, from before
-the first upload until it ends, however it ends. A world that begins, and finds that it
-is there alone, removes the leftovers of all before it, and none begins meanwhile.
+Only host 0 of a world commits an upload, so an upload can complete only while that
+process is alive. It holds a shared lock on `<root>/writers.lock` from before the first
+upload until it ends. A world that starts and finds no other holder removes the
+leftovers of all earlier worlds; no other world can start meanwhile.
 
-Object stores have no locks. There nothing is removed in this way: an upload that comes
-to the same step again clears what it finds, and `elastic-ckpt inspect` shows the rest.
+Object stores have no locks. There this removes nothing: a new upload of the same step
+clears its directory, and `elastic-ckpt inspect` shows the rest.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WritingWorld:
         """Says that this world writes; to be called before each upload.
 
         Raises:
-          OSError: if storage is away.
+          OSError: if storage is unavailable.
         """
         if self._presence is not None or not storage.is_local(self._root.path):
             return
@@ -63,13 +63,13 @@ class WritingWorld:
                 raise
 
     def discard_dead(self, *, before: str) -> list[Leftover]:
-        """Removes what uploads of dead worlds left.
+        """Removes the leftovers of uploads of crashed worlds.
 
         Args:
           before: the save of this world; younger leftovers stay.
 
         Returns:
-          What was removed.
+          The leftovers that were removed.
         """
         self.be_present()
         if self._presence is None:
@@ -127,7 +127,7 @@ class WritingWorld:
         )
 
     def _saves(self, leftover: Leftover) -> set[str]:
-        # Where the name does not tell, manifests may; if not, nothing is known.
+        # If the name does not contain the save, manifests may; otherwise it is unknown.
         if leftover.save is not None:
             return {leftover.save}
         names = manifest_names(leftover.path)

@@ -19,7 +19,7 @@ from elastic_ckpt.manifests.manifest import Contents, Fragment
 from elastic_ckpt.tiers import zarr_array
 from elastic_ckpt.tiers.captured import CapturedLeaf
 
-# What TensorStore raises, by the kind of its own error.
+# The exceptions that TensorStore raises.
 WRITE_ERRORS = (OSError, RuntimeError, ValueError)
 # More at a time is no faster, and each has a copy of its chunk until it is written.
 _MAX_IN_FLIGHT_BYTES = 4 * layout.CHUNK_BYTES

@@ -1,9 +1,9 @@
-"""The local tier: what one process keeps of the run's steps on its machine's RAM disk.
+"""The local tier: the steps that one process holds on its machine's RAM disk.
 
-Each process has a directory, a slot, that it alone writes; all of the machine are read.
-A step is written into a directory of its own and exists when its manifest is there
-(`step_writer`). So a crash leaves directories without a manifest, and files that no
-manifest names, and by that `clean` knows them.
+Each process has a directory, a slot, that it alone writes; it reads all slots of the
+machine. Each step is written into a separate directory and exists when its manifest is
+there (`step_writer`). So a crash leaves directories without a manifest, and files that
+no manifest names, which `clean` removes.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LocalHost:
             return frozenset(self._in_flight)
 
     def held(self) -> list[Held]:
-        """What is committed, ordered by step and save."""
+        """The committed saves, ordered by step and save."""
         return [
             Held(step=step, save=save)
             for step, save in self.disk.saves(self.slot)
@@ -114,14 +114,14 @@ class LocalHost:
         ]
 
     def retained(self) -> list[retention.HeldStep]:
-        """The same as retention wants it, by what the manifests say."""
+        """The committed saves as retention requires them, from the manifests."""
         return [self._retained(each) for each in self.held()]
 
     def _retained(self, each: Held) -> retention.HeldStep:
         try:
             contents = self.disk.manifest(self.slot, *each).contents
         except errors.CheckpointError:
-            # Nobody can read what it listed.
+            # Its files cannot be read without it.
             return retention.HeldStep(
                 step=each.step,
                 save=each.save,
@@ -179,7 +179,7 @@ class LocalHost:
         try:
             present = self.disk.manifest(self.slot, step, save)
         except errors.CheckpointError:
-            # There is none, or it is spoilt: nobody could read what it listed.
+            # It is missing or damaged, so its files cannot be read.
             self.remove(step, save)
             present = self._empty(step, save, contents)
         return self._writer(present, num_bytes=num_bytes)
@@ -224,7 +224,7 @@ class LocalHost:
         for slot in self.disk.slots():
             if slot == self.slot:
                 continue
-            # Taken slots are their processes' business.
+            # A slot in use is cleaned by its own process.
             with contextlib.suppress(errors.RunError), self._locked(slot):
                 for step, save in self.disk.saves(slot):
                     is_old = step < before or line.abandons(step, save)
@@ -233,11 +233,11 @@ class LocalHost:
                         storage.remove(self.disk.step_directory(slot, step, save))
 
     def clean(self) -> list[str]:
-        """Removes what dead processes of the machine left half done.
+        """Removes leftovers of dead processes of the machine.
 
-        That is, in all slots whose process is dead, and in this one: steps without a
-        readable manifest, files that no manifest names, and what a restore unpacked.
-        What is being written now stays.
+        In all slots whose process is dead, and in this one, these are steps without a
+        readable manifest, files that no manifest names, and files that a restore
+        unpacked. Steps that are being written stay.
 
         Returns:
           The paths that were removed.

@@ -15,10 +15,10 @@ ID_LENGTH = 16
 
 
 def machine_id(root: epath.PathLike) -> str:
-    """The id of the RAM disk at `root`, 16 hex digits, made by who asks first."""
+    """The id of the RAM disk at `root`, 16 hex digits, created by the first call."""
     path = os.path.join(root, FILE)
     if not os.path.exists(path):
-        # What a run holds is nobody else's business.
+        # Only the owner of a run may read its files.
         storage.make_private_directory(root)
         storage.create(path, secrets.token_hex(ID_LENGTH // 2).encode())
     return pathlib.Path(path).read_text()

@@ -2,8 +2,8 @@
 
     machine                        the id of this machine's memory, made once
     hosts/<slot>/lock              held by the process whose steps these are
-    hosts/<slot>/<step>-<save>/    a step of that process, as `layout` says; a file
-                                   `preserve` in it keeps it, whatever policies say
+    hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
+                                   `preserve` in it keeps it, regardless of policies
 
 Any process may read all of it, whether the writers live or not: a directory outlives
 its process, and its machine's memory alone ends it.
@@ -36,7 +36,7 @@ from elastic_ckpt.tiers.source import (
 
 # In the directory of a step that is being written: how large it will be.
 RESERVED = "reserved"
-# What a restore unpacks, in the directory of a slot.
+# The directory of a slot into which a restore unpacks files.
 RESTORED = "restored"
 _BLOCK_BYTES = 512
 
@@ -67,7 +67,7 @@ class RamDisk:
         return f"{self.machine}.{slot}"
 
     def host_directory(self, slot: int) -> epath.Path:
-        """Where the steps of one process lie."""
+        """The directory of the steps of one process."""
         return self.root / "hosts" / str(slot)
 
     def slots(self) -> list[int]:
@@ -81,16 +81,16 @@ class RamDisk:
         return sorted(filter(None, map(layout.parse_step_directory, names)))
 
     def step_directory(self, slot: int, step: int, save: str) -> epath.Path:
-        """Where one save of a step of a slot lies."""
+        """The directory of one save of a step in a slot."""
         return self.host_directory(slot) / layout.step_directory(step, save)
 
     def manifest_path(self, slot: int, step: int, save: str) -> epath.Path:
-        """Where the manifest of that lies when it is committed."""
+        """The path of the manifest of a committed save."""
         name = manifest_file.file_name(self.host_id(slot))
         return self.step_directory(slot, step, save) / name
 
     def steps(self) -> Sequence[int]:
-        """The steps of which there may be something, ascending."""
+        """The steps that may have files, ascending."""
         return sorted({step for slot in self.slots() for step, _ in self.saves(slot)})
 
     def known_saves(self) -> Sequence[tuple[int, str]]:
@@ -105,7 +105,7 @@ class RamDisk:
         )
 
     def offers(self, step: int) -> Offered:
-        """What all slots hold of a step, whichever save."""
+        """The parts of a step in all slots, of all its saves."""
         sources: dict[Offer, Source] = {}
         problems = []
         for slot in self.slots():
@@ -122,7 +122,7 @@ class RamDisk:
         return Offered(sources=sources, problems=problems)
 
     def manifest(self, slot: int, step: int, save: str) -> Manifest:
-        """What a slot holds of one save of a step.
+        """The manifest of one save of a step in a slot.
 
         Raises:
           CheckpointError: if the manifest is missing, altered, or not of this place.
@@ -153,7 +153,7 @@ class RamDisk:
         return system.f_bavail * system.f_frsize >= num_bytes
 
     def free_bytes(self) -> int:
-        """What the limit and the file system leave, less what is reserved in them."""
+        """The free bytes under the limit and in the file system, less reserved ones."""
         used = promised = 0
         for slot in self.slots():
             for step, save in self.saves(slot):
@@ -181,7 +181,7 @@ class StepFiles:
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
-        """As `source.Source` says, without a copy.
+        """See `source.Source`; reads without a copy.
 
         Raises:
           ReadError: if the file is missing, too short or cannot be read.
@@ -200,7 +200,7 @@ class StepFiles:
                 done += read
 
     def size(self, file: str) -> int:
-        """As `source.Source` says."""
+        """See `source.Source`."""
         with _read_errors(), _opened(self.directory, file) as descriptor:
             return os.fstat(descriptor).st_size
 
@@ -219,7 +219,7 @@ def _read_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(directory: str, file: str) -> Iterator[int]:
-    # Part by part, for a path as a whole would be opened through links.
+    # Part by part, because opening a whole path would follow links.
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         *parents, name = file.split("/")

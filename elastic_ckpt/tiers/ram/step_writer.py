@@ -110,7 +110,7 @@ class StepWriter:
         self._files[file.path] = file
 
     def component_files(self, components: Iterable[str]) -> list[WrittenFile]:
-        """What components have written here by now, durable, ordered by path.
+        """The files that components have written here by now, durable, ordered by path.
 
         Args:
           components: by whose names their directories are called.
@@ -209,10 +209,10 @@ def written_files(root: epath.Path, components: Iterable[str]) -> list[WrittenFi
 
 
 def sweep(path: epath.Path) -> list[str]:
-    """Removes what of a step the manifest at `path`, in its directory, does not name.
+    """Removes the files of a step that the manifest at `path` does not name.
 
-    Without a readable manifest that is all of it. What a program of another version
-    wrote stays.
+    Without a readable manifest these are all of them. Files that a program of another
+    version wrote stay.
 
     Returns:
       The paths that were removed.
