@@ -22,13 +22,13 @@ class SaveDecisionPolicy(Protocol):
     """Decides whether a step is saved, as Orbax's `save_decision_policies`."""
 
     def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
-        """Whether `step` is saved; every process comes to the same decision."""
+        """Whether `step` is saved; every process must decide alike."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """PEM files with which agents prove who they are, and clients check it.
+    """PEM files with which agents authenticate, and clients verify them.
 
     Attributes:
       certificate: of this machine's agent.
@@ -67,15 +67,14 @@ class Peers:
     Attributes:
       copies: holders of everything besides the host that saved it.
       assume_data_parallelism: copies nothing, for models of which no copy fits.
-      domain: the kind of failure domain that goes as a whole.
+      domain: the kind of failure domain that may be lost as a whole.
       domains: this host's failure domains by kind, such as `{"rack": "r7"}`; `slice`
         and `host` are known without, and what the host's environment names (see
         `manifests.failure_domains`).
       interface: the address of this machine's agent in the network that the hosts
         share; by default `POD_IP`, or the address that reaches JAX's coordinator.
       port: of the agent; 0 lets the system choose.
-      known: URLs of agents to ask besides those of the world's machines: of machines
-        that idle.
+      known: URLs of agents of idle machines, read besides the world's machines.
       max_bytes_per_sec: of copies to this host.
       tls: encrypts what is sent.
 

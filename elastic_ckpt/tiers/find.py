@@ -31,7 +31,7 @@ class FoundStep:
     """A complete step, and where to read it.
 
     Attributes:
-      step: what it consists of, and who has that.
+      step: its parts and their holders.
       sources: of all holders.
     """
 
@@ -58,8 +58,8 @@ class Search:
     Abandoned steps (see `line`) are found only by their numbers.
 
     Args:
-      tiers: where to look, as they are now.
-      lines: that no manifest describes: the caller's own, those recorded in storage.
+      tiers: to search.
+      lines: that no manifest contains: the caller's, and those recorded in storage.
       without: steps and saves that proved to be unreadable.
     """
 

@@ -24,5 +24,5 @@ def preserve(step_directory: epath.PathLike) -> None:
 
 
 def release(step_directory: epath.PathLike) -> None:
-    """Takes `preserve` back."""
+    """Undoes `preserve`."""
     storage.remove(epath.Path(step_directory) / FILE)

@@ -1,4 +1,4 @@
-"""Sources: one holder's parts of one step, read by byte ranges wherever they lie.
+"""Sources: one holder's parts of one step, read by byte ranges.
 
 A host's own RAM disk, a peer's, and persistent storage are read alike. A source returns
 bytes as it read them: the caller compares them with the manifest's digests.
@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 from elastic_ckpt.manifests.holdings import Offer
 
-# So much fits into a processor's own cache: what is done with a piece of that size when
-# it has just been read costs a third of what it costs later.
+# A piece of this size fits into a processor's cache: processing it directly after the
+# read takes a third of the time that it takes later.
 PIECE_BYTES = 256 * 2**10
 OnPiece = Callable[[memoryview], object]
 
@@ -42,7 +42,7 @@ class Source(Protocol):
           file: as a manifest names it.
           offset: of the first byte.
           into: writable and contiguous.
-          on_piece: is given all parts of `into`, in order, each once it is read.
+          on_piece: called with each part of `into`, in order, once it is read.
 
         Raises:
           ReadError: if the file is missing or too short, or the holder does not answer;

@@ -96,7 +96,7 @@ class Answers:
             return web.Response()
 
     def _response(self, request: web.BaseRequest) -> web.Response | io.FileIO:
-        if not self._knows(request.headers.get("Authorization", "")):
+        if not self._is_authorized(request.headers.get("Authorization", "")):
             return _refusal(401, {"WWW-Authenticate": "Bearer"})
         self.on_secret(request.protocol)
         path = request.raw_path
@@ -116,7 +116,7 @@ class Answers:
         except agent_tree.NotServed:
             return _refusal(404)
 
-    def _knows(self, authorization: str) -> bool:
+    def _is_authorized(self, authorization: str) -> bool:
         known = self._known.current()
         if known is None:
             return False

@@ -227,10 +227,10 @@ class Endpoint:
                         f"cannot be read: {self.url} does not take the run's secret"
                     )
                 if response.status != status:
-                    says = f"answers with status {response.status}"
+                    status_text = f"answers with status {response.status}"
                     raise source.ReadError(
                         f"cannot be read: {self.url}"
-                        f" {_STATUS.get(response.status, says)}"
+                        f" {_STATUS.get(response.status, status_text)}"
                     )
                 yield response
                 response.close()

@@ -207,7 +207,7 @@ class LocalHost:
     def remove(self, step: int, save: str) -> None:
         """Removes a save of a step that is not in flight, its manifest first."""
         assert (step, save) not in self.in_flight
-        # After a crash what is left has no manifest, so that it is known as a leftover.
+        # After a crash the rest has no manifest, so it counts as a leftover.
         storage.remove(self.disk.manifest_path(self.slot, step, save))
         storage.remove(self.disk.step_directory(self.slot, step, save))
 
@@ -309,8 +309,8 @@ class LocalHost:
             raise
 
     def _reserve(self, manifest: Manifest, num_bytes: int) -> None:
-        # Noted before it is measured: of two processes that begin at once, and do not
-        # fit both, none finds room that the other takes.
+        # Reserved before it is measured: two processes that start together and do not
+        # both fit cannot both find room.
         directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
         held = int(manifest.fragments.stored_bytes.sum())
         held += sum(file.stored_bytes for file in manifest.component_files)
@@ -323,10 +323,10 @@ class LocalHost:
             free = -num_bytes
         if free < 0:
             limit = self.disk.limit_bytes
-            said = "without a limit" if limit is None else f"limit {limit} bytes"
+            bound = "without a limit" if limit is None else f"limit {limit} bytes"
             raise errors.CheckpointError(
                 f"step {manifest.step} needs {num_bytes} bytes in {self.disk.root}"
-                f" ({said}), and {max(0, free + num_bytes)} are free; raise the limit"
+                f" ({bound}), and {max(0, free + num_bytes)} are free; raise the limit"
                 " or the size of the file system, or keep fewer steps"
             )
 

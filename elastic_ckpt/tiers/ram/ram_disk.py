@@ -5,8 +5,8 @@
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
                                    `preserve` in it keeps it, regardless of policies
 
-Any process may read all of it, whether the writers live or not: a directory outlives
-its process, and its machine's memory alone ends it.
+Any process may read all of it, even if the writers are dead: a directory outlives its
+process, and is lost only with the machine's memory.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _opened(directory: str, file: str) -> Iterator[int]:
 
 
 def _names(directory: epath.Path) -> list[str]:
-    # None of what is not there, or goes away.
+    # Empty if the directory does not exist, or is removed meanwhile.
     try:
         return os.listdir(directory)
     except FileNotFoundError:
@@ -245,7 +245,7 @@ def _names(directory: epath.Path) -> list[str]:
 
 
 def _reserved_bytes(directory: epath.Path) -> int:
-    # A step that is committed has what it has.
+    # A committed step reserves nothing more.
     with contextlib.suppress(FileNotFoundError):
         return int((directory / RESERVED).read_text())
     return 0

@@ -1,7 +1,7 @@
 """The writer of one save of a step in a RAM disk: files first, the manifest last.
 
-A writer that goes on with a step which has a manifest already adds copies from peers to
-it: until it commits, the manifest that is there stays valid.
+A writer that continues a step with a manifest adds copies from peers to it: until it
+commits, the existing manifest stays valid.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepWriter:
         *,
         ended: Callable[[], None],
     ) -> None:
-        """Goes on with what `manifest` lists; `ended` is called once, at the end."""
+        """Continues with the parts in `manifest`; calls `ended` once, at the end."""
         self.directory = directory
         self.manifest = manifest
         self._ended = ended
@@ -113,7 +113,7 @@ class StepWriter:
         """The files that components have written here by now, durable, ordered by path.
 
         Args:
-          components: by whose names their directories are called.
+          components: the names of their directories.
         """
         return written_files(self.directory, components)
 
@@ -189,7 +189,7 @@ def written_files(root: epath.Path, components: Iterable[str]) -> list[WrittenFi
 
     Args:
       root: of the step; paths are relative to it.
-      components: by whose names their directories are called.
+      components: the names of their directories.
     """
     written = []
     for place in components:
@@ -223,7 +223,7 @@ def sweep(path: epath.Path) -> list[str]:
     except checked_json.OtherVersion:
         return []
     except (FileNotFoundError, checked_json.Unreadable):
-        # After a crash in between it is still a leftover.
+        # After a crash between the two it is still a leftover.
         storage.remove(path)
         storage.remove(directory)
         return [os.fspath(directory)]
