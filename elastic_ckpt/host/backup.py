@@ -51,7 +51,8 @@ class HostBackup:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._arranged: tuple[int, str] | None = None
-        # Of the step that host 0 backs up: large manifests are read once.
+        # The holdings of the step that is being backed up: large manifests are read
+        # once.
         self._holdings: tuple[dict[Offer, Source], Holdings] | None = None
 
     def clean(self, save: str) -> list[tuple[int, str]]:
@@ -101,7 +102,7 @@ class HostBackup:
     ) -> BackedUp:
         """Writes this host's share of a step to persistent storage.
 
-        Bad copies of its own are read from another holder, and repaired.
+        The host's bad copies are read from another holder, and repaired.
 
         Args:
           step: the training step.

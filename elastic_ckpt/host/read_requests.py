@@ -114,5 +114,5 @@ class CloseStep:
     """Releases what was read of the step that is open."""
 
     def run(self, host: AnyHost) -> None:
-        """See `HostReader.forget`."""
-        host.tiers.reader.forget()
+        """See `HostReader.close_step`."""
+        host.tiers.reader.close_step()

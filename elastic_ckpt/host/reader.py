@@ -109,7 +109,7 @@ class HostReader:
         """
         step_found = find.of_save(self._world.tiers, step, save)
         reader = verified_read.VerifiedReader(step_found.sources)
-        self.forget()
+        self.close_step()
         self._restoring = _Restoring(step_found=step_found, reader=reader)
 
     def opened(self) -> Contents:
@@ -127,9 +127,9 @@ class HostReader:
         Raises:
           CheckpointError: if the step has no such component.
         """
-        self.want(trees.wanted(of_trees), components)
+        self.select(trees.wanted(of_trees), components)
 
-    def want(
+    def select(
         self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
     ) -> dict[str, str]:
         """As `check`; returns the saved dtypes of the leaves.
@@ -231,7 +231,7 @@ class HostReader:
             restoring.step_found.step.holdings, restoring.reader, self._world.own, files
         )
 
-    def forget(self) -> None:
+    def close_step(self) -> None:
         """Releases the step that is open, and its values."""
         self._restoring = None
         storage.remove(self._files())

@@ -1,14 +1,14 @@
 """Runs the MaxText that is installed, unmodified, on our iterators.
 
-MaxText's trainer, checkpoints and resume do their work. What is put in their way, for
-the time of the run, are six functions that MaxText looks up when it calls them:
+MaxText's trainer, checkpoints and resume stay in use. For the time of the run, six
+functions that MaxText looks up when it calls them are replaced:
 
-* where it has read its configuration, ours is taken out (`maxtext_config`)
-* where it makes Grain's iterators, it gets ours, in this process or in the sidecar
-* where it saves and restores an iterator, ours goes to Orbax as it is
-* where it makes its checkpointer, it gets ours if tiers are configured
+* after it has read its configuration, our keys are taken out (`maxtext_config`)
+* when it makes Grain's iterators, it gets ours, in this process or in the sidecar
+* when it saves and restores an iterator, ours is passed to Orbax unchanged
+* when it makes its checkpointer, it gets ours if tiers are configured
 
-A MaxText in which one of them is not found as it was is refused before the run.
+A MaxText in which one of them is missing or changed is refused before the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from elastic_ckpt.integrations import (
     maxtext_tiers,
 )
 
-# What a step of MaxText takes, all int32 `[B, L]`.
+# The inputs of a step of MaxText, all int32 `[B, L]`.
 FEATURES = tuple(
     name + suffix
     for name in ("inputs", "targets")
@@ -55,8 +55,8 @@ def run(arguments: Sequence[str], *, emit: events.Emit = events.nobody) -> None:
       emit: called for each event of tiers of checkpoints.
 
     Raises:
-      ConfigError: if there is no MaxText here, or another one than this module knows,
-        or its configuration asks for what our data does not have.
+      ConfigError: if MaxText is missing, or of a version that this module does not
+        support, or its configuration requires features that our data does not have.
       DataError: if the data cannot be read; MaxText itself would end without an error.
       SystemExit: if MaxText refuses its configuration.
     """
@@ -80,7 +80,7 @@ def run(arguments: Sequence[str], *, emit: events.Emit = events.nobody) -> None:
 
 @contextlib.contextmanager
 def seams_taken(*, emit: events.Emit = events.nobody) -> Iterator[Taken]:
-    """Has MaxText call ours in the place of its own, until the body ends."""
+    """Replaces MaxText's functions by ours, until the body ends."""
     modules = {
         seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
     }
@@ -105,7 +105,7 @@ def seams_taken(*, emit: events.Emit = events.nobody) -> Iterator[Taken]:
 
 
 class Taken:
-    """What MaxText calls in the place of its own functions.
+    """The functions that replace MaxText's own.
 
     Args:
       originals: the function of MaxText at each seam.
@@ -174,7 +174,7 @@ class Taken:
     def for_save(
         self, step: int, data_iterator: Any, expansion_factor_real_data: float
     ) -> Any:
-        """What Orbax saves as the iterator of a step."""
+        """Returns the object that Orbax saves as the iterator of a step."""
         if isinstance(data_iterator, MaxTextIterator):
             return data_iterator
         return self._originals[maxtext_seams.FOR_SAVE](

@@ -1,8 +1,8 @@
 """From MaxText's configuration to ours: pure functions, free of MaxText and JAX.
 
-MaxText refuses keys that it does not know, and combinations that its own elastic
-iterator cannot do. So `divide` takes ours out of what it has read, before it checks;
-and `train_section` and `eval_section` say what its own keys, with ours, mean to us.
+MaxText refuses unknown keys, and combinations that its own elastic iterator does not
+support. So `divide` takes our keys out of its configuration before it is checked, and
+`train_section` and `eval_section` convert its keys, with ours, to our sections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIER_KEYS = (
     "multi_tier_checkpointing_backup_interval_minutes",
     "multi_tier_checkpointing_backup_interval_steps",
 )
-# Keys of ours that MaxText does not know: of its data, and of its tiers.
+# Keys of ours that MaxText does not have: of its data, and of its tiers.
 OWN_DATA_KEYS = (
     "num_logical_shards",
     "grain_record_format",
@@ -146,7 +146,7 @@ MAXTEXT_KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Own:
-    """What MaxText is not told.
+    """The settings that are hidden from MaxText.
 
     Attributes:
       values: our keys, and what they are set to.
@@ -158,7 +158,7 @@ class Own:
 
 
 def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
-    """What MaxText may see of the keys that it has read, and what is ours.
+    """Divides the keys that MaxText has read into MaxText's and ours.
 
     MaxText sees grain, and neither its elastic iterator nor colocated Python: for these
     it has checks that do not hold for ours.
@@ -172,7 +172,7 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
     if theirs.get(_TOKENIZER) == _BYTES:
         values[_TOKENIZER] = theirs.pop(_TOKENIZER)
     dataset_type = theirs.get("dataset_type", "synthetic")
-    # `synthetic` is what MaxText's base.yml says, so nobody has asked for it.
+    # `synthetic` is the default in MaxText's base.yml, so the user has not set it.
     if dataset_type not in ("grain", "synthetic"):
         files_key = maxtext_files.TRAIN
         kind = maxtext_files.KINDS.get(str(dataset_type))
@@ -197,7 +197,8 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
         raise errors.ConfigError(
             f"{_PLACE}: num_logical_shards is not set; choose it once for the life of"
             " the run, a multiple of every global batch size and number of hosts that"
-            " you may want (`elastic-ckpt plan --hosts 2,4,8 --batches 64,128` tells)"
+            " you may need (`elastic-ckpt plan --hosts 2,4,8 --batches 64,128` shows"
+            " which fit)"
         )
     return theirs, Own(values=values, in_sidecar=checked.colocated_python_data_input)
 
@@ -311,7 +312,7 @@ def _section(values: Mapping[str, Any]) -> schema.DataSection:
 
 
 def _text(value: Any) -> Any:
-    # MaxText has classes of its own for some choices: enumerations of texts.
+    # MaxText uses enumerations of texts for some choices.
     return str(getattr(value, "value", value)) if isinstance(value, str) else value
 
 
@@ -350,7 +351,7 @@ def _tokenizer_path(config: Any, kind: str) -> str:
 
 
 def _absolute(data: schema.DataSection) -> schema.DataSection:
-    # Where the iterator runs, the working directory may be another.
+    # The iterator may run in another working directory.
     changed: dict[str, Any] = {}
     for key in ("grain_train_files", "grain_eval_files"):
         if getattr(data, key):

@@ -1,4 +1,4 @@
-"""Where MaxText looks for data whose files are not set, from its other keys.
+"""The location in which MaxText looks for data whose files are not set.
 
 With `dataset_type=grain`, MaxText 0.2.5 takes Parquet files of a dataset on the Hugging
 Face hub (`hf_path`), or TFRecord files in the directory layout of TensorFlow Datasets

@@ -139,7 +139,7 @@ def _nothing() -> None:
 
 def _refuse(version: str, what: str) -> None:
     raise errors.ConfigError(
-        f"MaxText {version} {what}: elastic_ckpt knows MaxText {TESTED_VERSION};"
-        f" install maxtext=={TESTED_VERSION}, as elastic_ckpt/integrations/MAXTEXT.md"
-        " says, or a newer elastic_ckpt"
+        f"MaxText {version} {what}: elastic_ckpt supports MaxText {TESTED_VERSION};"
+        f" install maxtext=={TESTED_VERSION} by elastic_ckpt/integrations/MAXTEXT.md,"
+        " or a newer elastic_ckpt"
     )

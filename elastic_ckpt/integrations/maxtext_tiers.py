@@ -62,7 +62,7 @@ class TieredManager:
 
     @property
     def directory(self) -> epath.Path:
-        """Where backups are; newer steps may be in RAM alone."""
+        """The directory of backups; newer steps may be in RAM alone."""
         return self._directory
 
     @property

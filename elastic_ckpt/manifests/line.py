@@ -25,7 +25,7 @@ class Line:
     Attributes:
       save: the newest of them.
       parents: the steps, with their saves, from which later saves of the line went on,
-        oldest first. Of a save that is listed, steps up to that one are of the line.
+        oldest first. The steps of a listed save, up to the listed one, are of the line.
     """
 
     save: str

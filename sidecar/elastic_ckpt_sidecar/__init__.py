@@ -1,4 +1,4 @@
-"""What runs beside the accelerator hosts, in colocated Python, and its handle."""
+"""Code that runs beside the accelerator hosts, in colocated Python, and its handle."""
 
 from etils import epy
 

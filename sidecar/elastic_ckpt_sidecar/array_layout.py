@@ -2,8 +2,8 @@
 
 Leaves over one mesh make a group: its arrays can be handed over in one call, since all
 arrays of a call have to lie on the same devices. The mesh is that of the CPU devices
-beside the accelerators, in the same order. What the head itself holds, numbers and
-arrays of NumPy, is a group too: of bytes, on a device of host 0.
+beside the accelerators, in the same order. The head's own values, numbers and arrays of
+NumPy, are a group too: of bytes, on a device of host 0.
 
 A layout is sent once. Later requests name it by a number, however many leaves it has.
 """
@@ -27,7 +27,7 @@ class PlacedLeaf:
       path: of the leaf.
       shape: of the whole array.
       dtype: its name; None stands for that in which it was saved.
-      spec: over the axes of the group's mesh; None for what the head holds.
+      spec: over the axes of the group's mesh; None for the head's own values.
     """
 
     path: str
@@ -49,13 +49,13 @@ class Group:
     leaves: tuple[PlacedLeaf, ...]
 
     def sharding(self, leaf: PlacedLeaf) -> NamedSharding:
-        """Of the array of a leaf on the CPU devices."""
+        """Returns the sharding of a leaf's array on the CPU devices."""
         return NamedSharding(self.mesh, PartitionSpec(*(leaf.spec or ())))
 
     def abstract(
         self, leaf: PlacedLeaf, dtypes: Mapping[str, str]
     ) -> jax.ShapeDtypeStruct:
-        """The array of a leaf; of what the head holds, that of its bytes.
+        """Returns the array of a leaf; for the head's own values, that of its bytes.
 
         Args:
           leaf: of this group.

@@ -61,8 +61,8 @@ class SelectArrays:
     components: tuple[str, ...]
 
     def run(self, host: ColocatedHost) -> None:
-        """See `HostArrays.want`."""
-        host.tiers.arrays.want(self.layout, self.components)
+        """See `HostArrays.select`."""
+        host.tiers.arrays.select(self.layout, self.components)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

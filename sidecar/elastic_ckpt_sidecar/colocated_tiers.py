@@ -1,4 +1,4 @@
-"""What a host under a single controller does for the tiers."""
+"""The tiers of a host under a single controller."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from elastic_ckpt_sidecar.host_arrays import HostArrays
 class HostChoice(HostConfig):
     """The configuration of a host, from the head.
 
-    Its agent listens at the address of its own from which it reaches the head, and
-    `interface` of the peer tier is an address of the head.
+    Its agent uses the local address from which the host reaches the head; `interface`
+    of the peer tier is an address of the head.
 
     Attributes:
       device_ids: of its CPU devices.

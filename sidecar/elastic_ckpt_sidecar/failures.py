@@ -20,7 +20,7 @@ from elastic_ckpt.data import compatibility
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _MARK = "elastic_ckpt worker failed: "
-# The classes that say all there is to say; anything else is shown with its traceback.
+# Errors whose messages are sufficient; any other one is shown with its traceback.
 _OWN = {
     each.__name__: each
     for each in (

@@ -18,7 +18,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.host import capture, trees
 from elastic_ckpt_sidecar.array_layout import Group, PlacedLeaf
 
-# Of a leaf on one device.
+# The axis of a mesh of one device.
 _ONE = "device"
 
 
@@ -36,7 +36,7 @@ class HostDevices:
 
 
 class HeadArrays:
-    """Finds the place of leaves on the CPU devices of hosts.
+    """Maps leaves to the CPU devices of hosts.
 
     Args:
       hosts: in the order of their numbers.
@@ -48,7 +48,7 @@ class HeadArrays:
             for host in hosts
             for accelerator, cpu in zip(host.accelerators, host.cpus, strict=True)
         }
-        # What the head itself holds goes there.
+        # The head's own values go there.
         self._first = Mesh(np.array([hosts[0].cpus[0]]), (_ONE,))
         # Whether the CPU devices are other ones, as they are beside an accelerator.
         self.apart = not set(self._beside) & set(self._beside.values())
@@ -173,7 +173,7 @@ def restored(
 def _grouped(
     placed: Sequence[tuple[Mesh, PlacedLeaf, Any]],
 ) -> tuple[tuple[Group, ...], list[list[Any]]]:
-    # What the head holds makes groups of its own, also beside leaves of host 0.
+    # The head's own values make separate groups, also beside leaves of host 0.
     groups_of: dict[tuple[Mesh, bool], list[tuple[PlacedLeaf, Any]]] = {}
     for mesh, leaf, value in placed:
         groups_of.setdefault((mesh, leaf.spec is None), []).append((leaf, value))

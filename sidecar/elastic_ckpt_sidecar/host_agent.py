@@ -28,7 +28,7 @@ from elastic_ckpt_sidecar import failures, messages
 from elastic_ckpt_sidecar.array_requests import COLOCATED_PHASES
 from elastic_ckpt_sidecar.colocated_tiers import ColocatedTiers, HostChoice
 
-# Of an answer, at a time: the size of what a method returns is fixed.
+# An answer is returned in chunks, because a method returns arrays of a fixed size.
 CHUNK_BYTES = 16384
 # Stands for the length of an answer that is not there yet.
 UNDER_WAY = -1

@@ -1,4 +1,4 @@
-"""What one host holds of the arrays of the head, and makes of them in a restore."""
+"""The shards that one host holds of the head's arrays, in saves and restores."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _Held = dict[int, jax.Array]
 
 
 class HostArrays:
-    """The arrays of one host; phases of it take and give JSON, as those of the tiers.
+    """The arrays of one host, for the requests of saves and restores.
 
-    A save goes through `hold` for each group, and `capture`; a restore through `want`,
-    before the host reads, and `made` for each group.
+    A save goes through `hold` for each group, and `capture`; a restore through
+    `select`, before the host reads, and `made` for each group.
 
     Args:
       saver: of the host.
@@ -50,7 +50,7 @@ class HostArrays:
         self._dtypes: dict[str, str] = {}
 
     def describe(self, layout: int, groups: Sequence[GroupDescription]) -> None:
-        """Receives a layout, which is called by its number from now on."""
+        """Receives a layout, which later requests name by its number."""
         known = [each.group(self._devices) for each in groups]
         self._boxes[layout] = {
             leaf.path: self._boxes_of(group, leaf)
@@ -62,13 +62,13 @@ class HostArrays:
     def hold(
         self, layout: int, group: int, arrays: Sequence[jax.Array], *, kept: bool
     ) -> None:
-        """Keeps what this host has of the arrays of a group, until they are captured.
+        """Keeps this host's shards of a group's arrays, until they are captured.
 
         Args:
           layout: its number.
           group: its number in the layout.
           arrays: of its leaves.
-          kept: whether they are nobody else's.
+          kept: whether no other code changes them, so that they need no copy.
         """
         leaves = self._layouts[layout][group].leaves
         for leaf, array in zip(leaves, arrays, strict=True):
@@ -82,7 +82,7 @@ class HostArrays:
                 self._kept.add(leaf.path)
 
     def capture(self, step: int, save: str, layout: int) -> str:
-        """Copies what is held, and lets go of it; see `Hosts.capture`."""
+        """Copies the held shards, and releases them; see `Hosts.capture`."""
         held, kept = self._held, self._kept
         self._held, self._kept = {}, set()
         shards = {
@@ -94,18 +94,18 @@ class HostArrays:
         }
         return self._saver.capture(step, save, shards)
 
-    def want(self, layout: int, components: Sequence[str]) -> None:
-        """Turns to what a layout has on this host of the step that was opened.
+    def select(self, layout: int, components: Sequence[str]) -> None:
+        """Selects this host's boxes of a layout, to be read from the open step.
 
         Args:
           layout: its number.
           components: that are wanted besides.
 
         Raises:
-          CheckpointError: if the step has it not.
+          CheckpointError: if the step does not have one of them.
         """
         leaves = [leaf for group in self._layouts[layout] for leaf in group.leaves]
-        saved = self._reader.want(
+        saved = self._reader.select(
             [_wanted(leaf, self._boxes[layout][leaf.path]) for leaf in leaves],
             components,
         )
@@ -114,16 +114,16 @@ class HostArrays:
         }
 
     def dtypes(self) -> dict[str, str]:
-        """Of leaves that are wanted in whichever dtype they were saved, that."""
+        """Returns the saved dtypes of the leaves that are requested in any dtype."""
         return self._dtypes
 
     def abstract(self, layout: int, group: int) -> list[jax.ShapeDtypeStruct]:
-        """The arrays of a group that is wanted."""
+        """Returns the abstract arrays of a requested group."""
         members = self._layouts[layout][group]
         return [members.abstract(leaf, self._dtypes) for leaf in members.leaves]
 
     def made(self, layout: int, group: int) -> list[list[jax.Array]]:
-        """Of each leaf of a group, what was read of it, on each device of this host."""
+        """Makes each leaf's arrays of the values read, on this host's devices."""
         members = self._layouts[layout][group]
         values = self._reader.made()
         return [
@@ -132,7 +132,7 @@ class HostArrays:
         ]
 
     def _boxes_of(self, group: Group, leaf: PlacedLeaf) -> dict[boxes.Box, int]:
-        # Each box that is here with elements, and the first device with it.
+        # Each local box that has elements, and the first device with it.
         first: dict[boxes.Box, int] = {}
         for device, box in self._device_boxes(group, leaf):
             if box.volume:
@@ -172,7 +172,7 @@ class HostArrays:
     ) -> list[jax.Array]:
         made = []
         for device, box in self._device_boxes(group, leaf):
-            # Of what has no elements nothing was read.
+            # No values were read for a box without elements.
             part = values.get(box, np.empty(box.shape, leaf.dtype))
             if leaf.spec is None:
                 part = np.ascontiguousarray(part).reshape(-1).view(np.uint8)

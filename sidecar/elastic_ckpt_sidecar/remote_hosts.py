@@ -99,7 +99,7 @@ class RemoteHosts:
         # A head that shares the memory of host 0 finds its id there.
         is_shared = machine.find(choices[0].directory) == machine_id
         self._copies = None if is_shared else FileCopies(self.first)
-        # Also when nobody calls `close`.
+        # This also runs if `close` is never called.
         background.close_with(self, functools.partial(_release, self._agent))
 
     def all(self, request: ColocatedRequest[AnswerT]) -> list[AnswerT]:

@@ -36,7 +36,7 @@ class RemoteIterator:
 
     Workers have the next batches ready on their hosts' CPU devices. A thread of the
     head takes the next one from there to the accelerators while a step runs, so a batch
-    is asked for, carried and checked before the loop wants it.
+    is requested, transferred and checked before the loop needs it.
 
     Args:
       data: what to iterate over.
@@ -46,8 +46,8 @@ class RemoteIterator:
       read_ahead: how far each worker reads ahead of the head.
 
     Raises:
-      ConfigError: if hosts differ in what they need to have in common; it says which
-        host has what.
+      ConfigError: if hosts differ in facts that have to be equal; it names them for
+        each host.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RemoteIterator:
         self._workers = _Workers(
             self._worker, messages.encode({}, self._cpu_sharding), self._sharding
         )
-        # Also when nobody calls `close`.
+        # This also runs if `close` is never called.
         release = functools.partial(_release, self._worker, self._workers.calls)
         background.close_with(self, release)
 
@@ -89,7 +89,7 @@ class RemoteIterator:
         return self._deliver(self._workers)
 
     def reset(self) -> None:
-        """Has the workers go to the beginning."""
+        """Moves the workers to the beginning."""
         try:
             self._in_turn(self._worker.reset, within_secs=_ANSWER_SECS)
         finally:
@@ -97,7 +97,7 @@ class RemoteIterator:
             self._begin_anew()
 
     def resize(self, global_batch_size: int) -> None:
-        """Has the workers go on with batches of another size."""
+        """Continues the workers with batches of another size."""
         try:
             self._in_turn(
                 self._worker.resize,
@@ -145,7 +145,7 @@ class RemoteIterator:
         return done
 
     def close(self) -> None:
-        """Lets go of the workers; the iterator cannot be used any more.
+        """Releases the workers; the iterator cannot be used any more.
 
         Workers that do not answer are left alone after a while.
         """
@@ -153,7 +153,7 @@ class RemoteIterator:
         _release(self._worker, self._workers.calls, wait=True)
 
     def _begin_anew(self) -> None:
-        self._workers.forget()
+        self._workers.discard()
         self._deliver.begin()
 
     def _write(self, ticket: int, directory: epath.Path) -> None:
@@ -166,7 +166,7 @@ class RemoteIterator:
     def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._data, role="the head")]
         message = messages.encode({}, self._cpu_sharding)
-        # First what needs no code of the user's, which may not arrive.
+        # First the facts that need no user code, which may fail to arrive.
         for ask in (worker.Facts, self._worker.facts):
             try:
                 with failures.reaching_the_head():
@@ -176,8 +176,8 @@ class RemoteIterator:
             except Exception as error:
                 raise errors.ConfigError(
                     "the workers beside the accelerators cannot run our code, or yours:"
-                    f" {error}; build their image as sidecar/README.md says, with what"
-                    " your pipeline imports"
+                    f" {error}; build their image by sidecar/README.md, with the"
+                    " modules that your pipeline imports"
                 ) from error
             compatibility.check(head + compatibility.from_rows(rows))
         compatibility.check_controllers(self._data, mesh)
@@ -207,7 +207,7 @@ class RemoteIterator:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fetched:
     batch: elastic_data.Batch
-    # Of each device whose worker this process can ask.
+    # One for each device whose worker this process can call.
     waited_secs: jax.Array
 
 
@@ -215,7 +215,7 @@ class _Workers:
     """Batches of the workers, fetched ahead of the loop.
 
     Attributes:
-      calls: fetches, and whatever else workers are asked in turn with them.
+      calls: fetches, and other calls of workers in turn with them.
       num_taken: batches that the loop took since the workers began to count.
     """
 
@@ -251,7 +251,7 @@ class _Workers:
             f" {secs[slowest]:.1f} s for its rows, the others at most {others:.1f} s"
         )
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Forgets what was fetched: the workers have gone elsewhere."""
         self.calls.drop()
         self.num_taken = 0

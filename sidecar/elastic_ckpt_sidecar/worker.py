@@ -20,7 +20,7 @@ from elastic_ckpt_sidecar import failures, messages
 # Batches that the head takes from its workers before the loop asks for them.
 HEAD_AHEAD = 1
 
-# What need not be told to the head.
+# Shorter waits are not reported to the head.
 _SHORT_SECS = 0.001
 
 # States that are kept until they are written.
@@ -96,7 +96,7 @@ class _HostWorker:
         mark = self._mark_after(content["batches"])
         ticket = content["ticket"]
         self._taken[ticket] = host.get_state(mark)
-        # Of a save that was given up nobody will ask.
+        # The state of an abandoned save is never requested.
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call
 

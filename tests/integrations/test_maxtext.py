@@ -382,8 +382,8 @@ def test_a_maxtext_whose_seam_has_moved_is_refused(
     install(version="0.9", **change)
     assert main.main(arguments(files)) == 1
     assert capsys.readouterr().err == (
-        f"elastic-ckpt maxtext: MaxText 0.9 {message} elastic_ckpt knows MaxText 0.2.5;"
-        " install maxtext==0.2.5, as elastic_ckpt/integrations/MAXTEXT.md says, or a"
+        f"elastic-ckpt maxtext: MaxText 0.9 {message} elastic_ckpt supports MaxText"
+        " 0.2.5; install maxtext==0.2.5 by elastic_ckpt/integrations/MAXTEXT.md, or a"
         " newer elastic_ckpt\n"
     )
 
