@@ -83,7 +83,7 @@ def _checkpointer(
     section = config.checkpoint
     if not section.enable_checkpointing:
         return None
-    directory = os.path.join(run_directory.of(config), run_saver.DIRECTORY)
+    directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
     checkpointer = Checkpointer(
         configured_tiers.tiers(config, persistent=directory),
         mesh=mesh,
@@ -123,7 +123,7 @@ def _start_step(config: schema.Config, latest_step: int | None) -> int:
     start_step = latest_step or 0
     if start_step > config.run.steps:
         raise errors.ConfigError(
-            f"{run_directory.of(config)} is at step {start_step}, and"
+            f"{run_directory.path_of(config)} is at step {start_step}, and"
             f" steps={config.run.steps}: steps counts over all starts of a run; set it"
             f" above {start_step} to continue, or choose another run_name"
         )

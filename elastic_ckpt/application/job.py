@@ -119,7 +119,7 @@ class Job:
     def _open_log(self) -> step_log.StepLog | None:
         if not topology.is_primary():
             return None
-        directory = run_directory.of(self.config)
+        directory = run_directory.path_of(self.config)
         run_directory.write_config(directory, self.config)
         return step_log.StepLog(
             directory,

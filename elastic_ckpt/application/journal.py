@@ -71,7 +71,7 @@ def kept(config: schema.Config, emit: events.Emit) -> Iterator[Journal]:
     Raises:
       RunError: if another live process is writing the run.
     """
-    directory = run_directory.of(config)
+    directory = run_directory.path_of(config)
     with storage.exclusive_lock(os.path.join(directory, run_directory.LOCK)):
         log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
         with contextlib.closing(log):

@@ -42,7 +42,7 @@ def started(config: schema.Config) -> Iterator[None]:
     from elastic_ckpt.monitoring import jsonl, prometheus, summaries, tensorboard
 
     section = config.metrics
-    directory = run_directory.of(config)
+    directory = run_directory.path_of(config)
     host = f"host-{topology.this_host():05d}"
     sinks: dict[str, summaries.Sink] = {}
     lines = os.path.join(directory, run_directory.METRICS, f"{host}.jsonl")

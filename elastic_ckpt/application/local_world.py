@@ -78,7 +78,7 @@ def run(
       RunError: with the first failure of a host; all hosts have ended by then.
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
-    logs = os.path.join(run_directory.of(config), run_directory.LOGS)
+    logs = os.path.join(run_directory.path_of(config), run_directory.LOGS)
     supervisor.World(
         functools.partial(program, config),
         num_hosts=config.world.hosts,

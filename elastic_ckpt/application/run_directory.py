@@ -16,7 +16,7 @@ METRICS = "metrics"
 TENSORBOARD = "tensorboard"
 
 
-def of(config: schema.Config) -> str:
+def path_of(config: schema.Config) -> str:
     """The directory of the run that `config` describes."""
     return os.path.join(config.run.base_output_directory, config.run.run_name)
 

@@ -83,13 +83,17 @@ def resolve(
             for path, leaf in _leaves(name, saved[name]).items()
         }
         paths = _leaves(name, abstract)
-        found = {
+        resolved_leaves = {
             path: _resolved(path, leaf, leaves, contents, partial=partial)
             for path, leaf in paths.items()
         }
-        skipped += [path for path, (stays, _) in found.items() if stays is not _READ]
+        skipped += [
+            path for path, (stays, _) in resolved_leaves.items() if stays is not _READ
+        ]
         structure = jax.tree.structure(abstract, is_leaf=_is_none)
-        stays, needed = zip(*found.values(), strict=True) if found else ((), ())
+        stays, needed = (
+            zip(*resolved_leaves.values(), strict=True) if resolved_leaves else ((), ())
+        )
         given[name] = jax.tree.unflatten(structure, stays)
         read[name] = jax.tree.unflatten(structure, needed)
         if not partial:

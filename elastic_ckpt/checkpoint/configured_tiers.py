@@ -72,13 +72,13 @@ def num_bytes(quantity: str) -> int:
     Raises:
       ConfigError: if it is none.
     """
-    found = _QUANTITY.fullmatch(quantity)
-    if not found:
+    match = _QUANTITY.fullmatch(quantity)
+    if not match:
         raise errors.ConfigError(
             f"local_checkpoint_size_limit={quantity!r} is not an amount of memory;"
             " write 64Gi or 512Mi"
         )
-    return int(found[1]) * _UNITS[found[2] or ""]
+    return int(match[1]) * _UNITS[match[2] or ""]
 
 
 def _backup_interval(section: schema.TiersSection) -> tuple[float | None, int | None]:

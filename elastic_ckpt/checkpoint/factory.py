@@ -42,8 +42,8 @@ def Checkpointer(
     messages = allgather.of_this_world()
     if run is None:
         # Storage may change while the processes start: all take what host 0 finds.
-        found = run_of(chosen) if messages.host == 0 else None
-        run = messages.gather("run", found, timeout_secs=_PATIENCE_SECS)[0]
+        known_run = run_of(chosen) if messages.host == 0 else None
+        run = messages.gather("run", known_run, timeout_secs=_PATIENCE_SECS)[0]
     config = HostConfig(
         run=run,
         number=topology.this_host(),
@@ -63,9 +63,9 @@ def run_of(chosen: Chosen) -> str:
     """
     if chosen.local is None:
         assert chosen.persistent is not None
-        found = persistent_root.find_run(chosen.persistent.directory)
-        if found is not None:
-            return found
+        known_run = persistent_root.find_run(chosen.persistent.directory)
+        if known_run is not None:
+            return known_run
     return chosen.run
 
 

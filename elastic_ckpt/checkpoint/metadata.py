@@ -49,10 +49,12 @@ class CheckpointMetadata:
     metadata: Any = None
 
     @classmethod
-    def of(cls, found: CompleteStep) -> CheckpointMetadata:
+    def from_step(cls, checkpoint_found: CompleteStep) -> CheckpointMetadata:
         """Returns the step that a host found."""
-        path = None if found.path is None else epath.Path(found.path)
-        fields: dict[str, Any] = {**vars(found), "path": path}
+        path = (
+            None if checkpoint_found.path is None else epath.Path(checkpoint_found.path)
+        )
+        fields: dict[str, Any] = {**vars(checkpoint_found), "path": path}
         return cls(**fields)
 
     @property
@@ -78,39 +80,43 @@ class CheckpointMetadata:
         return (*parents, (step - 1, save)) if step else tuple(parents)
 
 
-def of_step(hosts: Hosts, found: CheckpointMetadata) -> CheckpointMetadata:
+def of_step(hosts: Hosts, checkpoint_found: CheckpointMetadata) -> CheckpointMetadata:
     """What a step holds, by the names of its checkpointables.
 
     Args:
       hosts: of the world.
-      found: the step.
+      checkpoint_found: the step.
 
     Raises:
       HostsFailed: if it is not complete any more.
     """
-    if not found.save:
-        return _of_orbax(found)
-    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
+    if not checkpoint_found.save:
+        return _of_orbax(checkpoint_found)
+    hosts.all(
+        read_requests.OpenStep(step=checkpoint_found.step, save=checkpoint_found.save)
+    )
     contents = hosts.opened()
     hosts.all(read_requests.CloseStep())
-    return of_contents(found, contents)
+    return of_contents(checkpoint_found, contents)
 
 
-def of_contents(found: CheckpointMetadata, contents: Contents) -> CheckpointMetadata:
+def of_contents(
+    checkpoint_found: CheckpointMetadata, contents: Contents
+) -> CheckpointMetadata:
     """What a step with some contents holds."""
     trees = tree_structure.saved_trees(contents)
     held = dict.fromkeys(contents.components) | jax.tree.map(_described, trees)
-    return dataclasses.replace(found, metadata=held)
+    return dataclasses.replace(checkpoint_found, metadata=held)
 
 
-def _of_orbax(found: CheckpointMetadata) -> CheckpointMetadata:
-    assert found.path is not None
+def _of_orbax(checkpoint_found: CheckpointMetadata) -> CheckpointMetadata:
+    assert checkpoint_found.path is not None
     return dataclasses.replace(
-        found,
+        checkpoint_found,
         init_timestamp_nsecs=ocp.checkpointables_metadata(
-            found.path
+            checkpoint_found.path
         ).init_timestamp_nsecs,
-        metadata=foreign_steps.read_parts(found.path),
+        metadata=foreign_steps.read_parts(checkpoint_found.path),
     )
 
 

@@ -60,17 +60,17 @@ def stored_arrays(
         abstract.
       chunks: by the path of a leaf (`state/params/w`), the shape of its chunks.
     """
-    found: dict[str, ocdbt.StoredArray] = {}
+    arrays: dict[str, ocdbt.StoredArray] = {}
     for checkpointable, tree in checkpointables.items():
         for key_path, leaf in jax.tree.leaves_with_path(tree):
             if isinstance(leaf, str):
                 continue
             path = leaf_path(checkpointable, key_path)
             name = array_name(key_path)
-            found[path] = ocdbt.StoredArray(
+            arrays[path] = ocdbt.StoredArray(
                 checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
             )
-    return found
+    return arrays
 
 
 def entries(tree: Any) -> list[tuple[KeyPath, Any]]:
@@ -121,7 +121,7 @@ def metadata_files(
     if step.metrics is not None:
         handlers[_METRICS] = _handler("MetricsHandler")
         files[f"{_METRICS}/metrics"] = json.dumps(dict(step.metrics)).encode()
-    described = {
+    encoded_metadata = {
         "item_handlers": dict(sorted(handlers.items())),
         "metrics": {},
         "performance_metrics": {},
@@ -129,7 +129,7 @@ def metadata_files(
         "commit_timestamp_nsecs": step.commit_timestamp_nsecs,
         "custom_metadata": dict(step.custom or {}),
     }
-    return {**files, "_CHECKPOINT_METADATA": json.dumps(described).encode()}
+    return {**files, "_CHECKPOINT_METADATA": json.dumps(encoded_metadata).encode()}
 
 
 def _handler(name: str) -> str:
@@ -158,10 +158,10 @@ def _tree_files(
             chunk = list(chunks[leaf_path(checkpointable, key_path)])
             value["write_shape"] = chunk
             arrays.append(_array(name, leaf, chunk))
-            described = _sharding(leaf)
-            if described is not None:
+            encoded_metadata = _sharding(leaf)
+            if encoded_metadata is not None:
                 encoded = base64.urlsafe_b64encode(name.encode()).decode()
-                shardings[encoded] = json.dumps(described)
+                shardings[encoded] = json.dumps(encoded_metadata)
         if kind == "string":
             strings[name] = leaf
         keys = tuple(_key(key) for key in key_path)
@@ -274,27 +274,27 @@ def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
     more = None
     if is_random_key(leaf):
         more = {"random_key_impl": random_key_impl(leaf)}
-    described = {
+    encoded_metadata = {
         "param_name": name,
         "write_shape": chunk,
         "chunk_shape": chunk,
         "ext_metadata": more,
     }
-    return {"array_metadata": described}
+    return {"array_metadata": encoded_metadata}
 
 
 def _sharding(leaf: Any) -> dict[str, Any] | None:
     # None of shardings that Orbax notes nothing of.
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
-        described = sharding_metadata(sharding)
-        spec = described["partition_spec"]
+        encoded_metadata = sharding_metadata(sharding)
+        spec = encoded_metadata["partition_spec"]
         if is_random_key(leaf):
             # Its data has one more dim, which is whole everywhere.
             while spec and spec[-1] is None:
                 spec.pop()
             spec.append(None)
-        return described
+        return encoded_metadata
     if isinstance(sharding, SingleDeviceSharding):
         (device,) = sharding.device_set
         return {"sharding_type": "SingleDeviceSharding", "device_str": str(device)}

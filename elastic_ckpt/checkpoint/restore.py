@@ -39,11 +39,11 @@ class Search:
     """The outcome of a search.
 
     Attributes:
-      found: None if no step is complete.
+      checkpoint: None if no step is complete.
       newest_save: of all steps that there are; empty if there are none.
     """
 
-    found: CheckpointMetadata | None
+    checkpoint: CheckpointMetadata | None
     newest_save: str
 
 
@@ -89,12 +89,12 @@ def find(
                 f"no step is complete in RAM, and {outcome.out_of_reach}"
             )
         emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
-    found = (
+    checkpoint = (
         None
         if outcome.complete_step is None
-        else CheckpointMetadata.of(outcome.complete_step)
+        else CheckpointMetadata.from_step(outcome.complete_step)
     )
-    return Search(found=found, newest_save=outcome.newest_save)
+    return Search(checkpoint=checkpoint, newest_save=outcome.newest_save)
 
 
 def restore(
@@ -122,10 +122,10 @@ def restore(
     began_secs = time.monotonic()
     trees, stateful = components.split(wanted)
     search, read = _read_newest(hosts, step, trees, stateful, partial, emit)
-    found = search.found
-    assert found is not None
+    checkpoint = search.checkpoint
+    assert checkpoint is not None
     if read is None:
-        restored = _restore_foreign(found, wanted, partial, emit)
+        restored = _restore_foreign(checkpoint, wanted, partial, emit)
         metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
         return search, restored
     bad = _repair(hosts)
@@ -137,7 +137,7 @@ def restore(
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
         _record(read.num_bytes, bad)
-    emit("restored_from", step=found.step, **read.num_bytes, **bad)
+    emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
     return search, restored
 
 
@@ -180,34 +180,34 @@ def _read_newest(
 
     while True:
         search = find(hosts, step, without=without, emit=noted)
-        found = search.found
-        if found is None:
-            told = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
+        checkpoint = search.checkpoint
+        if checkpoint is None:
+            listed = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
             raise errors.CheckpointError(
-                f"no step is complete in any tier: {told}; bring back a host that has"
+                f"no step is complete in any tier: {listed}; bring back a host that has"
                 " what is missing, or start anew"
             )
-        if not found.save:
+        if not checkpoint.save:
             return search, None
         try:
-            return search, _read(hosts, found, trees, stateful, partial)
+            return search, _read(hosts, checkpoint, trees, stateful, partial)
         except HostsFailed as error:
             if step is not None:
                 raise
-            without.append((found.step, found.save))
-            noted("step_passed_over", step=found.step, why=str(error))
+            without.append((checkpoint.step, checkpoint.save))
+            noted("step_passed_over", step=checkpoint.step, why=str(error))
 
 
 def _read(
     hosts: Hosts,
-    found: CheckpointMetadata,
+    checkpoint: CheckpointMetadata,
     trees: Mapping[str, Any],
     stateful: Mapping[str, Any],
     partial: bool,
 ) -> _Read:
-    hosts.all(read_requests.OpenStep(step=found.step, save=found.save))
+    hosts.all(read_requests.OpenStep(step=checkpoint.step, save=checkpoint.save))
     contents = hosts.opened()
-    asked = asked_trees.resolve(trees, contents, step=found.step, partial=partial)
+    asked = asked_trees.resolve(trees, contents, step=checkpoint.step, partial=partial)
     try:
         hosts.check(asked.read, sorted(stateful))
     except HostsFailed as error:
@@ -226,19 +226,19 @@ def _read(
 
 
 def _restore_foreign(
-    found: CheckpointMetadata,
+    checkpoint: CheckpointMetadata,
     wanted: Mapping[str, Any],
     partial: bool,
     emit: events.Emit,
 ) -> dict[str, Any]:
     # What Orbax saved without us has no digests.
-    assert found.path is not None
+    assert checkpoint.path is not None
     why = "plain Orbax saved it, and its values cannot be verified"
-    emit("degraded", tier="persistent", step=found.step, why=why)
-    restored = foreign_steps.load(found.path, wanted, partial=partial)
+    emit("degraded", tier="persistent", step=checkpoint.step, why=why)
+    restored = foreign_steps.load(checkpoint.path, wanted, partial=partial)
     trees, _ = components.split(restored)
     num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
     read_bytes = dict.fromkeys((f"{near}_bytes" for near in recovery.NEARNESS), 0)
     read_bytes["persistent_bytes"] = num_bytes
-    emit("restored_from", step=found.step, **read_bytes, bad_copies=0, repaired=0)
+    emit("restored_from", step=checkpoint.step, **read_bytes, bad_copies=0, repaired=0)
     return restored

@@ -104,14 +104,14 @@ def _check_name(name: str) -> None:
 
 
 def _check_tree(checkpointable: str, tree: Any) -> None:
-    found = orbax_format.entries(tree)
+    entries = orbax_format.entries(tree)
     if not jax.tree.leaves(tree) and not tree:
         raise errors.CheckpointError(
             f"{checkpointable!r} is empty, and Orbax does not save it; leave it out"
         )
     paths: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for key_path, leaf in found:
+    for key_path, leaf in entries:
         path = leaf_path(checkpointable, key_path)
         kind = orbax_format.leaf_kind(leaf, path)
         if kind in orbax_format.EMPTY_KINDS:

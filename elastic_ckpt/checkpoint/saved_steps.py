@@ -10,12 +10,12 @@ from typing import Any
 
 from elastic_ckpt.checkpoint import components, restore, step_errors
 from elastic_ckpt.checkpoint import metadata as metadata_of
-from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.checkpoint.response import SaveResponse
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import Schedule
+from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.host import (
     backup_requests,
@@ -60,18 +60,21 @@ class SavedSteps:
         self._own_line: Line | None = None
         self._go_on_from(restore.find(hosts, None, emit=emit))
         if self.root is not None:
-            step = 0 if self._found is None else self._found.step
+            step = 0 if self._restored is None else self._restored.step
             self.stages.clean(step, self._save)
 
     @property
     def latest(self) -> CheckpointMetadata | None:
         """The newest step that is complete, in all tiers together."""
-        return self.stages.committed or self._found
+        return self.stages.committed or self._restored
 
     def complete(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers."""
         return list(
-            map(CheckpointMetadata.of, self._hosts.first(read_requests.ListSteps()))
+            map(
+                CheckpointMetadata.from_step,
+                self._hosts.first(read_requests.ListSteps()),
+            )
         )
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
@@ -105,10 +108,10 @@ class SavedSteps:
         self._emit("save_started", step=step)
         began_secs = time.monotonic()
         trees, stateful = components.split(checkpointables)
-        described = Described.of(
+        description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
-        current = dataclasses.replace(self._current(step), metrics=described.metrics)
+        current = dataclasses.replace(self._current(step), metrics=description.metrics)
         back_up = self.root is not None and (
             forced or self._schedule.is_backup_due(current, is_saving=is_saving)
         )
@@ -122,7 +125,7 @@ class SavedSteps:
             write_components=write_components,
             back_up=back_up,
             overwrite=overwrite,
-            described=described,
+            description=description,
             parents=line.parents,
             path=current.path,
             began_secs=began_secs,
@@ -162,12 +165,12 @@ class SavedSteps:
 
     def held(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
         """What a step holds; see `Checkpointer.checkpointables_metadata`."""
-        found = restore.find(self._hosts, step, emit=self._emit).found
-        if found is None:
+        checkpoint = restore.find(self._hosts, step, emit=self._emit).checkpoint
+        if checkpoint is None:
             raise step_errors.StepNotFoundError(
                 "no step is complete in any tier; save one"
             )
-        return metadata_of.of_step(self._hosts, found)
+        return metadata_of.of_step(self._hosts, checkpoint)
 
     def reload(self) -> None:
         """Looks again for the newest complete step: others may have written one."""
@@ -216,7 +219,7 @@ class SavedSteps:
         committed = self.stages.committed
         if committed is not None:
             return Line(save=committed.save, parents=committed.line[:-1])
-        parents = () if self._found is None else self._found.line
+        parents = () if self._restored is None else self._restored.line
         return Line(save=self._save, parents=parents)
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
@@ -242,11 +245,11 @@ class SavedSteps:
         return Line(save=save, parents=latest.before())
 
     def _go_on_from(self, search: restore.Search) -> None:
-        self._found = search.found
-        self.stages.go_on_from(0 if self._found is None else self._found.step)
+        self._restored = search.checkpoint
+        self.stages.go_on_from(0 if self._restored is None else self._restored.step)
         # What is saved from here on is not to be mixed with what was saved before.
         self._save = self._hosts.first(world_requests.NewSave(after=search.newest_save))
-        self._schedule.go_on_from([] if self._found is None else [self._found])
+        self._schedule.go_on_from([] if self._restored is None else [self._restored])
 
 
 def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:

@@ -10,9 +10,9 @@ from absl import logging
 from etils import epath
 
 from elastic_ckpt.checkpoint import components
-from elastic_ckpt.checkpoint.described import Described
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
+from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import backup_requests, save_requests
 from elastic_ckpt.host.answers import Written
@@ -30,7 +30,7 @@ class Saving:
       write_components: has them write their files.
       back_up: whether it goes to persistent storage.
       overwrite: whether other saves of the step are removed from there.
-      described: for retention and persistent storage.
+      description: for retention and persistent storage.
       parents: of the save; see `manifests.line`.
       path: the directory that it has in persistent storage; None without such a tier.
       began_secs: when it was begun, on the monotonic clock.
@@ -42,7 +42,7 @@ class Saving:
     write_components: Callable[[], None]
     back_up: bool
     overwrite: bool
-    described: Described
+    description: StepDescription
     parents: Sequence[tuple[int, str]]
     began_secs: float
     path: epath.Path | None = None
@@ -50,9 +50,9 @@ class Saving:
 
     def agreed(self, hosts: Hosts) -> Saving:
         """Returns the same with the notes of host 0: a step has one set of notes."""
-        own_notes = save_requests.ShareNotes(notes=self.described.host_notes)
+        own_notes = save_requests.ShareNotes(notes=self.description.host_notes)
         notes = hosts.all(own_notes)[0]
-        return dataclasses.replace(self, described=self.described.agreed(notes))
+        return dataclasses.replace(self, description=self.description.agreed(notes))
 
     def prepare(self) -> tuple[StepNotes | None, str | None]:
         """Writes the files of components.
@@ -62,7 +62,7 @@ class Saving:
         """
         try:
             self.write_components()
-            return self.described.notes(self.parents), None
+            return self.description.notes(self.parents), None
         except (errors.ElasticCkptError, OSError) as error:
             return None, str(error)
         except Exception as error:
@@ -76,7 +76,7 @@ class Saving:
             save_requests.WriteStep(
                 step=self.step,
                 save=self.save,
-                components=tuple(self.described.components),
+                components=tuple(self.description.components),
                 problem=problem,
             )
         )
@@ -98,12 +98,12 @@ class Saving:
         Raises:
           HostsFailed: if it is not committed.
         """
-        step, save, described = self.step, self.save, self.described
+        step, save, description = self.step, self.save, self.description
         chunks = hosts.first(backup_requests.GetChunkShapes(step=step, save=save))
-        names = described.names(chunks)
+        names = description.names(chunks)
         share = backup_requests.BackUpStep(step=step, save=save, names=names)
         answers = hosts.all(share)
-        files = described.files(chunks)
+        files = description.files(chunks)
         hosts.first(backup_requests.CommitBackup(**vars(share), orbax_files=files))
         bad = dict.fromkeys(why for each in answers for why in each.bad)
         return sum(each.num_bytes for each in answers), list(bad)
@@ -119,8 +119,8 @@ class Saving:
             save=self.save,
             line=line.after(self.step, self.save, self.parents),
             path=self.path,
-            metrics=self.described.metrics,
-            custom_metadata=self.described.custom_metadata,
+            metrics=self.description.metrics,
+            custom_metadata=self.description.custom_metadata,
             commit_timestamp_nsecs=1_000_000 * time_ms,
         )
 

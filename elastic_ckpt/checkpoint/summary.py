@@ -79,7 +79,7 @@ def summarize(tree: Any) -> list[LeafSummary]:
 def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
     for manifest in persistent_root.manifest_names(step_path):
         try:
-            found = manifest_file.parse((step_path / manifest).read_bytes())
+            manifest = manifest_file.parse((step_path / manifest).read_bytes())
         except (OSError, checked_json.Unreadable):
             continue
         return [
@@ -91,7 +91,7 @@ def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
                 num_bytes=int(np.prod(leaf.shape, dtype=np.int64))
                 * np.dtype(leaf.dtype).itemsize,
             )
-            for leaf in found.contents.leaves
+            for leaf in manifest.contents.leaves
             if leaf.path.startswith(f"{name}/")
         ]
     return []
@@ -99,14 +99,14 @@ def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
 
 def _summary(path: str, leaf: Any) -> LeafSummary:
     # Of numbers and texts Orbax tells the values themselves.
-    described = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
+    array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
     return LeafSummary(
         path=path,
-        shape=tuple(described.shape),
-        dtype=str(described.dtype),
+        shape=tuple(array.shape),
+        dtype=str(array.dtype),
         sharding=_sharding(leaf),
-        num_bytes=int(np.prod(described.shape, dtype=np.int64))
-        * np.dtype(described.dtype).itemsize,
+        num_bytes=int(np.prod(array.shape, dtype=np.int64))
+        * np.dtype(array.dtype).itemsize,
     )
 
 

@@ -95,11 +95,11 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
         return _nested(contents)
     leaves = {leaf.path: leaf for leaf in contents.leaves}
     try:
-        found = json.loads(contents.trees)
-        shardings = [_sharding(each) for each in found["shardings"]]
+        structure = json.loads(contents.trees)
+        shardings = [_sharding(each) for each in structure["shardings"]]
         return {
             name: _tree(node, name, leaves, shardings)
-            for name, node in found["trees"].items()
+            for name, node in structure["trees"].items()
         }
     except _NO_STRUCTURE as error:
         raise errors.CheckpointError(
@@ -170,12 +170,13 @@ def _tree(
 ) -> Any:
     if isinstance(node, dict):
         return {
-            key: _tree(of, f"{path}/{escaped(key)}", leaves, shardings)
-            for key, of in node.items()
+            key: _tree(child, f"{path}/{escaped(key)}", leaves, shardings)
+            for key, child in node.items()
         }
     if isinstance(node, list):
         return [
-            _tree(of, f"{path}/{n}", leaves, shardings) for n, of in enumerate(node)
+            _tree(child, f"{path}/{n}", leaves, shardings)
+            for n, child in enumerate(node)
         ]
     if node is None:
         return None
@@ -211,31 +212,31 @@ def _of_keys(sharding: Sharding, rank: int) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:rank]))
 
 
-def _sharding(described: Mapping[str, Any]) -> Sharding | None:
+def _sharding(metadata: Mapping[str, Any]) -> Sharding | None:
     devices = {device.id: device for device in jax.devices()}
-    mesh = np.array(described["device_mesh"]["mesh"], object)
+    mesh = np.array(metadata["device_mesh"]["mesh"], object)
     ids = [each["id"] for each in mesh.flat]
     if not devices.keys() >= set(ids):
         return None
-    grid = np.array([devices[each] for each in ids], object).reshape(described["shape"])
+    grid = np.array([devices[each] for each in ids], object).reshape(metadata["shape"])
     axes = [
         tuple(each) if isinstance(each, list) else each
-        for each in described["partition_spec"]
+        for each in metadata["partition_spec"]
     ]
-    types = tuple(AxisType[each.rpartition(".")[2]] for each in described["axis_types"])
-    named = Mesh(grid, described["axis_names"], axis_types=types)
+    types = tuple(AxisType[each.rpartition(".")[2]] for each in metadata["axis_types"])
+    named = Mesh(grid, metadata["axis_names"], axis_types=types)
     return NamedSharding(named, PartitionSpec(*axes))
 
 
 def _nested(contents: Contents) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    structure: dict[str, Any] = {}
     for leaf in contents.leaves:
         *above, last = leaf.path.split("/")
-        node = found
+        node = structure
         for key in above:
             node = node.setdefault(key, {})
         node[last] = _array(leaf)
-    return found
+    return structure
 
 
 def _array(leaf: Leaf) -> Any:

@@ -71,7 +71,7 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     local_world.check(config)
     run = _run_here if config.world.hosts == 1 else _run_supervised
     is_stopped = run(config, shown)
-    print(f"check it: elastic-ckpt audit {run_directory.of(config)}")
+    print(f"check it: elastic-ckpt audit {run_directory.path_of(config)}")
     return is_stopped
 
 

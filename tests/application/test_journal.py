@@ -19,7 +19,7 @@ def config(tmp_path):
 
 
 def recorded(config):
-    log = storage.read_log(f"{run_directory.of(config)}/{run_directory.EVENTS}")
+    log = storage.read_log(f"{run_directory.path_of(config)}/{run_directory.EVENTS}")
     return [
         {name: value for name, value in event.items() if name != "time"}
         for event in log

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from elastic_ckpt.checkpoint import save_stages
-from elastic_ckpt.checkpoint.described import Described
+from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.host import answers, backup_requests, save_requests
 from elastic_ckpt.host.backup_requests import BackUpStep
 from elastic_ckpt.host.hosts_failed import HostsFailed
@@ -79,13 +79,15 @@ def stages(told):
 
 
 def saving(step, *, write_components=lambda: None, back_up=False):
-    described = Described.of({"n": 1}, {}, metrics=None, custom_metadata=None)
+    described = StepDescription.from_trees(
+        {"n": 1}, {}, metrics=None, custom_metadata=None
+    )
     return save_stages.Saving(
         step=step,
         save=SAVE,
         write_components=write_components,
         back_up=back_up,
-        described=described,
+        description=described,
         overwrite=False,
         parents=(),
         began_secs=0,
@@ -291,7 +293,7 @@ def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
 def test_what_cannot_be_described_is_given_up_on_all_hosts(stages, told, monkeypatch):
     made, host = stages({WriteStep: lambda request: request.problem or WRITTEN})
     with monkeypatch.context() as patch:
-        patch.setattr(Described, "notes", lambda *_: 1 / 0)
+        patch.setattr(StepDescription, "notes", lambda *_: 1 / 0)
         assert not save(made, 1)
     ((step, why),) = reasons(told, "local")
     assert step == 1

@@ -19,7 +19,7 @@ Chunks = Mapping[str, Sequence[int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Described:
+class StepDescription:
     """A step without its values.
 
     Attributes:
@@ -37,14 +37,14 @@ class Described:
     init_timestamp_nsecs: int
 
     @classmethod
-    def of(
+    def from_trees(
         cls,
         trees: Mapping[str, Any],
         components: Mapping[str, Any],
         *,
         metrics: Mapping[str, Any] | None,
         custom_metadata: Mapping[str, Any] | None,
-    ) -> Described:
+    ) -> StepDescription:
         """Describes what is saved now; refers to no array of it.
 
         Raises:
@@ -79,7 +79,7 @@ class Described:
             texts=tuple(leaf for leaf in leaves if isinstance(leaf, str)),
         )
 
-    def agreed(self, notes: HostNotes) -> Described:
+    def agreed(self, notes: HostNotes) -> StepDescription:
         """This step with the notes of one host, since a step has them once."""
         if notes == self.host_notes:
             return self
