@@ -6,6 +6,7 @@ hosts assembles another job, from the same configuration and another topology.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -55,10 +56,12 @@ def assemble(
     )
     program = train_step.build(config, mesh, vocab_size=vocab_size)
     evaluated = _evaluation(config, world, program, mesh, vocab_size, emit)
-    saver = _checkpointer(config, world, mesh, batches, emit)
-    start_step = _start_step(config, saver.latest_step if saver else None)
-    if sizes.at(start_step) != sizes.at(0):
-        batches.resize(sizes.at(start_step))
+    with contextlib.ExitStack() as on_error:
+        saver = _saver(config, world, mesh, batches, emit=emit, on_error=on_error)
+        start_step = _start_step(config, saver.latest_step if saver else None)
+        if sizes.at(start_step) != sizes.at(0):
+            batches.resize(sizes.at(start_step))
+        on_error.pop_all()
     return job.Job(
         config=config,
         world=world,
@@ -73,12 +76,14 @@ def assemble(
     )
 
 
-def _checkpointer(
+def _saver(
     config: schema.Config,
     world: topology.Topology,
     mesh: Mesh,
     batches: Any,
+    *,
     emit: events.Emit,
+    on_error: contextlib.ExitStack,
 ) -> run_saver.RunSaver | None:
     section = config.checkpoint
     if not section.enable_checkpointing:
@@ -91,6 +96,7 @@ def _checkpointer(
         slice_name=topology.slice_of_this_host(world.slices),
         emit=emit,
     )
+    on_error.enter_context(checkpointer)
     return run_saver.RunSaver(checkpointer, section, data=batches)
 
 

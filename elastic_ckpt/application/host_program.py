@@ -41,7 +41,7 @@ def run(config: schema.Config, emit: events.Emit) -> bool:
             steps=config.run.steps,
         )
         state = job.restore_or_init()
-        with _stopping(config, job.start_step, emit) as is_stopping:
+        with _stopping(config, int(state["step"]), emit) as is_stopping:
             ended = job.run(state, is_stopping=is_stopping)
             job.close()
         if ended.is_stopped:

@@ -60,14 +60,20 @@ class Job:
     def restore_or_init(self) -> train_step.TrainState:
         """The state after `start_step` steps, sharded over the mesh.
 
+        If that step proves to be unreadable, the state is that of the step before it.
+
         Raises:
-          CheckpointError: if the newest step is of another model or cannot be read.
+          CheckpointError: if the newest step is of another model, or none can be read.
           DataError: if its data state is of another pipeline.
         """
         if not (self.checkpointer and self.start_step):
             return self.program.init()
         state = self.checkpointer.restore(self.program.abstract_state)
-        train_step.check_step(state, self.start_step)
+        restored_step = self.checkpointer.latest_step
+        assert restored_step is not None
+        train_step.check_step(state, restored_step)
+        if self.sizes.at(restored_step) != self.sizes.at(self.start_step):
+            self.batches.resize(self.sizes.at(restored_step))
         return state
 
     def run(
@@ -83,7 +89,8 @@ class Job:
           is_stopping: called after each step; whether to save and end there, the same
             on all hosts.
         """
-        log = self._open_log()
+        start_step = int(state["step"])
+        log = self._open_log(start_step)
         ended = loop.Loop(
             program=self.program,
             batches=self.batches,
@@ -99,7 +106,7 @@ class Job:
                 timeout_secs=_COMPILE_TIMEOUT_SECS,
             ),
             is_stopping=is_stopping,
-        ).run(state, start_step=self.start_step, steps=self.config.run.steps)
+        ).run(state, start_step=start_step, steps=self.config.run.steps)
         if log:
             log.close()
         return ended
@@ -116,14 +123,14 @@ class Job:
             self.evaluation.batches.close()
         self.batches.close()
 
-    def _open_log(self) -> step_log.StepLog | None:
+    def _open_log(self, start_step: int) -> step_log.StepLog | None:
         if not topology.is_primary():
             return None
         directory = run_directory.path_of(self.config)
         run_directory.write_config(directory, self.config)
         return step_log.StepLog(
             directory,
-            start_step=self.start_step,
+            start_step=start_step,
             world=self.world,
             data=dataclasses.asdict(self.config.data),
         )

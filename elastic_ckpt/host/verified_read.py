@@ -22,7 +22,9 @@ from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers.source import ReadError, Source
 
-_REMEDY = "bring back a host that has it, or restore an older step"
+_REMEDY = (
+    "restore it from a copy, bring back a host that has it, or restore an older step"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -45,7 +45,7 @@ class WritingWorld:
         self._root = root
         self._run = run
         self._presence: storage.Presence | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._closed = False
 
     def be_present(self) -> None:
@@ -54,13 +54,15 @@ class WritingWorld:
         Raises:
           OSError: if storage is unavailable.
         """
-        if self._presence is not None or not storage.is_local(self._root.path):
-            return
-        try:
-            self._presence = storage.Presence(self._root.path / LOCK)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+        with self._lock:
+            is_present = self._presence is not None
+            if self._closed or is_present or not storage.is_local(self._root.path):
+                return
+            try:
+                self._presence = storage.Presence(self._root.path / LOCK)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
 
     def discard_dead(self, *, before: str) -> list[Leftover]:
         """Removes the leftovers of uploads of crashed worlds.
@@ -71,17 +73,18 @@ class WritingWorld:
         Returns:
           The leftovers that were removed.
         """
-        self.be_present()
-        if self._presence is None:
-            return []
-        with self._presence.alone() as alone:
-            if not alone:
+        with self._lock:
+            self.be_present()
+            if self._closed or self._presence is None:
                 return []
-            return [
-                self._discard(each)
-                for each in self._root.leftovers()
-                if each.save == REMOVED or self._is_older(each, before)
-            ]
+            with self._presence.alone() as alone:
+                if not alone:
+                    return []
+                return [
+                    self._discard(each)
+                    for each in self._root.leftovers()
+                    if each.save == REMOVED or self._is_older(each, before)
+                ]
 
     def discard_own(self, step: int, save: str) -> list[Leftover]:
         """Removes what uploads of this world that failed left of steps before `step`.
