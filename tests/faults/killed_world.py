@@ -68,12 +68,12 @@ def _points():
         "after_the_state_is_written": (host, "write", {"before": False}),
         "before_the_step_is_committed": (
             os,
-            "rename",
+            "replace",
             {"before": True, "where": _at_step_8},
         ),
         "after_the_step_is_committed": (
             os,
-            "rename",
+            "replace",
             {"before": False, "where": _at_step_8},
         ),
         "between_two_saves": (step_log.StepLog, "append", {"before": False}),
