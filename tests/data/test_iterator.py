@@ -87,6 +87,7 @@ class Device:
     process_index: int
     number: int
     device_kind: str = "cpu"
+    platform: str = "cpu"
 
 
 def sharding_of(hosts, spec=("data",)):

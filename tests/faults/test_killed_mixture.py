@@ -38,7 +38,7 @@ def test_killed_on_four_hosts_it_goes_on_with_three_and_then_six(
     corpus, settings = mixture
     config = runs.write_config(tmp_path, corpus, **settings)
     run = tmp_path / "tiny"
-    test_killed_run.kill_at("with_the_state_half_written", 2, config, hosts=4)
+    test_killed_run.kill_at("with_the_state_half_written", 3, config, hosts=4)
     assert runs.saved_steps(run) == [4]
     for hosts, steps, more in (
         (3, 8, []),
