@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import agent_server, bandwidth, secret
+from elastic_ckpt.tiers.peers import bandwidth, secret
 from elastic_ckpt.tiers.ram import machine
 
 ADDRESS_FILE = "agent.json"
@@ -179,6 +179,9 @@ def run(
 async def _serve(
     service: Service, address: Address, listening: socket.socket, ended: asyncio.Event
 ) -> None:
+    # Hosts import this module, and need none of the HTTP server that it imports.
+    from elastic_ckpt.tiers.peers import agent_server
+
     rate = service.max_bytes_per_sec
     answers = agent_server.Answers(
         service.root,
