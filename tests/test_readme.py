@@ -88,7 +88,7 @@ def test_the_logical_shards_are_elastic_as_they_are_written(tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "216\n"), ended.stderr
 
 
-@pytest.mark.slow(minutes=2.5)
+@pytest.mark.slow(minutes=4)
 def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(tmp_path):
     clone, bare = tmp_path / "clone", tmp_path / "bare"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
@@ -119,5 +119,12 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(tmp_p
     assert output.count("PASSED") == 2
     assert "60 steps took 1,440 rows; hosts: 4 -> 3" in output
     assert "demo_cpu: 12 steps in storage: 10, 20, " in output
+    for name in ("demo_cpu", "demo_packed"):
+        verified = run(f"uv run elastic-ckpt verify --strict runs/{name}")
+        assert verified.endswith("\nPASSED: every copy is what was saved\n")
+        flip = f"uv run python -m tests.faults.flipped_runs 150 configs/{name}.yml"
+        refused, unharmed = map(int, re.findall(r"[0-9]+", run(flip)))
+        assert refused > unharmed
+        assert refused + unharmed == 150
     # Neither the lock file nor a run shows up as something to commit.
     assert run("git status --porcelain") == ""
