@@ -87,7 +87,7 @@ def _next_ratios() -> tuple[tuple[float, ...], tuple[float, ...]]:
         text.write_arrayrecord(text.PYTHON_STDLIB, file)
         config = load.load(_DEMO, [f"grain_train_files={file}"])
         data = positional.from_config(config.data)
-        mesh, _ = topology.make_mesh(config.world.slices)
+        mesh = topology.mesh_of(topology.present(config.world.slices))
         size = config.data.global_batch_size
         sides: dict[str, Any] = {
             "colocated": RemoteIterator(data, mesh=mesh, global_batch_size=size),

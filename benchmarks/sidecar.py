@@ -98,7 +98,7 @@ def measure() -> dict[str, report.Figure]:
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
-    mesh, _ = topology.make_mesh(1)
+    mesh = topology.mesh_of(topology.present(1))
     return _waits(mesh) | _nexts(mesh) | _saves(mesh)
 
 

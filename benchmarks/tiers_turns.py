@@ -76,7 +76,7 @@ def joined(
     """Joins the world, with a checkpointer over the local tier and `copies` of it."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(host):
-        mesh, _ = topology.make_mesh(1)
+        mesh = topology.mesh_of(topology.present(1))
         local = choices.Local(place.machines[host.host])
         made = factory.Checkpointer(
             [local, choices.Peers(copies=copies)], run=_RUN, slice_name=str(host.host)

@@ -44,7 +44,9 @@ class IteratorContract:
     def make(self, data):
         """An iterator of `data` on the mesh."""
         return iterator.Batches(
-            data, mesh=topology.make_mesh(2)[0], global_batch_size=GLOBAL_BATCH_SIZE
+            data,
+            mesh=topology.mesh_of(topology.present(2)),
+            global_batch_size=GLOBAL_BATCH_SIZE,
         )
 
     @pytest.fixture
@@ -55,7 +57,7 @@ class IteratorContract:
 
     @pytest.fixture
     def mesh(self):
-        return topology.make_mesh(2)[0]
+        return topology.mesh_of(topology.present(2))
 
     def expected(self, data, num_batches):
         host = data.host_batches(

@@ -18,11 +18,10 @@ from elastic_ckpt.checkpoint import asked_trees, components, foreign_steps
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors, events, metrics
+from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.host import read_requests, recovery
 from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.manifests.line import Line
-
-_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +181,7 @@ def _read_newest(
         search = find(hosts, step, without=without, emit=noted)
         checkpoint = search.checkpoint
         if checkpoint is None:
-            listed = "; ".join(list(reasons.values())[:_NAMED]) or "there is none"
+            listed = "; ".join(list(reasons.values())[:MOST_NAMED]) or "there is none"
             raise errors.CheckpointError(
                 f"no step is complete in any tier: {listed}; bring back a host that has"
                 " what is missing, or start anew"

@@ -80,7 +80,7 @@ def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
     for manifest in persistent_root.manifest_names(step_path):
         try:
             manifest = manifest_file.parse((step_path / manifest).read_bytes())
-        except (OSError, checked_json.Unreadable):
+        except (OSError, checked_json.UnreadableError):
             continue
         return [
             LeafSummary(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from elastic_ckpt.core.errors import MOST_NAMED, first_of
+
 if TYPE_CHECKING:
     from elastic_ckpt.inspect import survey
-
-_NAMED = 5
 
 
 def describe(run: str, report: survey.Survey) -> str:
@@ -43,8 +43,8 @@ def numbered(steps: Sequence[int], location: str) -> str:
     if not steps:
         return count
     some = list(map(str, steps))
-    if len(some) > 2 * _NAMED:
-        some = [*some[:_NAMED], "...", *some[-_NAMED:]]
+    if len(some) > 2 * MOST_NAMED:
+        some = [*some[:MOST_NAMED], "...", *some[-MOST_NAMED:]]
     return f"{count}: {', '.join(some)}"
 
 
@@ -59,7 +59,7 @@ def _step_lines(step: survey.SurveyedStep, *, goes_on: bool) -> Iterator[str]:
         alone = "all of it" if each.problem is None else each.problem
         yield (
             f"  {each.tier:<10}  {each.num_bytes:>15,} bytes  at {len(each.holders)}"
-            f" ({_some(each.holders)})  {alone}"
+            f" ({first_of(each.holders)})  {alone}"
         )
 
 
@@ -68,15 +68,11 @@ def _coverage_lines(covered: survey.CoveredStep) -> Iterator[str]:
         f"step {covered.step}, any one {covered.domain} of {covered.num_domains} lost:"
         f" {covered.num_survivors:,} of {covered.num_items:,} parts survive"
     )
-    for loss in covered.losses[:_NAMED]:
+    for loss in covered.losses[:MOST_NAMED]:
         more = ", ..." if loss.num_items > len(loss.first) else ""
         yield (
             f"  with {covered.domain} {loss.name!r} goes {loss.num_items:,}:"
             f" {', '.join(loss.first)}{more}"
         )
-    if covered.losses[_NAMED:]:
-        yield f"  and with {len(covered.losses) - _NAMED:,} more; --json lists all"
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:_NAMED]) + ", ..." * bool(names[_NAMED:])
+    if covered.losses[MOST_NAMED:]:
+        yield f"  and with {len(covered.losses) - MOST_NAMED:,} more; --json lists all"

@@ -17,9 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from elastic_ckpt.core import digest
 
@@ -138,12 +136,6 @@ def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
         raise ValueError(f"{index} has steps: it is no box of an array of {shape}")
     start = tuple(first for first, _, _ in ranges)
     return Box(start=start, stop=tuple(max(a, b) for a, b, _ in ranges))
-
-
-def of_sharding(shape: Sequence[int], sharding: Sharding) -> dict[jax.Device, Box]:
-    """The box of an array of `shape` that each device holds, replicas included."""
-    indices = sharding.devices_indices_map(tuple(shape))
-    return {device: of_index(index, shape) for device, index in indices.items()}
 
 
 def unique(boxes: Boxes) -> tuple[np.ndarray, np.ndarray]:

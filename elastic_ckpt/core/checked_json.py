@@ -17,11 +17,11 @@ from elastic_ckpt.core import digest, errors, storage
 _END = b"\n}\n"
 
 
-class Unreadable(ValueError):
+class UnreadableError(ValueError):
     """The content of a file is invalid; the message continues `<file> ...`."""
 
 
-class OtherVersion(Unreadable):
+class OtherVersionError(UnreadableError):
     """The content is of a version that the caller does not read."""
 
 
@@ -49,20 +49,22 @@ def parse(
       exact: whether the layout, too, must be that of `to_bytes`, byte by byte.
 
     Raises:
-      Unreadable: if it is cut short, not JSON, altered, or of another version.
+      UnreadableError: if it is cut short, not JSON, altered, or of another version.
     """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
-            raise Unreadable(f"goes on after its end (at byte {error.pos})") from None
+            raise UnreadableError(
+                f"goes on after its end (at byte {error.pos})"
+            ) from None
         began_well = text.startswith(b"{") or not text
         if began_well and not text.endswith(_END):
-            raise Unreadable(f"is cut short (after {len(text)} bytes)") from None
-        raise Unreadable(f"is not JSON ({error})") from None
+            raise UnreadableError(f"is cut short (after {len(text)} bytes)") from None
+        raise UnreadableError(f"is not JSON ({error})") from None
     fields = unsealed(content, what=what, version=version)
     if exact and _laid_out(content) != text:
-        raise Unreadable("was altered after it was saved (its layout differs)")
+        raise UnreadableError("was altered after it was saved (its layout differs)")
     return fields
 
 
@@ -75,12 +77,12 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
       version: the only version that the caller reads.
 
     Raises:
-      Unreadable: if it is something else, altered, or of another version.
+      UnreadableError: if it is something else, altered, or of another version.
     """
     if not isinstance(content, dict) or "version" not in content:
-        raise Unreadable(f"is not a {what}")
+        raise UnreadableError(f"is not a {what}")
     if content["version"] != version:
-        raise OtherVersion(
+        raise OtherVersionError(
             f"has version {content['version']!r}, and this program reads version"
             f" {version}; continue the run with the program that wrote it"
         )
@@ -88,9 +90,9 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
     try:
         actual = digest.json_digest(fields)
     except (TypeError, ValueError) as error:
-        raise Unreadable(f"is not JSON ({error})") from None
+        raise UnreadableError(f"is not JSON ({error})") from None
     if actual != content.get("digest"):
-        raise Unreadable("was altered after it was saved (its digest differs)")
+        raise UnreadableError("was altered after it was saved (its digest differs)")
     return fields
 
 
@@ -108,9 +110,9 @@ def read(path: epath.Path, *, what: str, version: int) -> dict[str, Any]:
     """
     try:
         return parse(path.read_bytes(), what=what, version=version)
-    except OtherVersion as problem:
+    except OtherVersionError as problem:
         raise errors.DataError(f"{what} {path} {problem}") from None
-    except (FileNotFoundError, Unreadable) as problem:
+    except (FileNotFoundError, UnreadableError) as problem:
         missing = isinstance(problem, FileNotFoundError)
         raise errors.DataError(
             f"{what} {path} {'is missing' if missing else problem}; restore the file"

@@ -7,6 +7,12 @@ library below, and keeps its traceback.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
+# How many names a message lists.
+MOST_NAMED = 5
+
 
 class ElasticCkptError(Exception):
     """The base class of every error whose message contains a remedy."""
@@ -30,3 +36,9 @@ class RunError(ElasticCkptError):
 
 class StoppedError(RunError):
     """A run that received SIGTERM and could not save before it ended."""
+
+
+def first_of(names: Iterable[str]) -> str:
+    """The first few names, for a message; `...` stands for the others."""
+    first = list(itertools.islice(names, MOST_NAMED + 1))
+    return ", ".join([*first[:MOST_NAMED], *(["..."] if first[MOST_NAMED:] else [])])

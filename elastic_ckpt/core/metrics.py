@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import time
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
@@ -71,73 +72,64 @@ def _warn_once(name: str, reason: str) -> None:
     )
 
 
-DATA_WAIT = Metric(
-    name="/elastic_ckpt/data/wait_secs",
-    kind="duration",
-    unit="secs",
-    meaning="the loop waited for a batch",
-)
-DATA_READ_AHEAD = Metric(
-    name="/elastic_ckpt/data/read_ahead_batches",
-    kind="gauge",
-    unit="batches",
-    meaning="batches that were ready on this host when one was asked for",
-)
-DATA_ROWS = Metric(
-    name="/elastic_ckpt/data/rows",
-    kind="counter",
-    unit="rows",
-    meaning="rows of a delivered batch that this host loaded",
-)
-DATA_BYTES = Metric(
-    name="/elastic_ckpt/data/bytes",
-    kind="counter",
-    unit="bytes",
-    meaning="bytes of a delivered batch that this host loaded",
-)
-DATA_SAVE_BLOCK = Metric(
-    name="/elastic_ckpt/data/save_block_secs",
-    kind="duration",
-    unit="secs",
-    meaning="the loop was blocked while the data state was captured",
-)
-DATA_SAVE = Metric(
-    name="/elastic_ckpt/data/save_secs",
-    kind="duration",
-    unit="secs",
-    meaning="from capturing the data state until this host had written its part",
-)
-DATA_LOAD = Metric(
-    name="/elastic_ckpt/data/load_secs",
-    kind="duration",
-    unit="secs",
-    meaning="the data state was read and the iterator moved to it",
-)
-CHECKPOINT_SAVE_BLOCK = Metric(
-    name="/elastic_ckpt/checkpoint/save_block_secs",
-    kind="duration",
-    unit="secs",
-    meaning="the loop was blocked by a save, including the wait for the previous one",
-)
-CHECKPOINT_SAVE = Metric(
-    name="/elastic_ckpt/checkpoint/save_secs",
-    kind="duration",
-    unit="secs",
-    meaning="from the start of a save until its step was complete",
-)
-CHECKPOINT_LOAD = Metric(
-    name="/elastic_ckpt/checkpoint/load_secs",
-    kind="duration",
-    unit="secs",
-    meaning="a step was restored, weights and data state",
-)
+# Every metric by its name. Users see the names, so a golden file freezes them.
+METRICS: dict[str, Metric] = {}
 
+
+def _metric(name: str, kind: Kind, meaning: str) -> Metric:
+    metric = Metric(
+        name=f"/elastic_ckpt/{name}",
+        kind=kind,
+        unit=re.split("[/_]", name)[-1],
+        meaning=meaning,
+    )
+    METRICS[metric.name] = metric
+    return metric
+
+
+DATA_WAIT = _metric("data/wait_secs", "duration", "the loop waited for a batch")
+DATA_READ_AHEAD = _metric(
+    "data/read_ahead_batches",
+    "gauge",
+    "batches that were ready on this host when one was asked for",
+)
+DATA_ROWS = _metric(
+    "data/rows", "counter", "rows of a delivered batch that this host loaded"
+)
+DATA_BYTES = _metric(
+    "data/bytes", "counter", "bytes of a delivered batch that this host loaded"
+)
+DATA_SAVE_BLOCK = _metric(
+    "data/save_block_secs",
+    "duration",
+    "the loop was blocked while the data state was captured",
+)
+DATA_SAVE = _metric(
+    "data/save_secs",
+    "duration",
+    "from capturing the data state until this host had written its part",
+)
+DATA_LOAD = _metric(
+    "data/load_secs", "duration", "the data state was read and the iterator moved to it"
+)
+CHECKPOINT_SAVE_BLOCK = _metric(
+    "checkpoint/save_block_secs",
+    "duration",
+    "the loop was blocked by a save, including the wait for the previous one",
+)
+CHECKPOINT_SAVE = _metric(
+    "checkpoint/save_secs",
+    "duration",
+    "from the start of a save until its step was complete",
+)
+CHECKPOINT_LOAD = _metric(
+    "checkpoint/load_secs", "duration", "a step was restored, weights and data state"
+)
 CHECKPOINT_READ = {
-    near: Metric(
-        name=f"/elastic_ckpt/checkpoint/read_{near}_bytes",
-        kind="counter",
-        unit="bytes",
-        meaning=f"all hosts read and verified for a restore, {source}",
+    near: _metric(
+        f"checkpoint/read_{near}_bytes",
+        "counter",
+        f"all hosts read and verified for a restore, {source}",
     )
     for near, source in {
         "local": "each from its own RAM",
@@ -146,63 +138,25 @@ CHECKPOINT_READ = {
         "persistent": "from persistent storage",
     }.items()
 }
-CHECKPOINT_BAD_COPIES = Metric(
-    name="/elastic_ckpt/checkpoint/bad_copies",
-    kind="counter",
-    unit="copies",
-    meaning="damaged copies that a restore read",
+CHECKPOINT_BAD_COPIES = _metric(
+    "checkpoint/bad_copies", "counter", "damaged copies that a restore read"
 )
-CHECKPOINT_REPAIRED = Metric(
-    name="/elastic_ckpt/checkpoint/repaired_copies",
-    kind="counter",
-    unit="copies",
-    meaning="damaged copies that were repaired",
+CHECKPOINT_REPAIRED = _metric(
+    "checkpoint/repaired_copies", "counter", "damaged copies that were repaired"
 )
-CHECKPOINT_COPY = Metric(
-    name="/elastic_ckpt/checkpoint/copy_bytes",
-    kind="counter",
-    unit="bytes",
-    meaning="all hosts copied of a step from their peers",
+CHECKPOINT_COPY = _metric(
+    "checkpoint/copy_bytes", "counter", "all hosts copied of a step from their peers"
 )
-CHECKPOINT_COPY_SECS = Metric(
-    name="/elastic_ckpt/checkpoint/copy_secs",
-    kind="duration",
-    unit="secs",
-    meaning="until all copies of a step existed",
+CHECKPOINT_COPY_SECS = _metric(
+    "checkpoint/copy_secs", "duration", "until all copies of a step existed"
 )
-CHECKPOINT_BACKUP = Metric(
-    name="/elastic_ckpt/checkpoint/backup_bytes",
-    kind="counter",
-    unit="bytes",
-    meaning="all hosts wrote to persistent storage for a step",
+CHECKPOINT_BACKUP = _metric(
+    "checkpoint/backup_bytes",
+    "counter",
+    "all hosts wrote to persistent storage for a step",
 )
-CHECKPOINT_BACKUP_SECS = Metric(
-    name="/elastic_ckpt/checkpoint/backup_secs",
-    kind="duration",
-    unit="secs",
-    meaning="until a step was committed in persistent storage",
+CHECKPOINT_BACKUP_SECS = _metric(
+    "checkpoint/backup_secs",
+    "duration",
+    "until a step was committed in persistent storage",
 )
-
-# Every metric by its name. Users see the names, so a golden file freezes them.
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        DATA_WAIT,
-        DATA_READ_AHEAD,
-        DATA_ROWS,
-        DATA_BYTES,
-        DATA_SAVE_BLOCK,
-        DATA_SAVE,
-        DATA_LOAD,
-        CHECKPOINT_SAVE_BLOCK,
-        CHECKPOINT_SAVE,
-        CHECKPOINT_LOAD,
-        *CHECKPOINT_READ.values(),
-        CHECKPOINT_BAD_COPIES,
-        CHECKPOINT_REPAIRED,
-        CHECKPOINT_COPY,
-        CHECKPOINT_COPY_SECS,
-        CHECKPOINT_BACKUP,
-        CHECKPOINT_BACKUP_SECS,
-    )
-}

@@ -1,6 +1,6 @@
 """The topology of a run: hosts, slices and devices, and the mesh over them.
 
-The mesh that `make_mesh` makes has two axes: `slice`, the failure domain that joins and
+The mesh that `mesh_of` makes has two axes: `slice`, the failure domain that joins and
 leaves as a whole, and `fsdp`, the devices inside a slice over which parameters are
 sharded. A batch is sharded over both. Users may bring any other mesh, and name the axes
 that shard a batch. Only this module reads `jax.process_index()`.
@@ -143,12 +143,6 @@ def mesh_of(world: Topology, devices: Sequence[jax.Device] | None = None) -> Mes
                 " number"
             )
     return Mesh(grid, BATCH_AXES)
-
-
-def make_mesh(slices: int) -> tuple[Mesh, Topology]:
-    """The mesh over all devices, and their topology; see `mesh_of`."""
-    world = present(slices)
-    return mesh_of(world), world
 
 
 def batch_sharding(mesh: Mesh, spec: PartitionSpec | None = None) -> NamedSharding:

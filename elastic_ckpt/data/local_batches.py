@@ -213,8 +213,8 @@ def _checked(saved: Any, rank: int) -> dict[str, Any]:
             if not isinstance(fields.get(name), kind)
         ] or _invalid(fields)
         if wrong:
-            raise checked_json.Unreadable(f"has missing or invalid fields {wrong}")
-    except checked_json.Unreadable as problem:
+            raise checked_json.UnreadableError(f"has missing or invalid fields {wrong}")
+    except checked_json.UnreadableError as problem:
         raise errors.DataError(
             f"the state of rank {rank} {problem}; load the result of get_state or"
             " state_dict of LocalBatches"

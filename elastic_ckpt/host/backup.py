@@ -182,7 +182,7 @@ class HostBackup:
         for number, name in self._root().set_aside_steps() if overwrite else ():
             replaced = number == step and name < save
             if replaced and step not in tier.preserved_aside():
-                tier.discard_aside(number, name)
+                self._root().discard_aside(number, name)
         if storage.keep is None:
             return
         held = tier.held()
@@ -201,7 +201,7 @@ class HostBackup:
         for gone in retention.abandoned_to_delete(
             tier.abandoned(), held, storage.keep, preserved=tier.preserved_aside()
         ):
-            tier.discard_aside(gone.step, gone.save)
+            self._root().discard_aside(gone.step, gone.save)
 
     def holds(self, step: int, save: str) -> bool:
         """Whether that save of a step is committed to persistent storage.

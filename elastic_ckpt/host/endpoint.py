@@ -28,9 +28,10 @@ class HostEndpoint(Generic[TiersT]):
     def __init__(
         self, config: HostConfig, make_tiers: Callable[[HostWorld], TiersT]
     ) -> None:
-        self._host: UnjoinedHost | HostInSlot | TiersT = UnjoinedHost(config)
-        self._make_tiers = make_tiers
         self._resources = contextlib.ExitStack()
+        self._host: UnjoinedHost | HostInSlot | TiersT
+        self._host = UnjoinedHost(config, self._resources)
+        self._make_tiers = make_tiers
 
     @property
     def tiers(self) -> TiersT:
@@ -46,13 +47,13 @@ class HostEndpoint(Generic[TiersT]):
     def join(self, slots: Sequence[int], secret: str) -> JoinedHost:
         """See `UnjoinedHost.join`."""
         assert isinstance(self._host, UnjoinedHost)
-        self._host = self._host.join(slots, secret, self._resources)
+        self._host = self._host.join(slots, secret)
         return self._host.joined
 
     def meet(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> None:
         """See `HostInSlot.meet`."""
         assert isinstance(self._host, HostInSlot)
-        tiers = self._make_tiers(self._host.meet(hosts, agents, self._resources))
+        tiers = self._make_tiers(self._host.meet(hosts, agents))
         self._resources.callback(tiers.backup.close)
         self._host = tiers
 

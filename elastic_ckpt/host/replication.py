@@ -8,7 +8,7 @@ again: a host that was killed half way continues where it stopped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 
 import numpy as np
@@ -17,30 +17,10 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.host import verified_read
 from elastic_ckpt.manifests import placement
 from elastic_ckpt.manifests.holdings import Holdings
-from elastic_ckpt.manifests.manifest import ComponentFile, Fragment, Host
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers.ram.step_writer import StepWriter
 
 _THREADS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkCopy:
-    """A chunk that arrived, verified.
-
-    Attributes:
-      fragment: as its sender has it.
-      values: of the leaf's dtype and the box's shape; to be used before the call ends.
-    """
-
-    fragment: Fragment
-    values: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FileCopy:
-    """A file of a component that arrived, verified."""
-
-    file: ComponentFile
-    content: bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +52,7 @@ def take(
     holdings: Holdings,
     items: Sequence[tuple[int, Host]],
     reader: verified_read.VerifiedReader,
-    keep: Callable[[ChunkCopy | FileCopy], None],
+    writer: StepWriter,
 ) -> Taken:
     """Fetches copies, a few at a time, each from its sender or else another holder.
 
@@ -80,7 +60,7 @@ def take(
       holdings: of the step.
       items: as `incoming` gives them.
       reader: of the step.
-      keep: writes a copy; called from several threads.
+      writer: writes the copies.
     """
     num_boxes = len(holdings.leaf)
 
@@ -88,11 +68,10 @@ def take(
         if item >= num_boxes:
             file = holdings.files[item - num_boxes]
             content = reader.file(file, holdings.holders(item))
-            keep(FileCopy(file=file, content=content))
+            writer.put_file(file, content)
             return len(content)
         values = verified_read.read_item(holdings, item, reader, first=sender.id)
-        fragment = holdings.fragment(int(holdings.first_row[item]))
-        keep(ChunkCopy(fragment=fragment, values=values))
+        writer.put(holdings.fragment(int(holdings.first_row[item])), values)
         return values.nbytes
 
     sizes, problems = [], []

@@ -321,14 +321,8 @@ class HostSaver:
             manifest.step, manifest.save, manifest.contents, num_bytes=size
         )
 
-        def keep(copy: replication.ChunkCopy | replication.FileCopy) -> None:
-            if isinstance(copy, replication.FileCopy):
-                writer.put_file(copy.file, copy.content)
-            else:
-                writer.put(copy.fragment, copy.values)
-
         reader = verified_read.VerifiedReader(sources)
-        taken = replication.take(holdings, items, reader, keep)
+        taken = replication.take(holdings, items, reader, writer)
         writer.commit()
         return taken
 

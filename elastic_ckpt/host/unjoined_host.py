@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import addresses
-from elastic_ckpt.core import storage as files
 from elastic_ckpt.host.answers import Introduction, JoinedHost
 from elastic_ckpt.host.world import HostConfig, HostWorld
 from elastic_ckpt.manifests import failure_domains
 from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers import working_directory
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,
@@ -29,10 +28,15 @@ class UnjoinedHost:
 
     Args:
       config: of the host.
+      resources: releases the slot, the agent and connections.
     """
 
-    def __init__(self, config: HostConfig) -> None:
+    def __init__(self, config: HostConfig, resources: contextlib.ExitStack) -> None:
         self._config = config
+        self._resources = resources
+        if config.chosen.local is None:
+            working = working_directory.WorkingDirectory(config.directory)
+            resources.callback(working.close)
         local_tier = config.chosen.local
         self._disk = ram_disk.RamDisk(
             config.directory,
@@ -51,21 +55,15 @@ class UnjoinedHost:
             now_secs=time.time(),
         )
 
-    def join(
-        self, slots: Sequence[int], shared_secret: str, resources: contextlib.ExitStack
-    ) -> HostInSlot:
+    def join(self, slots: Sequence[int], shared_secret: str) -> HostInSlot:
         """Takes a slot of the machine, adopts the secret, and starts the agent.
 
         Args:
           slots: of each host, by number.
           shared_secret: of the run.
-          resources: releases the slot, and the agent.
         """
         config, disk = self._config, self._disk
         slot = slots[config.number]
-        if config.chosen.local is None:
-            # This also runs if `close` is never called.
-            resources.callback(weakref.finalize(resources, _remove, disk, slot))
         secret.adopt(disk.root, shared_secret)
         domains = {
             "host": disk.machine,
@@ -73,16 +71,16 @@ class UnjoinedHost:
             **failure_domains.of_environment(),
             **config.peer_tier.domains,
         }
-        own = resources.enter_context(
+        own = self._resources.enter_context(
             local.LocalHost(disk, slot=slot, domains=domains, number=config.number)
         )
         address = None
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot == 0 and config.chosen.local is not None and not is_alone:
             own_agent = agent_process.AgentProcess(self._service())
-            resources.callback(own_agent.close)
+            self._resources.callback(own_agent.close)
             address = own_agent.address
-        return HostInSlot(config, own, address)
+        return HostInSlot(config, own, address, self._resources)
 
     def _service(self) -> agent.Service:
         peers = self._config.peer_tier
@@ -102,37 +100,37 @@ class HostInSlot:
       config: of the host.
       own: its part of the machine's RAM disk.
       address: the address of the machine's agent, if this host has started it.
+      resources: releases the connections.
 
     Attributes:
       joined: the host as the others know it.
     """
 
     def __init__(
-        self, config: HostConfig, own: local.LocalHost, address: agent.Address | None
+        self,
+        config: HostConfig,
+        own: local.LocalHost,
+        address: agent.Address | None,
+        resources: contextlib.ExitStack,
     ) -> None:
         self.joined = JoinedHost(host=own.host, agent=address)
         self._config = config
         self._own = own
+        self._resources = resources
 
-    def meet(
-        self,
-        hosts: Sequence[Host],
-        agents: Mapping[str, Any],
-        resources: contextlib.ExitStack,
-    ) -> HostWorld:
+    def meet(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> HostWorld:
         """Connects to the other hosts.
 
         Args:
           hosts: of the world, by number.
           agents: by machine, the addresses of agents, also those of idle machines.
-          resources: releases the connections.
         """
         config, disk = self._config, self._own.disk
         peers = config.peer_tier
         # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
         self._own.clean()
         known_agents.write(disk.root, agents)
-        client = resources.enter_context(
+        client = self._resources.enter_context(
             peer_client.PeerClient(
                 secret.read(secret.path(disk.root)),
                 tls_ca=None if peers.tls is None else peers.tls.authority,
@@ -149,10 +147,3 @@ class HostInSlot:
         return HostWorld(
             config, own=self._own, hosts=hosts, client=client, agents=certificates
         )
-
-
-def _remove(disk: ram_disk.RamDisk, slot: int) -> None:
-    # Hosts of one machine may share the directory.
-    files.remove(disk.host_directory(slot))
-    if not disk.slots():
-        files.remove(disk.root)

@@ -16,7 +16,7 @@ from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.peers import peer, peer_client
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local
-from elastic_ckpt.tiers.source import Source, Tier
+from elastic_ckpt.tiers.source import Source, Tier, merged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,20 +113,18 @@ class HostWorld:
         captured = self.captured.get((step, save))
         if captured is not None:
             return {captured.offer: captured}, []
-        sources: dict[Offer, Source] = {}
-        problems: list[str] = []
-        for tier in self._ram_tiers():
-            offered = tier.offers(step)
-            problems += offered.problems
-            for offer, source in offered.sources.items():
-                if offer.manifest.save == save:
-                    sources[offer] = source
+        offered, problems = merged(tier.offers(step) for tier in self._ram_tiers())
+        sources = {
+            offer: source
+            for offer, source in offered.items()
+            if offer.manifest.save == save
+        }
         if not sources:
             reasons = "; ".join(problems) or "no host has a manifest of it"
             raise errors.CheckpointError(
                 f"step {step} cannot be read in RAM ({reasons}); save another one"
             )
-        return sources, problems
+        return sources, list(problems)
 
     def new_save(self, after: str) -> str:
         """A name for the saves from now on, greater as text than `after` and its own.

@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import digest, host_memory
+from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.inspect.problem import Kind, Problem
 from elastic_ckpt.inspect.tier_locations import Copy
 from elastic_ckpt.manifests import layout
@@ -25,7 +26,6 @@ from elastic_ckpt.tiers.source import ReadError
 
 # Each thread holds one chunk in memory, and some copies of it while reading as Orbax.
 _THREADS = 8
-_NAMED = 5
 _DIFFERS = "is not what was saved: its digest differs"
 _ORBAX_REMEDY = (
     "Orbax alone cannot load the step; restore it with elastic_ckpt, and save it anew"
@@ -191,8 +191,8 @@ class AllCopies:
 
     def _diverged(self, item: int) -> Problem:
         holders = self._holdings.holders(item)
-        hosts = ", ".join(each.host.id for each in holders[:_NAMED])
-        more = f" and {len(holders) - _NAMED} more" if holders[_NAMED:] else ""
+        hosts = ", ".join(each.host.id for each in holders[:MOST_NAMED])
+        more = f" and {len(holders) - MOST_NAMED} more" if holders[MOST_NAMED:] else ""
         held = holders[0].manifest
         return Problem(
             kind="diverged",

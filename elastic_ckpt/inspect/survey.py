@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.inspect.tier_locations import Leftover, Locations
 from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.coverage import coverage
 from elastic_ckpt.manifests.holdings import Offer
-
-_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +226,7 @@ def _covered(step: search.Step, domain: str) -> CoveredStep:
             Loss(
                 name=name,
                 num_items=len(items),
-                first=tuple(map(step.holdings.name, items[:_NAMED].tolist())),
+                first=tuple(map(step.holdings.name, items[:MOST_NAMED].tolist())),
             )
             for name, items in covered.lost.items()
             if len(items)

@@ -349,7 +349,7 @@ def find_run(path: epath.PathLike) -> str | None:
                 return manifest_file.parse(
                     (directory / name).read_bytes(), stores=True
                 ).run
-            except (OSError, checked_json.Unreadable):
+            except (OSError, checked_json.UnreadableError):
                 continue
     return None
 

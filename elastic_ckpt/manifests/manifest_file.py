@@ -107,13 +107,14 @@ def parse(text: bytes, *, stores: bool = False) -> Manifest:
         anything, `../w/c` too. In plain files such a path would lead to other files.
 
     Raises:
-      Unreadable: if it is cut short, altered, of another version, or not a manifest.
+      UnreadableError: if it is cut short, altered, of another version, or not a
+        manifest.
     """
     content = checked_json.parse(text, what="manifest", version=VERSION, exact=True)
     try:
         return _manifest(content, stores=stores)
     except _NOT_A_MANIFEST as error:
-        raise checked_json.Unreadable(f"is not a manifest ({error!r})") from None
+        raise checked_json.UnreadableError(f"is not a manifest ({error!r})") from None
 
 
 def write(step_directory: epath.PathLike, manifest: Manifest) -> None:
@@ -141,7 +142,7 @@ def read(
         manifest = parse(epath.Path(path).read_bytes(), stores=stores)
     except FileNotFoundError:
         problem = "is missing"
-    except checked_json.Unreadable as error:
+    except checked_json.UnreadableError as error:
         problem = str(error)
     else:
         expected = (run, step, os.path.basename(os.fspath(path)))

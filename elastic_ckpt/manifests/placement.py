@@ -19,14 +19,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import columns, digest
+from elastic_ckpt.core import columns, digest, errors
 from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.manifests.receivers import Candidates, Holders, Receivers, Wanted
 
 # Groups of the items with the same holders: more groups balance better and take longer.
 _GROUPS = 8
-_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,9 +223,8 @@ class _World:
             ),
         ):
             if len(items):
-                named = ", ".join(holdings.name(item) for item in items[:_NAMED])
-                more = ", ..." if len(items) > _NAMED else ""
-                which = f"{len(items)} of {holdings.num_items} items ({named}{more})"
+                named = errors.first_of(map(holdings.name, items))
+                which = f"{len(items)} of {holdings.num_items} items ({named})"
                 text = f"{which} lack {_LACKING[lacks]}: {why}"
                 shortfalls.append(Shortfall(items=items, lacks=lacks, why=text))
         return tuple(shortfalls)

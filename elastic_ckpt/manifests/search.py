@@ -8,15 +8,12 @@ a run that repeated a step may have computed other bits.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import box_cover, boxes, errors
 from elastic_ckpt.manifests.holdings import Holdings, Offer
-
-_NAMED = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,19 +77,19 @@ class Step:
             )
             lacks.append(
                 f"parts of {len(self.gaps)} of {len(contents.leaves)} leaves:"
-                f" {_some(named)}"
+                f" [{errors.first_of(named)}]"
             )
         for name, parts in self.missing_parts.items():
             lacks.append(
                 f"{len(parts)} of {contents.components[name]} parts of {name}:"
-                f" {_some(map(str, parts))}"
+                f" [{errors.first_of(map(str, parts))}]"
             )
         problems = [f"lacks {each}" for each in lacks]
         diverged = self.holdings.diverged.tolist()
         if diverged:
             problems.append(
                 f"has different values at different holders of {len(diverged)} parts:"
-                f" {_some(map(self.holdings.name, diverged))}"
+                f" [{errors.first_of(map(self.holdings.name, diverged))}]"
             )
         return ", and ".join(problems)
 
@@ -109,20 +106,6 @@ class Found:
     newest: Step | None
     incomplete: tuple[Step, ...]
 
-    def require(self) -> Step:
-        """The newest complete step.
-
-        Raises:
-          CheckpointError: if there is none; the message names what each step lacks.
-        """
-        if self.newest is not None:
-            return self.newest
-        lacking = "; ".join(step.problem() for step in self.incomplete[:_NAMED])
-        raise errors.CheckpointError(
-            f"no step is complete: {lacking or 'there are no manifests'}; bring back a"
-            " host that has the rest, or start anew"
-        )
-
 
 def search(offers: Sequence[Offer]) -> Found:
     """Finds the newest step that is complete by the manifests of all tiers.
@@ -136,29 +119,6 @@ def search(offers: Sequence[Offer]) -> Found:
             return Found(newest=step, incomplete=tuple(incomplete))
         incomplete.append(step)
     return Found(newest=None, incomplete=tuple(incomplete))
-
-
-def require(offers: Sequence[Offer], step: int) -> Step:
-    """The save of `step` that is complete, the last of several.
-
-    Raises:
-      CheckpointError: if there is none; the message names the missing parts, and the
-        step to restore instead.
-    """
-    alike = [of_step for of_step in saves(offers) if of_step[0].manifest.step == step]
-    examined = []
-    for of_step in alike:
-        examined.append(Step.from_offers(of_step))
-        if examined[-1].complete:
-            return examined[-1]
-    problem = examined[0].problem() if examined else f"step {step} is nowhere"
-    newest = search(offers).newest
-    way_out = "no step is complete"
-    if newest is not None:
-        way_out = (
-            f"newest complete step is {newest.step}; restore it with step={newest.step}"
-        )
-    raise errors.CheckpointError(f"{problem}; {way_out}")
 
 
 def saves(offers: Sequence[Offer]) -> list[list[Offer]]:
@@ -212,8 +172,3 @@ def _missing_parts(holdings: Holdings) -> dict[str, tuple[int, ...]]:
         for name, held in there.items()
         if not held.all()
     }
-
-
-def _some(names: Iterable[str]) -> str:
-    named = list(itertools.islice(names, _NAMED + 1))
-    return f"[{', '.join(named[:_NAMED])}{', ...' if named[_NAMED:] else ''}]"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +11,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.manifests.retention import PreservationPolicy
+from elastic_ckpt.tiers import working_directory
 from elastic_ckpt.tiers.peers import agent_url
 
 T = TypeVar("T")
@@ -193,8 +192,7 @@ class Chosen:
         """The directory of the RAM disk; without a local tier, a name for a new one."""
         if self.local is not None:
             return os.fspath(self.local.directory)
-        name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
-        return os.path.join(tempfile.gettempdir(), name)
+        return working_directory.new_path()
 
 
 def _only(tiers: Sequence[T]) -> T | None:

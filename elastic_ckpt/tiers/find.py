@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.tiers.source import Source, Tier
+from elastic_ckpt.tiers.source import Offered, Source, Tier, merged
 
 _UNKNOWN = Line(save="", parents=())
 # A broken peer may list hundreds of saves that it does not have.
 _MOST_TRIED = 300
-
-
-class _Offers(NamedTuple):
-    sources: Mapping[Offer, Source]
-    problems: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +68,7 @@ class Search:
         self._without = frozenset(without)
         # The offers that were read to find the line; usually the requested step is
         # among them.
-        self._looked_at: dict[int, _Offers] = {}
+        self._looked_at: dict[int, Offered] = {}
         self.line = max([*lines, self._line()], key=lambda line: line.save)
 
     def newest(self) -> Outcome:
@@ -179,14 +173,8 @@ def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
     return FoundStep(step=examined, sources=sources)
 
 
-def _offers(tiers: Sequence[Tier], step: int) -> _Offers:
-    sources: dict[Offer, Source] = {}
-    problems: list[str] = []
-    for tier in tiers:
-        offered = tier.offers(step)
-        sources.update(offered.sources)
-        problems.extend(offered.problems)
-    return _Offers(sources, problems)
+def _offers(tiers: Sequence[Tier], step: int) -> Offered:
+    return merged(tier.offers(step) for tier in tiers)
 
 
 def _in_parentheses(problems: Sequence[str]) -> str:

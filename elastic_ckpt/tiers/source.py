@@ -6,7 +6,7 @@ bytes as it read them: the caller compares them with the manifest's digests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from elastic_ckpt.manifests.holdings import Offer
@@ -69,6 +69,16 @@ class Offered(NamedTuple):
 
     sources: Mapping[Offer, Source]
     problems: Sequence[str]
+
+
+def merged(several: Iterable[Offered]) -> Offered:
+    """Merges what several holders or tiers offer."""
+    sources: dict[Offer, Source] = {}
+    problems: list[str] = []
+    for offered in several:
+        sources.update(offered.sources)
+        problems.extend(offered.problems)
+    return Offered(sources=sources, problems=problems)
 
 
 class Tier(Protocol):

@@ -19,7 +19,7 @@ from tests.checkpoint.test_checkpointer import Heard
 
 @pytest.fixture
 def batches(data):
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     return iterator.Batches(data, mesh=mesh, global_batch_size=16)
 
 
@@ -52,7 +52,7 @@ def make(tiers, batches):
 
 
 def state(value=0.0):
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     weights = np.arange(16, dtype=np.float32) + value
     return {"w": jax.device_put(weights, topology.batch_sharding(mesh))}
 

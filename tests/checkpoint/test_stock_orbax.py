@@ -125,7 +125,7 @@ def test_orbax_finds_only_committed_steps_and_cleans_the_others_away(kind, tmp_p
         mode.COMMIT_FILE if kind == "in place" else mode.ATOMIC_RENAME
     )
     tier = persistent_tier.PersistentTier(root, run=orbax_steps.RUN)
-    assert len(tier.leftovers()) == 1
+    assert len(root.leftovers()) == 1
     with (
         context,
         ocp.training.Checkpointer(tmp_path, cleanup_tmp_directories=True) as stock,
@@ -133,7 +133,7 @@ def test_orbax_finds_only_committed_steps_and_cleans_the_others_away(kind, tmp_p
         assert [each.step for each in stock.checkpoints] == tier.steps() == [5]
         # It cleans in the background, and before it saves again.
         stock.save_checkpointables(7, trees())
-        assert not tier.leftovers()
+        assert not root.leftovers()
 
 
 def test_orbax_goes_on_in_our_directory_and_its_steps_are_foreign(tmp_path):

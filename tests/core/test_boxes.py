@@ -1,11 +1,9 @@
 """Boxes against a brute-force oracle: an array of bools that is painted."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import box_cover, box_join, boxes
 
@@ -159,19 +157,6 @@ def test_a_grid_of_a_hundred_thousand_boxes_has_one_gap_where_one_is_taken_out()
     left = grid.take(np.arange(len(grid)) != 4321)
     actual = box_cover.gaps((4000, 700), left)
     assert [actual[n] for n in range(len(actual))] == [grid[4321]]
-
-
-def test_the_boxes_of_a_sharding_are_what_the_devices_hold():
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-    sharding = NamedSharding(mesh, PartitionSpec("model", None))
-    values = jax.device_put(np.arange(8 * 6).reshape(8, 6), sharding)
-    actual = boxes.of_sharding(values.shape, sharding)
-    assert len(actual) == 8
-    assert len(set(actual.values())) == 4
-    for shard in values.addressable_shards:
-        box = actual[shard.device]
-        assert box == boxes.of_index(shard.index, values.shape)
-        assert box.shape == shard.data.shape
 
 
 def test_a_scalar_has_one_box_and_an_empty_array_needs_none():

@@ -21,7 +21,7 @@ def test_numpy_and_jax_give_the_same_row_digests(tokens):
 
 def test_row_digests_do_not_depend_on_the_sharding():
     tokens = np.random.default_rng(0).integers(0, 259, (8, 50), np.int32)
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     sharded = jax.device_put(tokens, topology.batch_sharding(mesh))
     np.testing.assert_array_equal(
         jax.jit(digest.row_digests)(sharded), digest.row_digests(tokens)

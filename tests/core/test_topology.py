@@ -26,7 +26,8 @@ def test_a_world_that_does_not_divide_names_the_slices_that_do(hosts, slices, de
 
 
 def test_the_mesh_has_a_row_of_devices_for_each_slice():
-    mesh, world = topology.make_mesh(2)
+    world = topology.present(2)
+    mesh = topology.mesh_of(world)
     assert mesh.axis_names == ("slice", "fsdp")
     assert mesh.devices.shape == (2, 4)
     assert world == topology.Topology(hosts=1, slices=2, devices=8)
@@ -34,14 +35,14 @@ def test_the_mesh_has_a_row_of_devices_for_each_slice():
 
 
 def test_placing_moves_nothing_that_lies_right():
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     sharding = topology.batch_sharding(mesh)
     array = jax.device_put(np.arange(8), sharding)
     assert topology.place(array, sharding) is array
 
 
 def test_placing_on_another_order_of_devices_keeps_the_values():
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     reversed_mesh = jax.sharding.Mesh(mesh.devices[::-1, ::-1], mesh.axis_names)
     array = jax.device_put(np.arange(8), topology.batch_sharding(mesh))
     target = NamedSharding(reversed_mesh, PartitionSpec(("slice", "fsdp")))
@@ -51,7 +52,7 @@ def test_placing_on_another_order_of_devices_keeps_the_values():
 
 
 def test_slices_are_those_of_the_mesh_if_it_has_them():
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     slices = topology.slices_of(mesh)
     assert [slices[device] for device in jax.devices()] == ["0"] * 4 + ["1"] * 4
     turned = jax.sharding.Mesh(mesh.devices.T, ("fsdp", "slice"))

@@ -130,7 +130,7 @@ def test_ranks_and_rows_that_cannot_be_meant_are_refused(settings, message):
 
 @pytest.mark.parametrize("size", [0, -8, 3, 12])
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused(size):
-    mesh = topology.make_mesh(2)[0]
+    mesh = topology.mesh_of(topology.present(2))
     with refused(
         f"global_batch_size={size} does not divide over the 8 parts that the mesh makes"
         r" of it \(slice=2, fsdp=4\); choose a positive multiple of 8, or shard it over"
@@ -146,7 +146,7 @@ def test_a_batch_of_another_size_that_does_not_divide_leaves_the_iterator(mesh_b
 
 @pytest.fixture
 def mesh_batches():
-    mesh = topology.make_mesh(2)[0]
+    mesh = topology.mesh_of(topology.present(2))
     made = ec_data.Batches(of(numbers), mesh=mesh, global_batch_size=8)
     yield made
     made.close()
@@ -187,7 +187,7 @@ def test_a_number_that_jax_would_cut_is_an_error(value):
         return rows.to_iter_dataset(pipelines.IN_CALLER)
 
     batches = iterator.Batches(
-        of(make_shard), mesh=topology.make_mesh(2)[0], global_batch_size=8
+        of(make_shard), mesh=topology.mesh_of(topology.present(2)), global_batch_size=8
     )
     first = next(batches)["x"]
     assert first.dtype == np.int32

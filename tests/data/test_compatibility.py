@@ -110,7 +110,9 @@ def at_the_worker(monkeypatch):
 
 
 def remote(data):
-    return RemoteIterator(data, mesh=topology.make_mesh(2)[0], global_batch_size=16)
+    return RemoteIterator(
+        data, mesh=topology.mesh_of(topology.present(2)), global_batch_size=16
+    )
 
 
 @pytest.mark.parametrize("name", ["Python", "jax", "jaxlib", "grain", "elastic-ckpt"])
@@ -175,7 +177,7 @@ def meet(place, emit, *, colocated, differs):
             )
         name = "filtered" if (differs, place.host) == ("pipeline", 1) else "plain"
         make = RemoteIterator if colocated else iterator.Batches
-        mesh, _ = topology.make_mesh(1)
+        mesh = topology.mesh_of(topology.present(1))
         try:
             make(sharded(name), mesh=mesh, global_batch_size=12).close()
             emit("step_interrupted", step=place.host, path="they met", resume_step=0.0)

@@ -23,7 +23,7 @@ class TestBatches(iterator_contract.IteratorContract):
 
 
 def host_iterator(data, spec):
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     return iterator.HostIterator(
         data, sharding=NamedSharding(mesh, spec), global_batch_size=8
     )
@@ -251,7 +251,9 @@ def test_a_size_that_moves_shards_between_hosts_is_refused_and_changes_nothing(
 
 
 def batches_of(data, size):
-    return iterator.Batches(data, mesh=topology.make_mesh(2)[0], global_batch_size=size)
+    return iterator.Batches(
+        data, mesh=topology.mesh_of(topology.present(2)), global_batch_size=size
+    )
 
 
 def ending(num_shards, lengths, end):
@@ -343,7 +345,7 @@ class OneBatch:
 
 def test_rows_are_put_into_their_places_on_the_devices():
     order = np.random.default_rng(0).permutation(16)
-    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
+    sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
     deliver = delivery.Delivery(
         Exchanged(order), sharding=sharding, global_batch_size=16, warn_after_secs=1
     )

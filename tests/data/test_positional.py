@@ -194,7 +194,7 @@ def test_the_state_before_every_batch_of_finite_data_can_be_returned_to(
 def test_finite_data_ends_in_a_loop_as_it_says(data, drop_remainder):
     data = finite(data, drop_remainder=drop_remainder)
     batches = iterator.Batches(
-        data, mesh=topology.make_mesh(2)[0], global_batch_size=16
+        data, mesh=topology.mesh_of(topology.present(2)), global_batch_size=16
     )
     padded = data.in_place and not drop_remainder
     assert len(list(batches)) == (13 if padded else 12)

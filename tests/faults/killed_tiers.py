@@ -139,7 +139,7 @@ RESTORE = {
     ),
     "before_the_repair": Point(at=f"{READER}.repair", before=True, spoilt=True),
     "with_the_first_bad_copy_put_right": Point(
-        at=f"{RAM}.chunk_writer:ChunkWriter.put_right", spoilt=True
+        at=f"{RAM}.chunk_writer:ChunkWriter.put", spoilt=True
     ),
     "with_the_state_made": Point(at=f"{READER}.arrays"),
     "with_all_forgotten": Point(
@@ -174,7 +174,8 @@ def live(place, emit, *, directories, slices, life):
     pathlib.Path(life.pids, str(place.host)).write_text(str(os.getpid()))
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(place):
-        mesh, world = topology.make_mesh(slices)
+        world = topology.present(slices)
+        mesh = topology.mesh_of(world)
         if life.of == "restore":
             _arm(life, place.host)
         every = 1 if life.of == "back_up" else 10**9

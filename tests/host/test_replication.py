@@ -5,13 +5,25 @@ from elastic_ckpt.manifests.holdings import Holdings
 from tests.host import test_verified_read
 
 
+class Writer:
+    """Takes the copies instead of a RAM disk."""
+
+    def __init__(self):
+        self.kept = []
+
+    def put(self, *copy):
+        self.kept.append(copy)
+
+    put_file = put
+
+
 def taken(sources):
     """What is taken of all items, each from its first holder, and what is kept."""
     of = Holdings.from_offers(list(sources))
     items = [(item, of.holders(item)[0].host) for item in range(of.num_items)]
-    kept = []
+    writer = Writer()
     reader = verified_read.VerifiedReader(sources)
-    return replication.take(of, items, reader, kept.append), kept
+    return replication.take(of, items, reader, writer), writer.kept
 
 
 def spoil(sources, number, path):

@@ -98,7 +98,7 @@ def test_parents_that_are_none_are_refused(parents):
     content = json.loads(GOLDEN.read_bytes())
     del content["version"], content["digest"]
     text = checked_json.to_bytes({**content, "parents": parents}, version=1)
-    with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
+    with pytest.raises(checked_json.UnreadableError, match="is not a manifest"):
         manifest_file.parse(text)
 
 
@@ -145,23 +145,23 @@ def test_every_changed_added_or_missing_byte_is_noticed():
         before, byte, after = text[:place], text[place], text[place + 1 :]
         changed = [before + bytes([byte ^ mask]) + after for mask in range(1, 256)]
         for spoilt in [*changed, before + after, before + b" " + text[place:]]:
-            with pytest.raises(checked_json.Unreadable):
+            with pytest.raises(checked_json.UnreadableError):
                 manifest_file.parse(spoilt)
 
 
 def test_every_cut_is_noticed():
     text = GOLDEN.read_bytes()
     for end in range(len(text) - 2):
-        with pytest.raises(checked_json.Unreadable, match="is cut short"):
+        with pytest.raises(checked_json.UnreadableError, match="is cut short"):
             manifest_file.parse(text[:end])
-    with pytest.raises(checked_json.Unreadable, match="layout differs"):
+    with pytest.raises(checked_json.UnreadableError, match="layout differs"):
         manifest_file.parse(text[:-1])
 
 
 def test_bytes_behind_the_end_are_not_reported_as_a_cut():
     text = GOLDEN.read_bytes()
     for more in (b"}", b"{}", text):
-        with pytest.raises(checked_json.Unreadable, match="goes on after its end"):
+        with pytest.raises(checked_json.UnreadableError, match="goes on after its end"):
             manifest_file.parse(text + more)
 
 
@@ -223,7 +223,7 @@ def component_file(**changes):
 )
 def test_what_cannot_be_is_refused_though_its_digest_is_right(changes):
     assert forged() == GOLDEN.read_bytes()
-    with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
+    with pytest.raises(checked_json.UnreadableError, match="is not a manifest"):
         manifest_file.parse(forged(**changes))
 
 
@@ -231,10 +231,10 @@ def test_what_cannot_be_is_refused_though_its_digest_is_right(changes):
 def test_only_keys_of_stores_may_look_like_other_directories(file):
     text = forged(fragments=fragments(files=[file]))
     assert manifest_file.parse(text, stores=True).fragments.files == (file,)
-    with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
+    with pytest.raises(checked_json.UnreadableError, match="is not a manifest"):
         manifest_file.parse(text)
     outside = forged(fragments=fragments(files=[f"../{file}"]))
-    with pytest.raises(checked_json.Unreadable, match="is not a manifest"):
+    with pytest.raises(checked_json.UnreadableError, match="is not a manifest"):
         manifest_file.parse(outside, stores=True)
 
 

@@ -43,7 +43,7 @@ def train(place, emit, *, directory, size, late_host=None):
                 write(*arguments)
 
             cursors.write = late
-        mesh, _ = topology.make_mesh(1)
+        mesh = topology.mesh_of(topology.present(1))
         batches = RemoteIterator(data(), mesh=mesh, global_batch_size=size)
         weights = {
             "w": jax.make_array_from_callback(
@@ -160,7 +160,7 @@ def train_all(place, emit, *, directory, corpus):
     """Continues all engines from the newest step, takes a few batches, and saves."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(place):
-        mesh, _ = topology.make_mesh(1)
+        mesh = topology.mesh_of(topology.present(1))
         iterators = {
             name: RemoteIterator(of, mesh=mesh, global_batch_size=SIZE)
             for name, of in engines(corpus).items()

@@ -117,7 +117,8 @@ def host(place, emit, *, directories, work, slices=1, **options):
     """A host that opens a checkpointer, does `work` with it, and closes it."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(place):
-        mesh, world = topology.make_mesh(slices)
+        world = topology.present(slices)
+        mesh = topology.mesh_of(world)
         checkpointer = factory.Checkpointer(
             tiers(directories[place.host], **options),
             run="run",

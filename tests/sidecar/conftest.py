@@ -22,7 +22,7 @@ def remote():
     made = []
 
     def make(data, *, size=iterator_contract.GLOBAL_BATCH_SIZE, **more):
-        mesh, _ = topology.make_mesh(2)
+        mesh = topology.mesh_of(topology.present(2))
         made.append(RemoteIterator(data, mesh=mesh, global_batch_size=size, **more))
         return made[-1]
 

@@ -21,7 +21,7 @@ class RemoteContract(iterator_contract.IteratorContract):
     def make(self, data):
         return RemoteIterator(
             data,
-            mesh=topology.make_mesh(2)[0],
+            mesh=topology.mesh_of(topology.present(2)),
             global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
         )
 

@@ -7,7 +7,7 @@ from elastic_ckpt.core import topology
 
 @pytest.fixture
 def sharding():
-    return topology.batch_sharding(topology.make_mesh(2)[0])
+    return topology.batch_sharding(topology.mesh_of(topology.present(2)))
 
 
 def test_a_message_arrives_as_it_was_sent(sharding):

@@ -28,7 +28,7 @@ def valve():
 def batches(request):
     made = ec.batches(
         held_pipeline.data(),
-        mesh=topology.make_mesh(2)[0],
+        mesh=topology.mesh_of(topology.present(2)),
         global_batch_size=8,
         colocated=request.param,
     )

@@ -55,7 +55,7 @@ def test_pathways_is_a_single_controller(monkeypatch, platforms):
 
 def users_lines(directory, colocated=None):
     """What a user writes, and the batches that come of it."""
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     batches = ec.batches(
         held_pipeline.data(),
         mesh=mesh,
@@ -109,7 +109,7 @@ def test_the_same_lines_give_the_same_bytes_and_the_same_files(tmp_path):
 
 
 def test_either_place_reads_what_the_other_has_written(tmp_path):
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     for step, colocated in enumerate([False, True, False, True]):
         batches = ec.batches(
             held_pipeline.data(), mesh=mesh, global_batch_size=8, colocated=colocated

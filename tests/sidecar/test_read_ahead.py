@@ -85,7 +85,7 @@ def test_batches_lie_on_the_devices_of_the_workers_before_they_are_asked_for(
     monkeypatch.setattr(iterator._Placer, "__call__", placing)
     next(batches_of(remote, batches=2))
     wait_until(lambda: len(placed) == 4)
-    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
+    sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
     for thread, batch in placed[1:]:
         assert thread == "elastic_ckpt-background"
         assert batch["x"].sharding.is_equivalent_to(sharding, 2)
@@ -241,7 +241,7 @@ def test_a_next_that_is_interrupted_loses_no_batch_and_no_count(
 ):
     batches = ec.batches(
         held_pipeline.data(),
-        mesh=topology.make_mesh(2)[0],
+        mesh=topology.mesh_of(topology.present(2)),
         global_batch_size=SIZE,
         colocated=colocated,
     )
@@ -274,7 +274,7 @@ def test_closing_does_not_wait_for_a_pipeline_that_hangs(valve, monkeypatch, rem
 def make(depth=2):
     return RemoteIterator(
         held_pipeline.data(),
-        mesh=topology.make_mesh(2)[0],
+        mesh=topology.mesh_of(topology.present(2)),
         global_batch_size=SIZE,
         read_ahead=prefetch.ReadAhead(batches=depth),
     )
@@ -345,7 +345,7 @@ def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
 ):
     batches = ec.batches(
         held_pipeline.data(),
-        mesh=topology.make_mesh(2)[0],
+        mesh=topology.mesh_of(topology.present(2)),
         global_batch_size=SIZE,
         colocated=colocated,
     )
@@ -373,7 +373,7 @@ def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
 def test_the_wait_for_a_batch_is_measured(valve, heard, colocated):
     batches = ec.batches(
         held_pipeline.data(),
-        mesh=topology.make_mesh(2)[0],
+        mesh=topology.mesh_of(topology.present(2)),
         global_batch_size=SIZE,
         colocated=colocated,
     )

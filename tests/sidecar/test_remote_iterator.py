@@ -12,7 +12,7 @@ class TestRemoteIterator(iterator_contract.IteratorContract):
     def make(self, data):
         return RemoteIterator(
             data,
-            mesh=topology.make_mesh(2)[0],
+            mesh=topology.mesh_of(topology.present(2)),
             global_batch_size=iterator_contract.GLOBAL_BATCH_SIZE,
         )
 
@@ -22,7 +22,7 @@ import sys
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import positional
 from elastic_ckpt_sidecar import RemoteIterator
-mesh, _ = topology.make_mesh(1)
+mesh = topology.mesh_of(topology.present(1))
 data = positional.PositionalData(files=(sys.argv[1],), max_target_length=8)
 batches = RemoteIterator(data, mesh=mesh, global_batch_size=2)
 next(batches)

@@ -10,7 +10,7 @@ from elastic_ckpt.data import cursors, prefetch
 @pytest.fixture
 def host(data):
     """A worker as the runtime of its host calls it, and what calls it."""
-    sharding = topology.batch_sharding(topology.make_mesh(2)[0])
+    sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
     made = worker._HostWorker(data, sharding.spec, 16, prefetch.TWO_BATCHES)
 
     def call(method, **content):

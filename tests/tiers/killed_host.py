@@ -16,7 +16,7 @@ import numpy as np
 from elastic_ckpt.core import boxes, digest, host_memory, storage
 from elastic_ckpt.host import capture
 from elastic_ckpt.manifests import manifest, manifest_file
-from elastic_ckpt.tiers.ram import local, ram_disk
+from elastic_ckpt.tiers.ram import local, ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 
 RUN = "run-7"
@@ -46,7 +46,7 @@ def save(host, step, *, only=None, save="0"):
     writer = host.begin(step, save, contents, num_bytes=captured.num_bytes)
     writer.write(captured)
     storage.write_atomic(writer.directory / "data" / "0.json", cursors(step))
-    (file,) = writer.component_files(["data"])
+    (file,) = step_writer.written_files(writer.directory, ["data"])
     files = [manifest.ComponentFile(component="data", parts=(0, 1), **file._asdict())]
     return writer.commit(files)
 

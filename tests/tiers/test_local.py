@@ -406,7 +406,7 @@ def test_what_a_component_wrote_is_listed_with_its_digest(host):
     directory = writer.directory / "data"
     storage.write_atomic(directory / "b.json", b"bb")
     storage.write_atomic(directory / "below" / "a.json", b"")
-    assert writer.component_files(["data"]) == [
+    assert step_writer.written_files(writer.directory, ["data"]) == [
         step_writer.WrittenFile(
             path=path,
             digest=digest.values_digest(np.frombuffer(content, np.uint8)),

@@ -21,7 +21,7 @@ CONFIG = schema.Config(
 
 
 def train(data, slices, num_steps):
-    mesh, _ = topology.make_mesh(slices)
+    mesh = topology.mesh_of(topology.present(slices))
     program = train_step.build(CONFIG, mesh, vocab_size=tokens.VOCAB_SIZE)
     batches = iterator.Batches(data, mesh=mesh, global_batch_size=16)
     state = program.init()
@@ -74,7 +74,9 @@ def test_parameters_are_sharded_over_a_slice_and_repeated_over_slices(trained):
 def test_initial_weights_do_not_depend_on_the_mesh():
     states = [
         train_step.build(
-            CONFIG, topology.make_mesh(slices)[0], vocab_size=tokens.VOCAB_SIZE
+            CONFIG,
+            topology.mesh_of(topology.present(slices)),
+            vocab_size=tokens.VOCAB_SIZE,
         ).init()
         for slices in (1, 4)
     ]
@@ -92,7 +94,7 @@ def test_losses_agree_over_meshes(data):
 
 def test_an_evaluation_sums_over_targets_and_changes_nothing(trained, data):
     program, state, _ = trained
-    mesh, _ = topology.make_mesh(2)
+    mesh = topology.mesh_of(topology.present(2))
     batch = next(iterator.Batches(data, mesh=mesh, global_batch_size=16))
     before = jax.tree.map(np.asarray, state)
     loss, count = program.evaluate(state, batch)

@@ -110,10 +110,10 @@ class Answers:
             )
         try:
             if not path.startswith(_FILES):
-                raise agent_tree.NotServed
+                raise agent_tree.NotServedError
             names = agent_tree.parts(path.removeprefix(_FILES))
             return agent_tree.open_file(self._root, names)
-        except agent_tree.NotServed:
+        except agent_tree.NotServedError:
             return _refusal(404)
 
     def _is_authorized(self, authorization: str) -> bool:

@@ -28,7 +28,7 @@ _MANIFEST = re.compile(r"manifest-[^/]+\.json")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG)
 
 
-class NotServed(Exception):
+class NotServedError(Exception):
     """There is no such file, or it is not for others."""
 
 
@@ -36,14 +36,14 @@ def parts(path: str) -> list[bytes]:
     """The names in the path of a URL, each decoded once.
 
     Raises:
-      NotServed: if one of them could lead elsewhere, or is hidden.
+      NotServedError: if one of them could lead elsewhere, or is hidden.
     """
     encoded = path.encode("utf-8", "surrogateescape").split(b"/")
     names = [urllib.parse.unquote_to_bytes(name) for name in encoded]
     for name in names:
         # `.` and `..` are hidden, too.
         if not name or name.startswith(b".") or set(name) & set(b"/\\\0"):
-            raise NotServed
+            raise NotServedError
     return names
 
 
@@ -51,17 +51,17 @@ def open_file(root: epath.PathLike, names: Sequence[bytes]) -> io.FileIO:
     """Opens `hosts/<slot>/<step>-<save>/...`, a regular file reached without links.
 
     Raises:
-      NotServed: if there is none.
+      NotServedError: if there is none.
     """
     if len(names) < 3:
-        raise NotServed
+        raise NotServedError
     try:
         with _directory(os.path.join(root, "hosts")) as hosts:
             return _open_below(hosts, names)
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
-        raise NotServed from None
+        raise NotServedError from None
 
 
 def manifests(root: epath.PathLike) -> list[storage.Json]:
@@ -136,7 +136,7 @@ def _open_below(directory: int, names: Sequence[bytes]) -> io.FileIO:
     )
     try:
         if not stat.S_ISREG(os.fstat(path_fd).st_mode):
-            raise NotServed
+            raise NotServedError
         return io.FileIO(f"/proc/self/fd/{path_fd}")
     finally:
         os.close(path_fd)

@@ -141,7 +141,7 @@ class Peer:
                 break
             try:
                 offer = Offer(tier="local", manifest=self._manifest(listed))
-            except (checked_json.Unreadable, source.ReadError) as error:
+            except (checked_json.UnreadableError, source.ReadError) as error:
                 self._num_unreadable += 1
                 problems.append(
                     f"manifest {listed.directory}/{listed.name} of"
@@ -186,7 +186,7 @@ class Peer:
         try:
             parsed = manifest_file.parse(text)
         except RecursionError:
-            raise checked_json.Unreadable("is nested too deeply") from None
+            raise checked_json.UnreadableError("is nested too deeply") from None
         actual = (
             parsed.run,
             parsed.step,
@@ -195,7 +195,7 @@ class Peer:
         )
         expected = (self._run, listed.step, listed.save, listed.name)
         if actual != expected:
-            raise checked_json.Unreadable(
+            raise checked_json.UnreadableError(
                 f"is that of run, step, save and file {actual!r:.400}, not of"
                 f" {expected}"
             )
@@ -226,12 +226,7 @@ class Peers:
 
     def offers(self, step: int) -> source.Offered:
         """See `source.Tier`."""
-        sources: dict[Offer, source.Source] = {}
-        problems: list[str] = []
-        for offered in self._of_each(lambda peer: peer.offers(step)):
-            sources.update(offered.sources)
-            problems += offered.problems
-        return source.Offered(sources, problems)
+        return source.merged(self._of_each(lambda peer: peer.offers(step)))
 
     def refusing(self) -> list[str]:
         """The urls of agents that do not take the secret that this process has."""

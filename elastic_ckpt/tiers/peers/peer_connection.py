@@ -26,7 +26,7 @@ LEAST_BYTES_PER_SEC = 64 * 2**10
 _MOST_HEADER_BYTES = 64 * 2**10
 
 
-class Untrusted(Exception):
+class UntrustedError(Exception):
     """The peer is not who it should be, as the end of `<url> ...`."""
 
 
@@ -130,7 +130,7 @@ class _PinnedConnection(http.client.HTTPSConnection):
         shown_sha256 = hashlib.sha256(shown).hexdigest()
         if shown_sha256 != self._certificate_sha256:
             self.close()
-            raise Untrusted(
+            raise UntrustedError(
                 f"shows the certificate {shown_sha256}, not"
                 f" {self._certificate_sha256} as announced"
             )
@@ -150,7 +150,7 @@ def connection(
       timeout_secs: without a byte, or with less than `LEAST_BYTES_PER_SEC` through.
       tls: how to verify certificates; None for `http://`.
       certificate_sha256: of the only certificate to accept, by whatever name; with
-        another, requests raise `Untrusted`. None for any that is valid.
+        another, requests raise `UntrustedError`. None for any that is valid.
     """
     parsed = urllib.parse.urlsplit(url)
     host, port = parsed.hostname or "", parsed.port

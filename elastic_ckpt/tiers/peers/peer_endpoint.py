@@ -171,7 +171,7 @@ class Endpoint:
                 return attempt()
             except (TimeoutError, ssl.SSLCertVerificationError) as error:
                 raise self._failed(str(error)) from None
-            except peer_connection.Untrusted as error:
+            except peer_connection.UntrustedError as error:
                 raise self._failed(str(error)) from None
             except OSError as error:
                 # Idle connections are as old as the broken one.

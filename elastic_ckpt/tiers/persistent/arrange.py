@@ -63,7 +63,7 @@ def recorded_lines(root: PersistentRoot, *, run: str) -> list[Line]:
         )
     except FileNotFoundError:
         return []
-    except (checked_json.Unreadable, *bucket_clients.failures()) as error:
+    except (checked_json.UnreadableError, *bucket_clients.failures()) as error:
         raise errors.CheckpointError(
             f"record of a line {path} {error}; restore the file from a copy, or remove"
             " it to continue from the newest step, which may be one that was abandoned"

@@ -26,8 +26,6 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
 from elastic_ckpt.tiers.persistent.upload import SavedStep
 
-_NAMED = 5
-
 
 def commit(
     root: PersistentRoot,
@@ -118,11 +116,10 @@ def _manifests(
     done = {each.host.id for each in manifests}
     missing = [host for host in hosts if host not in done]
     if missing or not manifests:
-        some = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         raise errors.CheckpointError(
             f"{unfinished} cannot be committed: {len(missing)} of {len(hosts)} hosts"
-            f" have not finished their uploads ({some}); wait for them, or upload the"
-            " step again on the hosts that are there"
+            f" have not finished their uploads ({errors.first_of(missing)});"
+            " wait for them, or upload the step again on the hosts that are there"
         )
     return manifests
 

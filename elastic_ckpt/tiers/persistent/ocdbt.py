@@ -23,8 +23,6 @@ from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.manifest import Leaf
 from elastic_ckpt.tiers import zarr_array
 
-# The files of `merge`, besides the stores that it merges.
-MERGED = ("manifest.ocdbt", "d")
 _PREFIX = "ocdbt.process_"
 # Nodes of indices: without, each value that is read costs a node of each level.
 _CACHE_BYTES = 100 * 2**20
@@ -86,11 +84,6 @@ def store_name(host_id: str) -> str:
     letters and digits.
     """
     return f"{_PREFIX}{digest.name_hash(host_id):016x}"
-
-
-def is_store_name(name: str) -> bool:
-    """Whether a directory of a checkpointable is the store of a host or process."""
-    return name.startswith(_PREFIX)
 
 
 def new_context() -> ts.Context:

@@ -39,7 +39,7 @@ def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
     except FileNotFoundError:
         yield FILE, "is missing, so Orbax's own files cannot be compared"
         return
-    except (*bucket_clients.failures(), checked_json.Unreadable) as error:
+    except (*bucket_clients.failures(), checked_json.UnreadableError) as error:
         yield FILE, str(error)
         return
     for path, expected in listed.items():

@@ -236,7 +236,7 @@ def find_run(path: epath.PathLike) -> str | None:
     root = PersistentRoot.from_path(path)
     for step in reversed(root.steps()):
         for name in manifest_names(root.final(step)):
-            with contextlib.suppress(OSError, checked_json.Unreadable):
+            with contextlib.suppress(OSError, checked_json.UnreadableError):
                 content = (root.final(step) / name).read_bytes()
                 return manifest_file.parse(content, stores=True).run
     return None

@@ -25,13 +25,12 @@ from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import arrange, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (
-    Leftover,
     PersistentRoot,
     manifest_names,
     read_json,
     read_manifests,
 )
-from elastic_ckpt.tiers.source import Offered, OnPiece, ReadError, Source, ignored
+from elastic_ckpt.tiers.source import Offered, OnPiece, ReadError, ignored, merged
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
@@ -105,17 +104,14 @@ class PersistentTier:
 
     def offers(self, step: int) -> Offered:
         """See `source.Tier`; empty if the step is not committed, or not reachable."""
-        sources: dict[Offer, Source] = {}
-        problems: list[str] = []
+        offered: list[Offered] = []
         try:
             for directory in self._directories(step):
-                offered = self._offers(step, directory)
-                sources.update(offered.sources)
-                problems += offered.problems
+                offered.append(self._offers(step, directory))
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            directory = self._root.final(step)
-            problems.append(f"{directory} cannot be read ({error})")
-        return Offered(sources=sources, problems=tuple(problems))
+            problem = f"{self._root.final(step)} cannot be read ({error})"
+            offered.append(Offered(sources={}, problems=[problem]))
+        return merged(offered)
 
     def _directories(self, step: int) -> list[epath.Path]:
         committed = [self._root.final(step)] if self._root.is_committed(step) else []
@@ -170,14 +166,6 @@ class PersistentTier:
             if preserved.is_preserved(self._root.aside(step, save))
         ]
 
-    def leftovers(self) -> list[Leftover]:
-        """The steps that are not committed, those being uploaded among them."""
-        return self._root.leftovers()
-
-    def discard(self, leftover: Leftover) -> None:
-        """Removes a leftover; its upload must not be running."""
-        storage.remove(leftover.path)
-
     def remove(self, step: int) -> None:
         """Removes a committed step: it is gone at once, its files little by little.
 
@@ -192,12 +180,8 @@ class PersistentTier:
         if committed:
             self.remove(step)
         for each in aside:
-            self.discard_aside(*each)
+            self._root.discard_aside(*each)
         return committed or bool(aside)
-
-    def discard_aside(self, step: int, save: str) -> None:
-        """Removes a step that is set aside."""
-        self._root.discard_aside(step, save)
 
     def _steps(self) -> list[int]:
         return [step for step, names in self._listed() if names]

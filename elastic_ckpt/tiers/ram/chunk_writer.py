@@ -79,6 +79,8 @@ class ChunkWriter:
     def put(self, fragment: Fragment, values: np.ndarray) -> Fragment:
         """Writes a chunk that another host has, in the place that it has here.
 
+        The metadata of its array is written too.
+
         Args:
           fragment: as the other host's manifest lists it: a whole chunk.
           values: of its box; the caller has compared their digest.
@@ -94,14 +96,6 @@ class ChunkWriter:
         self._arrays.describe(prefix, leaf, chunk).result()
         self._arrays.write(prefix, leaf, chunk, fragment.box, values).result()
         return self._fragment(fragment.leaf, fragment.box, fragment.digest)
-
-    def put_right(self, fragment: Fragment, values: np.ndarray) -> None:
-        """Writes a chunk anew, and the array's metadata, which may be spoilt too.
-
-        Raises:
-          WRITE_ERRORS: of TensorStore.
-        """
-        self.put(fragment, values)
 
     def _fragment(self, leaf: int, box: boxes.Box, name: bytes) -> Fragment:
         description = self.contents.leaves[leaf]

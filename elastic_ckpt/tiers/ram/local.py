@@ -14,7 +14,6 @@ import json
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -87,12 +86,7 @@ class LocalHost:
     def __enter__(self) -> LocalHost:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -195,7 +189,7 @@ class LocalHost:
           values: of its box and dtype; the caller has compared their digest.
         """
         directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
-        ChunkWriter(directory, manifest.contents).put_right(fragment, values)
+        ChunkWriter(directory, manifest.contents).put(fragment, values)
 
     def put_right_file(
         self, manifest: Manifest, file: ComponentFile, content: bytes

@@ -109,14 +109,6 @@ class StepWriter:
             storage.write_atomic(self.directory / file.path, content)
         self._files[file.path] = file
 
-    def component_files(self, components: Iterable[str]) -> list[WrittenFile]:
-        """The files that components have written here by now, durable, ordered by path.
-
-        Args:
-          components: the names of their directories.
-        """
-        return written_files(self.directory, components)
-
     def put_written(self, contents: Mapping[str, bytes]) -> None:
         """Writes files that components have written elsewhere, by path.
 
@@ -220,9 +212,9 @@ def sweep(path: epath.Path) -> list[str]:
     directory = path.parent
     try:
         manifest = manifest_file.parse(path.read_bytes())
-    except checked_json.OtherVersion:
+    except checked_json.OtherVersionError:
         return []
-    except (FileNotFoundError, checked_json.Unreadable):
+    except (FileNotFoundError, checked_json.UnreadableError):
         # After a crash between the two it is still a leftover.
         storage.remove(path)
         storage.remove(directory)

@@ -1,0 +1,74 @@
+"""The directory of one world for files of components, where there is no RAM disk.
+
+Each process of the world holds a shared lock in it until it ends, and the last one
+removes it, also when an exception ends the program. If that process is killed, the next
+start by the same user removes the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import tempfile
+import weakref
+
+from etils import epath
+
+from elastic_ckpt.core import errors, storage
+
+_NAME = re.compile(r"elastic_ckpt-([0-9]+)-[0-9a-f]{8}")
+_LOCK = "in-use.lock"
+
+
+def new_path() -> str:
+    """A path for a new directory."""
+    name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
+    return os.path.join(tempfile.gettempdir(), name)
+
+
+class WorkingDirectory:
+    """A directory that this process uses until `close`, or until it ends.
+
+    Removes the leftovers of killed processes beside it.
+
+    Args:
+      path: of the directory, as `new_path` returns it; other processes of the world may
+        use it too.
+    """
+
+    def __init__(self, path: epath.PathLike) -> None:
+        _remove_leftovers(os.path.dirname(path))
+        storage.make_private_directory(path)
+        presence = storage.Presence(os.path.join(path, _LOCK))
+        # This also runs if `close` is never called.
+        self.close = weakref.finalize(self, _release, os.fspath(path), presence)
+
+
+def _release(path: str, presence: storage.Presence) -> None:
+    presence.close()
+    _remove_unless_used(path)
+
+
+def _remove_leftovers(parent: str) -> None:
+    with os.scandir(parent) as entries:
+        for entry in entries:
+            named = _NAME.fullmatch(entry.name)
+            with contextlib.suppress(OSError):
+                own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
+                if not (named and own and entry.is_dir(follow_symlinks=False)):
+                    continue
+                # A directory without the lock is just being made, if its maker lives.
+                has_lock = os.path.exists(os.path.join(entry.path, _LOCK))
+                if has_lock or not os.path.exists(f"/proc/{named[1]}"):
+                    _remove_unless_used(entry.path)
+
+
+def _remove_unless_used(path: str) -> None:
+    # An error of the lock means that another process uses the directory.
+    with (
+        contextlib.suppress(errors.RunError, OSError),
+        storage.exclusive_lock(os.path.join(path, _LOCK)),
+    ):
+        storage.remove(path)
