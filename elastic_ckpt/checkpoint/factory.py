@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from elastic_ckpt.checkpoint import allgather, checkpointer, hosts, rendezvous
 from elastic_ckpt.core import events, topology
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.choices import Chosen, TierChoice
 from elastic_ckpt.tiers.persistent import persistent_root

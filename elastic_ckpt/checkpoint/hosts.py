@@ -16,9 +16,8 @@ from absl import logging
 
 from elastic_ckpt.checkpoint.allgather import Allgather
 from elastic_ckpt.core import codec, errors
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.host_tiers import HostTiers
-from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.answers import HostsFailed
+from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer
 from elastic_ckpt.manifests.manifest import Contents
 

@@ -14,7 +14,7 @@ from elastic_ckpt.checkpoint import foreign_steps, tree_structure
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.tree_structure import Text
 from elastic_ckpt.host import read_requests
-from elastic_ckpt.host.complete_step import CompleteStep
+from elastic_ckpt.host.answers import CompleteStep
 from elastic_ckpt.manifests.manifest import Contents
 
 

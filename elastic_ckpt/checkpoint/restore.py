@@ -20,7 +20,7 @@ from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.host import read_requests, recovery
-from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.answers import HostsFailed
 from elastic_ckpt.manifests.line import Line
 
 

@@ -33,8 +33,7 @@ from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import Readiness
-from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.answers import HostsFailed, Readiness
 from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests.line import Line
 

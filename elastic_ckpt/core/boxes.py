@@ -74,8 +74,12 @@ class Boxes:
         return len(self.start)
 
     def __getitem__(self, number: int) -> Box:
+        return self.box(number, rank=self.rank)
+
+    def box(self, number: int, *, rank: int) -> Box:
+        """One box, of its first dims only, as many as `rank`."""
         start, stop = self.start[number].tolist(), self.stop[number].tolist()
-        return Box(start=tuple(start), stop=tuple(stop))
+        return Box(start=tuple(start[:rank]), stop=tuple(stop[:rank]))
 
     def take(self, chosen: np.ndarray) -> Boxes:
         """The boxes that `chosen` selects: their indices, or a bool for each."""

@@ -49,8 +49,3 @@ class Pool:
         """Returns memory from `take` to the pool; nothing may refer to it any more."""
         with self._lock:
             self._free.setdefault(memory.nbytes, []).append(memory)
-
-    def clear(self) -> None:
-        """Frees all memory in the pool."""
-        with self._lock:
-            self._free.clear()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.host.complete_step import CompleteStep
+from elastic_ckpt.core import errors
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.peers.agent import Address
 
@@ -107,6 +107,31 @@ class BackedUp:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CompleteStep:
+    """A step that can be restored.
+
+    Attributes:
+      step: the training step.
+      save: which save of it; empty if Orbax alone saved it.
+      line: the steps, with their saves, from which later saves of its line went on,
+        oldest first, and last this one.
+      path: the directory that it has in persistent storage once it is backed up; None
+        if there is no persistent tier.
+      metrics: that it was saved with; None if there are none.
+      custom_metadata: that a user added; None if there is nothing.
+      commit_timestamp_nsecs: when it was committed, since 1970.
+    """
+
+    step: int
+    save: str
+    line: tuple[tuple[int, str], ...] = ()
+    path: str | None = None
+    metrics: Any = None
+    custom_metadata: Any = None
+    commit_timestamp_nsecs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchOutcome:
     """The outcome of a search for a complete step.
 
@@ -142,3 +167,16 @@ class BadCopyReport:
     file: str
     name: str
     why: str
+
+
+class HostsFailed(errors.CheckpointError):
+    """A request failed on some hosts.
+
+    Attributes:
+      of_host: by the number of a host, its message.
+    """
+
+    def __init__(self, of_host: Mapping[int, str]) -> None:
+        self.of_host = dict(of_host)
+        problems = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
+        super().__init__(problems)

@@ -7,10 +7,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from elastic_ckpt.host.answers import Introduction, JoinedHost
-from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.backup import HostBackup
+from elastic_ckpt.host.reader import HostReader
+from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.host.unjoined_host import HostInSlot, UnjoinedHost
 from elastic_ckpt.host.world import HostConfig, HostWorld
 from elastic_ckpt.manifests.manifest import Host
+
+
+class HostTiers:
+    """One host's part in saves, copies, backups and restores.
+
+    Args:
+      world: the host among the others.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self.world = world
+        self.saver = HostSaver(world)
+        self.backup = HostBackup(world)
+        self.reader = HostReader(world)
+
 
 TiersT = TypeVar("TiersT", bound=HostTiers, covariant=True)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from elastic_ckpt.host.answers import BadCopyReport, SearchOutcome
-from elastic_ckpt.host.complete_step import CompleteStep
+from elastic_ckpt.host.answers import BadCopyReport, CompleteStep, SearchOutcome
 from elastic_ckpt.host.save_requests import OfStep
 from elastic_ckpt.host.world_requests import AnyHost
 from elastic_ckpt.manifests.line import Line

@@ -15,8 +15,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.host import recovery, trees, verified_read
-from elastic_ckpt.host.answers import BadCopyReport, SearchOutcome
-from elastic_ckpt.host.complete_step import CompleteStep
+from elastic_ckpt.host.answers import BadCopyReport, CompleteStep, SearchOutcome
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import line, read_plan
 from elastic_ckpt.manifests.manifest import Contents

@@ -57,6 +57,10 @@ def arrays(trees: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _itself(array: Any) -> Any:
+    return array
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedLeaf:
     """A leaf that a caller requests, in terms of the saved one.
@@ -72,9 +76,9 @@ class AskedLeaf:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding | None
-    finish: Callable[[Any], Any]
+    dtype: Any = None
+    sharding: Sharding | None = None
+    finish: Callable[[Any], Any] = _itself
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,13 +180,7 @@ def rebuilt(tree: Any, name: str, made: Mapping[str, Any]) -> Any:
 def _asked(path: str, leaf: Any) -> AskedLeaf:
     if isinstance(leaf, bool | int | float | complex | np.generic):
         kind = type(leaf)
-        return AskedLeaf(
-            path=path,
-            shape=(),
-            dtype=None,
-            sharding=None,
-            finish=lambda number: kind(number.item()),
-        )
+        return AskedLeaf(path=path, shape=(), finish=lambda number: kind(number.item()))
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise errors.CheckpointError(
             f"{path} is to be restored as a {type(leaf).__name__}; give an array, a"
@@ -194,18 +192,12 @@ def _asked(path: str, leaf: Any) -> AskedLeaf:
             path=path,
             shape=tuple(leaf.shape),
             dtype=dtype if dtype.isnative else dtype.newbyteorder("="),
-            sharding=None,
-            finish=_itself,
         )
     sharding = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return _asked_key(path, leaf, sharding)
     return AskedLeaf(
-        path=path,
-        shape=tuple(leaf.shape),
-        dtype=leaf.dtype,
-        sharding=sharding,
-        finish=_itself,
+        path=path, shape=tuple(leaf.shape), dtype=leaf.dtype, sharding=sharding
     )
 
 
@@ -223,10 +215,6 @@ def _asked_key(path: str, leaf: Any, sharding: Sharding) -> AskedLeaf:
         sharding=sharding,
         finish=lambda data: jax.random.wrap_key_data(data, impl=impl),
     )
-
-
-def _itself(array: Any) -> Any:
-    return array
 
 
 def _of_this_host(leaf: AskedLeaf) -> WantedLeaf:

@@ -144,10 +144,5 @@ class HostWorld:
         return [self.disk, peer.Peers(others)]
 
     def _newest_save(self) -> int:
-        saves = [
-            save
-            for slot in self.disk.slots()
-            for _, save in self.disk.saves(slot)
-            if save.isdecimal()
-        ]
+        saves = [save for *_, save in self.disk.all_saves() if save.isdecimal()]
         return max(map(int, saves), default=0)

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.host.answers import Introduction, JoinedHost
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.manifests.manifest import Host
 
 AnyHost = HostEndpoint[HostTiers]

@@ -161,10 +161,7 @@ class Holdings:
         if item >= len(self.leaf):
             return self.files[item - len(self.leaf)].path
         leaf = self.contents.leaves[self.leaf[item]]
-        box = self.boxes[item]
-        rank = len(leaf.shape)
-        bounds = boxes.Box(start=box.start[:rank], stop=box.stop[:rank])
-        return f"{leaf.path}{bounds}"
+        return f"{leaf.path}{self.boxes.box(item, rank=len(leaf.shape))}"
 
 
 def _check_alike(offers: Sequence[Offer]) -> None:

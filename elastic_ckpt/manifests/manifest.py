@@ -175,10 +175,9 @@ class Fragments:
         """One of them."""
         leaf = int(self.leaf[number])
         rank = len(contents.leaves[leaf].shape)
-        box = self.boxes[number]
         return Fragment(
             leaf=leaf,
-            box=boxes.Box(start=box.start[:rank], stop=box.stop[:rank]),
+            box=self.boxes.box(number, rank=rank),
             digest=self.digest[number].tobytes(),
             file=self.files[self.file[number]],
             offset=int(self.offset[number]),

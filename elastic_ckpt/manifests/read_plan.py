@@ -126,14 +126,9 @@ class ReadPlan:
         of_wanted, box = int(self.of_wanted[number]), int(self.box[number])
         leaf = self.holdings.contents.leaves[self.wanted.leaf[of_wanted]]
         rank = len(leaf.shape)
-        piece, wanted, saved = (
-            boxes.Box(start=each.start[:rank], stop=each.stop[:rank])
-            for each in (
-                self.pieces[number],
-                self.wanted.boxes[of_wanted],
-                self.holdings.boxes[box],
-            )
-        )
+        piece = self.pieces.box(number, rank=rank)
+        wanted = self.wanted.boxes.box(of_wanted, rank=rank)
+        saved = self.holdings.boxes.box(box, rank=rank)
         rows = self.choice[self.first_choice[number] : self.first_choice[number + 1]]
         return Read(
             path=leaf.path,

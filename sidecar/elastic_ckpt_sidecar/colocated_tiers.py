@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import jax
 
-from elastic_ckpt.host.host_tiers import HostTiers
+from elastic_ckpt.host.endpoint import HostTiers
 from elastic_ckpt.host.world import HostConfig, HostWorld
 from elastic_ckpt_sidecar.host_arrays import HostArrays
 

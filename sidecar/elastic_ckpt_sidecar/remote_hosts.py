@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding
 from elastic_ckpt.core import background, errors, topology
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.host import read_requests, save_requests, world_requests
+from elastic_ckpt.host.answers import HostsFailed
 from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.host.phases import Request, decode_answer
 from elastic_ckpt.host.trees import arrays as captured_leaves
 from elastic_ckpt.host.trees import asked, rebuilt

@@ -13,10 +13,8 @@ from elastic_ckpt_sidecar import remote_hosts
 from elastic_ckpt.checkpoint import hosts, rendezvous
 from elastic_ckpt.core import storage
 from elastic_ckpt.host import read_requests, save_requests, world_requests
-from elastic_ckpt.host.answers import Readiness
-from elastic_ckpt.host.endpoint import HostEndpoint
-from elastic_ckpt.host.host_tiers import HostTiers
-from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.answers import HostsFailed, Readiness
+from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.step_notes import StepNotes
 from tests.sidecar import simulated_hosts
 

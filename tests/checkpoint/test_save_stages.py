@@ -8,8 +8,8 @@ import pytest
 from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.host import answers, backup_requests, save_requests
+from elastic_ckpt.host.answers import HostsFailed
 from elastic_ckpt.host.backup_requests import BackUpStep
-from elastic_ckpt.host.hosts_failed import HostsFailed
 from elastic_ckpt.host.save_requests import CollectSteps, ReplicateStep, WriteStep
 
 SAVE = "7"

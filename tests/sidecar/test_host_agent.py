@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.frontend import checkpointer as front_door
 from elastic_ckpt.host import saver
-from elastic_ckpt.host.hosts_failed import HostsFailed
+from elastic_ckpt.host.answers import HostsFailed
 from elastic_ckpt.tiers.peers import peer_endpoint
 from elastic_ckpt.tiers.ram import machine
 from tests.checkpoint import orbax_steps

@@ -114,17 +114,24 @@ class Response(http.client.HTTPResponse):
         self._watched.allowed = math.inf
 
 
-class _PinnedConnection(http.client.HTTPSConnection):
-    """Takes one certificate only, whenever it connects."""
+class _EncryptedConnection(http.client.HTTPSConnection):
+    """Takes one certificate only, whenever it connects, if that is known."""
 
     def __init__(
-        self, host: str, port: int | None, *, certificate_sha256: str, **kwargs: Any
+        self,
+        host: str,
+        port: int | None,
+        *,
+        certificate_sha256: str | None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(host, port, **kwargs)
         self._certificate_sha256 = certificate_sha256
 
     def connect(self) -> None:
         super().connect()
+        if self._certificate_sha256 is None:
+            return
         assert isinstance(self.sock, ssl.SSLSocket)
         shown = self.sock.getpeercert(binary_form=True) or b""
         shown_sha256 = hashlib.sha256(shown).hexdigest()
@@ -157,12 +164,8 @@ def connection(
     made: http.client.HTTPConnection
     if parsed.scheme != "https":
         made = http.client.HTTPConnection(host, port, timeout=timeout_secs)
-    elif certificate_sha256 is None:
-        made = http.client.HTTPSConnection(
-            host, port, timeout=timeout_secs, context=tls
-        )
     else:
-        made = _PinnedConnection(
+        made = _EncryptedConnection(
             host,
             port,
             timeout=timeout_secs,

@@ -160,15 +160,7 @@ class PersistentRoot:
 
     def uncommit(self, step: int) -> epath.Path:
         """Makes a committed step invisible, and returns its directory."""
-        final = self.final(step)
-        if self.in_place:
-            storage.remove(final / COMMIT_FILE)
-            return final
-        taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
-        # A directory of this name is the rest of an earlier removal.
-        storage.remove(taken_back)
-        storage.rename(final, taken_back)
-        return taken_back
+        return self._taken_back(step, self.final(step))
 
     def aside(self, step: int, save: str) -> epath.Path:
         """The directory of a save of a step that is set aside."""
@@ -194,15 +186,18 @@ class PersistentRoot:
 
     def discard_aside(self, step: int, save: str) -> None:
         """Removes a step that is set aside: it is gone at once."""
-        directory = self.aside(step, save)
+        storage.remove(self._taken_back(step, self.aside(step, save)))
+
+    def _taken_back(self, step: int, directory: epath.Path) -> epath.Path:
+        # Makes a committed directory invisible, and returns where its files are.
         if self.in_place:
             storage.remove(directory / COMMIT_FILE)
-            storage.remove(directory)
-            return
+            return directory
         taken_back = self.path / f"{step}{_TEMPORARY}-{REMOVED}"
+        # A directory of this name is the rest of an earlier removal.
         storage.remove(taken_back)
         storage.rename(directory, taken_back)
-        storage.remove(taken_back)
+        return taken_back
 
     def _move(self, source: epath.Path, target: epath.Path) -> None:
         storage.make_directory(target.parent)

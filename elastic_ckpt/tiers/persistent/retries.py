@@ -89,10 +89,10 @@ class Retries:
             try:
                 return act()
             except (*bucket_clients.failures(), ValueError) as error:
-                problem = _problem(error)
-                if problem is None:
+                is_permanent = _is_permanent(error)
+                if is_permanent is None:
                     raise
-                if problem.permanent:
+                if is_permanent:
                     raise errors.CheckpointError(
                         f"{what} failed: {error}; a retry cannot solve this: check the"
                         " path, its free space and who may write there, then upload the"
@@ -117,19 +117,14 @@ class Retries:
 PATIENT = Retries()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    permanent: bool
-
-
-def _problem(error: Exception) -> _Problem | None:
+def _is_permanent(error: Exception) -> bool | None:
     # None if the error is not one of storage.
     if isinstance(error, OSError):
-        return _Problem(error.errno in _PERMANENT_ERRNOS)
+        return error.errno in _PERMANENT_ERRNOS
     if not isinstance(error, ValueError):
-        return _Problem(permanent=False)
+        return False
     status = _STATUS.match(str(error))
     if status is None:
         return None
     full = any(each in str(error) for each in _FULL)
-    return _Problem(full or status[1] in _PERMANENT_STATUSES)
+    return full or status[1] in _PERMANENT_STATUSES

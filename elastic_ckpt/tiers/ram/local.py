@@ -112,23 +112,19 @@ class LocalHost:
         return [self._retained(each) for each in self.held()]
 
     def _retained(self, each: Held) -> retention.HeldStep:
+        time_ms, metrics, complete = 0, None, True
         try:
             contents = self.disk.manifest(self.slot, *each).contents
+            time_ms, metrics = contents.time_ms, contents.metrics
         except errors.CheckpointError:
             # Its files cannot be read without it.
-            return retention.HeldStep(
-                step=each.step,
-                save=each.save,
-                time=_BEGINNING,
-                metrics=None,
-                complete=False,
-            )
+            complete = False
         return retention.HeldStep(
             step=each.step,
             save=each.save,
-            time=_BEGINNING + datetime.timedelta(milliseconds=contents.time_ms),
-            metrics=None if contents.metrics is None else json.loads(contents.metrics),
-            complete=True,
+            time=_BEGINNING + datetime.timedelta(milliseconds=time_ms),
+            metrics=None if metrics is None else json.loads(metrics),
+            complete=complete,
         )
 
     def begin(

@@ -80,6 +80,10 @@ class RamDisk:
         names = _names(self.host_directory(slot))
         return sorted(filter(None, map(layout.parse_step_directory, names)))
 
+    def all_saves(self) -> list[tuple[int, int, str]]:
+        """The slot, step and save of each directory of a step, ascending."""
+        return [(slot, *each) for slot in self.slots() for each in self.saves(slot)]
+
     def step_directory(self, slot: int, step: int, save: str) -> epath.Path:
         """The directory of one save of a step in a slot."""
         return self.host_directory(slot) / layout.step_directory(step, save)
@@ -91,15 +95,14 @@ class RamDisk:
 
     def steps(self) -> Sequence[int]:
         """The steps that may have files, ascending."""
-        return sorted({step for slot in self.slots() for step, _ in self.saves(slot)})
+        return sorted({step for _, step, _ in self.all_saves()})
 
     def known_saves(self) -> Sequence[tuple[int, str]]:
         """The steps and saves that are committed, ascending."""
         return sorted(
             {
                 (step, save)
-                for slot in self.slots()
-                for step, save in self.saves(slot)
+                for slot, step, save in self.all_saves()
                 if self.manifest_path(slot, step, save).exists()
             }
         )
@@ -108,17 +111,16 @@ class RamDisk:
         """The parts of a step in all slots, of all its saves."""
         sources: dict[Offer, Source] = {}
         problems = []
-        for slot in self.slots():
-            for number, save in self.saves(slot):
-                if number != step or not self.manifest_path(slot, step, save).exists():
-                    continue
-                try:
-                    manifest = self.manifest(slot, step, save)
-                except errors.CheckpointError as problem:
-                    problems.append(str(problem))
-                    continue
-                directory = self.step_directory(slot, step, save)
-                sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
+        for slot, number, save in self.all_saves():
+            if number != step or not self.manifest_path(slot, step, save).exists():
+                continue
+            try:
+                manifest = self.manifest(slot, step, save)
+            except errors.CheckpointError as problem:
+                problems.append(str(problem))
+                continue
+            directory = self.step_directory(slot, step, save)
+            sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
         return Offered(sources=sources, problems=problems)
 
     def manifest(self, slot: int, step: int, save: str) -> Manifest:
@@ -141,8 +143,7 @@ class RamDisk:
         return sorted(
             {
                 step
-                for slot in self.slots()
-                for step, save in self.saves(slot)
+                for slot, step, save in self.all_saves()
                 if preserved.is_preserved(self.step_directory(slot, step, save))
             }
         )
@@ -155,12 +156,11 @@ class RamDisk:
     def free_bytes(self) -> int:
         """The free bytes under the limit and in the file system, less reserved ones."""
         used = promised = 0
-        for slot in self.slots():
-            for step, save in self.saves(slot):
-                directory = self.step_directory(slot, step, save)
-                written = _blocks_bytes(os.fspath(directory))
-                used += written
-                promised += max(written, _reserved_bytes(directory))
+        for each in self.all_saves():
+            directory = self.step_directory(*each)
+            written = _blocks_bytes(os.fspath(directory))
+            used += written
+            promised += max(written, _reserved_bytes(directory))
         system = os.statvfs(self.root)
         free = system.f_bavail * system.f_frsize - (promised - used)
         if self.limit_bytes is None:
