@@ -43,7 +43,11 @@ class WorkingDirectory:
         storage.make_private_directory(path)
         presence = storage.Presence(os.path.join(path, _LOCK))
         # This also runs if `close` is never called.
-        self.close = weakref.finalize(self, _release, os.fspath(path), presence)
+        self._release = weakref.finalize(self, _release, os.fspath(path), presence)
+
+    def close(self) -> None:
+        """Removes the directory, unless another process uses it."""
+        self._release()
 
 
 def _release(path: str, presence: storage.Presence) -> None:

@@ -43,13 +43,6 @@ def test_memory_that_is_out_is_given_to_nobody_else():
         assert all(threads.map(take_and_give_back, numbers))
 
 
-def test_a_pool_that_was_cleared_holds_nothing():
-    pool = host_memory.Pool()
-    pool.give_back(host_memory.allocate(2**21))
-    pool.clear()
-    assert not pool._free
-
-
 def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch):
     # What madvise of such a kernel says: EINVAL.
     monkeypatch.setattr(host_memory.mmap, "MADV_HUGEPAGE", 12345)
