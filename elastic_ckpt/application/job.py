@@ -99,7 +99,7 @@ class Job:
             saver=self.checkpointer,
             evaluation=self.evaluation,
             emit=self.emit,
-            meet=functools.partial(
+            barrier=functools.partial(
                 allgather.of_this_world().gather,
                 "compiled",
                 None,

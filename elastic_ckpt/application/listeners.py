@@ -25,7 +25,7 @@ def check(section: schema.MetricsSection) -> None:
 
 
 def on_one_machine(section: schema.MetricsSection, host: int) -> schema.MetricsSection:
-    """`section` for one of several hosts of a machine: each has a port of its own."""
+    """`section` for one of several hosts of a machine: each has its own port."""
     if not section.prometheus_port:
         return section
     return dataclasses.replace(section, prometheus_port=section.prometheus_port + host)
@@ -33,7 +33,7 @@ def on_one_machine(section: schema.MetricsSection, host: int) -> schema.MetricsS
 
 @contextlib.contextmanager
 def started(config: schema.Config) -> Iterator[None]:
-    """Has the metrics of this host heard while the block runs.
+    """Runs the configured listeners of this host's metrics while the block runs.
 
     Raises:
       ConfigError: if Prometheus is to be served and cannot be.

@@ -82,7 +82,7 @@ def run(
     supervisor.World(
         functools.partial(program, config),
         num_hosts=config.world.hosts,
-        # A directory of its own: this may be a second start of a run that is alive.
+        # A new directory: this may be a second start of a run that is alive.
         log_directory=storage.make_unique_directory(logs),
         emit=emit,
         grace_secs=termination.grace_secs(config.deploy),

@@ -1,4 +1,4 @@
-"""Where the files of a run are, and what it was configured with."""
+"""The places of a run's files, and the configuration that it was started with."""
 
 from __future__ import annotations
 

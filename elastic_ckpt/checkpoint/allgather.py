@@ -108,8 +108,8 @@ class CoordinationService:
         try:
             return self._client.blocking_key_value_get_bytes(key, timeout_ms)
         except Exception as error:
-            # The service raises one class for all that can happen. If it is gone, so is
-            # host 0, whose own error says more.
+            # The service raises one class for all failures. If it is gone, so is host
+            # 0, whose own error is more specific.
             reason = str(error).partition("\n")[0]
             if "DEADLINE_EXCEEDED" not in reason:
                 raise

@@ -1,9 +1,9 @@
-"""What a caller asks for in a restore, in terms of what was saved.
+"""Requested trees of a restore, matched with the saved ones.
 
-A tree that is asked for has, in the place of a leaf, what it shall become: an abstract
-array, a number or the type of one, `str`; `...` or None, which stay, and nothing is
-read; or the type of arrays, for an array as it was saved. Here that becomes trees that
-hosts can read, and afterwards what they read becomes what was asked for.
+A requested tree has, in the place of each leaf, the form to restore it in: an abstract
+array, a number or its type, or `str`; `...` or None, for which nothing is read and
+which stay; or an array type, for an array as it was saved. `resolve` derives the trees
+that hosts read, and `AskedTrees.filled` puts the values into the requested trees.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _READ = object()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedTrees:
-    """Trees that are asked for.
+    """Requested trees.
 
     Attributes:
-      read: by name, trees of what hosts read; where nothing is read stands None.
-      given: by name, the same trees with what is not read.
+      read: by name, the trees that hosts read; None in the place of other leaves.
+      given: by name, the same trees with the leaves that are not read.
     """
 
     read: Mapping[str, Any]
     given: Mapping[str, Any]
 
     def filled(self, read: Mapping[str, Any]) -> dict[str, Any]:
-        """What was asked for, of what hosts read in the place of `self.read`."""
+        """The requested trees, with the values that hosts read for `self.read`."""
         return {
             name: jax.tree.map(
                 lambda given, leaf: leaf if given is _READ else given,
@@ -53,17 +53,18 @@ class AskedTrees:
 def resolve(
     asked: Mapping[str, Any], contents: Contents, *, step: int, partial: bool
 ) -> AskedTrees:
-    """What hosts have to read for the trees that are asked for.
+    """Determines what hosts read for the requested trees.
 
     Args:
       asked: trees by name; None takes a whole tree as it was saved.
       contents: of the step.
       step: its number.
-      partial: whether leaves that were saved need not be asked for; what was not saved
-        then stays as it is given.
+      partial: whether saved leaves may be left out; leaves that were not saved then
+        stay as they are given.
 
     Raises:
-      CheckpointError: if the step has it not, or not in that form; it names the leaf.
+      CheckpointError: if the step lacks a leaf, or has it in another form; it names the
+        leaf.
     """
     saved = tree_structure.saved_trees(contents)
     missing = sorted(asked.keys() - saved.keys())
@@ -113,7 +114,7 @@ def _is_none(node: Any) -> bool:
 
 
 def _leaves(name: str, tree: Any) -> dict[str, Any]:
-    # None among them.
+    # None counts as a leaf.
     return {
         trees.leaf_path(name, path): leaf
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_none)
@@ -128,7 +129,7 @@ def _resolved(
     *,
     partial: bool,
 ) -> tuple[Any, Any]:
-    # What stands in its place before the hosts have read, and what they read.
+    # The placeholder of a leaf until the hosts have read, and what they read for it.
     if leaf is None or leaf is ...:
         return leaf, None
     was = saved.get(contents.listed_path(path))
@@ -150,7 +151,7 @@ def _resolved(
 
 
 def _placed(leaf: Any, was: Any) -> Any:
-    # Where nobody says where an array goes it goes where it was.
+    # An array without a requested sharding keeps the saved one.
     if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
         sharding = getattr(was, "sharding", None)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

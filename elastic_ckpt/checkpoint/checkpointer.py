@@ -53,7 +53,7 @@ class Checkpointer:
 
     @property
     def directory(self) -> epath.Path:
-        """Where steps are in persistent storage, or in RAM if that is the only tier."""
+        """The directory of the steps in storage, or in RAM if that is the only tier."""
         if self._steps.root is not None:
             return self._steps.root.path
         return storage.absolute(self._chosen.ram_directory())
@@ -120,7 +120,7 @@ class Checkpointer:
     def save_checkpointables(
         self, step: int, checkpointables: Mapping[str, Any], **options: Any
     ) -> bool:
-        """As `save_checkpointables_async`; waits, and says whether it was committed."""
+        """Saves, waits, and returns whether the step was committed."""
         response = self.save_checkpointables_async(step, checkpointables, **options)
         return response is not None and response.result()
 
@@ -138,15 +138,15 @@ class Checkpointer:
         )
 
     def save(self, step: int, state: Any, **options: Any) -> bool:
-        """As `save_async`; waits, and says whether it was committed."""
+        """Saves one pytree, waits, and returns whether the step was committed."""
         response = self.save_async(step, state, **options)
         return response is not None and response.result()
 
     def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
-        """Removes a step, once its save is done: no host stops in the midst of one.
+        """Removes a step once its save is done: a save is not interrupted.
 
         Args:
-          step: None takes the one that is being saved, if there is one.
+          step: None takes the one that is being saved, if any.
         """
         if step is None:
             begun = self.is_saving_in_progress()
@@ -157,7 +157,7 @@ class Checkpointer:
             self.delete(step, missing_ok=True)
 
     def root_metadata(self) -> ocp.training.RootMetadata:
-        """Where the steps are, and what Orbax has noted of all of them together."""
+        """The directory of the steps, and Orbax's metadata of all of them together."""
         noted = read_json(self.directory / "metadata" / "_ROOT_METADATA")
         return ocp.training.RootMetadata(
             directory=self.directory, custom_metadata=noted.get("custom_metadata")
@@ -166,7 +166,7 @@ class Checkpointer:
     def checkpointables_metadata(
         self, step: int | CheckpointMetadata | None = None
     ) -> CheckpointMetadata:
-        """What a step holds, by the names of its checkpointables; nothing is loaded.
+        """The contents of a step, by checkpointable; loads nothing.
 
         Args:
           step: None takes the newest complete one.
@@ -184,7 +184,7 @@ class Checkpointer:
         *,
         checkpointable_name: str = "state",
     ) -> CheckpointMetadata:
-        """What one pytree of a step holds; otherwise as `checkpointables_metadata`."""
+        """The contents of one pytree; otherwise as `checkpointables_metadata`."""
         held = self.checkpointables_metadata(step)
         if checkpointable_name not in held.metadata:
             raise errors.CheckpointError(
@@ -205,11 +205,12 @@ class Checkpointer:
         Args:
           step: None takes the newest complete one; if it proves to be unreadable, the
             one before.
-          abstract_checkpointables: by name, trees of what is wanted (`asked_trees`) and
-            components, which move there. What was saved under other names is left
-            alone. None in the place of a tree takes it as it was saved; None for all
-            takes all trees so. Then an array is under the sharding that it had, if its
-            devices are there, otherwise whole on a device of each host.
+          abstract_checkpointables: by name, requested trees (`asked_trees`) and
+            components, which are set to the saved state. Other saved checkpointables
+            are not read. None in the place of a tree takes it as it was saved; None
+            for all takes all trees so. Such an array has the sharding that it was
+            saved under if those devices exist, otherwise it is whole on a device of
+            each host.
           partial: whether trees may lack leaves that were saved.
 
         Raises:
@@ -260,7 +261,7 @@ class Checkpointer:
         )
 
     def reload(self) -> None:
-        """Looks again for the newest complete step: others may have written one."""
+        """Searches again for the newest complete step: other programs may write too."""
         self.wait()
         with self._flushing():
             self._steps.reload()
@@ -321,13 +322,13 @@ class Checkpointer:
         return self._steps.stages.is_committing
 
     def wait(self) -> None:
-        """Returns when all that was begun is done, in every tier."""
+        """Returns when all started work is done, in every tier."""
         self._background.wait()
         self._steps.stages.wait()
         self._flush()
 
     def close(self) -> None:
-        """Waits, and releases the hosts; what they hold stays."""
+        """Waits, and releases the hosts; saved steps stay."""
         try:
             self.wait()
         finally:
@@ -345,7 +346,7 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            # Other hosts may be gone, and would be waited for.
+            # Do not wait for hosts that may be gone.
             self._hosts.close()
 
     def _in_background(self, work: Callable[[], T]) -> Response[T]:

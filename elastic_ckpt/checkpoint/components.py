@@ -1,9 +1,9 @@
 """Components: the parts of a step that write their own files, such as the data state.
 
-A component is what Orbax calls a `StatefulCheckpointable`: it takes its state when it
-is called and writes it later, and reads it back from a directory. Hosts may each write
-some of its files, under logical names; two hosts that write a file of one name have to
-write the same bytes.
+A component is a `StatefulCheckpointable` of Orbax: `save` takes its state at once and
+writes it later, `load` reads it from a directory. Each host may write some of the
+files, under logical names; hosts that write files of one name must write the same
+bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Created:
-    """A directory that is there, as Orbax hands it to a component."""
+    """An existing directory, in the form in which Orbax passes one to a component."""
 
     path: epath.Path
 
@@ -35,7 +35,7 @@ class Created:
         return Created(self.path / other)
 
     async def await_creation(self) -> epath.Path:
-        """The directory, which need not be waited for."""
+        """The directory; returns at once."""
         return self.path
 
 
@@ -71,7 +71,7 @@ def begin_save(
       Exception: as a component's `save`; then no component writes its state.
     """
     if not components:
-        # The caller waits, and would for a thread and an event loop.
+        # Saves the caller the time to start a thread and an event loop.
         return lambda: None
 
     async def begin() -> list[Awaitable[None]]:
@@ -97,7 +97,7 @@ def try_to_save(
     components: Mapping[str, ocp.StatefulCheckpointable],
     directory: Callable[[str], epath.Path],
 ) -> tuple[Callable[[], None], Exception | None]:
-    """As `begin_save`, for hosts that give a step up together.
+    """As `begin_save`, for hosts that fail a step together.
 
     Returns:
       The writer of the states, which raises the error of a component that could not
@@ -158,6 +158,6 @@ def _raise(error: Exception) -> None:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    # On a thread of its own: the caller's may run an event loop already (a notebook).
+    # On a separate thread: the caller's may run an event loop already (a notebook).
     with futures.ThreadPoolExecutor(1, thread_name_prefix="component") as thread:
         return thread.submit(asyncio.run, coroutine).result()

@@ -1,4 +1,4 @@
-"""The checkpointer over some tiers, whatever world this process is in."""
+"""Constructs the checkpointer over some tiers, in any kind of world."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def Checkpointer(
 ) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
 
-    Every process of a world calls it alike, and it returns when all have.
+    Every process of a world calls it, and it returns when all have.
 
     Args:
       tiers: at most one of each kind. With a local tier, hosts save to their RAM first;
@@ -40,7 +40,7 @@ def Checkpointer(
     chosen = Chosen.from_choices(tiers)
     messages = allgather.of_this_world()
     if run is None:
-        # Storage may change while the processes start: all take what host 0 finds.
+        # Storage may change while the processes start: host 0 decides for all.
         known_run = run_of(chosen) if messages.host == 0 else None
         run = messages.gather("run", known_run, timeout_secs=_PATIENCE_SECS)[0]
     config = HostConfig(
@@ -71,7 +71,7 @@ def run_of(chosen: Chosen) -> str:
 def over(
     world: hosts.Hosts, chosen: Chosen, *, emit: events.Emit = events.nobody
 ) -> checkpointer.Checkpointer:
-    """A checkpointer over hosts of any kind, which meet each other for it.
+    """A checkpointer over hosts of any kind, which it joins to a world.
 
     Args:
       world: the hosts; the checkpointer closes them.

@@ -24,7 +24,7 @@ _REMEDY = (
 def load(
     path: epath.Path, wanted: Mapping[str, Any], *, partial: bool
 ) -> dict[str, Any]:
-    """What a step holds of what is wanted.
+    """Loads the requested parts of a step.
 
     Args:
       path: of the step.

@@ -160,7 +160,7 @@ def _outcome(name: str, run: Callable[[], Any]) -> dict[str, Any]:
     except (errors.ElasticCkptError, OSError) as error:
         return {"failed": str(error)}
     except Exception as error:
-        # A bug ends this request on all hosts, not only on this one.
+        # A bug fails this request on all hosts, not only on this one.
         logging.exception("%s failed", name)
         last = traceback.format_exception_only(error)[-1].strip()
         return {"failed": f"{name} failed with {last}; see this host's log"}

@@ -1,4 +1,4 @@
-"""What a step holds, by its manifests alone: trees to ask for, and components."""
+"""The contents of a step, from its manifests: abstract trees, and components."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class CheckpointMetadata:
       save: which save of it; empty if Orbax alone saved it.
       line: the steps, with their saves, from which later saves of its line went on,
         oldest first, and last this one.
-      path: the directory that it has in persistent storage once it is backed up; None
-        if there is no persistent tier.
+      path: its directory in persistent storage, once it is backed up; None if there is
+        no persistent tier.
       metrics: that it was saved with; None if there are none.
-      custom_metadata: that a user added; None if there is nothing.
+      custom_metadata: added by the user; None if there is none.
       commit_timestamp_nsecs: when it was committed, since 1970.
       init_timestamp_nsecs: when its save began, since 1970, if that is known.
-      metadata: of a pytree, the same tree with abstract leaves, or by the name of each
-        checkpointable such a tree, and None of a component. A text is `"string"`. Of a
-        step that Orbax alone saved, what Orbax has. None where only steps are listed.
+      metadata: by the name of each checkpointable, the tree with abstract leaves, or
+        None for a component; or the tree of the one that was asked for. A text is
+        `"string"`. If Orbax alone saved the step, Orbax's metadata. None where only
+        steps are listed.
     """
 
     step: int
@@ -81,7 +82,7 @@ class CheckpointMetadata:
 
 
 def of_step(hosts: Hosts, checkpoint_found: CheckpointMetadata) -> CheckpointMetadata:
-    """What a step holds, by the names of its checkpointables.
+    """The contents of a step, by the names of its checkpointables.
 
     Args:
       hosts: of the world.
@@ -103,7 +104,7 @@ def of_step(hosts: Hosts, checkpoint_found: CheckpointMetadata) -> CheckpointMet
 def of_contents(
     checkpoint_found: CheckpointMetadata, contents: Contents
 ) -> CheckpointMetadata:
-    """What a step with some contents holds."""
+    """The metadata of a step with these contents."""
     trees = tree_structure.saved_trees(contents)
     held = dict.fromkeys(contents.components) | jax.tree.map(_described, trees)
     return dataclasses.replace(checkpoint_found, metadata=held)
@@ -125,5 +126,5 @@ def _time(nsecs: int) -> datetime.datetime:
 
 
 def _described(leaf: Any) -> Any:
-    # As Orbax describes texts.
+    # Orbax's description of texts.
     return "string" if isinstance(leaf, Text) else leaf

@@ -1,4 +1,4 @@
-"""What Orbax v1 writes beside the values of a checkpoint, made without saving one.
+"""The files that Orbax v1 writes beside the values of a checkpoint.
 
     _CHECKPOINT_METADATA              handlers by part, times, custom metadata
     <part>/_METADATA                  the tree of a pytree, and the kinds of its leaves
@@ -35,13 +35,13 @@ _METRICS = "metrics"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetadata:
-    """What Orbax notes of a step as a whole.
+    """Orbax's metadata of a whole step.
 
     Attributes:
       init_timestamp_nsecs: when its save began, since 1970.
       commit_timestamp_nsecs: when it was committed, since 1970.
-      metrics: what policies rank it by; None if it was not evaluated.
-      custom: whatever a user wants to find again, as JSON.
+      metrics: for policies that rank steps; None if it was not evaluated.
+      custom: metadata that the user added, JSON.
     """
 
     init_timestamp_nsecs: int
@@ -53,7 +53,7 @@ class StepMetadata:
 def stored_arrays(
     checkpointables: Mapping[str, Any], chunks: Mapping[str, Sequence[int]]
 ) -> dict[str, ocdbt.StoredArray]:
-    """Where Orbax looks for each leaf, by the leaf's path in manifests.
+    """The location of each leaf in Orbax's stores, by its path in manifests.
 
     Args:
       checkpointables: pytrees by name, which `saveable` has checked; leaves may be
@@ -228,7 +228,7 @@ EMPTY_KINDS = frozenset(_EMPTY.values())
 
 
 def is_jax(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX, or stands for one."""
+    """Whether a leaf is an array of JAX, or its abstract form."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
@@ -264,7 +264,7 @@ def is_random_key(leaf: Any) -> bool:
 
 def random_key_impl(leaf: Any) -> str:
     """The name of the generator of an array of typed random keys."""
-    # Of abstract keys only a traced function can ask.
+    # The generator of an abstract key is available in a traced function only.
     kinds: list[Any] = []
     jax.eval_shape(lambda keys: kinds.append(jax.random.key_impl(keys)), leaf)
     return str(kinds[0])

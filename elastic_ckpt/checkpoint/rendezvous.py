@@ -15,7 +15,7 @@ from elastic_ckpt.tiers.peers import known_agents
 
 
 def join(hosts: Hosts) -> None:
-    """Makes a world of `hosts`: from now on they find each other's RAM.
+    """Joins `hosts` to a world, in which they can read each other's RAM.
 
     Raises:
       HostsFailed: if a host cannot take part, with the reason.

@@ -1,4 +1,4 @@
-"""Responses to calls that go on in the background."""
+"""Responses to calls that run in the background."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Response(Generic[T]):
-    """A call under way, as Orbax's `AsyncResponse`.
+    """A running call, as Orbax's `AsyncResponse`.
 
     Args:
       doing: completed when the call is done.

@@ -1,7 +1,7 @@
-"""Restore: all hosts read one step, the newest that proves to be whole.
+"""Restore: all hosts read one step, the newest one that is readable.
 
-Nothing is handed out, and no component moves, before every host has read and verified
-all of its part: if one cannot, all turn to the step before.
+No value is returned, and no component is loaded, before every host has read and
+verified all of its part: if one cannot, all hosts read the step before.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from elastic_ckpt.manifests.line import Line
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Read:
-    # What was asked for, how much was read from how near, and where the files of each
-    # component are.
+    # The requested trees, the bytes read by nearness of their source, and the
+    # directories of the components' files.
     asked: asked_trees.AskedTrees
     num_bytes: dict[str, int]
     directories: dict[str, str]
@@ -39,7 +39,7 @@ class Search:
 
     Attributes:
       checkpoint: None if no step is complete.
-      newest_save: of all steps that there are; empty if there are none.
+      newest_save: of all existing steps; empty if there are none.
     """
 
     checkpoint: CheckpointMetadata | None
@@ -61,7 +61,7 @@ def find(
       step: None for the newest.
       emit: called when newer steps are passed over, and for peers that refuse.
       without: steps and saves that proved to be unreadable.
-      own_line: that the caller has saved something to.
+      own_line: the line that the caller has saved to.
 
     Raises:
       CheckpointError: if a certain step is not complete, or there may be one in storage
@@ -104,7 +104,7 @@ def restore(
     partial: bool,
     emit: events.Emit,
 ) -> tuple[Search, dict[str, Any]]:
-    """The step that was found and restored, and what it holds of what is wanted.
+    """Restores a step; returns its search, and the requested parts.
 
     Args:
       hosts: of the world.
@@ -112,7 +112,7 @@ def restore(
         before.
       wanted: by name, abstract trees and components.
       partial: whether trees may lack leaves that were saved.
-      emit: hears where values came from, and what was wrong.
+      emit: called with the sources of the values, and with problems.
 
     Raises:
       CheckpointError: if there is no such step, it is of another model, or no good copy
@@ -141,7 +141,7 @@ def restore(
 
 
 def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
-    # What all hosts did is recorded once.
+    # One host records for all.
     for near, metric in metrics.CHECKPOINT_READ.items():
         metric.record(read_bytes[f"{near}_bytes"])
     metrics.CHECKPOINT_BAD_COPIES.record(bad["bad_copies"])
@@ -149,7 +149,7 @@ def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:
 
 
 def _repair(hosts: Hosts) -> dict[str, int]:
-    # How many bad copies were met, and how many of them are good again.
+    # The numbers of bad copies that were read, and of those that were repaired.
     answers = hosts.all(read_requests.ListBadCopies())
     bad = tuple(copy for copies in answers for copy in copies)
     for each in bad:
@@ -168,7 +168,7 @@ def _read_newest(
     partial: bool,
     emit: events.Emit,
 ) -> tuple[Search, _Read | None]:
-    # What `_read` says of the step that is read; None of one that Orbax alone saved.
+    # Returns the result of `_read`, or None for a step that Orbax alone saved.
     without: list[tuple[int, str]] = []
     reasons: dict[int, str] = {}
 
@@ -210,7 +210,7 @@ def _read(
     try:
         hosts.check(asked.read, sorted(stateful))
     except HostsFailed as error:
-        # An older step would not have it either: it is asked for the wrong thing.
+        # An older step would not have it either: the request is wrong.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
     answers = hosts.all(read_requests.ReadStep())
     directories = {
@@ -230,7 +230,7 @@ def _restore_foreign(
     partial: bool,
     emit: events.Emit,
 ) -> dict[str, Any]:
-    # What Orbax saved without us has no digests.
+    # Steps that Orbax alone saved have no digests.
     assert checkpoint.path is not None
     why = "plain Orbax saved it, and its values cannot be verified"
     emit("degraded", tier="persistent", step=checkpoint.step, why=why)

@@ -1,4 +1,4 @@
-"""What a run saves and when: its state and its data state, in all tiers alike.
+"""Saves and restores the state and the data state of a run.
 
 A step is named by the number of steps done. It holds two checkpointables, `state`
 (weights, optimizer, step counter) and `data` (the data state).
@@ -50,7 +50,7 @@ class RunSaver:
         return None if latest is None else latest.step
 
     def restore(self, abstract_state: Any) -> Any:
-        """The state of the newest complete step; the data iterator goes there too.
+        """Returns the newest state, and sets the data iterator to its position.
 
         Raises:
           CheckpointError: if the step is of another model, or none can be read.
@@ -59,7 +59,7 @@ class RunSaver:
         return self._checkpointer.load_checkpointables(None, wanted)[STATE]
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """Whether a tier wants step `step`, which is done now."""
+        """Whether to save `step`, which has just been computed."""
         if last and self._section.save_checkpoint_on_completion:
             return not self._checkpointer.is_durable(step)
         return self._checkpointer.should_save(step)
@@ -67,7 +67,7 @@ class RunSaver:
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last one to every tier."""
         self._last_step = step if last else None
-        # A run that was at its end already saves its last step anew.
+        # A run that had already ended saves its last step again.
         overwrite = last and self.latest_step == step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             saving = self._checkpointer.save_checkpointables_async(

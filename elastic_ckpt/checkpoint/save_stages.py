@@ -1,19 +1,18 @@
-"""The stages of a save, beside the training, each doing one step at a time.
+"""The stages of a save: background threads that process one step at a time each.
 
-* commit: hosts write the step to their RAM disks; it exists when all have
-* replicate: hosts take copies from each other; then what is not needed any more goes
+* commit: hosts write the step to their RAM disks; it exists when all have written it
+* replicate: hosts copy parts from each other, and remove steps that are not needed
 * back up: hosts write their shares of a checkpoint in persistent storage
 
 Without a local tier there is one stage: hosts write their shares to persistent storage
-from the memory that the step was captured in, and the step exists when all have.
+from the captured memory, and the step exists when all have written theirs.
 
-A stage that is behind skips steps, and never holds up the training. What fails is told
-and tried again with the next step. A step that is due in storage and does not fit into
-RAM is uploaded from the memory that it was captured in; until that is done, no other is
-committed.
+A stage that is late skips steps and never delays the training. Failures are reported
+and retried with the next step. A step that is due in storage and does not fit into RAM
+is uploaded from the captured memory; no other step is committed until that is done.
 
-In every process of a world the stages do the same, in the same order: what depends on
-time, such as whether a stage is idle, hosts say to each other first.
+Every process of a world runs the same stages in the same order. Hosts first exchange
+whatever depends on time, such as whether a stage is idle.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class SaveStages:
       hosts: of the world.
       in_ram: whether there is a local tier.
       back_up_every_secs: between two backups; None if only steps count.
-      tell: hears what happens, in the threads of the stages.
+      emit: called for each event, in the threads of the stages.
 
     Attributes:
       committed: the newest step that was committed here; None before the first, and
@@ -60,27 +59,27 @@ class SaveStages:
         *,
         in_ram: bool = True,
         back_up_every_secs: float | None = None,
-        tell: events.Emit,
+        emit: events.Emit,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
-        self._tell = tell
+        self._emit = emit
         self._in_ram = in_ram
         self._back_up_every_secs = back_up_every_secs
         self._backed_up_secs = time.monotonic()
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
         self._backup_stage = Stage("back-up")
-        # A stage of its own: the first save does not come while a backup is made.
+        # A separate stage: the first save does not wait for it.
         self._clean_stage = Stage("clean")
         self._cleaned: list[futures.Future[None]] = []
-        # Whether a step that was due in storage got neither there nor to RAM.
+        # Whether a step that was due in storage reached neither storage nor RAM.
         self._owed = False
         # Backed up next, and now.
         self._late: Saving | None = None
         self._in_backup: int | None = None
         self._lock = threading.Lock()
-        # The step that was to get copies last, and the newest that has got them.
+        # The last step that copies were started for, and the newest that has them.
         self._copied: CheckpointMetadata | None = None
         self._covered: int | None = None
         self._lacking: list[str] = []
@@ -91,7 +90,7 @@ class SaveStages:
         self._begins_line = False
 
     def go_on_from(self, step: int) -> None:
-        """A step was restored: it is kept until another one has its copies."""
+        """Notes that a step was restored: it is kept until a newer one has copies."""
         self.committed, self._covered = None, step
         self._begins_line = True
 
@@ -104,14 +103,14 @@ class SaveStages:
         """Begins to commit a step, when the one before is done.
 
         Returns:
-          Whether the step is committed, or given up, once that is known.
+          A future of whether the step was committed or given up.
         """
         work = functools.partial(self._commit, saving)
         tier = "local" if self._in_ram else "persistent"
         return self._start(self._commit_stage, tier, saving.step, work)
 
     def clean(self, step: int, save: str) -> None:
-        """Begins to remove what dead worlds left in persistent storage.
+        """Begins to remove leftovers of crashed worlds from persistent storage.
 
         Args:
           step: the newest complete one, for messages; 0 if there is none.
@@ -131,7 +130,7 @@ class SaveStages:
         self._backup_stage.wait()
         self._copy_stage.wait()
         if self._is_broken:
-            # Hosts that are gone would be waited for.
+            # Do not wait for hosts that may be gone.
             return
         late, self._late = self._late, None
         if late is not None:
@@ -148,8 +147,8 @@ class SaveStages:
     def _start(
         self, stage: Stage, tier: str, step: int, work: Callable[[], T]
     ) -> futures.Future[T]:
-        # An error of a stage never reaches the training but as an event, and through
-        # the response of its own save.
+        # The training gets the error of a stage only as an event, and through the
+        # response of the save.
         def guarded() -> T:
             try:
                 return work()
@@ -191,8 +190,8 @@ class SaveStages:
         return True
 
     def _begin_line(self, saving: Saving) -> None:
-        # Storage counts it even if all memory is lost before its first backup. A step
-        # that is overwritten counts until its own backup, which is due at once.
+        # Then storage has the new line even if all memory is lost before its first
+        # backup. An overwritten step stays valid until its own backup, due at once.
         if not self._begins_line or saving.overwrite:
             return
         try:
@@ -207,7 +206,7 @@ class SaveStages:
         self._is_broken = False
         secs = time.monotonic() - saving.began_secs
         metrics.CHECKPOINT_SAVE.record(secs)
-        self._tell("saved", step=saving.step, secs=secs)
+        self._emit("saved", step=saving.step, secs=secs)
 
     def _store_captured(
         self, saving: Saving, notes: StepNotes | None, why: str
@@ -228,7 +227,7 @@ class SaveStages:
 
     def _store(self, saving: Saving, commit: save_requests.CommitStep) -> bool:
         # Uploads a step from the memory that it was captured in.
-        # Another backup of this world is waited for: hosts upload one step at a time.
+        # Hosts upload one step at a time.
         self._backup_stage.wait()
         futures.wait(self._cleaned)
         try:
@@ -241,7 +240,7 @@ class SaveStages:
         self._owed, self._late = False, None
         self._backed_up_secs = time.monotonic()
         self._note_committed(saving, commit.notes)
-        # Nothing of it is in RAM to be copied.
+        # RAM holds nothing of it that could be copied.
         self._copied = self.committed
         self._collect_backups(saving)
         return True
@@ -250,7 +249,7 @@ class SaveStages:
         readiness = self._share_readiness()
         can_copy = all(each.can_copy for each in readiness)
         can_back_up = all(each.can_back_up for each in readiness)
-        # Clocks differ: that of host 0 counts.
+        # Clocks differ: the clock of host 0 decides.
         is_due = saving.back_up or readiness[0].is_time or self._owed
         copying: list[futures.Future[None]] = []
         if can_copy:
@@ -263,7 +262,7 @@ class SaveStages:
         else:
             why = "copies of an earlier step are not done; it gets none yet"
             self._degraded("peer", saving.step, why)
-        # What is late is known to all hosts alike when their stages are idle.
+        # When their stages are idle, all hosts have the same late step.
         if can_back_up and (is_due or self._late is not None):
             self._late, self._in_backup, self._owed = None, saving.step, False
             self._backed_up_secs = time.monotonic()
@@ -276,7 +275,7 @@ class SaveStages:
             self._degraded("persistent", saving.step, why)
 
     def _make_room(self) -> None:
-        # An older step was kept because newer ones lack copies: room is needed more.
+        # Removes an older step that was kept because newer ones lack copies.
         can_copy = all(each.can_copy for each in self._share_readiness())
         if self.committed is not None and can_copy:
             self._covered = None
@@ -304,7 +303,7 @@ class SaveStages:
             return
         problems = list(dict.fromkeys(why for each in answers for why in each.problems))
         for why in problems:
-            # What is lacking at every step is told once.
+            # A lack that persists is reported once.
             if why not in self._lacking:
                 self._degraded("peer", step, why)
         self._lacking = problems
@@ -313,7 +312,7 @@ class SaveStages:
         self._record(metrics.CHECKPOINT_COPY, num_bytes)
         self._record(metrics.CHECKPOINT_COPY_SECS, secs)
         copies = sum(each.copies for each in answers)
-        self._tell("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
+        self._emit("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
         self._preserved = sorted({n for each in answers for n in each.preserved})
         if any(each.diverged for each in answers):
             return
@@ -322,8 +321,8 @@ class SaveStages:
         self._collect(committed)
 
     def _collect(self, committed: CheckpointMetadata) -> None:
-        # Older steps go when this one survives a loss. If it does not, the newest of
-        # them that does is kept.
+        # Removes older steps if this one has its copies; otherwise keeps the newest of
+        # them that has.
         with self._lock:
             late = None if self._late is None else self._late.step
             needed = (self._in_backup, late, self._covered)
@@ -336,7 +335,7 @@ class SaveStages:
             self._degraded("local", committed.step, why)
 
     def _back_up_later(self, saving: Saving) -> None:
-        # The newest of those that wait, whichever thread comes first.
+        # Keeps the newest waiting step, in any order of threads.
         with self._lock:
             if self._late is None or self._late.step < saving.step:
                 self._late = saving
@@ -344,7 +343,7 @@ class SaveStages:
     def _back_up(
         self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
     ) -> None:
-        # Hosts share the work by who holds what, and have to see the same of that.
+        # Hosts divide the work by holdings, which copies under way would change.
         futures.wait(after)
         try:
             if self._upload(saving):
@@ -367,7 +366,7 @@ class SaveStages:
         secs = time.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
         self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
-        self._tell("backed_up", step=step, bytes=num_bytes, secs=secs)
+        self._emit("backed_up", step=step, bytes=num_bytes, secs=secs)
         for why in bad:
             self._degraded("local", step, f"{why}; it was backed up from elsewhere")
         return True
@@ -384,7 +383,7 @@ class SaveStages:
             self._degraded("persistent", step, f"leftovers were not removed: {error}")
             return
         for number, path in removed:
-            self._tell("step_interrupted", step=number, path=path, resume_step=step)
+            self._emit("step_interrupted", step=number, path=path, resume_step=step)
 
     def _collect_backups(self, saving: Saving) -> None:
         try:
@@ -395,4 +394,4 @@ class SaveStages:
 
     def _degraded(self, tier: str, step: int, why: str) -> None:
         logging.warning("step %d, %s tier: %s", step, tier, why)
-        self._tell("degraded", tier=tier, step=step, why=why)
+        self._emit("degraded", tier=tier, step=step, why=why)

@@ -1,8 +1,8 @@
 """Whether a state can be saved in every tier, checked before anything is captured.
 
-A step that RAM takes and Orbax does not could never be backed up. So the call refuses
-what Orbax refuses: leaves of other types, trees without a leaf. It also refuses two
-leaves that Orbax would write under one name, of which one would be lost.
+A step that RAM accepts and Orbax rejects could never be backed up. So a save rejects
+what Orbax rejects: leaves of other types, and trees without a leaf. It also rejects two
+leaves that Orbax would write under one name, because one would be lost.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _RESERVED = frozenset(
         ram_disk.RESERVED,
     }
 )
-# Trees that were checked, by name, structure and types of their leaves: those of a run
-# are the same at every step.
+# Checked trees, by name, structure and types of their leaves, which are usually the
+# same at every step of a run.
 _KNOWN_TREES = 64
 _known: set[tuple[str, Any, tuple[type, ...]]] = set()
 
 
 def check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> None:
-    """Raises a CheckpointError that names what cannot be saved.
+    """Raises a CheckpointError that names the part that cannot be saved.
 
     Args:
       checkpointables: pytrees by name.
@@ -72,10 +72,10 @@ def check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> 
 
 
 def json_of(what: str, value: Mapping[str, Any] | None) -> str | None:
-    """The JSON of what a user adds to a step; None of None.
+    """The JSON of metrics or metadata of a user; None for None.
 
     Args:
-      what: it is, in the message.
+      what: its name in messages.
       value: as it was given.
 
     Raises:

@@ -53,7 +53,7 @@ class SavedSteps:
             hosts,
             in_ram=chosen.local is not None,
             back_up_every_secs=None if minutes is None else 60 * minutes,
-            tell=emit,
+            emit=emit,
         )
         self._schedule = Schedule(chosen, agree=functools.partial(_agree, hosts))
         # The line that was saved to last, by this process.
@@ -164,7 +164,7 @@ class SavedSteps:
         return restored
 
     def held(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
-        """What a step holds; see `Checkpointer.checkpointables_metadata`."""
+        """The contents of a step; see `Checkpointer.checkpointables_metadata`."""
         checkpoint = restore.find(self._hosts, step, emit=self._emit).checkpoint
         if checkpoint is None:
             raise step_errors.StepNotFoundError(
@@ -173,7 +173,7 @@ class SavedSteps:
         return metadata_of.of_step(self._hosts, checkpoint)
 
     def reload(self) -> None:
-        """Looks again for the newest complete step: others may have written one."""
+        """Searches again for the newest complete step: other programs may write too."""
         if self.stages.committed is not None:
             self._own_line = self._line
         self._go_on_from(
@@ -215,7 +215,7 @@ class SavedSteps:
 
     @property
     def _line(self) -> Line:
-        # That the next step is saved to.
+        # The line that the next step is saved to.
         committed = self.stages.committed
         if committed is not None:
             return Line(save=committed.save, parents=committed.line[:-1])
@@ -223,7 +223,7 @@ class SavedSteps:
         return Line(save=self._save, parents=parents)
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line | None:
-        # That a step is saved to; None if it is behind the latest.
+        # The line that a step is saved to; None if it is behind the latest.
         latest = self.latest
         if latest is None or step > latest.step:
             return self._line
@@ -247,7 +247,7 @@ class SavedSteps:
     def _go_on_from(self, search: restore.Search) -> None:
         self._restored = search.checkpoint
         self.stages.go_on_from(0 if self._restored is None else self._restored.step)
-        # What is saved from here on is not to be mixed with what was saved before.
+        # Later saves must not be mixed with earlier ones.
         self._save = self._hosts.first(world_requests.NewSave(after=search.newest_save))
         self._schedule.go_on_from([] if self._restored is None else [self._restored])
 

@@ -11,7 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.tiers.choices import Chosen
 
-# Of hosts whose clocks decide, at most so many steps pass between two comparisons.
+# The most steps between two comparisons of clocks, if clocks decide.
 _MOST_STEPS = 16
 
 

@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 class Stage:
-    """Does what it is given, one thing at a time, in a thread.
+    """Runs one piece of work at a time, in a thread.
 
-    A program that ends does not wait for it: hosts that are gone never answer.
+    The thread is a daemon: at exit a program must not wait for hosts that are gone.
 
     Args:
       name: of the thread.
@@ -25,18 +25,18 @@ class Stage:
 
     @property
     def idle(self) -> bool:
-        """Whether what it was given is done."""
+        """Whether it has no work."""
         return self._doing is None or self._doing.done()
 
     def start(self, work: Callable[[], T]) -> futures.Future[T]:
-        """Begins `work`, once what it does now is done, whether or not that failed."""
+        """Begins `work` when the work before has ended, also if that failed."""
         self.wait()
         doing: futures.Future[T] = futures.Future()
 
         def run() -> None:
             try:
                 doing.set_result(work())
-            # The root of a thread: the future raises it to the holder of a response.
+            # The root of a thread: the future passes the error to the caller.
             except BaseException as error:
                 doing.set_exception(error)
 
@@ -45,7 +45,7 @@ class Stage:
         return doing
 
     def wait(self) -> None:
-        """Returns when what it was given is done, whether or not that failed."""
+        """Returns when its work has ended, also if it failed."""
         doing, self._doing = self._doing, None
         if doing is not None:
             futures.wait([doing])

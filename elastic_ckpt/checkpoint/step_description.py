@@ -1,4 +1,4 @@
-"""What is noted of a step when it is saved, for a checkpoint that Orbax can load."""
+"""The description of a step that is saved: structure and metadata, without values."""
 
 from __future__ import annotations
 
@@ -45,10 +45,11 @@ class StepDescription:
         metrics: Mapping[str, Any] | None,
         custom_metadata: Mapping[str, Any] | None,
     ) -> StepDescription:
-        """Describes what is saved now; refers to no array of it.
+        """Describes the trees and components; holds no reference to an array.
 
         Raises:
-          CheckpointError: if a leaf cannot be saved, or what a user adds is not JSON.
+          CheckpointError: if a leaf cannot be saved, or metrics or custom metadata are
+            not JSON.
         """
         saveable.check(trees, components)
         return cls(
@@ -71,7 +72,7 @@ class StepDescription:
 
     @property
     def host_notes(self) -> HostNotes:
-        """The notes that other hosts may have made differently."""
+        """The notes that may differ between hosts."""
         leaves = jax.tree.leaves(self.trees)
         return HostNotes(
             metrics=self.metrics_json,
@@ -80,7 +81,7 @@ class StepDescription:
         )
 
     def agreed(self, notes: HostNotes) -> StepDescription:
-        """This step with the notes of one host, since a step has them once."""
+        """This step with the notes of host 0, which are those of the step."""
         if notes == self.host_notes:
             return self
         texts = iter(notes.texts)
@@ -110,7 +111,7 @@ class StepDescription:
         }
 
     def files(self, chunks: Chunks) -> dict[str, str]:
-        """What Orbax adds to the values, by path, as if it were committed now.
+        """The files that Orbax adds to the values, by path, as of now.
 
         Args:
           chunks: by the path of a leaf, the shape of its chunks.

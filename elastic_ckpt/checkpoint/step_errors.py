@@ -10,8 +10,8 @@ from elastic_ckpt.core import errors
 class StepAlreadyExistsError(
     errors.CheckpointError, ocp.training.errors.StepAlreadyExistsError
 ):
-    """A step is to be saved that is there, and not to be overwritten."""
+    """The step exists, and the save does not overwrite it."""
 
 
 class StepNotFoundError(errors.CheckpointError, ocp.training.errors.StepNotFoundError):
-    """A step is asked for that is in no tier."""
+    """The step is in no tier."""

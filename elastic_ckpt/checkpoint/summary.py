@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, read without loading an array."""
+"""The contents of a checkpoint directory, read without loading an array."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LeafSummary:
 
 def read_parts(step_path: epath.PathLike) -> dict[str, Any]:
     """The checkpointables of a step by name; of arrays, their metadata."""
-    # Orbax warns, through absl, of each part of which it knows no metadata.
+    # Orbax warns, through absl, about each part that has no metadata.
     before = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)
     try:
@@ -51,8 +51,8 @@ def read_parts(step_path: epath.PathLike) -> dict[str, Any]:
 def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
     """A line for each leaf of the checkpointable `name` of a step.
 
-    Orbax reads them. Stores with the protocol of S3 that are not Amazon's are out of
-    its reach: there, the step's manifests list them, without shardings.
+    Orbax reads them. It cannot read S3-compatible stores other than Amazon's: there the
+    step's manifests list them, without shardings.
     """
     leaves = summarize(read_parts(step_path).get(name) or {})
     return leaves or _by_manifest(storage.absolute(step_path), name)
@@ -98,7 +98,7 @@ def _by_manifest(step_path: epath.Path, name: str) -> list[LeafSummary]:
 
 
 def _summary(path: str, leaf: Any) -> LeafSummary:
-    # Of numbers and texts Orbax tells the values themselves.
+    # The metadata of numbers and texts are the values themselves.
     array = np.asarray(leaf) if isinstance(leaf, int | float | str) else leaf
     return LeafSummary(
         path=path,

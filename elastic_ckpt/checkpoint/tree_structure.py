@@ -34,7 +34,7 @@ from elastic_ckpt.manifests.manifest import Contents, Leaf, escaped
 
 _NUMBERS = {"bool": bool, "int": int, "float": float}
 _EMPTY_TUPLE = "()"
-# What another text raises where it is taken for a structure.
+# The errors of parsing a text that is not a structure.
 _NO_STRUCTURE = (
     AttributeError,
     IndexError,
@@ -84,12 +84,12 @@ def _to_json(structure: Any, leaves: tuple[Any, ...], types: tuple[type, ...]) -
 def saved_trees(contents: Contents) -> dict[str, Any]:
     """The trees that were saved, by name, with abstract leaves.
 
-    Arrays are under the sharding under which they were saved, if all of its devices are
-    there, and texts are `Text`s. Of manifests without structures all containers are
-    dicts, and all leaves are arrays.
+    Arrays have the sharding that they were saved under, if all of its devices exist.
+    Texts are `Text`s. From manifests without structures all containers are dicts, and
+    all leaves arrays.
 
     Raises:
-      CheckpointError: if the manifests describe them in a way that is not known here.
+      CheckpointError: if the manifests describe them in an unsupported way.
     """
     if contents.trees is None:
         return _nested(contents)
@@ -159,7 +159,7 @@ def _leaf(leaf: Any, shardings: dict[NamedSharding, int]) -> Any:
 
 
 def _is_of_all_hosts(sharding: Any) -> bool:
-    # What is on a host's own devices alone is called otherwise on each.
+    # Arrays on one host's devices only have another name on each host.
     return isinstance(sharding, NamedSharding) and (
         topology.num_hosts() == 1 or not sharding.is_fully_addressable
     )

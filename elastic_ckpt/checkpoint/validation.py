@@ -1,4 +1,4 @@
-"""Whether a saved step belongs to this run: checked before anything of it is loaded."""
+"""Checks that a saved step fits this run, before anything of it is loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_same_tree(step_path: str, saved: Any, wanted: Any) -> None:
     Args:
       step_path: where `saved` is from, for the message.
       saved: a pytree whose leaves have a `shape`, as saved, or are numbers or texts.
-      wanted: what is wanted in their places: what has a `shape` is compared.
+      wanted: the requested tree; its leaves with a `shape` are compared.
     """
     before = {path: _shape(leaf) for path, leaf in leaves(saved).items()}
     now = {

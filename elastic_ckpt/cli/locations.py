@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls-authority", help="a PEM file: who signs the certificates of agents"
     )
     parser.add_argument(
-        "--run", help="the identity of the run; without it, as the first manifest says"
+        "--run", help="the identity of the run; without it, that of the first manifest"
     )
 
 

@@ -1,1 +1,1 @@
-"""What users construct: chooses between this process and colocated Python."""
+"""The constructors for users; they choose between this process and colocated Python."""

@@ -1,4 +1,4 @@
-"""Where the data iterator runs: the same lines for every kind of job.
+"""Global batches, read in this process or in colocated Python.
 
 * One process, or one on each host: in that process (`data.Batches`).
 * One controller of many hosts (Pathways): beside the hosts (`RemoteIterator`).
@@ -62,7 +62,7 @@ def configured_batches(
     spec: PartitionSpec | None = None,
     global_batch_size: int,
 ) -> iterator.Batches | remote_iterator.RemoteIterator:
-    """`batches`, where and as far ahead as a configuration says."""
+    """`batches`, read as a configuration selects."""
     return batches(
         data,
         mesh=mesh,

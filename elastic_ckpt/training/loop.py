@@ -59,7 +59,7 @@ class Loop:
       saver: None trains without checkpoints.
       evaluation: None trains without evaluation.
       emit: called for each step, and before and after compiling.
-      meet: a barrier: returns when all hosts have called it. It is called after
+      barrier: returns when all hosts have called it. It is called after
         compiling, because a collective on CPU fails if a host is more than 30 s late.
       is_stopping: called after each step; returns whether to save and end now, the same
         on all hosts.
@@ -72,7 +72,7 @@ class Loop:
     saver: Saver | None
     evaluation: evaluation.Evaluation | None
     emit: events.Emit
-    meet: Callable[[], object] = lambda: None
+    barrier: Callable[[], object] = lambda: None
     is_stopping: Callable[[int], bool] = lambda _: False
 
     def run(
@@ -126,7 +126,7 @@ class Loop:
         step = self.program.compile(state, batch)
         secs = time.monotonic() - began_secs
         self.emit("compiled", step=number, secs=secs)
-        self.meet()
+        self.barrier()
         return step
 
 

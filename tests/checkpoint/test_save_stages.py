@@ -73,7 +73,7 @@ def stages(told):
             | (answers or {})
         )
         tell = lambda name, **fields: told.append((name, fields))  # noqa: E731
-        return save_stages.SaveStages(host, tell=tell), host
+        return save_stages.SaveStages(host, emit=tell), host
 
     return make
 

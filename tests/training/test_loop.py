@@ -157,9 +157,9 @@ def test_hosts_meet_when_they_have_compiled_and_before_they_step(journal):
     calls = journal.calls
     compile_ = journal.compile
     journal.compile = lambda *dataset: calls.append("compile") or compile_(*dataset)
-    run(journal, meet=lambda: calls.append("meet"))
-    assert calls[:4] == ["compile", "meet", "step 0", "step 1"]
-    assert calls.count("meet") == 1
+    run(journal, barrier=lambda: calls.append("barrier"))
+    assert calls[:4] == ["compile", "barrier", "step 0", "step 1"]
+    assert calls.count("barrier") == 1
 
 
 @pytest.mark.parametrize("step", [1, 2])
