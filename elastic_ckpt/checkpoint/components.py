@@ -93,19 +93,22 @@ def begin_save(
     return lambda: _run(finish())
 
 
-def try_to_save(
-    components: Mapping[str, ocp.StatefulCheckpointable],
-    directory: Callable[[str], epath.Path],
+def fail_later(
+    begin: Callable[[], Callable[[], None]],
 ) -> tuple[Callable[[], None], Exception | None]:
-    """As `begin_save`, for hosts that fail a step together.
+    """Calls `begin`; an error of one host is raised when all hosts write the step.
+
+    Otherwise the other hosts would wait for this one.
+
+    Args:
+      begin: takes the state of the step now, and returns the writer of it.
 
     Returns:
-      The writer of the states, which raises the error of a component that could not
-      take its state; and that error, if the caller has to raise it: storage that is
-      full fails the step alone.
+      The writer, which raises the error if there was one; and that error, if the caller
+      has to raise it: storage that is full fails the step alone.
     """
     try:
-        return begin_save(components, directory), None
+        return begin(), None
     except OSError as error:
         return functools.partial(_raise, error), None
     except Exception as error:

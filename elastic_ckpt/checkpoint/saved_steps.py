@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ckpt.checkpoint import components, restore, step_errors
@@ -115,10 +115,14 @@ class SavedSteps:
         back_up = self.root is not None and (
             forced or self._schedule.is_backup_due(current, is_saving=is_saving)
         )
-        directory = self._hosts.capture(step, line.save, trees)
-        write_components, problem = components.try_to_save(
-            stateful, lambda name: storage.make_directory(f"{directory}/{name}")
-        )
+
+        def begin() -> Callable[[], None]:
+            directory = self._hosts.capture(step, line.save, trees)
+            return components.begin_save(
+                stateful, lambda name: storage.make_directory(f"{directory}/{name}")
+            )
+
+        write_components, problem = components.fail_later(begin)
         saving = Saving(
             step=step,
             save=line.save,

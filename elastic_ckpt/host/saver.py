@@ -96,9 +96,9 @@ class HostSaver:
         Raises:
           CheckpointError: if it does not fit, or an earlier problem prevents it.
         """
-        saving = self._saving[step, save]
         if problem is not None:
             raise errors.CheckpointError(problem)
+        saving = self._saving[step, save]
         saving.components = components
         saving.written = step_writer.written_files(saving.directory, components)
         if self._world.storage is not None or saving.staging is not None:

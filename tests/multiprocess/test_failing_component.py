@@ -1,4 +1,4 @@
-"""A component that cannot be saved on one of several hosts fails its step alone."""
+"""A host that cannot capture a step or save a component fails that step alone."""
 
 import functools
 import gc
@@ -9,15 +9,19 @@ import weakref
 import pytest
 
 from elastic_ckpt.core import host_memory, topology
+from elastic_ckpt.host import capture
 from tests.multiprocess import machines, tier_worlds
 
-# By step: the host that fails, its error, and whether that is raised in the background.
+# By step: the host that fails, its error, and when that is raised.
 FAILURES = {
-    2: (1, TypeError, "no such thing", False),
-    3: (0, OSError, "disk full", False),
-    4: (2, ValueError, "cut in two", True),
-    5: (0, TypeError, "not that either", False),
+    2: (1, TypeError, "no such thing", "begin"),
+    3: (0, OSError, "disk full", "begin"),
+    4: (2, ValueError, "cut in two", "background"),
+    5: (0, TypeError, "not that either", "begin"),
+    6: (1, TypeError, "no memory", "capture"),
+    7: (0, OSError, "no directory", "capture"),
 }
+LAST = 8
 
 
 class Failing(tier_worlds.Counter):
@@ -63,33 +67,44 @@ def fail_and_go_on(checkpointer, mesh, *, directories):
     taken = Taken()
     tier_worlds.save(checkpointer, mesh, steps=[1], sharded=True)
     slot = pathlib.Path(directories[topology.this_host()], "hosts", "0")
-    for step, (host, error, message, in_background) in FAILURES.items():
+    captured = capture.capture
+    for step, (host, error, message, moment) in FAILURES.items():
         state = tier_worlds.state(mesh, step, True)
         # Copied whole: only arrays of JAX may be held without a copy.
         state["copied"] = tier_worlds.values("w", step)
         held = [weakref.ref(state["w"])]
         parts = {"state": state, "data": tier_worlds.Counter(step)}
         parts["more"] = tier_worlds.Counter(step)
-        if topology.this_host() == host:
+        fails = topology.this_host() == host
+        if fails and moment == "capture":
+            capture.capture = functools.partial(_fail, error, message)
+        elif fails:
+            in_background = moment == "background"
             parts["more"] = Failing(error, message, in_background=in_background)
-        raises = topology.this_host() == host and error is TypeError
+        raises = fails and error is TypeError
         raised = ""
         try:
             assert not checkpointer.save_checkpointables(step, parts)
         except TypeError as raised_error:
             raised = str(raised_error)
+        capture.capture = captured
         assert raised == (message if raises else "")
         checkpointer.wait()
         assert checkpointer.latest.step == 1
         assert list(slot.glob(f"{step}-*")) == []
         assert list(slot.rglob("half")) == []
-        assert taken.most_bytes >= state["copied"].nbytes
+        if moment != "capture":
+            assert taken.most_bytes >= state["copied"].nbytes
         assert taken.num_bytes == 0
         del state, parts
         _wait_until_gone(held)
-    tier_worlds.save(checkpointer, mesh, steps=[6], sharded=True)
+    tier_worlds.save(checkpointer, mesh, steps=[LAST], sharded=True)
     assert taken.num_bytes == 0
-    tier_worlds.restore(checkpointer, mesh, step=6, sharded=True)
+    tier_worlds.restore(checkpointer, mesh, step=LAST, sharded=True)
+
+
+def _fail(error, message, *_):
+    raise error(message)
 
 
 def _wait_until_gone(held):
@@ -107,7 +122,7 @@ def ram():
         yield found
 
 
-def test_one_host_that_cannot_save_a_component_stops_no_other(ram, tmp_path):
+def test_one_host_that_cannot_save_stops_no_other(ram, tmp_path):
     ram.start_agents(range(3))
     directories = [ram.directory(number) for number in range(3)]
     events = tier_worlds.run(
@@ -125,5 +140,5 @@ def test_one_host_that_cannot_save_a_component_stops_no_other(ram, tmp_path):
         assert f"host {host}" in why
         assert message in why
     stored = {each.name for each in (tmp_path / "steps").iterdir() if each.is_dir()}
-    assert {name for name in stored if name[:1].isdecimal()} == {"1", "6"}
+    assert {name for name in stored if name[:1].isdecimal()} == {"1", str(LAST)}
     assert list((tmp_path / "steps").rglob("half")) == []
