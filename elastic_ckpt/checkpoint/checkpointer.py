@@ -18,7 +18,6 @@ from elastic_ckpt.checkpoint.response import Response, SaveResponse
 from elastic_ckpt.checkpoint.saved_steps import SavedSteps
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.host import save_requests
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import read_json
 
@@ -150,7 +149,7 @@ class Checkpointer:
         """
         if step is None:
             begun = self.is_saving_in_progress()
-            is_saving = any(self._hosts.all(save_requests.ShareSaving(is_saving=begun)))
+            is_saving = any(self._hosts.share(begun))
             self.wait()
             step = self.latest if is_saving else None
         if step is not None:

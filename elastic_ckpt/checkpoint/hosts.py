@@ -52,6 +52,14 @@ class Hosts(Protocol):
         """
         ...
 
+    def share(self, value: AnswerT) -> list[AnswerT]:
+        """Passes a value of each driver to all drivers, in their order.
+
+        Args:
+          value: of a class that `codec` encodes; see `all` for the order of calls.
+        """
+        ...
+
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """Copies what the devices of every host hold.
 
@@ -118,6 +126,13 @@ class InEveryProcess:
         answers = self._gather(f"first/{name}", outcome, PHASES.limit_secs(request))
         return decode_answer(request, answers[0])
 
+    def share(self, value: AnswerT) -> list[AnswerT]:
+        """See `Hosts`."""
+        kind = type(value)
+        name = kind.__name__
+        answers = self._gather(f"share/{name}", {"answer": codec.encode(value)})
+        return [codec.decode(kind, each, name=name) for each in answers]
+
     def capture(self, step: int, save: str, trees: Mapping[str, Any]) -> str:
         """See `Hosts`."""
         return self._own.tiers.saver.capture(step, save, trees)
@@ -130,7 +145,7 @@ class InEveryProcess:
         """See `Hosts`."""
         reader = self._own.tiers.reader
         outcome = _outcome("check", lambda: reader.check(trees, components))
-        self._gather("check", outcome, BRIEF_SECS)
+        self._gather("check", outcome)
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
@@ -141,7 +156,7 @@ class InEveryProcess:
         self._own.close()
 
     def _gather(
-        self, kind: str, outcome: dict[str, Any], timeout_secs: float
+        self, kind: str, outcome: dict[str, Any], timeout_secs: float = BRIEF_SECS
     ) -> list[Any]:
         outcomes = self._allgather.gather(kind, outcome, timeout_secs=timeout_secs)
         failed = {

@@ -19,9 +19,10 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.core.errors import MOST_NAMED
-from elastic_ckpt.host import read_requests, recovery
+from elastic_ckpt.host import read_requests
 from elastic_ckpt.host.answers import HostsFailed
 from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.read_plan import NEARNESS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,7 +220,7 @@ def _read(
     }
     num_bytes = {
         f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
-        for near in recovery.NEARNESS
+        for near in NEARNESS
     }
     return _Read(asked=asked, num_bytes=num_bytes, directories=directories)
 
@@ -237,7 +238,7 @@ def _restore_foreign(
     restored = foreign_steps.load(checkpoint.path, wanted, partial=partial)
     trees, _ = components.split(restored)
     num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
-    read_bytes = dict.fromkeys((f"{near}_bytes" for near in recovery.NEARNESS), 0)
+    read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0)
     read_bytes["persistent_bytes"] = num_bytes
     emit("restored_from", step=checkpoint.step, **read_bytes, bad_copies=0, repaired=0)
     return restored

@@ -290,7 +290,7 @@ class SaveStages:
             can_back_up=self._backup_stage.idle,
             is_time=secs is not None and waited_secs >= secs,
         )
-        return self._hosts.all(save_requests.ShareReadiness(readiness=readiness))
+        return self._hosts.share(readiness)
 
     def _replicate(self, committed: CheckpointMetadata) -> None:
         step, began_secs = committed.step, time.monotonic()

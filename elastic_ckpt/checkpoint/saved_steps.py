@@ -23,6 +23,7 @@ from elastic_ckpt.host import (
     save_requests,
     world_requests,
 )
+from elastic_ckpt.host.answers import Due
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -257,5 +258,5 @@ class SavedSteps:
 
 
 def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:
-    request = save_requests.ShareSchedule(is_time=is_time, skipped=skipped)
-    return hosts.all(request)[0]
+    due = hosts.share(Due(is_time=is_time, skipped=skipped))[0]
+    return due.is_time, due.skipped

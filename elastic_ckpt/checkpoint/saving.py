@@ -50,8 +50,7 @@ class Saving:
 
     def agreed(self, hosts: Hosts) -> Saving:
         """Returns the same with the notes of host 0: a step has one set of notes."""
-        own_notes = save_requests.ShareNotes(notes=self.description.host_notes)
-        notes = hosts.all(own_notes)[0]
+        notes = hosts.share(self.description.host_notes)[0]
         return dataclasses.replace(self, description=self.description.agreed(notes))
 
     def prepare(self) -> tuple[StepNotes | None, str | None]:

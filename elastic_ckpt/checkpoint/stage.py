@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any, TypeVar
+
+from elastic_ckpt.core import background
 
 T = TypeVar("T")
 
@@ -31,17 +32,8 @@ class Stage:
     def start(self, work: Callable[[], T]) -> futures.Future[T]:
         """Begins `work` when the work before has ended, also if that failed."""
         self.wait()
-        doing: futures.Future[T] = futures.Future()
-
-        def run() -> None:
-            try:
-                doing.set_result(work())
-            # The root of a thread: the future passes the error to the caller.
-            except BaseException as error:
-                doing.set_exception(error)
-
+        doing = background.in_thread(work, name=self._name)
         self._doing = doing
-        threading.Thread(target=run, name=self._name, daemon=True).start()
         return doing
 
     def wait(self) -> None:

@@ -1,6 +1,7 @@
 """Calls in a background thread whose results are taken later, and their cleanup.
 
-`BackgroundCalls` calls one function ahead of time. `close_with` closes a resource when
+`in_thread` makes one call. `BackgroundCalls` calls one function ahead of time.
+`close_with` closes a resource when
 its owner is garbage-collected or when the program ends.
 """
 
@@ -34,6 +35,16 @@ class Close(Protocol):
 
 
 _to_close: dict[weakref.ref[object], Close] = {}
+
+
+def in_thread(call: Callable[[], T], *, name: str) -> futures.Future[T]:
+    """Calls a function in a new thread, and returns the future of its result.
+
+    The thread does not keep a program alive that ends.
+    """
+    task = _Task(call=call, future=futures.Future())
+    threading.Thread(target=task.run, name=name, daemon=True).start()
+    return task.future
 
 
 class BackgroundCalls(Generic[T]):

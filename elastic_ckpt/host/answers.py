@@ -60,6 +60,19 @@ class Readiness:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Due:
+    """Whether a save is due by the clock of a driver.
+
+    Attributes:
+      is_time: whether one is.
+      skipped: the steps until the clock is read again.
+    """
+
+    is_time: bool
+    skipped: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
     """A step that a host has written, and not yet committed.
 

@@ -135,7 +135,7 @@ class HostBackup:
             captured=self._world.captured.get((step, save)),
         )
         bad = tuple(map(str, reader.bad))
-        recovery.put_own_right(holdings, reader, own)
+        recovery.put_right(holdings, reader, own, map(recovery.report, reader.bad))
         return BackedUp(num_bytes=num_bytes, bad=bad)
 
     def commit(

@@ -59,19 +59,13 @@ _ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Shards:
+class Shards(CapturedLeaf):
     """The shards that a host holds of an array that other code has assembled.
 
     Attributes:
-      leaf: the whole array.
-      shard_shape: that all shards of it have, here and elsewhere.
-      boxes: each box that the host holds, once, with its values.
       kept: whether no other code changes the values, so that they need no copy.
     """
 
-    leaf: Leaf
-    shard_shape: tuple[int, ...]
-    boxes: tuple[tuple[boxes.Box, np.ndarray], ...]
     kept: bool
 
 

@@ -5,6 +5,7 @@ A restore goes through `find`, `open_step`, `check`, `read`, `materialise`, `rep
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -167,11 +168,15 @@ class HostReader:
             host=self._world.own.host,
             domain=self._world.peers.domain,
         )
-        return recovery.by_nearness(
-            restoring.reader.read_bytes,
+        near = read_plan.nearness(
+            restoring.step_found.step.holdings,
             self._world.own.host,
             domain=self._world.peers.domain,
         )
+        total: collections.Counter[str] = collections.Counter()
+        for offer, num_bytes in restoring.reader.read_bytes.items():
+            total[near[offer]] += num_bytes
+        return dict(total)
 
     def materialise(self, component: str) -> str:
         """Writes the verified files of a component; returns the directory."""
@@ -219,15 +224,8 @@ class HostReader:
           The names of the repaired parts.
         """
         restoring = self._opened()
-        files = {
-            each.file
-            for each in bad
-            if each.tier == "local" and each.host == self._world.own.host.id
-        }
-        if not files:
-            return []
         return recovery.put_right(
-            restoring.step_found.step.holdings, restoring.reader, self._world.own, files
+            restoring.step_found.step.holdings, restoring.reader, self._world.own, bad
         )
 
     def close_step(self) -> None:

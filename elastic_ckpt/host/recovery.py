@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -12,13 +11,11 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.host import trees, verified_read
 from elastic_ckpt.host.answers import BadCopyReport
 from elastic_ckpt.manifests import read_plan
-from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram import local
 from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS
-
-NEARNESS = ("local", "close", "distant", "persistent")
 
 
 def read_leaves(
@@ -57,26 +54,6 @@ def read_leaves(
     return {leaf.path: [next(values) for _ in leaf.boxes] for leaf in wanted}
 
 
-def by_nearness(
-    read_bytes: Mapping[Offer, int], host: Host, *, domain: str
-) -> dict[str, int]:
-    """Sums the bytes that a host read, by nearness of their holders."""
-    total: collections.Counter[str] = collections.Counter()
-    for offer, num_bytes in read_bytes.items():
-        total[nearness(offer, host, domain=domain)] += num_bytes
-    return dict(total)
-
-
-def nearness(offer: Offer, host: Host, *, domain: str) -> str:
-    """Returns the nearness of a holder to a host: one of `NEARNESS`."""
-    if offer.tier == "persistent":
-        return "persistent"
-    if offer.host.id == host.id:
-        return "local"
-    alike = offer.host.domains.get(domain, "") == host.domains.get(domain, "")
-    return "close" if alike else "distant"
-
-
 def report(bad: verified_read.BadCopy) -> BadCopyReport:
     """Returns a bad copy in the form that other hosts receive."""
     return BadCopyReport(
@@ -88,23 +65,11 @@ def report(bad: verified_read.BadCopy) -> BadCopyReport:
     )
 
 
-def put_own_right(
-    holdings: Holdings, reader: verified_read.VerifiedReader, own: local.LocalHost
-) -> list[str]:
-    """Repairs a host's own bad copies that a reader detected."""
-    files = {
-        bad.file
-        for bad in reader.bad
-        if bad.offer.tier == "local" and bad.offer.host.id == own.host.id
-    }
-    return put_right(holdings, reader, own, files) if files else []
-
-
 def put_right(
     holdings: Holdings,
     reader: verified_read.VerifiedReader,
     own: local.LocalHost,
-    files: Collection[str],
+    bad: Iterable[BadCopyReport],
 ) -> list[str]:
     """Rewrites bad copies in a host's RAM disk from another good copy.
 
@@ -112,11 +77,16 @@ def put_right(
       holdings: of the step.
       reader: of the step.
       own: the host.
-      files: paths in the step's directory of the host.
+      bad: copies that any host detected.
 
     Returns:
       The names of the repaired items; those without another good copy are not repaired.
     """
+    files = {
+        each.file for each in bad if each.tier == "local" and each.host == own.host.id
+    }
+    if not files:
+        return []
     mended = []
     for row, item in enumerate(holdings.item.tolist()):
         offer = holdings.offers[holdings.holder[row]]

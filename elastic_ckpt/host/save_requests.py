@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from elastic_ckpt.host.answers import Readiness, Replicated, Written
-from elastic_ckpt.host.step_notes import HostNotes, StepNotes
+from elastic_ckpt.host.answers import Replicated, Written
+from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.host.world_requests import AnyHost
 
 Parts = Mapping[str, Mapping[str, int]]
@@ -23,60 +23,6 @@ class OfStep:
 
     step: int
     save: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShareNotes:
-    """Passes the notes of each driver to all others."""
-
-    notes: HostNotes
-
-    def run(self, host: AnyHost) -> HostNotes:
-        """Returns the notes."""
-        del host
-        return self.notes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShareReadiness:
-    """Passes the readiness of each driver to all others."""
-
-    readiness: Readiness
-
-    def run(self, host: AnyHost) -> Readiness:
-        """Returns the readiness."""
-        del host
-        return self.readiness
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShareSaving:
-    """Passes to all drivers whether each of them is saving a step."""
-
-    is_saving: bool
-
-    def run(self, host: AnyHost) -> bool:
-        """Returns whether this driver is."""
-        del host
-        return self.is_saving
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShareSchedule:
-    """Passes the schedule of each driver to all others.
-
-    Attributes:
-      is_time: whether a save is due by the clock.
-      skipped: the steps until the clock is read again.
-    """
-
-    is_time: bool
-    skipped: int
-
-    def run(self, host: AnyHost) -> tuple[bool, int]:
-        """Returns the schedule."""
-        del host
-        return self.is_time, self.skipped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,8 +54,8 @@ class ListWritten(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HoldStep(OfStep):
-    """Keeps the captured values, so that a backup reads them instead of a RAM disk.
+class OfWrittenStep(OfStep):
+    """Fields of requests about a step that all hosts have written.
 
     Attributes:
       parts: by component and file, the number of the part that a file is.
@@ -118,6 +64,11 @@ class HoldStep(OfStep):
 
     parts: Parts
     notes: StepNotes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HoldStep(OfWrittenStep):
+    """Keeps the captured values, so that a backup reads them instead of a RAM disk."""
 
     def run(self, host: AnyHost) -> None:
         """See `HostSaver.hold`."""
@@ -125,16 +76,8 @@ class HoldStep(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommitStep(OfStep):
-    """Commits a host's part of a step.
-
-    Attributes:
-      parts: by component and file, the number of the part that a file is.
-      notes: of the step.
-    """
-
-    parts: Parts
-    notes: StepNotes
+class CommitStep(OfWrittenStep):
+    """Commits a host's part of a step."""
 
     def run(self, host: AnyHost) -> None:
         """See `HostSaver.commit`."""

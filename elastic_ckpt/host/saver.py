@@ -206,16 +206,12 @@ class HostSaver:
         failed = bool(problems)
         holdings = Holdings.from_offers(list(sources))
         diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
-        place = (
-            placement.assume_data_parallelism
-            if self._world.peers.assume_data_parallelism
-            else placement.place
-        )
         policy = placement.Policy(
             copies=self._world.peers.copies if len(self._world.hosts) > 1 else 0,
             domain=self._world.peers.domain,
+            assume_data_parallelism=self._world.peers.assume_data_parallelism,
         )
-        placed = place(holdings, self._world.hosts, policy)
+        placed = placement.place(holdings, self._world.hosts, policy)
         problems += diverged
         problems += [
             each.why for each in placed.shortfalls if each.lacks != "agreement"
@@ -285,9 +281,9 @@ class HostSaver:
 
     def remove(self, step: int) -> bool:
         """Removes all saves of a step; returns whether there were any."""
-        saves = [each for each in self._world.own.held() if each.step == step]
+        saves = [each for each in self._world.own.held() if each[0] == step]
         for each in saves:
-            self._world.own.remove(each.step, each.save)
+            self._world.own.remove(*each)
         return bool(saves)
 
     def _staging(self, step: int, save: str) -> epath.Path:

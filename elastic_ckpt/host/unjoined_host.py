@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -80,7 +81,9 @@ class UnjoinedHost:
             own_agent = agent_process.AgentProcess(self._service())
             self._resources.callback(own_agent.close)
             address = own_agent.address
-        return HostInSlot(config, own, address, self._resources)
+        return HostInSlot(
+            config=config, own=own, address=address, resources=self._resources
+        )
 
     def _service(self) -> agent.Service:
         peers = self._config.peer_tier
@@ -93,30 +96,26 @@ class UnjoinedHost:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HostInSlot:
     """A host that has a slot of its machine, and no connection to the others yet.
 
-    Args:
+    Attributes:
       config: of the host.
       own: its part of the machine's RAM disk.
       address: the address of the machine's agent, if this host has started it.
       resources: releases the connections.
-
-    Attributes:
-      joined: the host as the others know it.
     """
 
-    def __init__(
-        self,
-        config: HostConfig,
-        own: local.LocalHost,
-        address: agent.Address | None,
-        resources: contextlib.ExitStack,
-    ) -> None:
-        self.joined = JoinedHost(host=own.host, agent=address)
-        self._config = config
-        self._own = own
-        self._resources = resources
+    config: HostConfig
+    own: local.LocalHost
+    address: agent.Address | None
+    resources: contextlib.ExitStack
+
+    @property
+    def joined(self) -> JoinedHost:
+        """The host as the others know it."""
+        return JoinedHost(host=self.own.host, agent=self.address)
 
     def meet(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> HostWorld:
         """Connects to the other hosts.
@@ -125,12 +124,12 @@ class HostInSlot:
           hosts: of the world, by number.
           agents: by machine, the addresses of agents, also those of idle machines.
         """
-        config, disk = self._config, self._own.disk
+        config, disk = self.config, self.own.disk
         peers = config.peer_tier
         # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
-        self._own.clean()
+        self.own.clean()
         known_agents.write(disk.root, agents)
-        client = self._resources.enter_context(
+        client = self.resources.enter_context(
             peer_client.PeerClient(
                 secret.read(secret.path(disk.root)),
                 tls_ca=None if peers.tls is None else peers.tls.authority,
@@ -145,5 +144,5 @@ class HostInSlot:
         for url in peers.known:
             certificates.setdefault(url, None)
         return HostWorld(
-            config, own=self._own, hosts=hosts, client=client, agents=certificates
+            config, own=self.own, hosts=hosts, client=client, agents=certificates
         )

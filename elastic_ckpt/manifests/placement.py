@@ -36,11 +36,14 @@ class Policy:
       copies: holders of each item besides the host that saved it, on other machines.
       domain: the kind of failure domain that comes and goes as a whole.
       machine: the kind of domain that names the machine, where several hosts share one.
+      assume_data_parallelism: nothing is copied, for models whose copies would not fit
+        into memory; what data parallelism alone leaves at risk is reported.
     """
 
     copies: int = 2
     domain: str = "slice"
     machine: str = "host"
+    assume_data_parallelism: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,7 +93,8 @@ def place(
     """
     world = _World(holdings, hosts, policy)
     none = np.empty(0, np.int64)
-    copies = [(none,) * 3, *(world.copy(policy) for _ in range(policy.copies))]
+    num_copies = 0 if policy.assume_data_parallelism else policy.copies
+    copies = [(none,) * 3, *(world.copy(policy) for _ in range(num_copies))]
     group, source, target = (
         np.concatenate(column) for column in zip(*copies, strict=True)
     )
@@ -100,24 +104,6 @@ def place(
         item=item,
         source=source[row],
         target=target[row],
-        shortfalls=world.shortfalls(holdings, policy),
-    )
-
-
-def assume_data_parallelism(
-    holdings: Holdings, hosts: Sequence[Host], policy: Policy = Policy()
-) -> Placement:
-    """Copies nothing, and reports the items that data parallelism alone leaves at risk.
-
-    For models whose copies would not fit into memory. Takes the arguments of `place`.
-    """
-    world = _World(holdings, hosts, policy)
-    none = np.empty(0, np.int64)
-    return Placement(
-        hosts=world.hosts,
-        item=none,
-        source=none,
-        target=none,
         shortfalls=world.shortfalls(holdings, policy),
     )
 

@@ -29,6 +29,8 @@ from elastic_ckpt.manifests.manifest import (
 )
 from elastic_ckpt.manifests.search import Step
 
+# From the nearest holder on.
+NEARNESS = ("local", "close", "distant", "persistent")
 LOCAL, CLOSE, DISTANT, PERSISTENT = range(4)
 _HASH_BITS, _NEARNESS_BITS = 20, 2
 
@@ -206,6 +208,15 @@ def files(
             offers = [holdings.offers[holder] for holder in holdings.holder[rows]]
             holders.append((file, tuple(offers)))
     return holders
+
+
+def nearness(holdings: Holdings, reader: Host, *, domain: str) -> dict[Offer, str]:
+    """The nearness of each holder to a reader: one of `NEARNESS`."""
+    of_reader = _Nearness(holdings, [reader], domain)
+    holder = np.arange(len(holdings.offers))
+    near = of_reader.between(np.zeros_like(holder), holder)
+    names = [NEARNESS[each] for each in near.tolist()]
+    return dict(zip(holdings.offers, names, strict=True))
 
 
 class _Nearness:

@@ -75,18 +75,17 @@ class Search:
         """The newest step that is complete in all tiers together."""
         passed_over: dict[int, str] = {}
         for number in self._steps()[::-1]:
-            outcome = self._look(number, abandoned=False)
-            if outcome.found_step is not None:
-                return Outcome(found_step=outcome.found_step, passed_over=passed_over)
-            passed_over.update(outcome.passed_over)
+            found_step, problem = self._look(number, abandoned=False)
+            if found_step is not None:
+                return Outcome(found_step=found_step, passed_over=passed_over)
+            if problem is not None:
+                passed_over[number] = problem
         return Outcome(found_step=None, passed_over=passed_over)
 
     def complete_steps(self) -> list[FoundStep]:
         """The steps that are complete, ascending."""
-        looks = (self._look(step, abandoned=False) for step in self._steps())
-        return [
-            outcome.found_step for outcome in looks if outcome.found_step is not None
-        ]
+        looks = [self._look(step, abandoned=False) for step in self._steps()]
+        return [found_step for found_step, _ in looks if found_step is not None]
 
     def of_step(self, step: int) -> FoundStep:
         """The complete save of `step`, the last of several.
@@ -97,11 +96,11 @@ class Search:
           CheckpointError: if there is none; the message names the missing parts and the
             step to restore instead.
         """
-        outcomes = [self._look(step, abandoned=each) for each in (False, True)]
-        for outcome in outcomes:
-            if outcome.found_step is not None:
-                return outcome.found_step
-        problem = next(each.passed_over[step] for each in outcomes if each.passed_over)
+        looks = [self._look(step, abandoned=each) for each in (False, True)]
+        for found_step, _ in looks:
+            if found_step is not None:
+                return found_step
+        problem = next(each for _, each in looks if each is not None)
         instead = self.newest().found_step
         way_out = "no step is complete"
         if instead is not None:
@@ -124,7 +123,10 @@ class Search:
                     return Line(save=save, parents=parents)
         return _UNKNOWN
 
-    def _look(self, step: int, *, abandoned: bool) -> Outcome:
+    def _look(
+        self, step: int, *, abandoned: bool
+    ) -> tuple[FoundStep | None, str | None]:
+        # The step, or why it is not complete; neither if there are no such saves of it.
         sources, problems = self._looked_at.get(step) or _offers(self._tiers, step)
         of_line = [
             offer
@@ -138,17 +140,15 @@ class Search:
         ]
         result = search.search(offers)
         if result.newest is not None:
-            found_step = FoundStep(step=result.newest, sources=sources)
-            return Outcome(found_step=found_step, passed_over={})
+            return FoundStep(step=result.newest, sources=sources), None
         if not of_line and (sources or abandoned):
-            return Outcome(found_step=None, passed_over={})
+            return None, None
         lacking = [each.problem() for each in result.incomplete]
         if not lacking:
             lacking = [f"step {step} has no manifest that can be read"]
             if of_line:
                 lacking = [f"step {step} proved to be unreadable"]
-        reason = "; ".join(lacking) + _in_parentheses(problems)
-        return Outcome(found_step=None, passed_over={step: reason})
+        return None, "; ".join(lacking) + _in_parentheses(problems)
 
 
 def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:

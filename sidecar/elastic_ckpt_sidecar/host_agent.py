@@ -12,8 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
 
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import colocated_python
 
-from elastic_ckpt.core import addresses, codec
+from elastic_ckpt.core import addresses, background, codec
 from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt_sidecar import failures, messages
@@ -78,7 +77,9 @@ class _HostAgent:
         content = messages.decode(call)
         for number in self._asked(call):
             ask = functools.partial(self._answer, number, content["request"])
-            self._answers[content["call"], number] = _in_thread(ask)
+            self._answers[content["call"], number] = background.in_thread(
+                ask, name="host-agent"
+            )
         return self._lengths(call, content["call"])
 
     @failures.reported
@@ -159,17 +160,6 @@ class _HostAgent:
             )
 
         return messages.reply(call, length)
-
-
-def _in_thread(work: Callable[[], bytes]) -> futures.Future[bytes]:
-    # A daemon: a process that ends waits for no other host.
-    doing: futures.Future[bytes] = futures.Future()
-
-    def run() -> None:
-        doing.set_result(work())
-
-    threading.Thread(target=run, name="host-agent", daemon=True).start()
-    return doing
 
 
 def _endpoint(

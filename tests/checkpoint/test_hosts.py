@@ -107,8 +107,8 @@ def test_answers_of_all_hosts_come_in_their_order(drive):
     assert len(set(introduced)) == NUM_HOSTS
     drive(join)
     readiness = Readiness(can_copy=True, can_back_up=False, is_time=True)
-    shared = save_requests.ShareReadiness(readiness=readiness)
-    assert same(drive(lambda driver: driver.all(shared))) == [readiness] * NUM_HOSTS
+    shared = same(drive(lambda driver: driver.share(readiness)))
+    assert shared == [readiness] * NUM_HOSTS
 
 
 def test_the_first_host_alone_answers(drive):

@@ -259,9 +259,8 @@ def test_assumed_data_parallelism_copies_nothing_and_says_what_it_risks():
     offers = uniform(4, 2, replicas=2)
     lone = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
     found = table([lone, *offers[1:]])
-    placed = placement.assume_data_parallelism(
-        found, hosts_of(offers), placement.Policy(copies=1)
-    )
+    policy = placement.Policy(copies=1, assume_data_parallelism=True)
+    placed = placement.place(found, hosts_of(offers), policy)
     assert not len(placed.item)
     assert {each.lacks: len(each.items) for each in placed.shortfalls} == {
         "domain": 16,

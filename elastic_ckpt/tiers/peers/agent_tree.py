@@ -1,8 +1,6 @@
 """The files that an agent serves: only regular files below `<root>/hosts`.
 
-Names come from the network. Each directory on the way is opened by itself, below the
-one before, and no link is followed: what was checked is what is read, whatever happens
-to names meanwhile.
+Names come from the network, and no link is followed (`no_follow`).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import errno
 import io
 import os
 import re
-import stat
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,8 +17,8 @@ from typing import NamedTuple
 from etils import epath
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.tiers import no_follow
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _STEP = re.compile(r"([0-9]{1,18})-([^/]+)")
 _MANIFEST = re.compile(r"manifest-[^/]+\.json")
 # The errors of names that do not exist, or that must not be followed.
@@ -56,8 +53,7 @@ def open_file(root: epath.PathLike, names: Sequence[bytes]) -> io.FileIO:
     if len(names) < 3:
         raise NotServedError
     try:
-        with _directory(os.path.join(root, "hosts")) as hosts:
-            return _open_below(hosts, names)
+        return io.FileIO(no_follow.open_file(os.path.join(root, "hosts"), names))
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
@@ -116,36 +112,10 @@ def _scanned(
 ) -> Iterator[tuple[int, list[os.DirEntry[str]]]]:
     with contextlib.ExitStack() as stack:
         try:
-            descriptor = stack.enter_context(_directory(name, above))
+            descriptor = stack.enter_context(no_follow.opened_directory(name, above))
             entries = list(stack.enter_context(os.scandir(descriptor)))
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
             descriptor, entries = -1, []
         yield descriptor, entries
-
-
-def _open_below(directory: int, names: Sequence[bytes]) -> io.FileIO:
-    if len(names) > 1:
-        with _directory(names[0], directory) as below:
-            return _open_below(below, names[1:])
-    # Checked before it is opened (through /proc), because opening a pipe or a device
-    # has side effects.
-    path_fd = os.open(
-        names[0], os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory
-    )
-    try:
-        if not stat.S_ISREG(os.fstat(path_fd).st_mode):
-            raise NotServedError
-        return io.FileIO(f"/proc/self/fd/{path_fd}")
-    finally:
-        os.close(path_fd)
-
-
-@contextlib.contextmanager
-def _directory(name: str | bytes, above: int | None = None) -> Iterator[int]:
-    descriptor = os.open(name, _DIRECTORY, dir_fd=above)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,6 @@ import json
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,18 +32,6 @@ from elastic_ckpt.tiers.ram import ram_disk, step_writer
 from elastic_ckpt.tiers.ram.chunk_writer import ChunkWriter
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
-
-
-class Held(NamedTuple):
-    """A committed save of a step.
-
-    Attributes:
-      step: the training step.
-      save: which save of it.
-    """
-
-    step: int
-    save: str
 
 
 class LocalHost:
@@ -99,29 +86,29 @@ class LocalHost:
         with self._lock:
             return frozenset(self._in_flight)
 
-    def held(self) -> list[Held]:
-        """The committed saves, ordered by step and save."""
+    def held(self) -> list[tuple[int, str]]:
+        """The steps and saves that are committed, ascending."""
         return [
-            Held(step=step, save=save)
+            (step, save)
             for step, save in self.disk.saves(self.slot)
             if self.disk.manifest_path(self.slot, step, save).exists()
         ]
 
     def retained(self) -> list[retention.HeldStep]:
         """The committed saves as retention requires them, from the manifests."""
-        return [self._retained(each) for each in self.held()]
+        return [self._retained(*each) for each in self.held()]
 
-    def _retained(self, each: Held) -> retention.HeldStep:
+    def _retained(self, step: int, save: str) -> retention.HeldStep:
         time_ms, metrics, complete = 0, None, True
         try:
-            contents = self.disk.manifest(self.slot, *each).contents
+            contents = self.disk.manifest(self.slot, step, save).contents
             time_ms, metrics = contents.time_ms, contents.metrics
         except errors.CheckpointError:
             # Its files cannot be read without it.
             complete = False
         return retention.HeldStep(
-            step=each.step,
-            save=each.save,
+            step=step,
+            save=save,
             time=_BEGINNING + datetime.timedelta(milliseconds=time_ms),
             metrics=None if metrics is None else json.loads(metrics),
             complete=complete,

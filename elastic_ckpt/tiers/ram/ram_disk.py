@@ -23,7 +23,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.manifests import layout, manifest_file
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Manifest
-from elastic_ckpt.tiers import preserved
+from elastic_ckpt.tiers import no_follow, preserved
 from elastic_ckpt.tiers.ram.machine import machine_id
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
@@ -219,18 +219,8 @@ def _read_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _opened(directory: str, file: str) -> Iterator[int]:
-    # Part by part, because opening a whole path would follow links.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = no_follow.open_file(directory, file.split("/"))
     try:
-        *parents, name = file.split("/")
-        for parent in parents:
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-            below = os.open(parent, flags, dir_fd=descriptor)
-            os.close(descriptor)
-            descriptor = below
-        below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=descriptor)
-        os.close(descriptor)
-        descriptor = below
         yield descriptor
     finally:
         os.close(descriptor)

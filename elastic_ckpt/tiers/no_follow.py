@@ -1,0 +1,56 @@
+"""Files that are opened without following a link.
+
+Each directory on the way is opened by itself, below the one before: what was checked is
+what is read, whatever happens to names meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_PLACE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_file(root: str, names: Sequence[str] | Sequence[bytes]) -> int:
+    """Opens a regular file to be read, and returns its descriptor.
+
+    Args:
+      root: a directory.
+      names: of the directories on the way from there, and of the file.
+
+    Raises:
+      OSError: as `os.open`; ELOOP if a name is a link or the last is no regular file.
+    """
+    descriptor = os.open(root, _DIRECTORY)
+    try:
+        for number, name in enumerate(names, start=1):
+            flags = _DIRECTORY if number < len(names) else _PLACE
+            below = os.open(name, flags, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        # Checked before it is opened (through /proc), because opening a pipe or
+        # a device has side effects.
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.ELOOP, "not a regular file")
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opened_directory(name: str, above: int | None = None) -> Iterator[int]:
+    """Opens a directory, below another or at its path, and yields its descriptor.
+
+    Raises:
+      OSError: as `open_file`.
+    """
+    descriptor = os.open(name, _DIRECTORY, dir_fd=above)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
