@@ -7,6 +7,7 @@ a box, one of them uploads it; the array's sharding decides which.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import jax
 import numpy as np
@@ -147,23 +148,10 @@ class Owners:
     ) -> None:
         self._number = number
         self._num_hosts = num_hosts
-        # No array is kept, which may be donated.
-        self._shardings: list[tuple[Sharding, tuple[int, ...]] | None] = []
-        self._is_whole: list[bool] = []
+        # By number; whole ones are in every process. No array is kept, which may be
+        # donated.
+        self._leaves = [_placed(values[path]) for path in sorted(values)]
         self._owners: dict[int, dict[boxes.Box, int]] = {}
-        for path in sorted(values):
-            value = values[path]
-            is_array = isinstance(value, jax.Array) and not jax.dtypes.issubdtype(
-                value.dtype, jax.dtypes.prng_key
-            )
-            self._shardings.append(
-                (value.sharding, value.shape)
-                if is_array and isinstance(value, jax.Array)
-                else None
-            )
-            self._is_whole.append(
-                isinstance(value, np.ndarray | np.generic | int | float)
-            )
 
     def is_own(self, leaf: int, box: boxes.Box) -> bool:
         """Whether this process uploads a box of a leaf; some are uploaded by several.
@@ -171,14 +159,25 @@ class Owners:
         Other processes may hold the same boxes of random keys and of `Shards`, so each
         holder uploads those.
         """
-        if self._is_whole[leaf]:
+        placed = self._leaves[leaf]
+        if placed == "whole":
             return leaf % self._num_hosts == self._number
-        sharding = self._shardings[leaf]
-        if sharding is None:
+        if placed is None:
             return True
         if leaf not in self._owners:
-            self._owners[leaf] = _owners(*sharding)
+            self._owners[leaf] = _owners(*placed)
         return self._owners[leaf][box] == self._number
+
+
+def _placed(
+    value: Value,
+) -> tuple[Sharding, tuple[int, ...]] | Literal["whole"] | None:
+    if isinstance(value, np.ndarray | np.generic | int | float):
+        return "whole"
+    if not isinstance(value, jax.Array):
+        return None
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return None if is_key else (value.sharding, value.shape)
 
 
 def _owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, int]:

@@ -24,7 +24,7 @@ def open_file(root: str, names: Sequence[str] | Sequence[bytes]) -> int:
       names: of the directories on the way from there, and of the file.
 
     Raises:
-      OSError: as `os.open`; ELOOP if a name is a link or the last is no regular file.
+      OSError: as `os.open`; ELOOP for a link, EINVAL if it is no regular file.
     """
     descriptor = os.open(root, _DIRECTORY)
     try:
@@ -35,8 +35,10 @@ def open_file(root: str, names: Sequence[str] | Sequence[bytes]) -> int:
             descriptor = below
         # Checked before it is opened (through /proc), because opening a pipe or
         # a device has side effects.
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.ELOOP, "not a regular file")
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = errno.ELOOP if stat.S_ISLNK(mode) else errno.EINVAL
+            raise OSError(kind, "not a regular file")
         return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(descriptor)

@@ -363,3 +363,10 @@ def test_a_program_ends_though_a_call_hangs():
     )
     assert ended.stdout == "end\n"
     assert "its thread is abandoned" in ended.stderr
+
+
+def test_a_call_in_its_own_thread_gives_its_result_or_its_error():
+    assert background.in_thread(lambda: 7, name="seven").result(SOON_SECS) == 7
+    failed = background.in_thread(lambda: {}["x"], name="failing")
+    with pytest.raises(KeyError, match="x"):
+        failed.result(SOON_SECS)

@@ -22,7 +22,14 @@ from elastic_ckpt.tiers import no_follow
 _STEP = re.compile(r"([0-9]{1,18})-([^/]+)")
 _MANIFEST = re.compile(r"manifest-[^/]+\.json")
 # The errors of names that do not exist, or that must not be followed.
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.ENAMETOOLONG)
+_ABSENT = (
+    errno.EACCES,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+)
 
 
 class NotServedError(Exception):

@@ -169,9 +169,11 @@ class Endpoint:
             before = progress()
             try:
                 return attempt()
-            except (TimeoutError, ssl.SSLCertVerificationError) as error:
-                raise self._failed(str(error)) from None
-            except peer_connection.UntrustedError as error:
+            except (
+                TimeoutError,
+                ssl.SSLCertVerificationError,
+                peer_connection.UntrustedError,
+            ) as error:
                 raise self._failed(str(error)) from None
             except OSError as error:
                 # Idle connections are as old as the broken one.
