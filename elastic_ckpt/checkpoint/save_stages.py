@@ -242,6 +242,7 @@ class SaveStages:
         self._note_committed(saving, commit.notes)
         # RAM holds nothing of it that could be copied.
         self._copied = self.committed
+        self._begin_line(saving)
         self._collect_backups(saving)
         return True
 

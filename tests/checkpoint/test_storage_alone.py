@@ -159,6 +159,24 @@ def test_an_older_step_is_gone_on_from(make):
     assert bits(again.load(2, abstract(state(0)))) == bits(state(21))
 
 
+def test_a_removed_step_does_not_bring_back_what_its_line_abandoned(make):
+    checkpointer = make(every=1)
+    for step in (1, 2, 3):
+        save(checkpointer, step)
+    check(checkpointer, 1, 1)
+    assert checkpointer.save(2, state(20))
+    checkpointer.delete(2)
+    assert checkpointer.latest.step == 1
+    checkpointer.close()
+    again = make(every=1)
+    assert [each.step for each in again.checkpoints] == [1]
+    # An abandoned step is there for a caller who names it, and its line goes on.
+    check(again, 3, 3)
+    assert again.save(4, state(40))
+    again.delete(4)
+    assert again.latest.step == 3
+
+
 def test_a_run_can_drop_its_local_tier(make, tmp_path):
     with_ram = make(tiers=[Local(tmp_path / "ram")], run="the run")
     save(with_ram, 2)

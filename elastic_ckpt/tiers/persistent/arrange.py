@@ -34,20 +34,16 @@ def record(root: PersistentRoot, line: Line, *, run: str) -> None:
       OSError: if storage is unavailable.
       CheckpointError: if it cannot be listed.
     """
-    for number in reversed(root.steps()):
-        save = save_of(root, number, run=run)
-        if save is None:
-            continue
-        if line.abandons(number, save):
-            parents = [list(parent) for parent in line.parents]
-            content = checked_json.to_bytes(
-                {"run": run, "save": line.save, "parents": parents},
-                version=_RECORD_VERSION,
-            )
-            path = root.path / ABANDONED / _RECORD
-            storage.make_directory(path.parent)
-            storage.write_atomic(path, content)
-        return
+    path = root.path / ABANDONED / _RECORD
+    older = [*root.set_aside_steps(), *_newest(root, run=run)]
+    if path.exists() or any(line.abandons(*each) for each in older):
+        parents = [list(parent) for parent in line.parents]
+        content = checked_json.to_bytes(
+            {"run": run, "save": line.save, "parents": parents},
+            version=_RECORD_VERSION,
+        )
+        storage.make_directory(path.parent)
+        storage.write_atomic(path, content)
 
 
 def recorded_lines(root: PersistentRoot, *, run: str) -> list[Line]:
@@ -98,6 +94,15 @@ def arrange(root: PersistentRoot, line: Line, *, run: str, step: int) -> None:
         is_needed = number != step and not line.abandons(number, save)
         if is_needed and save < line.save and not root.is_committed(number):
             root.bring_back(number, save)
+
+
+def _newest(root: PersistentRoot, *, run: str) -> list[tuple[int, str]]:
+    # The newest step that is not set aside, with its save; none if there is none.
+    for number in reversed(root.steps()):
+        save = save_of(root, number, run=run)
+        if save is not None:
+            return [(number, save)]
+    return []
 
 
 def save_of(root: PersistentRoot, step: int, *, run: str) -> str | None:
