@@ -122,7 +122,7 @@ def opened(
     ]
     with contextlib.ExitStack() as closing:
         if arguments.peer:
-            from elastic_ckpt.tiers.peers import peer_client, secret
+            from elastic_ckpt.tiers.peers import peer, peer_client, secret
 
             client = closing.enter_context(
                 peer_client.PeerClient(
@@ -130,9 +130,7 @@ def opened(
                     tls_ca=arguments.tls_authority,
                 )
             )
-            locations += [
-                tier_locations.at_peer(url, client, run=run) for url in arguments.peer
-            ]
+            locations += [peer.Peer(url, client, run) for url in arguments.peer]
         yield run, tier_locations.Locations(locations)
 
 

@@ -112,6 +112,11 @@ class CapturedStep:
             )
         return values
 
+    @property
+    def directory(self) -> str:
+        """Implements `source.Source`; the files are in memory alone."""
+        return f"memory of host {self.offer.host.id}"
+
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:

@@ -17,12 +17,11 @@ from etils import epath
 from elastic_ckpt.core import digest, host_memory
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.inspect.problem import Kind, Problem
-from elastic_ckpt.inspect.tier_locations import Copy
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
 from elastic_ckpt.tiers.persistent import orbax_view
-from elastic_ckpt.tiers.source import ReadError
+from elastic_ckpt.tiers.source import ReadError, Source
 
 # Each thread holds one chunk in memory, and some copies of it while reading as Orbax.
 _THREADS = 8
@@ -37,7 +36,7 @@ class AllCopies:
 
     Args:
       holdings: of the save.
-      copies: the copy of each holder.
+      copies: the files of each holder.
       progress: called with the bytes read and the total, from any thread.
 
     Attributes:
@@ -47,7 +46,7 @@ class AllCopies:
     def __init__(
         self,
         holdings: Holdings,
-        copies: Mapping[Offer, Copy],
+        copies: Mapping[Offer, Source],
         progress: Callable[[int, int], None],
     ) -> None:
         self._holdings = holdings
@@ -134,7 +133,7 @@ class AllCopies:
         offer, part = self._offer(row), self._part(row)
         is_chunk = isinstance(part, Fragment)
         place = (part.file, part.offset) if is_chunk else (part.path, 0)
-        source, surplus = self._copies[offer].source, 0
+        source, surplus = self._copies[offer], 0
         damage = hidden = None
         try:
             source.read_into(*place, memory.data)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from elastic_ckpt.core.errors import MOST_NAMED
-from elastic_ckpt.inspect.tier_locations import Leftover, Locations
+from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.coverage import coverage
 from elastic_ckpt.manifests.holdings import Offer
@@ -95,6 +95,19 @@ class CoveredStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UncommittedStep:
+    """A part of a step that is not committed: it is being written, or was interrupted.
+
+    Attributes:
+      step: its number.
+      path: of the directory.
+    """
+
+    step: int
+    path: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Survey:
     """The result of a survey.
 
@@ -109,7 +122,7 @@ class Survey:
     known: tuple[int, ...]
     steps: tuple[SurveyedStep, ...]
     coverage: tuple[CoveredStep, ...]
-    leftovers: tuple[Leftover, ...]
+    leftovers: tuple[UncommittedStep, ...]
     problems: tuple[str, ...]
 
 
@@ -163,7 +176,10 @@ def survey(
         known=tuple(known),
         steps=tuple(surveyed),
         coverage=covered,
-        leftovers=tuple(locations.leftovers()),
+        leftovers=tuple(
+            UncommittedStep(step=each.step, path=str(each.path))
+            for each in locations.leftovers()
+        ),
         # A peer that fails does so at every step.
         problems=tuple(dict.fromkeys(problems)),
     )

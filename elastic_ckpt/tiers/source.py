@@ -6,8 +6,11 @@ bytes as it read them: the caller compares them with the manifest's digests.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
+
+from etils import epath
 
 from elastic_ckpt.manifests.holdings import Offer
 
@@ -33,6 +36,11 @@ def ignored(piece: memoryview) -> None:
 class Source(Protocol):
     """Reads the files of one step at one holder; any number of threads may call it."""
 
+    @property
+    def directory(self) -> str:
+        """The path or URL of the step's files, for messages."""
+        ...
+
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
@@ -57,6 +65,21 @@ class Source(Protocol):
           ReadError: if the file is missing, or the holder does not answer.
         """
         ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """A step that was not committed: it is being written, or was cut short.
+
+    Attributes:
+      step: its number.
+      save: that writes it; None if the directory's name does not contain it.
+      path: of the directory.
+    """
+
+    step: int
+    save: str | None
+    path: epath.Path
 
 
 class Offered(NamedTuple):

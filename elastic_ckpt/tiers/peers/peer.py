@@ -56,6 +56,7 @@ class _PeerSource:
     def __init__(self, endpoint: Endpoint, directory: str) -> None:
         self._endpoint = endpoint
         self._directory = directory
+        self.directory = f"{endpoint.url}/v1/hosts/{directory}"
 
     def read_into(
         self,

@@ -30,6 +30,7 @@ from etils import epath
 from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
 from elastic_ckpt.manifests import layout, manifest_file
 from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.tiers.source import Leftover
 
 COMMIT_FILE = "commit_success.txt"
 ABANDONED = "abandoned"
@@ -39,21 +40,6 @@ _READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"0|[1-9]\d*")
 _UNFINISHED = re.compile(rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*))?")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Leftover:
-    """A step that was not committed: its upload runs, or was cut short.
-
-    Attributes:
-      step: its number.
-      save: whose upload it is; None if the directory's name does not contain it.
-      path: of the directory.
-    """
-
-    step: int
-    save: str | None
-    path: epath.Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,11 +215,16 @@ def find_run(path: epath.PathLike) -> str | None:
       CheckpointError: if the steps cannot be listed.
     """
     root = PersistentRoot.from_path(path)
-    for step in reversed(root.steps()):
-        for name in manifest_names(root.final(step)):
-            with contextlib.suppress(OSError, checked_json.UnreadableError):
-                content = (root.final(step) / name).read_bytes()
-                return manifest_file.parse(content, stores=True).run
+    runs = (run_of(root.final(step)) for step in reversed(root.steps()))
+    return next((run for run in runs if run is not None), None)
+
+
+def run_of(directory: epath.Path) -> str | None:
+    """The run of a step, by the manifests in its directory; None if none is valid."""
+    for name in manifest_names(directory):
+        with contextlib.suppress(OSError, checked_json.UnreadableError):
+            content = (directory / name).read_bytes()
+            return manifest_file.parse(content, stores=True).run
     return None
 
 

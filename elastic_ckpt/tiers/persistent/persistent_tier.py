@@ -30,7 +30,14 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_json,
     read_manifests,
 )
-from elastic_ckpt.tiers.source import Offered, OnPiece, ReadError, ignored, merged
+from elastic_ckpt.tiers.source import (
+    Leftover,
+    Offered,
+    OnPiece,
+    ReadError,
+    ignored,
+    merged,
+)
 
 _BEGINNING = datetime.datetime.fromtimestamp(0, datetime.UTC)
 
@@ -41,11 +48,18 @@ class PersistentTier:
     Args:
       root: of the steps.
       run: whose steps they are; others are problems, and offered as nothing.
+      only: the one step to list and offer; None for all.
+
+    Attributes:
+      root: of the steps.
     """
 
-    def __init__(self, root: PersistentRoot, *, run: str) -> None:
-        self._root = root
+    def __init__(
+        self, root: PersistentRoot, *, run: str, only: int | None = None
+    ) -> None:
+        self.root = root
         self._run = run
+        self._only = only
         self._context = ocdbt.new_context()
         # Whether a step is whole, by its number and the time of its commit.
         self._whole: dict[tuple[int, datetime.datetime], bool] = {}
@@ -56,17 +70,17 @@ class PersistentTier:
         Raises:
           CheckpointError: if storage is out of reach; `foreign_steps` likewise.
         """
-        aside = {step for step, _ in self._root.set_aside_steps()}
-        return sorted(aside.union(self._steps()))
+        aside = {step for step, _ in self.root.set_aside_steps()}
+        return sorted(filter(self._is_offered, aside.union(self._steps())))
 
     def known_saves(self) -> list[tuple[int, str]]:
         """The newest committed step that can be read, and the steps set aside.
 
         Steps that are not set aside are of one line: no save is newer than the last's.
         """
-        steps = self._root.set_aside_steps()
+        steps = self.root.set_aside_steps()
         for step in reversed(self._steps()):
-            save = arrange.save_of(self._root, step, run=self._run)
+            save = arrange.save_of(self.root, step, run=self._run)
             if save is not None:
                 return [*steps, (step, save)]
         return steps
@@ -77,15 +91,16 @@ class PersistentTier:
         Raises:
           CheckpointError: if its record is damaged or out of reach.
         """
-        return arrange.recorded_lines(self._root, run=self._run)
+        return arrange.recorded_lines(self.root, run=self._run)
 
     def foreign_steps(self) -> list[int]:
         """The committed steps without manifests, which Orbax alone wrote, ascending."""
-        return [step for step, names in self._listed() if not names]
+        listed = self._listed()
+        return [step for step, names in listed if not names and self._is_offered(step)]
 
     def foreign_saves(self) -> dict[int, str]:
         """The same with the saves that they count as."""
-        return {step: self._root.foreign_save(step) for step in self.foreign_steps()}
+        return {step: self.root.foreign_save(step) for step in self.foreign_steps()}
 
     def notes(self, step: int) -> dict[str, Any]:
         """The metadata that Orbax stored with a committed step.
@@ -94,7 +109,7 @@ class PersistentTier:
           `metrics`, `custom_metadata` and `commit_timestamp_nsecs`, each None if there
           is none.
         """
-        directory = self._root.final(step)
+        directory = self.root.final(step)
         metadata = read_json(directory / "_CHECKPOINT_METADATA")
         return {
             "metrics": read_json(directory / "metrics" / "metrics") or None,
@@ -109,14 +124,19 @@ class PersistentTier:
             for directory in self._directories(step):
                 offered.append(self._offers(step, directory))
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
-            problem = f"{self._root.final(step)} cannot be read ({error})"
+            problem = f"{self.root.final(step)} cannot be read ({error})"
             offered.append(Offered(sources={}, problems=[problem]))
         return merged(offered)
 
+    def _is_offered(self, step: int) -> bool:
+        return self._only in (None, step)
+
     def _directories(self, step: int) -> list[epath.Path]:
-        committed = [self._root.final(step)] if self._root.is_committed(step) else []
-        aside = [each for each in self._root.set_aside_steps() if each[0] == step]
-        return [*committed, *(self._root.aside(*each) for each in aside)]
+        if not self._is_offered(step):
+            return []
+        committed = [self.root.final(step)] if self.root.is_committed(step) else []
+        aside = [each for each in self.root.set_aside_steps() if each[0] == step]
+        return [*committed, *(self.root.aside(*each) for each in aside)]
 
     def _offers(self, step: int, directory: epath.Path) -> Offered:
         names = manifest_names(directory)
@@ -141,46 +161,55 @@ class PersistentTier:
         The time is that of the commit by Orbax's metadata (1970 if that is damaged),
         the metrics are those that Orbax finds too.
         """
-        held = [self._held(step, self._root.final(step)) for step in self._steps()]
+        held = [self._held(step, self.root.final(step)) for step in self._steps()]
         return [step for step in held if step is not None]
 
     def abandoned(self) -> list[retention.HeldStep]:
         """The steps that are set aside, likewise."""
         held = [
-            self._held(step, self._root.aside(step, save), save)
-            for step, save in self._root.set_aside_steps()
+            self._held(step, self.root.aside(step, save), save)
+            for step, save in self.root.set_aside_steps()
         ]
         return [step for step in held if step is not None]
 
     def preserved(self) -> list[int]:
         """The steps that are preserved by hand, ascending."""
-        steps = self._root.steps()
-        return [n for n in steps if preserved.is_preserved(self._root.final(n))]
+        steps = self.root.steps()
+        return [
+            step
+            for step in filter(self._is_offered, steps)
+            if preserved.is_preserved(self.root.final(step))
+        ]
 
     def preserved_aside(self) -> list[int]:
         """Those of the steps that are set aside, likewise."""
-        aside = self._root.set_aside_steps()
+        aside = self.root.set_aside_steps()
         return [
             step
             for step, save in aside
-            if preserved.is_preserved(self._root.aside(step, save))
+            if self._is_offered(step)
+            and preserved.is_preserved(self.root.aside(step, save))
         ]
+
+    def leftovers(self) -> list[Leftover]:
+        """The steps that are not committed, those being uploaded among them."""
+        return [each for each in self.root.leftovers() if self._is_offered(each.step)]
 
     def remove(self, step: int) -> None:
         """Removes a committed step: it is gone at once, its files little by little.
 
         Killed meanwhile, it leaves a leftover.
         """
-        storage.remove(self._root.uncommit(step))
+        storage.remove(self.root.uncommit(step))
 
     def remove_all(self, step: int) -> bool:
         """Removes all saves of a step; whether there were any."""
-        aside = [each for each in self._root.set_aside_steps() if each[0] == step]
+        aside = [each for each in self.root.set_aside_steps() if each[0] == step]
         committed = step in self._steps()
         if committed:
             self.remove(step)
         for each in aside:
-            self._root.discard_aside(*each)
+            self.root.discard_aside(*each)
         return committed or bool(aside)
 
     def _steps(self) -> list[int]:
@@ -190,12 +219,12 @@ class PersistentTier:
         # The committed steps and the names of their manifests.
         try:
             return [
-                (step, manifest_names(self._root.final(step)))
-                for step in self._root.steps()
+                (step, manifest_names(self.root.final(step)))
+                for step in self.root.steps()
             ]
         except bucket_clients.failures() as error:
             raise errors.CheckpointError(
-                f"the steps in {self._root.path} cannot be listed ({error}); try again"
+                f"the steps in {self.root.path} cannot be listed ({error}); try again"
                 " when the storage is back"
             ) from error
 
@@ -223,7 +252,8 @@ class _StepSource:
     # Reads the files of a step, and values in its stores, each of which is opened once.
 
     def __init__(self, directory: epath.Path, context: ts.Context) -> None:
-        self._directory = directory
+        self.directory = str(directory)
+        self._path = directory
         self._context = context
         self._lock = threading.Lock()
         self._stores: dict[str, ts.KvStore] = {}
@@ -238,7 +268,7 @@ class _StepSource:
                 reading = self._store(path).read(key, byte_range=slice(offset, end))
                 content = reading.result().value
             else:
-                with (self._directory / path).open("rb") as opened:
+                with (self._path / path).open("rb") as opened:
                     opened.seek(offset)
                     content = opened.read(len(into))
         if len(content) != len(into):
@@ -251,13 +281,13 @@ class _StepSource:
         with _read_errors():
             if inside:
                 return len(self._store(path).read(key).result().value)
-            with (self._directory / path).open("rb") as opened:
+            with (self._path / path).open("rb") as opened:
                 return opened.seek(0, os.SEEK_END)
 
     def _store(self, name: str) -> ts.KvStore:
         with self._lock:
             if name not in self._stores:
-                directory = self._directory / name
+                directory = self._path / name
                 self._stores[name] = ocdbt.open_store(directory, self._context)
             return self._stores[name]
 

@@ -21,11 +21,11 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers.persistent.persistent_root import (
     REMOVED,
-    Leftover,
     PersistentRoot,
     manifest_names,
     read_manifests,
 )
+from elastic_ckpt.tiers.source import Leftover
 
 LOCK = "writers.lock"
 # Those of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.

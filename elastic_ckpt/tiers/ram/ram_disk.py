@@ -24,9 +24,10 @@ from elastic_ckpt.manifests import layout, manifest_file
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers import no_follow, preserved
-from elastic_ckpt.tiers.ram.machine import machine_id
+from elastic_ckpt.tiers.ram.machine import FILE, machine_id
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
+    Leftover,
     Offered,
     OnPiece,
     ReadError,
@@ -108,18 +109,29 @@ class RamDisk:
         )
 
     def offers(self, step: int) -> Offered:
-        """The parts of a step in all slots, of all its saves."""
+        """The parts of a step in all slots, of all its saves.
+
+        Manifests of another machine are problems.
+        """
         sources: dict[Offer, Source] = {}
         problems = []
         for slot, number, save in self.all_saves():
-            if number != step or not self.manifest_path(slot, step, save).exists():
+            if number != step:
+                continue
+            directory = self.step_directory(slot, step, save)
+            names = _manifest_names(directory)
+            if manifest_file.file_name(self.host_id(slot)) not in names:
+                problems += [
+                    f"manifest {directory / name} is not of the machine that"
+                    f" {self.root / FILE} names; bring that file back"
+                    for name in names
+                ]
                 continue
             try:
                 manifest = self.manifest(slot, step, save)
             except errors.CheckpointError as problem:
                 problems.append(str(problem))
                 continue
-            directory = self.step_directory(slot, step, save)
             sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
         return Offered(sources=sources, problems=problems)
 
@@ -147,6 +159,14 @@ class RamDisk:
                 if preserved.is_preserved(self.step_directory(slot, step, save))
             }
         )
+
+    def leftovers(self) -> list[Leftover]:
+        """The saves of steps without a manifest: being written, or cut short."""
+        leftovers = [
+            Leftover(step=step, save=save, path=self.step_directory(slot, step, save))
+            for slot, step, save in self.all_saves()
+        ]
+        return [each for each in leftovers if not _manifest_names(each.path)]
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether the file system has so much free, at a glance."""
@@ -232,6 +252,10 @@ def _names(directory: epath.Path) -> list[str]:
         return os.listdir(directory)
     except FileNotFoundError:
         return []
+
+
+def _manifest_names(directory: epath.Path) -> list[str]:
+    return sorted(filter(manifest_file.is_file_name, _names(directory)))
 
 
 def _reserved_bytes(directory: epath.Path) -> int:
