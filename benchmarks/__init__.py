@@ -1,1 +1,1 @@
-"""Measurements: each suite runs all of its sides in one call and says the machine."""
+"""Measurements: each suite runs all of its sides in one call and names the machine."""

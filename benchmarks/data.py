@@ -13,7 +13,7 @@ device. A ratio is ours over the peer's in the same round. Ours is the pipeline 
   in each setting that it does; `fixed_rows` are rows packed beforehand. Two peers do
   less in `packed`: LitData joins documents when it writes, and cuts rows out of a
   mapped file; HF datasets over Arrow tables drops the tail of every 1000 documents.
-  Neither says where a document begins.
+  Neither marks where a document begins.
 * `text_...`: from text, see `benchmarks.text`.
 * `elastic_overhead_percent`: the same pipelines of 64 shards called in turn by hand,
   without a stream, positions or cursors, against them in the elastic engine; and
@@ -76,7 +76,7 @@ def measure() -> dict[str, report.Figure]:
 def configured(
     files: Sequence[str], *, window: int = 0, packed: bool = True
 ) -> sharded_data.ShardedData:
-    """What `from_config` builds of files that have a column of tokens.
+    """The pipeline of `from_config` for files that have a column of tokens.
 
     Args:
       files: Parquet files.

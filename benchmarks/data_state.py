@@ -252,7 +252,7 @@ def _mixture(make_shard: Mixed) -> tuple[float, float]:
 
 
 def _idle_mib(make_shard: _MakeShard) -> float:
-    # What one shard needs, all 64 share: modules, footers.
+    # All 64 shards share the modules and footers that one shard needs.
     _advanced(make_shard, 0).close()
     next(iter(make_shard(0)))
     before = _resident_mib()

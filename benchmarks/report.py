@@ -38,7 +38,7 @@ _PEERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What was measured: the median of `samples`.
+    """A measured figure: the median of `samples`.
 
     Attributes:
       unit: of the samples.

@@ -10,12 +10,12 @@ makes, the other decisions see three holders of each box.
   one lacks a host, whose copies are not made yet, and is looked at first.
 * `plan_secs`: what all hosts of half as many slices read of the complete step, whose
   leaves are cut in half as many parts for them.
-* `uploads_secs`: who of the hosts uploads which box and file of the complete step.
+* `uploads_secs`: which host uploads which box and file of the complete step.
 * `retention_secs`: which of as many steps as there are hosts are removed.
 * `peak_gib`: of a process that makes the world and decides all this.
 * `manifests_secs`: 1e4 manifests of 300 fragments from their bytes, not in the others.
 
-Each size is a process of its own; `_100`, `_1000` are those of fewer hosts.
+Each size runs in a separate process; `_100`, `_1000` are those of fewer hosts.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _fragments(number: int, generator: np.random.Generator) -> manifest.Fragment
 def _with_copies(
     offers: list[holdings.Offer], placed: placement.Placement
 ) -> list[holdings.Offer]:
-    # What the manifests say when all copies have arrived.
+    # The manifests when all copies have arrived.
     table = holdings.Holdings.from_offers(offers)
     row = table.first_row[placed.item]
     is_file = placed.item >= len(table.leaf)

@@ -1,4 +1,4 @@
-"""Suite `sidecar`: how long a loop waits for its data, wherever that is read.
+"""Suite `sidecar`: how long a loop waits for its data, read in or out of process.
 
 A step here takes no time of the host's processors, as that of an accelerator; the loop
 waits for each step before it asks for the next batch, as one that prints losses. Rows
@@ -22,7 +22,7 @@ of a batch cost 0.7 of a step to make (`slow`), or next to nothing (`trivial`).
   controller's own process, as they do here: it is taken off the list of iterators that
   its worker closes when it is made, nothing else is changed.
 
-It runs in the environment of MaxText, `tests/maxtext/pyproject.toml` says how.
+It runs in the environment of MaxText, see `tests/maxtext/pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SHORT_STEP_SECS = 0.005
 _SHARE = 0.7
 _NUM_ROUNDS = 7
 _STEPS_A_ROUND = 20
-# What is ready when a round begins is no merit.
+# Batches that are ready when a round begins are not counted.
 _STEPS_UNCOUNTED = 4
 _SETTLE_SECS = 0.4
 _BATCHES_A_ROUND = 100
@@ -93,8 +93,8 @@ def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
     if importlib.util.find_spec("maxtext") is None:
         raise errors.ConfigError(
-            "suite sidecar compares with MaxText; run it in MaxText's environment: the"
-            " head of tests/maxtext/pyproject.toml says how to set that up"
+            "suite sidecar compares with MaxText; run it in MaxText's environment, as"
+            " the head of tests/maxtext/pyproject.toml describes"
         )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
@@ -304,7 +304,7 @@ def _ready(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def _turns(sides: dict[str, Any]) -> Iterator[str]:
     for _ in range(_NUM_ROUNDS + 1):
         for name in sides:
-            # What the side before has begun to read ahead is not the next one's burden.
+            # Gives the side before time to finish the reads that it has begun.
             time.sleep(_SETTLE_SECS)
             yield name
 

@@ -21,7 +21,7 @@ COLUMN = "text"
 
 _NUM_FILES = 8
 _MEAN_CHARACTERS = 2000
-# Of the logarithm of the length.
+# The standard deviation of the logarithm of the length.
 _SIGMA = 0.8
 _TRAINING_TEXTS = 2500
 _VOCAB_SIZE = 32_000

@@ -1,9 +1,9 @@
 """Suite `tiers`: what saves and restores cost, beside a plain copy and beside Orbax.
 
 1 GiB of float32 and 1/2 MiB of small leaves, sharded over four processes under
-`jax.distributed`, each a machine: a directory on the RAM disk with an agent of its own.
-What Orbax saves is on the RAM disk too. All sides take turns in one world; a turn is as
-long as its slowest host's. The state is computed anew before each turn.
+`jax.distributed`, each a machine: a directory on the RAM disk with its own agent. Orbax
+saves to the RAM disk too. All sides take turns in one world; a turn is as long as its
+slowest host's. The state is computed anew before each turn.
 
 Blocked, in the steady state: the save before is done, and no waiting is counted.
 
@@ -13,20 +13,20 @@ Blocked, in the steady state: the save before is done, and no waiting is counted
   share the cores here: the first ones write while the last one is still blocked.
 * `save_block_ratio_orbax`: over what Orbax's save of that state blocks.
 
-Checked, in a world of its own, in turns with digests that cost nothing:
+Checked, in a separate world, in turns with digests that cost nothing:
 
 * `check_cost_percent_save`, `check_cost_percent_load`: of a save until it is committed
   and of a load, for digests, by the clock.
 * `check_share_percent_save`, `..._load`: the time that processors spend inside of
   digests, over what they spend on all else; what disturbs the clock disturbs both.
 
-Restored, in a world of its own, until the arrays are ready:
+Restored, in a separate world, until the arrays are ready:
 
 * `ram_restore_ratio_copy`: the speed on the same four hosts over that of four
   processes `cp -r` which copy the same files on the RAM disk.
 * `ram_restore_ratio_orbax`: over the speed of Orbax's load from the RAM disk.
 * `ram_restore_half_hosts`: on two hosts, which read three quarters from peers: hosts
-  need rows in their order, and the second one holds none of its own. Beside it
+  need rows in their order, and the second one holds none of its rows. Beside it
   `ram_restore_half_transfer` of the same files to the same two hosts, in four threads,
   by the client's and the system's reads alone, and `..._peers_transfer` of the peers'
   files among them; `ram_restore_half_ratio_transfer` holds the first against the
@@ -51,7 +51,7 @@ In one process, on the devices that JAX finds, beside Orbax (`tiers_alone`):
 
 Started: see `tiers_fake_steps`. Storage alone, beside Orbax: see `tiers_storage`.
 
-Beside Orbax's own managers of RAM tiers, on state that they want, of two replicas:
+Beside Orbax's own managers of RAM tiers, on the state that they require:
 
 * `save_block_ratio_p2p`, `ram_restore_ratio_p2p`, and so on: as over Orbax's own.
 """
@@ -86,7 +86,7 @@ from elastic_ckpt.tiers.peers import agent, agent_process, secret
 
 _HOSTS = 4
 _GIB = 2**30
-# Of what half of the hosts restore.
+# The share that half of the hosts restore from peers.
 _OF_PEERS = 3 / 4
 _SERVED = "hosts/0/1-served/file"
 
@@ -321,7 +321,7 @@ def _transferred(secs: Samples) -> dict[str, report.Figure]:
 def _run(
     program: Callable[..., None], place: tiers_turns.Place, *, num_hosts: int = _HOSTS
 ) -> list[Samples]:
-    # What each host has measured.
+    # The measurements of each host.
     os.makedirs(place.results)
     supervisor.World(
         functools.partial(program, place=place),
@@ -371,7 +371,7 @@ def _transfers(root: str, size: Size) -> Samples:
 
 @contextlib.contextmanager
 def _agents(roots: list[str]) -> Iterator[list[str]]:
-    # Where each of them listens.
+    # Yields the URL of each agent.
     with contextlib.ExitStack() as stack:
         urls = []
         for root in roots:

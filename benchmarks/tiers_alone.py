@@ -131,13 +131,13 @@ def resident_bytes(kind: str) -> int:
 
 
 def reset_peak() -> None:
-    """Has `VmHWM` begin anew."""
-    # Where the system allows it; otherwise the peak is that of the whole process.
+    """Resets `VmHWM`, the peak of this process's memory."""
+    # If the system refuses, the peak is that of the whole process.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(directory: str, *, leaves: int, mib: int, rounds: int) -> dict[str, Any]:
-    """Runs this module in a process of its own, and returns what it prints."""
+    """Runs this module in a new process, and returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", __name__, directory, *map(str, (leaves, mib, rounds))],
         stdout=subprocess.PIPE,

@@ -33,7 +33,7 @@ _COUNTS = (0, 200, 40_000)
 
 
 def figures(directory: str, rounds: int) -> dict[str, report.Figure]:
-    """Measures in a process of its own; see `measure`."""
+    """Measures in a new process; see `measure`."""
     command = [sys.executable, "-m", __name__, directory, str(rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return {

@@ -1,4 +1,4 @@
-"""What the hosts of suite `tiers` do: each function is a program of one host.
+"""The hosts of suite `tiers`: each function is the program of one host.
 
 All sides of a comparison take turns in one world. The hosts wait for each other before
 each turn, and a turn of a round takes as long as on the slowest of them.
@@ -216,7 +216,7 @@ def replicate(host: member.Member, emit: events.Emit, *, place: Place) -> None:
 
 
 def _cpu_secs(work: Callable[[State], Any], state: State) -> float:
-    # Of all threads of this process.
+    # The processor time of all threads of this process.
     began = time.process_time()
     assert work(state)
     return time.process_time() - began

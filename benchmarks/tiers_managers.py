@@ -1,7 +1,7 @@
 """Orbax's own managers of RAM tiers, as sides of suite `tiers`.
 
-They want state that is replicated over one axis of the mesh, and so it is here for all:
-two replicas over two hosts each.
+They require state that is replicated over one axis of the mesh. All sides get such a
+state: two replicas over two hosts each.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def save_and_restore(
 
 
 def _initialize() -> None:
-    # What they expect of the program that they are a part of.
+    # The managers expect this from the program that uses them.
     flags.FLAGS.mark_as_parsed()
     orbax_processes.initialize_runtime_to_distributed_ids()
     orbax_processes.initialize_distributed_to_device_ids()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tiers_peer URL SECRET_FILE PATH BYTES ROUNDS
 
-It prints the secs that each way took in each round, as JSON. All but TensorStore, which
-hands out memory of its own, write where they have written before.
+It prints the seconds that each way took in each round, as JSON. All but TensorStore,
+which returns new memory, write into memory that was written before.
 """
 
 from __future__ import annotations

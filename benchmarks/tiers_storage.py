@@ -2,7 +2,7 @@
 
 One process saves three kinds of state to a directory on the RAM disk: few large leaves,
 many small ones, and both; the values cannot be compressed. The sides take turns. The
-memory of each side is measured in a process of its own, since memory that one side has
+memory of each side is measured in a separate process, since memory that one side has
 freed may be used by the other. Prints all samples as JSON.
 """
 
@@ -37,7 +37,7 @@ _SMALL_ITEMS = 256
 
 
 def measure(directory: str, *, leaves: int, mib: int, rounds: int) -> dict[str, Any]:
-    """Runs this module in a process of its own for each kind of state.
+    """Runs this module in a new process for each kind of state.
 
     Args:
       directory: for both sides.

@@ -41,7 +41,7 @@ Secs = dict[str, list[float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a host works, and on what.
+    """The directories of a world, and the state that its hosts save.
 
     Attributes:
       machines: directories on the RAM disk, one a machine; host n is on machine n.
@@ -65,7 +65,7 @@ class Place:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole state."""
+        """The size of the whole state."""
         return self.num_leaves * self.leaf_mib * 2**20 + self.num_small * 8 * 2**10
 
 
@@ -126,7 +126,7 @@ def states(place: Place, sharding: NamedSharding) -> Callable[[], State]:
 
 
 def views(state: State) -> Iterator[np.ndarray]:
-    """What the devices of this host hold, in place."""
+    """Views of the memory of this host's devices."""
     for array in state.values():
         for shard in array.addressable_shards:
             yield np.asarray(shard.data)
@@ -179,6 +179,6 @@ def pairs(names: tuple[str, str], pairs: int) -> Iterator[str]:
 def report(
     place: Place, world: str, host: member.Member, found: Mapping[str, list[float]]
 ) -> None:
-    """Hands what this host has measured to whoever started the world."""
+    """Writes this host's measurements for the process that started the world."""
     with open(f"{place.results}/{world}-{host.host}.json", "w") as file:
         json.dump(found, file)

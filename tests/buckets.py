@@ -135,7 +135,7 @@ def serving():
     """Both stores, each with a `BUCKET`; yields the environment of their clients."""
     with _gcs() as gcs_url, _s3() as s3_url:
         yield {
-            # Of epath and gcsfs, and of TensorStore.
+            # Read by epath and gcsfs, and by TensorStore.
             "STORAGE_EMULATOR_HOST": gcs_url,
             "TENSORSTORE_GCS_HTTP_URL": gcs_url,
             "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",

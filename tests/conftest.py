@@ -115,14 +115,14 @@ def bucket(request, object_stores, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def heard():
-    """What is recorded while the test runs: of each metric the values, in order."""
+def recorded():
+    """Records the values of each metric, in order, while the test runs."""
     values: dict[metrics.Metric, list[float]] = {}
-    hearing = subscription.Subscription(
+    subscribed = subscription.Subscription(
         lambda metric, value: values.setdefault(metric, []).append(value)
     )
     yield values
-    hearing.close()
+    subscribed.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -130,12 +130,12 @@ def leaves_nothing_behind():
     """Fails the last test of a file whose tests leave a process, or one in /dev/shm."""
     yield
     assert not _rest(_descendants), "processes left behind"
-    # What killed processes had is taken away a little later.
+    # Files of killed processes are removed a little later.
     assert not _rest(shared_memory.left_behind), "left behind in /dev/shm"
 
 
 def _rest(look: Callable[[], list[str]]) -> list[str]:
-    # What is still there after a while that is long for a slow machine too.
+    # Waits for the removal, long enough for a slow machine too.
     deadline = time.monotonic() + 120
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -20,7 +20,7 @@ def write_texts(path: pathlib.Path, *, num_texts: int) -> str:
 
 
 def document(number: int) -> source.Element:
-    """A text, and two to six tokens, that tell its number."""
+    """A text, and two to six tokens, that contain its number."""
     return {"text": f"text {number} ", "tokens": np.full(2 + number % 5, number)}
 
 
@@ -95,8 +95,8 @@ def upload(file: str, directory: str) -> str:
 class Numbers:
     """A source in memory: the numbers from 0 on, in files with blocks of so many.
 
-    The numbers in `corrupt` are not what was written; of a whole block, if `lost` says
-    so, what follows them cannot be found either.
+    The numbers in `corrupt` are damaged. If `lost` is set, they are whole blocks, and
+    the rest of the file after them is lost too.
     """
 
     blocks: tuple[tuple[int, ...], ...]

@@ -102,7 +102,7 @@ _WRITERS: dict[str, Callable] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What is done with the documents of a shard.
+    """The steps over the documents of a shard.
 
     Attributes:
       datasets: those that are read.

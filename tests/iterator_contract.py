@@ -1,7 +1,7 @@
-"""What every iterator of global batches keeps, wherever it runs.
+"""The contract of every iterator of global batches, in process and colocated.
 
-Subclasses may say how to make one, and of what. The claims are those of the training
-loop and of Orbax's `StatefulCheckpointable`.
+Subclasses define how to make one, and from which data. The claims are those of the
+training loop and of Orbax's `StatefulCheckpointable`.
 """
 
 import asyncio
@@ -141,7 +141,7 @@ class IteratorContract:
             for name, array in batch.items():
                 np.testing.assert_array_equal(found[name], array)
             run(batches.save(Created(tmp_path)))
-        # What was saved does not tell the size.
+        # The saved state does not contain the size.
         run(batches.load(epath.Path(tmp_path)))
         batches.resize(8)
         (*_, later) = self.expected_of_sizes(data, [*sizes, 8])

@@ -14,7 +14,7 @@ IN_CALLER = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 def document(number: int) -> dict[str, np.ndarray]:
-    """A text of 3 to 9 tokens that tell its number."""
+    """A text of 3 to 9 tokens that contain its number."""
     length = 3 + number * 7 % 7
     return {"tokens": np.full(length, number, np.int32)}
 

@@ -29,7 +29,7 @@ def cli(*arguments: object, cwd=ROOT, timeout_secs=1800) -> subprocess.Completed
 
 
 def verb(*arguments: object, code: int = 0) -> str:
-    """What a verb prints, run in this process; it has to return `code`."""
+    """Runs a verb in this process, which must return `code`; returns its output."""
     printed, complained = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(complained):
         returned = main.main([str(argument) for argument in arguments])

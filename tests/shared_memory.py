@@ -1,4 +1,4 @@
-"""What a session of tests makes in /dev/shm: all of it has the session in its name."""
+"""The files of a test session in /dev/shm; their names contain the session."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ SESSION = "ELASTIC_CKPT_TEST_SESSION"
 
 
 def prefix():
-    """What the names begin with; tests/site/sitecustomize.py has it too."""
+    """The prefix of all names; tests/site/sitecustomize.py has it too."""
     return f"elastic_ckpt_tests_{os.environ[SESSION]}_"
 
 
@@ -24,6 +24,6 @@ def directory(kind):
 
 
 def left_behind():
-    """What the session has in /dev/shm now."""
+    """The names that the session has in /dev/shm now."""
     names = (prefix(), f"sem.{prefix()}")
     return sorted(name for name in os.listdir("/dev/shm") if name.startswith(names))

@@ -1,4 +1,4 @@
-"""What the files of every format keep: subclasses say how to write and to read one."""
+"""The contract of the files of every format; subclasses write and read one."""
 
 import concurrent.futures
 import json
@@ -96,7 +96,7 @@ class SourceContract:
         raise NotImplementedError
 
     def as_read(self, element):
-        """What an element is when it was read again."""
+        """An element as it is read back."""
         return {**element, "text": element["text"].encode()}
 
     def place_of(self, number):
@@ -108,7 +108,7 @@ class SourceContract:
         return {number}
 
     def forget_open_files(self):
-        """Lets go of files that would outlive their names."""
+        """Closes open files that would outlive their names."""
 
     @pytest.fixture(autouse=True)
     def small_blocks(self, monkeypatch):

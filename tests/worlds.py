@@ -84,7 +84,7 @@ class World:
         return found
 
     def save(self):
-        """What the hosts save, as JSON that went through text."""
+        """The saved state of the hosts, as JSON that went through text."""
         (position,) = {json.dumps(host.position()) for host in self.hosts}
         saved = [host.shard_cursors() for host in self.hosts]
         merged = {shard: cursor for one in saved for shard, cursor in one.items()}
@@ -112,7 +112,7 @@ class World:
         )
 
     def read(self, directory):
-        """Goes to what the files of a world of any size say."""
+        """Continues from the files of a world of any size."""
         saved = state.read(directory)
         data = self._data.continuing(saved.pipeline)
         state.check_same_pipeline(saved, data.engine, data.identity())

@@ -1,6 +1,6 @@
-"""The peer sides of the data-loading benchmark: what others' loaders reach.
+"""The peer sides of the data-loading benchmark: the speed of other loaders.
 
-They live in an environment of their own, for they bring 100 packages; `pyproject.toml`
-beside this file says how to set it up. `measure` is the driver, `peer` says what a peer
-is, `documents` is what they all read.
+They need a separate environment, because they depend on 100 packages; `pyproject.toml`
+beside this file describes its setup. `measure` is the driver, `peer` defines a peer,
+and all of them read the corpus of `documents`.
 """

@@ -2,8 +2,8 @@
 
 `Documents` describes the corpus and writes it as Parquet files with one column,
 `tokens` (list<int32>). Lengths are log-normal with a mean of about `mean_length`
-tokens. Tokens are at least `FIRST_TOKEN`, so that an end-of-document and a padding
-token can be told apart from them. All is a function of the seed and of the index of
+tokens. Tokens are at least `FIRST_TOKEN`, so that they differ from the end-of-document
+and the padding token. All is a function of the seed and of the index of
 the file: the same description gives the same bytes with the same pyarrow.
 
     source = Documents(directory=pathlib.Path("/dev/shm/corpus"))
@@ -25,7 +25,8 @@ PADDING = 0
 END_OF_DOCUMENT = 1
 FIRST_TOKEN = 2
 
-# Of the logarithm of the length: half of all documents are shorter than 363 of 500.
+# The standard deviation of the logarithm of the length: half of all documents are
+# shorter than 363 of 500.
 _SIGMA = 0.8
 
 

@@ -102,7 +102,7 @@ def _documents(setting: Setting, source: Documents) -> Any:
 def _loaded(dataset: Any) -> Iterator[Any]:
     from torchdata import stateful_dataloader
 
-    with warnings.catch_warnings():  # of its own call of a deprecated function
+    with warnings.catch_warnings():  # torchdata calls a deprecated function
         warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
         loader = stateful_dataloader.StatefulDataLoader(
             dataset, batch_size=None, num_workers=0

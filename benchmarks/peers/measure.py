@@ -104,7 +104,7 @@ def sides_of(
 ) -> list[Side]:
     """The installed peers that do `setting`; each keeps its format in `directory`.
 
-    What a peer has once written there is used again: one directory for one corpus.
+    The files of a peer there are used again: one directory holds one corpus.
     """
     sides = []
     for peer in peers:

@@ -1,4 +1,4 @@
-"""What every peer side is: one frozen `Peer`, the same job done by another loader.
+"""The peer sides: a frozen `Peer` is another loader that does the same job.
 
 Three jobs, each in one process without worker processes:
 
@@ -7,10 +7,10 @@ Three jobs, each in one process without worker processes:
 * `fixed_rows`: rows of 2048 tokens, packed beforehand and kept in the peer's own
   format, come as stacked batches of 16.
 
-A peer does the jobs that it has a feature for, in the fastest form found, and says why
-it lacks the others. What it yields is int32 arrays, rows or batches; a driver counts
-their tokens. A peer imports its packages inside of functions: where one is missing the
-peer is still listed, `not_installed` says so.
+A peer does the jobs that it has a feature for, in the fastest form found, and gives the
+reason for each job that it lacks. It yields int32 arrays, rows or batches; a driver
+counts their tokens. A peer imports its packages inside of functions: if one is missing,
+the peer is still listed, and `not_installed` names the package.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Peer:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Those that it does."""
+        """The settings that it does."""
         return tuple(setting for setting in SETTINGS if setting not in self.lacks)
 
     @property
     def versions(self) -> dict[str, str | None]:
-        """Of its packages; None for one that is not installed."""
+        """The versions of its packages; None for one that is not installed."""
         return {package: _version(package) for package in self.packages}
 
     @property
     def not_installed(self) -> str | None:
-        """What is missing and where to look, or None where all is there."""
+        """The missing packages and how to install them; None if there are none."""
         missing = [name for name, version in self.versions.items() if version is None]
         if not missing:
             return None
@@ -79,7 +79,7 @@ class Peer:
 
 
 def prepare_nothing(source: Documents, directory: pathlib.Path) -> None:
-    """Of a peer that reads the Parquet files of the corpus themselves."""
+    """`prepare` of a peer that reads the Parquet files of the corpus themselves."""
     del source, directory
 
 

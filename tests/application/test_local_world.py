@@ -1,4 +1,4 @@
-"""What hosts that the local launcher starts get of their machine."""
+"""The share of the machine that hosts of the local launcher get."""
 
 import contextlib
 

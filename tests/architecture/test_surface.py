@@ -1,4 +1,4 @@
-"""What users type or see is frozen: a change shows up as a diff of a golden file."""
+"""The surface for users is frozen: a change shows up as a diff of a golden file."""
 
 import argparse
 import importlib

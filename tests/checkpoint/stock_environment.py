@@ -36,7 +36,7 @@ def set_up():
 
 
 def load(root, kind, *, devices, shape, directory):
-    """What the program finds below `root`, on a mesh over some devices."""
+    """Runs the program, which loads the steps below `root` on a mesh of devices."""
     ran = subprocess.run(
         [ENVIRONMENT / "bin" / "python", "-I", PROGRAM, root, kind]
         + [str(number) for number in (devices, *shape)],

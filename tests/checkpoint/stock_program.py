@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 
 def digests(tree):
-    """Of each leaf its type, shape and the bytes of its values."""
+    """The type, the shape and the digest of the values of each leaf."""
     found = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         kind = str(getattr(leaf, "dtype", type(leaf).__name__))
@@ -39,7 +39,7 @@ def spec(shape, mesh):
 
 
 def abstract(described, mesh):
-    """What is asked for: the same arrays over another mesh."""
+    """The tree to load: the same arrays over another mesh."""
 
     def one(leaf):
         if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or hasattr(

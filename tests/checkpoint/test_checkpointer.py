@@ -23,8 +23,8 @@ MESH = jax.make_mesh((4, 2), ("a", "b"))
 SPEC = PartitionSpec("a", "b")
 
 
-class Heard:
-    """An Emit that remembers."""
+class RecordedEvents:
+    """An Emit that records the events."""
 
     def __init__(self):
         self.events = []
@@ -123,8 +123,8 @@ def test_a_step_comes_back_bit_equal_under_another_sharding(make):
     assert saved.latest.step == 3
     saved.close()
     other = state(0, PartitionSpec(None, ("b", "a")))
-    counter, heard = Counter(), Heard()
-    restored = make(emit=heard).load_checkpointables(
+    counter, recorded = Counter(), RecordedEvents()
+    restored = make(emit=recorded).load_checkpointables(
         None, {"state": abstract(other), "data": counter}
     )
     assert bits(restored["state"]) == bits(state(3))
@@ -133,7 +133,7 @@ def test_a_step_comes_back_bit_equal_under_another_sharding(make):
     )
     assert restored["data"] is counter
     assert counter.count == 7
-    (told,) = heard.of("restored_from")
+    (told,) = recorded.of("restored_from")
     assert told["local_bytes"] > 0
     assert told["persistent_bytes"] == told["bad_copies"] == 0
 
@@ -161,13 +161,13 @@ def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
 
 
 def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
-    heard = Heard()
-    checkpointer = make(storage(tmp_path, every=2), emit=heard)
+    recorded = RecordedEvents()
+    checkpointer = make(storage(tmp_path, every=2), emit=recorded)
     for step in range(1, 6):
         assert checkpointer.save(step, state(step))
         checkpointer.wait()
     assert [each.step for each in checkpointer.checkpoints] == [2, 4, 5]
-    assert [each["step"] for each in heard.of("backed_up")] == [2, 4]
+    assert [each["step"] for each in recorded.of("backed_up")] == [2, 4]
     names = os.listdir(tmp_path / "ram" / "hosts" / "0")
     assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
 
@@ -219,13 +219,13 @@ def test_without_ram_a_step_is_restored_from_storage(make, tmp_path):
     parts = {"state": state(2), "data": Counter(4)}
     checkpointer.save_checkpointables(2, parts)
     checkpointer.close()
-    counter, heard = Counter(), Heard()
-    found = make(storage(tmp_path), local="other", emit=heard).load_checkpointables(
+    counter, recorded = Counter(), RecordedEvents()
+    found = make(storage(tmp_path), local="other", emit=recorded).load_checkpointables(
         None, {"state": abstract(state(0)), "data": counter}
     )
     assert bits(found["state"]) == bits(state(2))
     assert counter.count == 4
-    (told,) = heard.of("restored_from")
+    (told,) = recorded.of("restored_from")
     assert told["local_bytes"] == 0
     assert told["persistent_bytes"] > 0
 
@@ -235,12 +235,12 @@ def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
 ):
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
         stock.save_checkpointables(9, {"state": {"w": jnp.arange(4.0)}})
-    heard = Heard()
-    checkpointer = make(storage(tmp_path), emit=heard)
+    recorded = RecordedEvents()
+    checkpointer = make(storage(tmp_path), emit=recorded)
     assert checkpointer.latest.step == 9
     found = checkpointer.load(None, {"w": jnp.zeros(4)})
     assert bits(found) == bits({"w": jnp.arange(4.0)})
-    (told,) = heard.of("degraded")
+    (told,) = recorded.of("degraded")
     assert told["why"] == "plain Orbax saved it, and its values cannot be verified"
 
 
@@ -269,7 +269,7 @@ def test_of_nothing_nothing_is_told(make):
         make().metadata()
 
 
-# What Orbax says when it is not told where arrays shall lie.
+# Orbax warns about loads without a sharding.
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_what_a_step_of_orbax_alone_holds_is_told_too(make, tmp_path):
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
@@ -324,13 +324,13 @@ def test_what_was_saved_after_a_restore_is_not_mixed_with_what_was_before(make):
 
 
 def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
-    heard = Heard()
-    checkpointer = make(limit_bytes=300_000, emit=heard)
+    recorded = RecordedEvents()
+    checkpointer = make(limit_bytes=300_000, emit=recorded)
     assert checkpointer.save(1, {"w": jnp.zeros(10_000)})
     assert not checkpointer.save(2, {"w": jnp.zeros(100_000)})
     assert checkpointer.save(3, {"w": jnp.zeros(10_000)})
     checkpointer.wait()
-    (told,) = heard.of("degraded")
+    (told,) = recorded.of("degraded")
     assert (told["tier"], told["step"]) == ("local", 2)
     assert "limit 300000 bytes" in told["why"]
     assert checkpointer.latest.step == 3
@@ -397,22 +397,22 @@ def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tm
     make(local="idle").save(3, state(3))
     service = agent.Service(root=str(tmp_path / "idle"))
     with agent.serving(service) as address:
-        heard = Heard()
-        new = make(Peers(known=(address.url,)), emit=heard, local="new")
+        recorded = RecordedEvents()
+        new = make(Peers(known=(address.url,)), emit=recorded, local="new")
         assert new.latest is None
-        (event,) = heard.of("degraded")
+        (event,) = recorded.of("degraded")
         assert (event["tier"], event["step"]) == ("peer", 0)
         secret_file = tmp_path / "new" / "secret"
         assert (
             f"{address.url} does not take the secret in {secret_file}" in event["why"]
         )
         new.close()
-        # As it says.
+        # The remedy that the event names.
         shutil.copy(tmp_path / "idle" / "secret", secret_file)
-        heard = Heard()
-        again = make(Peers(known=(address.url,)), emit=heard, local="new")
+        recorded = RecordedEvents()
+        again = make(Peers(known=(address.url,)), emit=recorded, local="new")
         assert again.latest.step == 3
-        assert heard.of("degraded") == []
+        assert recorded.of("degraded") == []
 
 
 @pytest.mark.parametrize(

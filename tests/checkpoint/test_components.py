@@ -73,10 +73,10 @@ def test_trees_and_components_are_told_apart():
 
 
 def test_files_are_numbered_alike_whoever_wrote_them():
-    said = [{"data": ["b", "a"]}, {"data": ["c", "a"], "rng": ["x"]}, {}]
+    listed = [{"data": ["b", "a"]}, {"data": ["c", "a"], "rng": ["x"]}, {}]
     expected = {"data": {"a": 0, "b": 1, "c": 2}, "rng": {"x": 0}}
-    assert components.numbered(said) == expected
-    assert components.numbered(said[::-1]) == expected
+    assert components.numbered(listed) == expected
+    assert components.numbered(listed[::-1]) == expected
 
 
 def test_files_are_materialised_below_a_directory(tmp_path):

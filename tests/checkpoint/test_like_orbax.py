@@ -1,7 +1,7 @@
 """Trees of all kinds: the same calls give the same with Orbax's checkpointer and ours.
 
-Where Orbax saves and loads a tree, ours does; where Orbax refuses, or loses a leaf,
-ours refuses in the call and names the leaf.
+Our checkpointer saves and loads each tree that Orbax saves and loads. If Orbax refuses
+a tree or loses a leaf, ours raises in the call and names the leaf.
 """
 
 import collections
@@ -18,7 +18,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.tiers.choices import Local, Persistent
 from tests.checkpoint.test_orbax_format import TREES
 
-# What Orbax says when it is not told where arrays shall lie.
+# Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 Point = collections.namedtuple("Point", "x y")
@@ -79,7 +79,7 @@ def make(tmp_path):
 
 @pytest.fixture
 def stock(tmp_path):
-    """What Orbax loads of a tree that Orbax has saved."""
+    """Saves a tree with Orbax, and returns the tree that Orbax loads."""
 
     def load(tree, *arguments):
         with ocp.training.Checkpointer(tmp_path / "stock") as checkpointer:

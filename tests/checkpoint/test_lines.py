@@ -14,7 +14,7 @@ from elastic_ckpt.manifests import line
 from elastic_ckpt.tiers.persistent import persistent_root
 from tests.tiers import tiered_steps
 
-# Orbax warns when it is not told where arrays shall lie.
+# Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 policies = ocp.training.preservation_policies
@@ -114,7 +114,7 @@ def test_a_line_without_a_backup_outlasts_the_memory_of_all_hosts(run, foreign):
         opened.load(4)
         run.save(opened, 5, line=2)
     run.lose_ram()
-    # Where all steps lie has not changed, and all are found by name.
+    # No step was moved, and all are found by name.
     assert run.stock()[-1] == ((7, 107) if foreign else (6, 106))
     assert run.newest() == (4, 104)
     with run.world() as opened:
@@ -415,7 +415,7 @@ def test_what_a_line_abandons():
     # Saves that the line did not go on from.
     assert current.abandons(2, "2")
     assert current.abandons(2, "4")
-    # What the oldest save went on from is not known.
+    # The parent of the oldest save is unknown.
     assert not current.abandons(3, "0")
     assert current.abandons(4, "0")
     # Its own steps, and newer saves.

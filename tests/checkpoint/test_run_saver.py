@@ -14,7 +14,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, metrics, storage, topology
 from elastic_ckpt.data import iterator
 from elastic_ckpt.tiers.choices import Local, Persistent
-from tests.checkpoint.test_checkpointer import Heard
+from tests.checkpoint.test_checkpointer import RecordedEvents
 
 
 @pytest.fixture
@@ -108,23 +108,26 @@ def test_the_newest_are_kept(make, tmp_path):
     assert steps_of(tmp_path) == [6, 8]
 
 
-def test_saves_and_restores_are_measured(make, heard, request):
+def test_saves_and_restores_are_measured(make, recorded, request):
     run = make(async_checkpointing=False)
     run.save(2, state(), last=False)
     run.save(4, state(), last=False)
     run.close()
     make().restore(abstract(state()))
-    saves, blocks = heard[metrics.CHECKPOINT_SAVE], heard[metrics.CHECKPOINT_SAVE_BLOCK]
+    saves, blocks = (
+        recorded[metrics.CHECKPOINT_SAVE],
+        recorded[metrics.CHECKPOINT_SAVE_BLOCK],
+    )
     assert len(saves) == len(blocks) == 2
     for saved, blocked in zip(saves, blocks, strict=True):
         # Nothing is left to the background here.
         assert 0 < saved <= blocked
-    assert len(heard[metrics.CHECKPOINT_LOAD]) == 1
+    assert len(recorded[metrics.CHECKPOINT_LOAD]) == 1
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state()))
-    assert heard[metrics.CHECKPOINT_BACKUP][0] >= num_bytes
+    assert recorded[metrics.CHECKPOINT_BACKUP][0] >= num_bytes
     nearness = "local" if "ram" in request.node.callspec.id else "persistent"
-    assert heard[metrics.CHECKPOINT_READ[nearness]][0] >= num_bytes
-    assert heard[metrics.CHECKPOINT_BAD_COPIES] == [0]
+    assert recorded[metrics.CHECKPOINT_READ[nearness]][0] >= num_bytes
+    assert recorded[metrics.CHECKPOINT_BAD_COPIES] == [0]
 
 
 def fill(path):
@@ -172,13 +175,13 @@ class Failing:
 
 
 def test_a_step_without_data_state_does_not_exist_and_is_reported(make, tmp_path):
-    heard = Heard()
-    run = make(data=Failing(), emit=heard)
+    recorded = RecordedEvents()
+    run = make(data=Failing(), emit=recorded)
     run.save(2, state(), last=False)
     run.close()
     assert steps_of(tmp_path) == []
     assert make().latest_step is None
-    (event,) = heard.of("degraded")
+    (event,) = recorded.of("degraded")
     assert event["step"] == 2
     assert "disk full" in event["why"]
 
@@ -215,12 +218,12 @@ def by_orbax(tmp_path, batches):
 
 def test_a_step_of_plain_orbax_comes_back_with_its_data(by_orbax, make, batches):
     expected = next(batches)
-    heard = Heard()
-    run = make(emit=heard)
+    recorded = RecordedEvents()
+    run = make(emit=recorded)
     restored = run.restore(abstract(state()))
     np.testing.assert_array_equal(restored["w"], state(5.0)["w"])
     np.testing.assert_array_equal(next(batches)["example_id"], expected["example_id"])
-    (event,) = heard.of("restored_from")
+    (event,) = recorded.of("restored_from")
     assert (event["step"], event["persistent_bytes"]) == (2, 64)
     run.save(4, state(1.0), last=True)
     run.close()

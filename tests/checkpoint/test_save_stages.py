@@ -1,4 +1,4 @@
-"""What is kept, told and tried again when a stage of a save fails."""
+"""The steps that are kept, reported and retried when a stage of a save fails."""
 
 import dataclasses
 import threading
@@ -22,7 +22,7 @@ BACKED_UP = answers.BackedUp(num_bytes=0, bad=())
 
 
 class OneHost:
-    """Answers each class of requests as a test wants; `requests` lists them in order.
+    """Answers each class of requests as a test defines; `requests` lists them in order.
 
     An answer is a value, a function of the request, or the text of a failure.
     """

@@ -1,4 +1,4 @@
-"""What `latest`, `checkpoints` and `metadata` have of a step, as Orbax has it."""
+"""`latest`, `checkpoints` and `metadata` return the same of a step as Orbax's."""
 
 import json
 

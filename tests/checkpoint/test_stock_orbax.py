@@ -1,4 +1,4 @@
-"""What the persistent tier writes is a checkpoint to Orbax that knows nothing of us."""
+"""Stock Orbax, without this package, loads the steps of the persistent tier."""
 
 import gc
 import pathlib
@@ -13,7 +13,7 @@ from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.checkpoint import orbax_steps, stock_environment, stock_program
 
-# What Orbax says when it is not told where arrays shall lie.
+# Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 KINDS = ("renamed", "in place")
@@ -108,7 +108,7 @@ def test_orbax_notices_a_flipped_bit_of_a_value(tmp_path):
         assert "Digest mismatch" in str(raised.value.__cause__)
     path.write_bytes(healthy)
     assert np.array_equal(ocp.load(tmp_path / "5")["w"], wanted)
-    # What it dropped is not to complain in another test.
+    # Finalizers of the dropped futures must not warn in another test.
     del raised
     gc.collect()
 

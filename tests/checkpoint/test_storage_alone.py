@@ -16,7 +16,13 @@ from elastic_ckpt.core import errors, events
 from elastic_ckpt.core import storage as files
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.tiers.choices import Local, Persistent
-from tests.checkpoint.test_checkpointer import Counter, Heard, abstract, bits, state
+from tests.checkpoint.test_checkpointer import (
+    Counter,
+    RecordedEvents,
+    abstract,
+    bits,
+    state,
+)
 
 
 @pytest.fixture
@@ -48,8 +54,8 @@ def check(checkpointer, step, asked=None):
 
 
 def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path):
-    heard = Heard()
-    checkpointer = make(emit=heard)
+    recorded = RecordedEvents()
+    checkpointer = make(emit=recorded)
     assert [save(checkpointer, step) for step in range(1, 5)] == [False, True] * 2
     assert checkpointer.latest.path == tmp_path / "steps" / "4"
     assert (tmp_path / "steps" / "4").is_dir()
@@ -59,9 +65,9 @@ def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path):
     assert (tmp_path / "steps" / "5").is_dir()
     assert response.durable()
     check(checkpointer, 4, 4)
-    assert [each["step"] for each in heard.of("saved")] == [2, 4, 5]
-    assert [each["step"] for each in heard.of("backed_up")] == [2, 4, 5]
-    assert heard.of("degraded") == []
+    assert [each["step"] for each in recorded.of("saved")] == [2, 4, 5]
+    assert [each["step"] for each in recorded.of("backed_up")] == [2, 4, 5]
+    assert recorded.of("degraded") == []
     checkpointer.close()
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
         assert [each.step for each in stock.checkpoints] == [2, 4, 5]
@@ -111,18 +117,18 @@ def test_an_interrupted_save_is_reported_and_removed(make, tmp_path):
     checkpointer.close()
     half = tmp_path / "steps" / "4.orbax-checkpoint-tmp-000000000000001"
     (half / "state").mkdir(parents=True)
-    heard = Heard()
-    again = make(emit=heard)
+    recorded = RecordedEvents()
+    again = make(emit=recorded)
     again.wait()
     assert not half.exists()
-    (event,) = heard.of("step_interrupted")
+    (event,) = recorded.of("step_interrupted")
     assert event["path"] == str(half)
     assert (event["step"], event["resume_step"]) == (4, 2)
 
 
 def test_a_failed_save_is_reported_and_the_next_is_made(make, tmp_path, monkeypatch):
-    heard = Heard()
-    checkpointer = make(emit=heard)
+    recorded = RecordedEvents()
+    checkpointer = make(emit=recorded)
     save(checkpointer, 2)
     write = files.write_atomic
 
@@ -138,7 +144,7 @@ def test_a_failed_save_is_reported_and_the_next_is_made(make, tmp_path, monkeypa
         assert not response.durable()
     assert checkpointer.latest.step == 2
     checkpointer.wait()
-    (event,) = heard.of("degraded")
+    (event,) = recorded.of("degraded")
     assert (event["tier"], event["step"]) == ("persistent", 4)
     assert save(checkpointer, 6)
     checkpointer.close()
@@ -212,7 +218,7 @@ def flip_bits(make, tmp_path, count):
         flipped = bytes([before[at] ^ 1 << bit])
         path.write_bytes(before[:at] + flipped + before[at + 1 :])
         try:
-            # What is loaded is what was saved, or nothing is.
+            # A load returns the saved values, or raises.
             check(make(run="run"), 2)
         except errors.ElasticCkptError:
             refused += 1

@@ -10,7 +10,7 @@ from elastic_ckpt.core import storage as files
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.checkpoint.test_checkpointer import (  # noqa: F401
     Counter,
-    Heard,
+    RecordedEvents,
     abstract,
     bits,
     make,
@@ -18,7 +18,7 @@ from tests.checkpoint.test_checkpointer import (  # noqa: F401
     storage,
 )
 
-# Orbax warns when it is not told where arrays shall lie.
+# Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 TOO_SMALL = {"limit_bytes": 100}
 
@@ -41,17 +41,17 @@ def check(checkpointer, step):
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_due_steps_are_stored_and_others_are_not(make, tmp_path, monkeypatch, is_full):  # noqa: F811
-    heard = Heard()
+    recorded = RecordedEvents()
     monkeypatch.setattr(ram_disk.RamDisk, "has_room", lambda *_: not is_full)
-    checkpointer = make(storage(tmp_path, every=2), emit=heard, **TOO_SMALL)
+    checkpointer = make(storage(tmp_path, every=2), emit=recorded, **TOO_SMALL)
     saved = [save(checkpointer, step) for step in range(1, 6)]
     assert saved == [False, True, False, True, False]
     assert checkpointer.latest.step == 4
     assert checkpointer.is_durable(4)
     check(checkpointer, 4)
-    assert [each["step"] for each in heard.of("backed_up")] == [2, 4]
-    assert [each["step"] for each in heard.of("saved")] == [2, 4]
-    reasons = {each["step"]: each["why"] for each in heard.of("degraded")}
+    assert [each["step"] for each in recorded.of("backed_up")] == [2, 4]
+    assert [each["step"] for each in recorded.of("saved")] == [2, 4]
+    reasons = {each["step"]: each["why"] for each in recorded.of("degraded")}
     assert all("limit 100 bytes" in each for each in reasons.values())
     assert [step for step, why in reasons.items() if "without RAM" in why] == [2, 4]
     checkpointer.close()
@@ -67,8 +67,8 @@ def test_the_next_step_is_stored_if_a_due_one_could_not_be(
     tmp_path,
     monkeypatch,
 ):
-    heard = Heard()
-    checkpointer = make(storage(tmp_path, every=2), emit=heard, **TOO_SMALL)
+    recorded = RecordedEvents()
+    checkpointer = make(storage(tmp_path, every=2), emit=recorded, **TOO_SMALL)
     write = files.write_atomic
 
     def fail(target, content, **options):
@@ -81,7 +81,7 @@ def test_the_next_step_is_stored_if_a_due_one_could_not_be(
     monkeypatch.undo()
     assert save(checkpointer, 3)
     assert not save(checkpointer, 5)
-    assert [each["step"] for each in heard.of("backed_up")] == [3]
+    assert [each["step"] for each in recorded.of("backed_up")] == [3]
     checkpointer.close()
     check(make(storage(tmp_path, every=2), local="other"), 3)
 

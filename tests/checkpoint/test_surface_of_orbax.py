@@ -14,7 +14,7 @@ from elastic_ckpt.tiers.choices import Local, Persistent
 THEIRS = {
     name: member
     for name, member in vars(ocp.training.Checkpointer).items()
-    # What Orbax itself gives up is not taken up.
+    # Members that Orbax itself deprecates are left out.
     if not name.startswith("_") and not hasattr(member, "__deprecated__")
 }
 
@@ -54,7 +54,7 @@ def test_a_step_has_what_one_of_orbax_has():
 
 @pytest.fixture(params=["storage", "ram and storage"])
 def both(request, tmp_path):
-    """Ours and Orbax's, each over a directory of its own."""
+    """Our checkpointer and Orbax's, each with its own directory."""
     tiers = [Persistent(tmp_path / "ours", every=1)]
     if request.param != "storage":
         tiers.append(Local(tmp_path / "ram"))

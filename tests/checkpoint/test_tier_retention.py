@@ -9,7 +9,7 @@ from elastic_ckpt.tiers import preserved
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from tests.tiers import tiered_steps, uploaded
 
-# What Orbax says when it is not told where arrays shall lie.
+# Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 policies = ocp.training.preservation_policies
@@ -113,7 +113,7 @@ def test_what_is_preserved_by_hand_stays_in_ram_over_a_new_world(tmp_path):
         preserved.preserve(step)
         tiered_steps.save(checkpointer, 2, 3)
         assert in_ram(tmp_path) == [1, 3]
-    # A new world cleans what it finds, and knows the mark.
+    # A new world removes old steps, and respects the mark.
     with opened(tmp_path, every=100) as checkpointer:
         tiered_steps.save(checkpointer, 4)
         assert in_ram(tmp_path) == [1, 4]

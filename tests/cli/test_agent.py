@@ -12,7 +12,7 @@ from tests.tiers import served
 
 PART = "/v1/hosts/0/30-0/data/part"
 VERB = ("elastic_ckpt.cli.main", "agent")
-# A program that starts an agent, and says where it is.
+# A program that starts an agent, and prints its address.
 PARENT = (
     "import subprocess, sys\n"
     "program = 'elastic_ckpt.tiers.peers.agent_command'\n"

@@ -86,7 +86,7 @@ def test_where_no_run_is_it_says_so(bucket):
     assert f"{bucket}: there is no such directory" in output
 
 
-# Of the stores with the protocol of S3, Orbax reads Amazon's alone.
+# Orbax reads no other store with the protocol of S3 than Amazon's.
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_stock_orbax_loads_a_step_from_a_bucket(run):

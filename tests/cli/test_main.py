@@ -58,7 +58,7 @@ def test_the_version_is_that_of_what_is_installed():
 
 
 def completed(line, tmp_path):
-    """What a shell would be offered at the end of a line."""
+    """The completions that a shell would get at the end of a line."""
     found = tmp_path / "found"
     environment = os.environ | {
         "_ARGCOMPLETE": "1",
@@ -82,7 +82,7 @@ def test_a_shell_completes_verbs_options_files_keys_and_values(tmp_path):
     assert completed("elastic-ckpt train ru", tmp_path) == ["run.yml"]
     keys_found = completed("elastic-ckpt train run.yml checkpoint_p", tmp_path)
     assert keys_found == ["checkpoint_period="]
-    # Bash takes what follows the `=` for a word of its own.
+    # Bash treats the text after the `=` as a separate word.
     assert completed("elastic-ckpt train run.yml hardware=", tmp_path) == [
         "cpu", "gpu", "tpu",
     ]  # fmt: skip
@@ -116,7 +116,7 @@ def test_the_config_verb_prints_what_would_run_and_where_it_is_set(tmp_path):
     assert f"\nhosts: 4  # {tmp_path}/run.yml, line 2\n" in text
     assert "\npacking: true  # command line, 'packing=true'\n" in text
     assert "\nslices: 1\n" in text
-    # What it prints is a configuration, and the same one.
+    # The output is a configuration, and the same one.
     again = tmp_path / "again.yml"
     again.write_text(text)
     assert load.load(again) == load.load(file, given[1:])

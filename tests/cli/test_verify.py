@@ -19,7 +19,7 @@ from tests import runs
 from tests.checkpoint import stock_program
 from tests.tiers import served, tiered_steps
 
-# What Orbax says when it is not told where arrays shall lie.
+# Orbax warns about loads without a sharding.
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_storage_is_noticed_or_nothing_to_orbax(saved):
 
 
 def loaded(steps):
-    """What Orbax alone loads of step 2."""
+    """The digests of step 2 as stock Orbax loads it."""
     with ocp.training.Checkpointer(steps) as orbax:
         return stock_program.digests(orbax.load_checkpointables(2, {"state": None}))
 
@@ -180,7 +180,7 @@ def test_a_byte_behind_a_file_in_storage_is_noticed_or_nothing_to_orbax(saved):
     steps = saved / "steps"
     expected = loaded(steps)
     silent = silent_appends(steps / "2", steps)
-    # The index of a store says where in its data files values lie, and how long.
+    # The index of a store has the offset and the length of values in data files.
     names = {path.name for path in silent if path.parent.name != "d"}
     assert names == {"commit_success.txt"}
     for path in silent:

@@ -233,7 +233,7 @@ class Owner:
 
 
 def owned(call):
-    """An owner that is closed when nobody holds it any more."""
+    """An owner that is closed when the last reference to it is gone."""
     owner = Owner(call)
     background.close_with(owner, owner.calls.close)
     return owner

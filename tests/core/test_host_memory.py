@@ -44,7 +44,7 @@ def test_memory_that_is_out_is_given_to_nobody_else():
 
 
 def test_a_kernel_without_huge_pages_gives_small_ones(monkeypatch):
-    # What madvise of such a kernel says: EINVAL.
+    # madvise of such a kernel fails with EINVAL.
     monkeypatch.setattr(host_memory.mmap, "MADV_HUGEPAGE", 12345)
     memory = host_memory.allocate(2**21)
     memory[:] = 1

@@ -6,20 +6,20 @@ from elastic_ckpt.core import metrics
 
 @pytest.fixture
 def carried():
-    """What a program's own listeners get from JAX: list, event and value of each."""
+    """The list, event and value of each call of a program's own listeners by JAX."""
     got = []
 
-    def hear_secs(event, duration_secs, **_):
+    def record_secs(event, duration_secs, **_):
         got.append(("durations", event, duration_secs))
 
-    def hear_scalar(event, value, **_):
+    def record_scalar(event, value, **_):
         got.append(("scalars", event, value))
 
-    monitoring.register_event_duration_secs_listener(hear_secs)
-    monitoring.register_scalar_listener(hear_scalar)
+    monitoring.register_event_duration_secs_listener(record_secs)
+    monitoring.register_scalar_listener(record_scalar)
     yield got
-    monitoring.unregister_event_duration_listener(hear_secs)
-    monitoring.unregister_scalar_listener(hear_scalar)
+    monitoring.unregister_event_duration_listener(record_secs)
+    monitoring.unregister_scalar_listener(record_scalar)
 
 
 @pytest.mark.parametrize("metric", metrics.METRICS.values(), ids=metrics.METRICS)
@@ -36,18 +36,18 @@ def test_a_name_is_in_our_namespace_and_ends_with_its_unit(metric):
     assert (metric.kind == "duration") == (metric.unit == "secs")
 
 
-def test_a_block_is_timed(heard, monkeypatch):
+def test_a_block_is_timed(recorded, monkeypatch):
     now = iter([10.0, 12.5])
     monkeypatch.setattr(metrics.time, "monotonic", lambda: next(now))
     with metrics.DATA_LOAD.timed():
         pass
-    assert heard == {metrics.DATA_LOAD: [2.5]}
+    assert recorded == {metrics.DATA_LOAD: [2.5]}
 
 
-def test_a_block_that_raised_is_not_a_time(heard):
+def test_a_block_that_raised_is_not_a_time(recorded):
     with pytest.raises(KeyError), metrics.DATA_LOAD.timed():
         raise KeyError
-    assert heard == {}
+    assert recorded == {}
 
 
 def test_an_amount_cannot_be_timed():

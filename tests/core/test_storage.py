@@ -235,7 +235,7 @@ def test_a_private_directory_without_access_control_lists_cannot_be_entered(
 
 
 def modes(root):
-    """Of files, and of directories, with `root`."""
+    """The modes of the files and directories in `root`, and of `root` itself."""
     return {stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
 
 

@@ -167,7 +167,7 @@ def test_an_error_of_the_data_at_the_worker_is_told_with_its_host(monkeypatch):
 
 
 def meet(place, emit, *, colocated, differs):
-    """Makes the iterator where one host of the world differs; tells what came of it."""
+    """Makes the iterator while one host of the world differs; emits the outcome."""
     multicontroller.configure(schema.WorldSection())
     with multicontroller.joined(place):
         if differs == "grain" and place.host == 1:
@@ -180,7 +180,9 @@ def meet(place, emit, *, colocated, differs):
         mesh = topology.mesh_of(topology.present(1))
         try:
             make(sharded(name), mesh=mesh, global_batch_size=12).close()
-            emit("step_interrupted", step=place.host, path="they met", resume_step=0.0)
+            emit(
+                "step_interrupted", step=place.host, path="they agree", resume_step=0.0
+            )
         except errors.ConfigError as error:
             emit("step_interrupted", step=place.host, path=str(error), resume_step=0.0)
 

@@ -230,7 +230,7 @@ def test_a_state_does_not_tell_how_many_processes_read(files):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failing:
-    """The shards of another, of which one has rows that nobody can make."""
+    """The shards of another, of which one has rows that cannot be made."""
 
     of: formats.MakeShard
     shard: int
@@ -277,7 +277,7 @@ def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
         with pytest.raises(errors.DataError, match="stopped in the middle of a batch"):
             step()
     if ahead:
-        # What was read ahead did not spoil the state of what was taken.
+        # Rows that were read ahead did not change the state of the taken ones.
         later = worlds.World(good, 1, 12)
         later.load(world.save())
         assert later.next() == one.next()
@@ -312,5 +312,5 @@ def is_alive(pid):
         status = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    # What nobody has waited for yet has ended all the same.
+    # A zombie has ended, although its parent has not waited for it yet.
     return status.rpartition(")")[2].split()[0] != "Z"

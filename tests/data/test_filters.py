@@ -86,7 +86,7 @@ def world(make_shard, end=elastic_data.End.NEVER):
     ("rejecting", "name"), [(is_never, "is_never @ "), (Never(), "Never ")]
 )
 def test_it_ends_soon_and_names_the_filter(make, rejecting, name):
-    # Of two filters, it is not the first one.
+    # The second of two filters rejects everything.
     rejects = world(lambda shard: make(shard, is_even, rejecting))
     message = rf"the filter {name}.*rejected the last \d+,\d+ elements"
     with pytest.raises(errors.DataError, match=message):

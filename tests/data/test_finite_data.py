@@ -55,7 +55,7 @@ def tokens(group, num_threads):
     return made.map(lambda actual: {"x": actual})
 
 
-# What may be done with the elements of a mixture, most of it by way of a buffer.
+# Steps over the elements of a mixture; most of them have a buffer.
 STEPS = {
     "nothing": lambda group: group.map(padded),
     "window": lambda group: windows(group).map(padded),
@@ -158,7 +158,7 @@ def data(make_shard, end):
 def runs(draw, weights=WEIGHTS):
     """Stages, and the pipeline of each; at last all weights are above 0."""
     tree = draw(TREES)
-    # Some shard has an example; else there is nothing to tell shapes from.
+    # Some shard has an example; without one the shapes are unknown.
     lengths = {name: draw(st.integers(1, 60)) for name in NAMES}
     run = draw(st.lists(stages.stages(), min_size=1, max_size=4))
     run.append(dataclasses.replace(draw(stages.stages()), num_batches=1000))

@@ -151,14 +151,14 @@ def test_a_changed_list_of_files_is_an_error_that_names_the_change(files):
     listed = dataset["web"]["files"]
     renamed = [["new.parquet", *listed[0][1:]], *listed[1:]]
     grown = [[listed[0][0], 9999, 123, listed[0][3]], *listed[1:]]
-    for now, said in (
+    for now, message in (
         (listed[1:], "datasets.web.files: web-0.parquet is gone"),
         (renamed, "web-0.parquet is gone; datasets.web.files: new.parquet is new"),
         (grown, f"had {listed[0][1]} bytes and 90 records, now 9999 and 123"),
         (listed[::-1], "the files are in another order"),
     ):
         changed = saved(dataset | {"web": dataset["web"] | {"files": now}})
-        with pytest.raises(state.errors.DataError, match=said):
+        with pytest.raises(state.errors.DataError, match=message):
             state.check_same_pipeline(before, "sharded", changed)
     # Weights may change, and datasets come and go; not all of them at once.
     new = dataset["web"] | {"files": listed[1:]}

@@ -185,7 +185,7 @@ def test_of_hosts_with_the_same_rows_one_writes(as_host, tmp_path):
 
 
 def test_of_hosts_that_run_the_same_shard_one_writes_it(as_host, tmp_path):
-    # Of 12 shards, 8 hosts run one or two, half of them with another host.
+    # Each of 8 hosts runs one or two of 12 shards, half of them with another host.
     sharding = sharding_of(range(8))
     found = written(as_host, tmp_path, sharding, 8)
     assert "data_state.json" in found[0]

@@ -13,7 +13,7 @@ from elastic_ckpt.data import language, tokenizers
 from tests import pipelines
 
 LENGTHS = st.integers(1, 12)
-# Of documents, in tokens; 0 and 1 make no example.
+# Lengths of documents, in tokens; 0 and 1 make no example.
 SIZES = st.lists(st.integers(0, 40), max_size=20)
 TOKENS = language.Documents(column="tokens", tokenizer=None)
 
@@ -123,7 +123,7 @@ def rows(sizes, packing, length):
 
 
 def segments(row):
-    """The examples of a packed row, by segment; checks what says where they are."""
+    """The examples of a packed row, by segment; checks segmentation and positions."""
     actual = {}
     marks = row["targets_segmentation"]
     np.testing.assert_array_equal(row["inputs_segmentation"], marks)

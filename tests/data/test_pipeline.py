@@ -116,7 +116,7 @@ def test_data_ends_as_the_configuration_says(corpus, settings, end, num_shards):
 
 
 def texts(batches):
-    """What the targets of each segment say, without begin and end."""
+    """The text in the targets of each segment, without begin and end."""
     actual = []
     for batch in batches:
         for row, marks in zip(
@@ -303,7 +303,7 @@ def test_a_limit_of_examples_to_a_row_is_part_of_the_identity_if_there_is_one(co
     assert limited.identity()["max_segments_per_seq"] == 3
     free = pipeline.from_config(section(corpus, packing=True))
     assert "max_segments_per_seq" not in free.identity()
-    # It says nothing of rows that are not packed.
+    # The setting does not apply to rows that are not packed.
     unpacked = section(corpus, max_segments_per_seq=3)
     assert "max_segments_per_seq" not in pipeline.from_config(unpacked).identity()
 
@@ -357,7 +357,7 @@ def mixture(tmp_path, parts, **weights):
     return pipeline.from_config(config)
 
 
-# An input tells its dataset, and in it the document.
+# An input contains the numbers of its dataset and of its document.
 def read(batches):
     firsts = np.concatenate([batch["inputs"][:, 0] for batch in batches])
     datasets = list(formats.DATASETS)
@@ -485,7 +485,7 @@ def test_a_dataset_that_is_added_anywhere_in_a_list_starts_no_other_anew(
             section(";".join(listed), grain_file_type="parquet")
         )
 
-    # Of weight 0, so that it takes no turn from the others.
+    # A weight of 0 takes no turn from the others.
     weights = {"a": 1, "b": 2, "c": 0}
     one, resumed = (worlds.World(weighted(o, weights), 2, 4) for o in ("ab", order))
     for _ in range(5):
@@ -551,7 +551,7 @@ def test_every_token_of_the_vocabulary_is_taken(tmp_path):
     file = token_file(tmp_path, [0, 299, 5])
     row = first_row(file, vocab_size=300)
     assert row["targets"][0, :2].tolist() == [299, 5]
-    # Of a vocabulary that is not known, nothing is said.
+    # Without the size of the vocabulary no token is refused.
     file = token_file(tmp_path, [0, 2**31 - 1, 5])
     assert first_row(file, vocab_size=0)["targets"][0, 0] == 2**31 - 1
 

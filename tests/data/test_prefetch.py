@@ -117,7 +117,7 @@ def test_worker_processes_do_not_change_the_state(read_ahead):
 
 
 class Counting:
-    """Rows that count how often they were read, and say who read them.
+    """Rows that count their reads, and record the thread that read them.
 
     Args:
       fail_at: the batch that cannot be read.
@@ -175,7 +175,7 @@ def test_reading_ahead_is_bounded_in_batches_and_in_bytes(
 ):
     counting = Counting(num_bytes=80)
     one = read_ahead(counting, batches=batches, max_bytes=max_bytes)
-    # The first is read when it is asked for: it tells the size.
+    # The first is read when it is requested: it gives the size.
     assert [number(next(one)), counting.read] == [0, 1]
     for taken in range(2, 8):
         assert number(next(one)) == taken - 1

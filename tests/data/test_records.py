@@ -190,7 +190,7 @@ def augmented(dataset, shard, num_shards, *, seed=5):
 
 
 def drawn(num_shards, **settings):
-    """What each record met, by its number."""
+    """The random values that each record got, by its number."""
     shards = [
         iter(augmented(mixed(), n, num_shards, **settings)) for n in range(num_shards)
     ]

@@ -1,4 +1,4 @@
-"""What a pipeline says of itself: its sources, its settings, and S."""
+"""The identity of a pipeline: its sources, its settings, and S."""
 
 import functools
 import json

@@ -235,7 +235,7 @@ def test_threads_are_those_asked_for_or_the_cores_of_the_host(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert token_blocks.num_threads(0) == 8
     assert token_blocks.num_threads(0, num_processes=4) == 2
-    # What is asked for is of a host already.
+    # A given number is per host already.
     assert token_blocks.num_threads(6) == 6
 
 

@@ -84,7 +84,7 @@ OTHER_CONTENTS = {
 
 
 def decoded(kind, numbers):
-    """What the kind's own library says that the tokens mean."""
+    """The text of the tokens according to the library of the kind."""
     if kind == "sentencepiece":
         model = sentencepiece.SentencePieceProcessor(model_proto=CONTENTS[kind])
         return model.decode(numbers.tolist())
@@ -155,7 +155,7 @@ def test_a_pickled_tokenizer_is_small_and_works_in_another_process(tokenizer, tm
         "tokenizer = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
         "print(tokenizer.encode(sys.argv[2]).tolist(), tokenizer.identity())"
     )
-    said = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", program, tmp_path / "pickled", TEXT],
         cwd=pathlib.Path(__file__).parents[2],
         capture_output=True,
@@ -163,7 +163,7 @@ def test_a_pickled_tokenizer_is_small_and_works_in_another_process(tokenizer, tm
         check=True,
     )
     expected = f"{tokenizer.encode(TEXT).tolist()} {tokenizer.identity()}\n"
-    assert said.stdout == expected
+    assert ran.stdout == expected
 
 
 def test_threads_get_the_same_tokens(tokenizer):
@@ -299,7 +299,7 @@ def test_a_file_cut_short_anywhere_is_refused(kind, tmp_path):
 def test_a_tiktoken_file_cut_within_a_line_is_refused(tmp_path):
     content = CONTENTS["tiktoken"]
     last_line = content.rstrip().rindex(b"\n") + 1
-    # Without its last newline it is still whole; a whole line less cannot be told.
+    # Without its last newline it is still whole; a missing line is undetectable.
     for length in range(last_line + 1, len(content) - 1):
         path = written(tmp_path, "tiktoken", content[:length])
         with pytest.raises(errors.DataError, match=f"{path}.*restore the file"):

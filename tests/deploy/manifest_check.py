@@ -1,4 +1,4 @@
-"""What is wrong with a manifest, by the schemas of JobSet and Kubernetes.
+"""The faults of a manifest, by the schemas of JobSet and Kubernetes.
 
 `kubeflow-trainer-api` has models of JobSet v1alpha2, made from its OpenAPI schema;
 `kubernetes-validate` the schemas of Kubernetes, of which the strict ones know each
@@ -33,7 +33,7 @@ FREE_KEYS = {
 
 
 def problems(documents: list[dict]) -> list[str]:
-    """What is wrong with the documents of a manifest; nothing if all is right."""
+    """The faults of the documents of a manifest; empty if they are valid."""
     faults = []
     for document in documents:
         faults += _free_keys(document, document.get("kind", "a document without kind"))
@@ -94,7 +94,7 @@ def _jobset(document: dict, documents: list[dict]) -> list[str]:
 
 
 def _lost(given, understood, place: str) -> list[str]:
-    """What of `given` a model has dropped or changed; it may add defaults."""
+    """The parts of `given` that a model dropped or changed; it may add defaults."""
     if isinstance(given, dict) and isinstance(understood, dict):
         pairs = [(key, value, understood.get(key)) for key, value in given.items()]
     elif isinstance(given, list) and isinstance(understood, list):

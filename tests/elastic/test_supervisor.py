@@ -16,7 +16,7 @@ from elastic_ckpt.core import errors, topology
 from elastic_ckpt.elastic import multicontroller, supervisor, termination
 
 
-class Heard:
+class RecordedEvents:
     def __init__(self):
         self.events = []
 
@@ -25,11 +25,11 @@ class Heard:
 
 
 def run(program, tmp_path, num_hosts=2):
-    heard = Heard()
+    recorded = RecordedEvents()
     supervisor.World(
-        program, num_hosts=num_hosts, log_directory=tmp_path, emit=heard
+        program, num_hosts=num_hosts, log_directory=tmp_path, emit=recorded
     ).run()
-    return heard.events
+    return recorded.events
 
 
 def sum_over_hosts(place, emit):
@@ -41,8 +41,8 @@ def sum_over_hosts(place, emit):
 
 
 def test_hosts_compute_together_and_their_events_are_heard(tmp_path):
-    heard = run(sum_over_hosts, tmp_path, num_hosts=3)
-    assert heard == [("save_started", {"step": 11106})] * 3
+    recorded = run(sum_over_hosts, tmp_path, num_hosts=3)
+    assert recorded == [("save_started", {"step": 11106})] * 3
 
 
 def test_a_second_world_starts_from_the_warm_server(tmp_path):
@@ -100,16 +100,16 @@ def test_a_failed_host_ends_the_world_with_its_own_words(tmp_path, how, message)
     [(kill, "killed by SIGKILL"), (exit_3, "ended with exit code 3"), (raise_ours, "")],
 )
 def test_a_host_that_dies_without_a_report_leaves_an_event(tmp_path, how, why):
-    heard = Heard()
+    recorded = RecordedEvents()
     world = supervisor.World(
         functools.partial(fail, host=1, how=how),
         num_hosts=2,
         log_directory=tmp_path,
-        emit=heard,
+        emit=recorded,
     )
     with pytest.raises(errors.RunError):
         world.run()
-    assert heard.events == ([("host_lost", {"host": 1, "why": why})] if why else [])
+    assert recorded.events == ([("host_lost", {"host": 1, "why": why})] if why else [])
 
 
 def report_and_sleep(place, emit):
@@ -172,17 +172,17 @@ def no_call():
 
 
 def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path):
-    heard = Heard()
+    recorded = RecordedEvents()
 
     def emit(name, **fields):
-        heard(name, **fields)
-        if [name for name, _ in heard.events].count("save_started") == 2:
+        recorded(name, **fields)
+        if [name for name, _ in recorded.events].count("save_started") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     supervisor.World(
         take_the_signal, num_hosts=2, log_directory=tmp_path, emit=emit, grace_secs=600
     ).run()
-    first, second = [fields for name, fields in heard.events if name == "saved"]
+    first, second = [fields for name, fields in recorded.events if name == "saved"]
     assert first == second
     assert first["step"] > 7
 
@@ -208,13 +208,13 @@ from elastic_ckpt.core import events
 from elastic_ckpt.elastic import supervisor
 from tests.elastic import warm_host
 
-def heard(name, **fields):
+def recorded(name, **fields):
     print(fields["path"], fields["step"], flush=True)
 
 if __name__ == "__main__":
     local_world.warm_up()
     supervisor.World(
-        warm_host.look_around, num_hosts=1, log_directory=sys.argv[1], emit=heard
+        warm_host.look_around, num_hosts=1, log_directory=sys.argv[1], emit=recorded
     ).run()
 """
 
@@ -229,7 +229,7 @@ def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
         text=True,
         check=True,
     )
-    # What a host still lacked, and how many threads its server had.
+    # The modules that a host still lacked, and the threads that its server had.
     assert ended.stdout == "[] 1\n"
 
 
@@ -251,12 +251,12 @@ from elastic_ckpt.core import events
 from elastic_ckpt.elastic import supervisor
 from tests.elastic import test_supervisor
 
-def heard(name, **fields):
+def recorded(name, **fields):
     print(name, flush=True)
 
 if __name__ == "__main__":
     supervisor.World(
-        test_supervisor.sleep, num_hosts=2, log_directory=sys.argv[1], emit=heard
+        test_supervisor.sleep, num_hosts=2, log_directory=sys.argv[1], emit=recorded
     ).run()
 """
 

@@ -15,7 +15,7 @@ def end():
 
 @pytest.fixture(autouse=True)
 def handler():
-    """What is there before is there afterwards."""
+    """Checks that the handler of before is restored."""
     ended = []
     before = signal.signal(signal.SIGTERM, lambda *_: ended.append(1))
     yield

@@ -1,4 +1,4 @@
-"""What a host finds when it is forked; imports nothing that it looks for."""
+"""Reports the state of a forked host; imports nothing that it looks for."""
 
 import os
 import sys

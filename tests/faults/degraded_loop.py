@@ -19,13 +19,13 @@ from elastic_ckpt.tiers.ram import ram_disk
 from tests.faults import spoilt_files
 from tests.multiprocess import tier_worlds
 
-# Where ballast lies: in the slot of no process.
+# The file with the ballast, in a slot without a process.
 _BALLAST = "hosts/9/1-0/ballast"
 _MOMENT_SECS = 0.01
 
 
 def impatient():
-    """Has this process wait for peers for a moment alone."""
+    """Shortens the time that this process waits for peers."""
     peer_client.PeerClient.__init__.__kwdefaults__["timeout_secs"] = 5.0
     peer_endpoint.RETRY_SECS = (0.0, 0.05)
     peer_endpoint.SKIPPED_SECS = 0.1

@@ -1,7 +1,7 @@
 """Hosts that restore, save, and are killed with SIGKILL at named points of that.
 
-A point is a call of a function: the host that comes to it kills itself, or itself and
-all others of its world. What hosts find and save before is checked, bit by bit.
+A point is a call of a function: the host that reaches it kills itself, or itself and
+all others of its world. All that hosts find and save before is checked bit by bit.
 """
 
 import dataclasses
@@ -150,14 +150,14 @@ RESTORE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Life:
-    """What a world does until it is killed.
+    """The work of a world until it is killed.
 
     Attributes:
       expected: steps one of which it has to find; empty for none at all.
       point: where it is killed; None lets it live.
       of: the phase that the point is in.
       everybody: whether all hosts are killed, or the one that is watched.
-      pids: a directory in which hosts say who they are.
+      pids: a directory in which hosts record their process ids.
       storage: of the persistent tier.
     """
 
@@ -233,7 +233,7 @@ def _save(checkpointer, mesh, step, emit):
 
 
 def _check_clean(root):
-    # Of this host there are whole steps, and nothing besides.
+    # This host has whole steps, and nothing else.
     slot = pathlib.Path(root, "hosts", "0")
     for directory in slot.iterdir():
         if directory.name == "lock":

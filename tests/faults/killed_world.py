@@ -3,7 +3,7 @@
     python -m tests.faults.killed_world POINT OCCURRENCE VICTIM CONFIG [key=value ...]
 
 The victim is `all`, when host 0 is there, or the number of the host that kills itself
-when it is. To be started as the leader of a process group of its own.
+when it is. It must be started as the leader of a new process group.
 """
 
 import functools
@@ -81,7 +81,7 @@ def _points():
 
 
 def _armed(point, occurrence, victim, config, place, emit):
-    # Of the calls on the host that acts at this point, the given one is the last.
+    # The given call at this point, on the host that acts there, is the last one.
     left = [occurrence]
 
     def kill():

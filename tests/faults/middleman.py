@@ -1,6 +1,6 @@
-"""A peer that is asked in place of a machine's agent, and passes on what that says.
+"""A peer that stands in for a machine's agent, and forwards its responses.
 
-It answers late, or lies about the values, as its test wants.
+It answers late, or alters the values, as its test defines.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _PASSED_ON = ("Authorization", "Range")
 
 
 def the_truth(path, body):
-    """What the agent says, whatever it was asked for."""
+    """The response of the agent, unchanged."""
     del path
     return body
 
@@ -29,12 +29,12 @@ def instead_of(root, *, lie=the_truth, late_secs=0.0):
     true = agent.find(root)
     behind = urllib.parse.urlsplit(true.url)
 
-    def says(connection, request):
+    def respond(connection, request):
         time.sleep(late_secs)
         line, *lines = request.decode().split("\r\n")
         method, path, _ = line.split()
-        said = dict(each.split(": ", 1) for each in lines if each)
-        headers = {name: said[name] for name in _PASSED_ON if name in said}
+        received = dict(each.split(": ", 1) for each in lines if each)
+        headers = {name: received[name] for name in _PASSED_ON if name in received}
         asked = http.client.HTTPConnection(behind.hostname, behind.port)
         with contextlib.closing(asked):
             asked.request(method, path, headers=headers)
@@ -50,7 +50,7 @@ def instead_of(root, *, lie=the_truth, late_secs=0.0):
         )
 
     place = pathlib.Path(root, agent.ADDRESS_FILE)
-    with scripted_peer.ScriptedPeer(says) as peer:
+    with scripted_peer.ScriptedPeer(respond) as peer:
         announced = dataclasses.replace(true, url=peer.url)
         place.write_text(json.dumps(dataclasses.asdict(announced)))
         try:

@@ -6,7 +6,7 @@ import re
 import shutil
 
 KINDS = ("flipped", "cut short", "emptied", "removed", "swapped", "scrambled")
-# What differs from one moment to the next, and is no part of a step.
+# Files that change all the time, and are no part of a step.
 _PASSING = re.compile(r"(^|/)(lock|restored)(/|$)")
 
 

@@ -1,7 +1,7 @@
-"""What fails in a tier while a run goes on: the run goes on, and says what is lacking.
+"""Tiers that fail during a run: the run continues, and reports the missing copies.
 
-No step waits for more than its own copy and its own write: steps are told as saved
-while what failed still hangs. Afterwards the newest step that is whole is restored.
+No step waits for more than its own copy and its own write: steps are reported as saved
+while the failed operation still hangs. Afterwards the newest whole step is restored.
 """
 
 import functools
@@ -71,7 +71,7 @@ def steps(events, name):
 
 
 def is_told(event, step, why):
-    """Whether an event says that a step is degraded, and why."""
+    """Whether an event reports that a step is degraded, with the reason."""
     return (
         event["event"] == "degraded" and event["step"] == step and why in event["why"]
     )
@@ -169,7 +169,7 @@ def test_a_replica_that_differs_is_told_and_its_step_is_not_restored(
     storage = str(tmp_path / "steps")
     events = world(3, wrong=(3, 2), sharded=False, persistent=storage)
     assert steps(events, "saved") == [1, 2, 3]
-    # Where it would be alone, and taken for good, it is not.
+    # The wrong part is not stored where it would be the only copy.
     assert steps(events, "backed_up") == [1, 2]
     told = degraded(events, "persistent")
     assert told.keys() == {3}
@@ -213,7 +213,7 @@ def test_a_peer_hangs_for_a_while(world, restored, ram):
             3: functools.partial(degraded_loop.stop_agent, root),
             7: functools.partial(
                 degraded_loop.in_turn,
-                # What was copied last survives a loss, and what came later does not.
+                # The step that was copied last survives a loss, a later one does not.
                 functools.partial(degraded_loop.expect_steps, ram.directory(0), [2, 6]),
                 functools.partial(degraded_loop.continue_agent, root),
             ),
@@ -261,8 +261,8 @@ def test_a_peer_that_lies_is_believed_nothing(world, restored, ram):
             f"at host {liar}.0 it is not what was saved: its digest differs" in why
             for why in told
         )
-        # What only it had was copied nowhere.
+        # Parts that only this host had were copied nowhere.
         with pytest.raises(errors.RunError, match=r"no good copy of .* is left"):
             restored(2, [0, 2, 3])
-    # It has told the truth to itself.
+    # Its own reads return the true values.
     restored(2)

@@ -1,8 +1,8 @@
 """One bit of any file of any tier flips, or the file goes bad in another way.
 
-What is restored is what was saved, or nothing is. A copy that went bad is written anew
-where another holder has it; otherwise an error names what is lost, or an older step is
-taken and the reason told.
+A restore returns the saved values, or raises. A bad copy is written anew if another
+holder has a good one; otherwise an error names the lost part, or an older step is
+restored and the reason reported.
 """
 
 import dataclasses
@@ -70,13 +70,13 @@ class Saved:
         path = re.sub(r"^((?:[0-9]+/)?)2(?=[-/])", r"\g<1>1", file)
         if path in kept:
             return kept[path]
-        # Files of values have names of their own.
+        # Files of values have other names in each step.
         kind = os.path.basename(os.path.dirname(file))
         alike = [each for each in kept if step_of(each) == STEPS[0] and kind in each]
         return kept[chance.choice(alike)]
 
     def restore(self, place, step=None):
-        """What a new world of one host restores, and its events; checks every bit."""
+        """Restores in a new world of one host, checks every bit; returns the events."""
         own = self.roots[place.machines[0] if place.machines else EMPTY]
         known_agents.write(own, {})
         events = []
@@ -130,7 +130,7 @@ def step_of(path):
 
 
 def kind_of(path):
-    """What a file is for."""
+    """The purpose of a file."""
     for sign, kind in {
         "manifest.ocdbt": "manifest of a store",
         "ocdbt": "values in a store",
@@ -176,7 +176,7 @@ PLACES = {
     "half of the ram, and storage": (2, True),
     "storage": (0, True),
 }
-# Where some parts have one holder.
+# Tiers in which some parts have one holder.
 AT_RISK = ("half of the ram", "storage")
 
 
@@ -197,12 +197,12 @@ def test_without_a_fault_the_newer_step_is_restored_anywhere(saved):
 def check_spoilt(saved, where, kind, chance):
     """Spoils a file, restores, and puts it back; what came of it, in a word."""
     place = place_of(where, chance)
-    # Of each kind alike, for of some there are many more.
+    # Each kind has the same chance, because some have many more files.
     by_kind = {}
     for of, file in saved.files(place):
         by_kind.setdefault(kind_of(file), []).append((of, file))
     if place.machines and chance.random() < 0.5:
-        # What the restoring host itself holds is put right where another has it too.
+        # Files of the restoring host itself are repaired if another host has them.
         own = place.machines[0]
         by_kind = {
             part: [each for each in by_kind[part] if each[0] == own]

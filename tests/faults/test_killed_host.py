@@ -11,7 +11,7 @@ NUM_SHARDS = 12
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """Of a run whose hosts all have cursors to write."""
+    """The settings of a run whose hosts all have cursors to write."""
     file = tmp_path_factory.mktemp("texts") / "texts.parquet"
     texts = [f"text {n} ".encode() * (1 + n % 7) for n in range(120)]
     corpora.write_parquet(file, [{"text": text} for text in texts])

@@ -1,9 +1,9 @@
 """`kill -9` of one host and of all, anywhere in a save, its copies, and a restore.
 
-The machines, and with them what is in RAM, outlive the processes. Whatever a world was
-doing when it was killed, the next one, of as many hosts or of those that are left,
-finds a step that is whole, none that is older than what was told as saved, and nothing
-that was half done; and it saves again.
+The machines, and the files in their RAM, outlive the processes. A world may be killed
+at any point. The next one, of as many hosts or of those that are left, finds a whole
+step that is not older than any step reported as saved, and no unfinished files; and it
+saves again.
 """
 
 import functools
@@ -43,7 +43,7 @@ class Lives:
         point = PHASES[of][name]
         told = f"{of}, {name}, on the machines {self._numbers}"
         problem = self._live(of, point, everybody)
-        # What the world was told is why it did not come to the point.
+        # The reason that the world reports explains why it missed the point.
         assert "killed by SIGKILL" in problem, f"{told}: {problem} {self._events}"
         if not everybody:
             killed = f"host {point.host} failed: killed by SIGKILL"
@@ -60,7 +60,7 @@ class Lives:
             "newer": (newer,),
             "either": (older, newer),
         }[point.then]
-        # What was told as saved is never lost.
+        # A step that was reported as saved is never lost.
         assert max(saved) <= max(self._expected), told
         self._expected = tuple(s for s in self._expected if s >= max(saved))
         if everybody:

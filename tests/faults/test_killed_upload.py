@@ -127,7 +127,7 @@ def check_killed_at(point, moment, root, children):
     if not tier.steps():
         assert not finished
         upload(root)
-    # Who did not hear of a commit repeats it.
+    # A host that did not learn of a commit repeats it.
     uploaded.commit_all(root, uploaded.saved_step(), world())
     assert check_all_or_nothing(root).steps() == [5]
     assert not root.leftovers()
@@ -140,7 +140,7 @@ def root_of(path, in_place):
     )
 
 
-# Of the 28 writes: a chunk, a manifest, the merge, a file of Orbax, the last ones.
+# The 28 writes include a chunk, a manifest, the merge, files of Orbax, the last ones.
 @pytest.mark.parametrize(
     ("point", "in_place"),
     [(6, False), (10, True), (21, False), (23, True), (27, True), (28, False)],

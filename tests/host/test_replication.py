@@ -1,4 +1,4 @@
-"""Copies that a host takes: verified, and what is bad at a holder is told."""
+"""A host verifies the copies that it takes, and reports bad ones at holders."""
 
 from elastic_ckpt.host import replication, verified_read
 from elastic_ckpt.manifests.holdings import Holdings
@@ -18,7 +18,7 @@ class Writer:
 
 
 def taken(sources):
-    """What is taken of all items, each from its first holder, and what is kept."""
+    """Takes all items from their first holders; returns the result and kept ones."""
     of = Holdings.from_offers(list(sources))
     items = [(item, of.holders(item)[0].host) for item in range(of.num_items)]
     writer = Writer()

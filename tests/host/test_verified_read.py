@@ -13,7 +13,7 @@ from tests.tiers import saved_worlds
 
 
 class Memory:
-    """What a host of `saved_worlds` offers, held in memory; files can be spoilt."""
+    """The files of a host of `saved_worlds`, in memory; they can be damaged."""
 
     def __init__(self, offer):
         contents = offer.manifest.contents
@@ -52,7 +52,7 @@ def saved(num_hosts, *, copies=1):
 
 
 def read(contents, sources, wanted, *, host=0):
-    """What `wanted` (path and box) read as, and the reader."""
+    """The values of `wanted` (path and box) as they were read, and the reader."""
     step = search.Step.from_offers(list(sources))
     plan = read_plan.plan(
         step,

@@ -148,7 +148,7 @@ def test_a_view_that_is_held_is_never_overwritten(loss, num_devices, calls):
         captured = take(array, held)
         assert held_in_place(captured, array)
         result = LOSSES[loss](array)
-        # Whatever memory is free now is written to.
+        # Writes to the memory that is free now.
         for _ in range(4):
             result = jax.block_until_ready(add_donated(made(num_devices)))
         assert content(captured) == before
@@ -165,7 +165,7 @@ def test_after_the_release_a_step_writes_in_place_again():
 
 
 def saves(step, number):
-    """Of some saves, whether each held the array in place; `step` comes in between."""
+    """Whether each of some saves held the array in place; `step` runs in between."""
     held, array, found = views.Views(), made(8), []
     for _ in range(number):
         captured = take(array, held)

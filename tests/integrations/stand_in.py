@@ -147,7 +147,7 @@ def install(directory: pathlib.Path, *, version="0.2.5", fields=FIELDS, **change
 
     Args:
       directory: to be put on the path of modules.
-      version: that it says it has.
+      version: that it reports.
       fields: its configuration's keys and defaults.
       changes: by the name of a module, a text and what to write in its place.
     """

@@ -336,7 +336,7 @@ def test_a_resume_from_a_data_state_that_was_changed_is_one_line(install, files,
 
 
 def printed_lines(capfd):
-    """What a person reads on the standard error, but for log records of libraries."""
+    """The lines on the standard error, without log records of libraries."""
     lines = capfd.readouterr().err.splitlines()
     return [line for line in lines if not re.match(r"[IW]\d{4} ", line)]
 

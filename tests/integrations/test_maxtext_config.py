@@ -8,7 +8,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.integrations import maxtext_config
 
-# What MaxText's base.yml says, as far as it is looked at, and files.
+# The keys of MaxText's base.yml that are read, and files.
 DEFAULTS = {
     "async_checkpointing": True,
     "checkpoint_dir": "",

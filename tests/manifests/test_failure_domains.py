@@ -43,7 +43,7 @@ def test_a_host_is_in_the_domains_of_its_environment(tmp_path, monkeypatch):
     monkeypatch.setenv(failure_domains.VARIABLE, "zone=z1;rack=r1")
     found = saved(tmp_path, domains={"rack": "r2"})
     assert found.pop("host")
-    # What a program says itself counts.
+    # The program's own values win.
     assert found == {"slice": "s1", "zone": "z1", "rack": "r2"}
 
 

@@ -18,7 +18,7 @@ def hosts_of(offers):
 
 
 def holders(found, placed):
-    """Of each box, the hosts that have it when the copies are made."""
+    """The hosts that have each box when the copies are made."""
     of_box = [
         {offer.host.id for offer in found.holders(n)} for n in range(found.num_items)
     ]
@@ -68,7 +68,7 @@ def test_no_lost_host_and_no_lost_slice_loses_what_was_guaranteed(offers, copies
             assert len(ids) >= copies + 1
         if box not in lacking(placed, "domain"):
             assert len({slices[each] for each in ids}) >= 2
-    # What it says of a shortfall is so: the world has no more to give.
+    # The reported shortfall is real: the world has no more hosts.
     assert lacking(placed, "copies") == (
         set(range(len(of_box))) if len(hosts) < copies + 1 else set()
     )
@@ -125,7 +125,7 @@ def test_what_was_copied_is_not_copied_again():
 
 
 def received(offers, placed):
-    """What the hosts offer when the copies have arrived."""
+    """The offers of the hosts when the copies have arrived."""
     found = table(offers)
     whole = offers[0].manifest.contents
     changed = []

@@ -12,7 +12,7 @@ from tests.tiers import saved_worlds
 
 
 def shards(whole, readers, parts):
-    """Of each reader the boxes of a new grid, dealt in turn."""
+    """The boxes of a new grid, dealt to the readers in turn."""
     wanted = []
     for leaf in whole.leaves:
         cut = [min(parts, dim) for dim in leaf.shape]
@@ -22,7 +22,7 @@ def shards(whole, readers, parts):
 
 
 def fetched(read, choice=0):
-    """The values that a choice of a read gives, by what its manifest says of it."""
+    """The values that a choice of a read gives, compared with its digest."""
     _, fragment = read.choices[choice]
     whole = read_whole[read.path]
     saved = whole[tuple(map(slice, fragment.box.start, fragment.box.stop))]

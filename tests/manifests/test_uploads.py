@@ -1,4 +1,4 @@
-"""Who uploads what."""
+"""The choice of the host that uploads each item."""
 
 import itertools
 import math
@@ -81,7 +81,7 @@ def test_what_all_have_is_shared_to_within_the_largest_item(num_hosts, sizes):
 
 
 def least_possible(found):
-    """What the most loaded host has at least, however items are shared and cut."""
+    """A lower bound of the load of the busiest host, for any division of the items."""
     holders = [
         {offer.host.id for offer in found.holders(item)}
         for item in range(found.num_items)

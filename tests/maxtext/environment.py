@@ -13,13 +13,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-maxtext"
 TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
 GROUP = pathlib.Path(__file__).parent / "pyproject.toml"
-# What it was last set up from.
+# The files from which it was set up last.
 STAMP = ENVIRONMENT / "set_up_from"
 INPUTS = (GROUP, ROOT / "constraints.txt", ROOT / "pyproject.toml")
 
 
 def documented_commands():
-    """The commands that the head of the dependency group tells people to run."""
+    """The commands in the head of the dependency group."""
     head = "\n".join(
         line.removeprefix("#")
         for line in GROUP.read_text().splitlines()
@@ -121,7 +121,7 @@ _EVALUATED = re.compile(
 
 
 def losses(directory):
-    """What host 0 printed of each step, and of each evaluation, as text."""
+    """The losses that host 0 printed of each step and evaluation, as text."""
     log = (directory / "0.log").read_text()
     trained, evaluated = (
         {int(step): values for step, *values in pattern.findall(log)}

@@ -44,7 +44,7 @@ class Run:
 
 
 def serve():
-    # What is imported prints to the standard output too.
+    # Imported modules print to the standard output too.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from elastic_ckpt.integrations import maxtext  # noqa: I001

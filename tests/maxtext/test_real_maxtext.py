@@ -43,7 +43,7 @@ OURS = {
     "grain_worker_count": 0,
     "packing": False,
 }
-# What both MaxText's own data and ours can read.
+# Data that both MaxText's own pipeline and ours can read.
 SHARED = {
     "dataset_type": "grain",
     "tokenizer_type": "sentencepiece",
@@ -282,11 +282,11 @@ def test_an_error_of_one_host_s_data_ends_the_others_too_and_is_named(maxtext, f
         grain_train_files=written,
         enable_data_shuffling=False,
     )
-    said = [(logs / f"{host}.log").read_text() for host in (0, 1)]
-    assert "elastic-ckpt maxtext" not in said[0]
-    assert f"elastic-ckpt maxtext: {written}, record 310: corrupt" in said[1]
+    log_texts = [(logs / f"{host}.log").read_text() for host in (0, 1)]
+    assert "elastic-ckpt maxtext" not in log_texts[0]
+    assert f"elastic-ckpt maxtext: {written}, record 310: corrupt" in log_texts[1]
     # MaxText would end well, as if there were no more data.
-    assert "Training stopped" not in said[1]
+    assert "Training stopped" not in log_texts[1]
     assert sorted(environment.losses(logs)["train"]) == list(range(10))
 
 

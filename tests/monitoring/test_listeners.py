@@ -1,4 +1,4 @@
-"""What every listener promises, whatever it does with the values."""
+"""The contract of every listener of metrics."""
 
 import re
 import urllib.request

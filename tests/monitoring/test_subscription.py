@@ -22,9 +22,9 @@ def test_it_hears_until_it_is_closed_whatever_others_do():
 
 
 def test_jax_forgets_one_that_is_closed():
-    hearing = subscription.Subscription(lambda *_: None)
-    reference = weakref.ref(hearing)
-    hearing.close()
-    del hearing
+    subscribed = subscription.Subscription(lambda *_: None)
+    reference = weakref.ref(subscribed)
+    subscribed.close()
+    del subscribed
     gc.collect()
     assert reference() is None

@@ -1,7 +1,7 @@
-"""Machines: directories in /dev/shm, each with an agent of its own, that can be lost.
+"""Machines: directories in /dev/shm, each with its own agent, that can be lost.
 
-A world of n hosts runs on the first n machines that are there. What a host saved stays
-in its machine's directory when its process is gone, as on a real one.
+A world of n hosts runs on the first n machines that are left. The steps of a host stay
+in its machine's directory when its process is gone, as on a real machine.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ from tests import runs
 
 @contextlib.contextmanager
 def tasks(config, *settings, num_tasks=2):
-    """What `srun --ntasks=2` starts on one node; JAX itself recognises it as Slurm."""
+    """Starts processes as `srun --ntasks=2` on one node; JAX itself detects Slurm."""
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What hosts hold in RAM is restored on any number of hosts, without storage."""
+"""Steps in the RAM of hosts are restored on any number of hosts, without storage."""
 
 import functools
 

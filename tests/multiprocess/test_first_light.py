@@ -138,7 +138,7 @@ def test_every_host_leaves_its_metrics_of_every_start(resized):
 
 @pytest.mark.slow
 def test_the_same_program_runs_under_an_outer_launcher(tmp_path, corpus):
-    # What `srun --ntasks=2` sets, on one node; JAX itself recognises it as Slurm.
+    # The variables of `srun --ntasks=2` on one node; JAX itself detects Slurm.
     config = runs.write_config(tmp_path, corpus, hosts=7)
     with outer_launcher.tasks(config) as tasks:
         outputs = [task.communicate(timeout=1800) for task in tasks]

@@ -77,7 +77,7 @@ def token_sum(batch):
 
 
 def expected_batches(sizes):
-    """What one host has, going on from size to size."""
+    """The batches of one host that continues from size to size."""
     found, before = [], None
     for size in sizes:
         one = data().host_batches(
@@ -95,20 +95,20 @@ def expected_batches(sizes):
 
 
 def run_world(directory, tmp_path, num_hosts, size, **options):
-    heard = []
+    recorded = []
 
-    def hear(_, **fields):
-        heard.append((fields["path"], fields["resume_step"]))
+    def record(_, **fields):
+        recorded.append((fields["path"], fields["resume_step"]))
 
     supervisor.World(
         functools.partial(train, directory=str(directory), size=size, **options),
         num_hosts=num_hosts,
         log_directory=tmp_path / f"logs-{num_hosts}-{time.monotonic_ns()}",
-        emit=hear,
+        emit=record,
     ).run()
     # Every host saw every batch.
-    assert len(heard) == num_hosts * BATCHES_A_WORLD
-    return list(dict.fromkeys(heard))
+    assert len(recorded) == num_hosts * BATCHES_A_WORLD
+    return list(dict.fromkeys(recorded))
 
 
 def test_batches_are_those_of_one_host_through_worlds_and_sizes(tmp_path):
@@ -149,7 +149,7 @@ def engines(corpus):
 def digest(engine, batch):
     """A batch in few digits, from all of its bytes.
 
-    Grain's elastic iterator has the rows of one host, in places of its own.
+    Grain's elastic iterator has the rows of one host, in another order.
     """
     by_row = worlds.by_row(batch)
     in_order = sorted(by_row) if engine == "elastic" else by_row
@@ -180,7 +180,7 @@ def train_all(place, emit, *, directory, corpus):
 
 
 def of_one_host(corpus, num_batches):
-    """What a host tells that never stops."""
+    """The digests of a host that never stops."""
     found = set()
     for name, of in engines(corpus).items():
         one = worlds.World(of, 1, SIZE)
@@ -192,20 +192,20 @@ def of_one_host(corpus, num_batches):
 
 @pytest.mark.slow
 def test_save_change_the_host_count_load_gives_byte_identical_batches(tmp_path, corpus):
-    heard = []
+    recorded = []
 
-    def hear(_, **fields):
-        heard.append((fields["step"], fields["path"]))
+    def record(_, **fields):
+        recorded.append((fields["step"], fields["path"]))
 
     for number, num_hosts in enumerate(HOST_COUNTS):
         supervisor.World(
             functools.partial(train_all, directory=str(tmp_path / "s"), corpus=corpus),
             num_hosts=num_hosts,
             log_directory=tmp_path / f"logs-{number}",
-            emit=hear,
+            emit=record,
         ).run()
     expected = of_one_host(corpus, BATCHES_A_WORLD * len(HOST_COUNTS))
     assert len(expected) == 3 * BATCHES_A_WORLD * len(HOST_COUNTS)
-    assert set(heard) == expected
+    assert set(recorded) == expected
     # Every host saw every batch.
-    assert len(heard) == 3 * BATCHES_A_WORLD * sum(HOST_COUNTS)
+    assert len(recorded) == 3 * BATCHES_A_WORLD * sum(HOST_COUNTS)

@@ -90,7 +90,7 @@ def engines(corpus):
 
 
 def digest(array):
-    """What any two equal arrays, and no others, have in common."""
+    """A text that is the same for equal arrays alone."""
     array = np.ascontiguousarray(array)
     return hashlib.sha256(array.dtype.str.encode() + array.tobytes()).hexdigest()
 
@@ -136,7 +136,7 @@ def train(place, emit, *, directory, corpus, layout):
 
 
 def parts_of(batch):
-    """Of each feature: the place and digest of the part on each device of this host."""
+    """The place and digest of the part of each feature on each device of this host."""
     return {
         name: [
             (
@@ -153,7 +153,7 @@ def parts_of(batch):
 
 
 def batches_of_one_host(data, sizes):
-    """What one host has, going on from size to size."""
+    """The batches of one host that continues from size to size."""
     found, saved = [], None
     for size in sizes:
         one = worlds.World(data, 1, size)
@@ -172,10 +172,10 @@ def check(layouts, tmp_path, corpus):
         for name, data in engines(corpus).items()
     }
     for number, layout in enumerate(layouts):
-        heard = []
+        recorded = []
 
-        def hear(_, *, heard=heard, **fields):
-            heard.append((fields["step"], *json.loads(fields["path"])))
+        def record(_, *, recorded=recorded, **fields):
+            recorded.append((fields["step"], *json.loads(fields["path"])))
 
         supervisor.World(
             functools.partial(
@@ -183,10 +183,10 @@ def check(layouts, tmp_path, corpus):
             ),
             num_hosts=layout.hosts,
             log_directory=tmp_path / f"logs-{number}",
-            emit=hear,
+            emit=record,
         ).run()
-        assert len(heard) == 2 * len(expected) * BATCHES_A_WORLD * layout.hosts
-        for step, _, name, parts_by_name in heard:
+        assert len(recorded) == 2 * len(expected) * BATCHES_A_WORLD * layout.hosts
+        for step, _, name, parts_by_name in recorded:
             batch = expected[name][step]
             assert parts_by_name.keys() == batch.keys()
             for feature, parts in parts_by_name.items():

@@ -75,7 +75,7 @@ def test_coverage_says_what_placement_protects_and_assuming_it_does_not(ram, tmp
         for covered in found["coverage"]:
             survives = covered["num_survivors"] == covered["num_items"]
             assert survives == (not assumed)
-            # What all hosts have alike is not at risk even so.
+            # Values that all hosts hold are not at risk even so.
             lost = {name for each in covered["losses"] for name in each["first"]}
             assert "state/scale[]" not in lost
         lost = places.pop()

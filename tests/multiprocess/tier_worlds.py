@@ -134,7 +134,7 @@ def _nobody(name, **fields):
 
 
 def save(checkpointer, mesh, *, steps, sharded):
-    """Saves the state of some steps, with metrics that each host has of its own."""
+    """Saves the state of some steps, with other metrics on each host."""
     metrics = {"loss": 1 + topology.this_host()}
     for step in steps:
         parts = {"state": state(mesh, step, sharded), "data": Counter(step)}

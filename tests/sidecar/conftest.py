@@ -1,4 +1,4 @@
-"""What the tests of the sidecar iterate over."""
+"""The data that the tests of the sidecar iterate over."""
 
 import pytest
 from elastic_ckpt_sidecar import RemoteIterator

@@ -1,7 +1,7 @@
 """A pipeline that tests hold up, count and break, and that workers import from here.
 
-A worker gets its data by cloudpickle, so what a test wants to change while it runs is
-found by the name of this module.
+A worker gets its data by cloudpickle, so objects that a test changes while a worker
+runs are looked up by the name of this module.
 """
 
 import threading
@@ -39,7 +39,7 @@ class Valve:
 
     def example(self, shard, number):
         if number >= self._limit:
-            assert self._open.wait(SOON_SECS), "nobody opened the valve"
+            assert self._open.wait(SOON_SECS), "the valve was not opened"
         self.read += 1
         return {"x": np.array([shard, number], np.int32)}
 
@@ -64,7 +64,7 @@ def data():
 
 
 def number(batch):
-    """Which batch it is; all of its rows say the same."""
+    """The number of a batch, which all of its rows contain."""
     (found,) = set(np.asarray(batch["x"])[:, 1].tolist())
     return found
 

@@ -1,6 +1,6 @@
 """The sidecar's part of a run, alone: what it imports, reads, keeps and restores.
 
-A program of its own, which knows nothing of the tests: `in_image.py FILES MODULES`. A
+A separate program that imports nothing of the tests: `in_image.py FILES MODULES`. A
 file has the class of a worker and its data, or of an agent and its host, pickled as
 colocated Python does it.
 """

@@ -1,7 +1,7 @@
 """Hosts under a single controller, in one process: groups of its CPU devices.
 
-Each host has the memory of a machine of its own, a directory in /dev/shm, whose agent
-runs in a thread. What a host saved stays there when its world ends.
+Each host has the memory of a separate machine, a directory in /dev/shm, whose agent
+runs in a thread. The steps of a host stay there when its world ends.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ def hosts_of(mesh, num_hosts, *, apart=False):
 
 
 def choices_of(machines, hosts, mesh, tiers, *, numbers):
-    """What each host is to be, on the machines with these numbers."""
+    """The configuration of each host, on the machines with these numbers."""
     slices = topology.slices_of(mesh)
     return [
         colocated_tiers.HostChoice(

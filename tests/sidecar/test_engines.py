@@ -136,7 +136,7 @@ class OwnIterator(grain.DatasetIterator):
         return {"x": np.array([self._number], np.int32)}
 
     def get_state(self):
-        # Of NumPy's types and tuples too, as Grain's own are.
+        # States may contain NumPy's types and tuples, as those of Grain do.
         return {"of": (np.int64(self._number), [1])}
 
     def set_state(self, state):

@@ -40,7 +40,7 @@ def failing(error, depth=0):
 
 
 def text_of(error, *, depth=0):
-    """What a worker tells of an error."""
+    """The report of a worker on an error."""
     with pytest.raises(failures.WorkerFailure) as told:
         failures.reported(failing)(error, depth)
     return str(told.value)
@@ -122,9 +122,9 @@ def test_of_the_same_failure_told_twice_the_first_is_heard():
 
 @pytest.mark.parametrize("of", OWN)
 def test_our_own_errors_keep_their_class_and_need_no_traceback(of):
-    raised = at_the_head(text_of(of("say what; do that")))
+    raised = at_the_head(text_of(of("the problem; the remedy")))
     assert type(raised) is of
-    assert str(raised) == f"{compatibility.host_name()}: say what; do that"
+    assert str(raised) == f"{compatibility.host_name()}: the problem; the remedy"
 
 
 def test_an_error_that_no_worker_marked_passes_as_it_is():
@@ -215,16 +215,16 @@ def test_after_an_error_of_the_storage_the_next_call_reads_the_same_batch(
         error=OSError("the storage is busy"),
     )
     batches = remote(flaky, size=8)
-    found, heard = [], []
+    found, recorded = [], []
     while len(found) < 6:
         try:
             found.append(iterator_contract.ids(next(batches)))
         except errors.DataError as error:
-            heard.append(str(error))
+            recorded.append(str(error))
         iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
         position = {"global_next_index": 8 * len(found)}
         assert state.read(tmp_path).position == position
-    (message,) = heard
+    (message,) = recorded
     assert "failed with OSError: the storage is busy" in message
     assert found == [list(range(n, n + 8)) for n in range(0, 48, 8)]
 

@@ -48,8 +48,8 @@ def restore(checkpointer, mesh, step, *, sharded=True):
     tier_worlds.restore(checkpointer, mesh, step=step, sharded=sharded)
 
 
-def event(heard, name):
-    (found,) = (each for each in heard if each["event"] == name)
+def event(recorded, name):
+    (found,) = (each for each in recorded if each["event"] == name)
     return found
 
 
@@ -59,9 +59,13 @@ def test_four_hosts_save_and_any_number_restores(machines, sharded):
         save(checkpointer, mesh, 3, sharded=sharded)
         save(checkpointer, mesh, 4, sharded=sharded)
     for num_hosts in (4, 2, 8, 1):
-        with simulated_hosts.world(machines, num_hosts) as (checkpointer, mesh, heard):
+        with simulated_hosts.world(machines, num_hosts) as (
+            checkpointer,
+            mesh,
+            recorded,
+        ):
             restore(checkpointer, mesh, 4, sharded=sharded)
-            assert event(heard, "restored_from")["persistent_bytes"] == 0
+            assert event(recorded, "restored_from")["persistent_bytes"] == 0
 
 
 def test_the_data_iterator_goes_on_where_the_step_was_saved(machines, remote):
@@ -99,22 +103,22 @@ def test_a_machine_is_lost_with_its_memory(machines, monkeypatch, sharded, lost)
     with simulated_hosts.world(machines, 2, numbers=left) as (
         checkpointer,
         mesh,
-        heard,
+        recorded,
     ):
         restore(checkpointer, mesh, 4, sharded=sharded)
-    assert not [each for each in heard if each["event"] == "step_passed_over"]
+    assert not [each for each in recorded if each["event"] == "step_passed_over"]
 
 
 def test_a_bit_that_flipped_is_read_elsewhere_and_put_right(machines):
     with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, _):
         save(checkpointer, mesh, 1)
-    # Of the first device of that host.
+    # The values of the first device of that host.
     (file,) = pathlib.Path(machines.directory(2)).glob("hosts/0/*-*/state/w/c/4/0")
     good = file.read_bytes()
     file.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, heard):
+    with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, recorded):
         restore(checkpointer, mesh, 1)
-    told = event(heard, "restored_from")
+    told = event(recorded, "restored_from")
     assert (told["bad_copies"], told["repaired"]) == (1, 1)
     assert file.read_bytes() == good
 
@@ -181,7 +185,7 @@ def test_arrays_may_be_donated_as_soon_as_the_save_has_begun(machines):
 
 
 class Passed:
-    """What passes through the head, as the bytes of messages, both ways.
+    """Counts the bytes of messages that pass through the head, both ways.
 
     But for the questions whether hosts have answered, which are as many as it takes.
     """
@@ -288,13 +292,13 @@ def test_an_error_of_a_host_names_it_and_the_step_is_given_up(machines, monkeypa
         return write(self, step, *arguments)
 
     monkeypatch.setattr(saver.HostSaver, "write", fail)
-    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, heard):
+    with simulated_hosts.world(machines, 4) as (checkpointer, mesh, recorded):
         save(checkpointer, mesh, 1)
         parts = {"state": tier_worlds.state(mesh, 2, True)}
         assert not checkpointer.save_checkpointables(2, parts)
         checkpointer.wait()
         assert checkpointer.latest.step == 1
-    (why,) = {each["why"] for each in heard if each.get("tier") == "local"}
+    (why,) = {each["why"] for each in recorded if each.get("tier") == "local"}
     assert why.startswith("it was not saved: host 2: ")
     assert "failed with ValueError: of host two" in why
     assert "in fail\n" in why
@@ -367,7 +371,7 @@ def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(
         seen.append(pathlib.Path(path))
         storage.remove(path)
 
-    # Of the head alone.
+    # Records the removals of the head alone.
     spied = types.SimpleNamespace(**{**vars(storage), "remove": remove})
     for module in (component_files, file_copies):
         monkeypatch.setattr(module, "storage", spied)

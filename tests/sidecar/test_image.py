@@ -113,7 +113,7 @@ def workers(corpus, tmp_path):
 
 
 def read_in(python, files, **options):
-    """What the workers read as the program of an image."""
+    """The results of the workers as the program of an image."""
     ended = subprocess.run(
         [python, in_image.__file__, files, ",".join(set(MODULES) - {OUTSIDE})],
         capture_output=True,

@@ -72,7 +72,7 @@ def test_a_committed_step_has_weights_and_data_state_and_loads(batches, mode, tm
 
 @pytest.fixture
 def late_writer(monkeypatch):
-    """Holds up the writing of the cursors; tells when it has begun."""
+    """Delays the writing of the cursors; signals its begin."""
     begun, may_write, write = threading.Event(), threading.Event(), cursors.write
 
     def late(*arguments):
@@ -103,7 +103,7 @@ def test_the_commit_waits_for_a_host_that_writes_late(
         ]
         # Orbax has had the time to write weights of 16 bytes.
         held_pipeline.wait_until(lambda: list(tmp_path.glob("steps/1*/state*/d/*")))
-        # Where Orbax renames, the directory is not there yet; elsewhere its marker is.
+        # If Orbax renames, there is no directory yet; otherwise there is no marker.
         assert (tmp_path / "steps" / "1").exists() == (mode is COMMIT_FILE)
         assert not (tmp_path / "steps" / "1" / MARKER).exists()
         may_write.set()
@@ -127,7 +127,7 @@ def test_a_step_whose_data_state_cannot_be_written_does_not_count(
         patch.setattr(cursors, "write", fail)
         with pytest.raises(Exception, match="the disk is full"):
             steps.save_checkpointables(2, parts(batches))
-    # Orbax says it again.
+    # Orbax raises the error again.
     with contextlib.suppress(OSError, errors.DataError):
         steps.close()
     assert not (tmp_path / "steps" / "2" / MARKER).exists()

@@ -54,7 +54,7 @@ def test_pathways_is_a_single_controller(monkeypatch, platforms):
 
 
 def users_lines(directory, colocated=None):
-    """What a user writes, and the batches that come of it."""
+    """The lines that a user writes, and the batches that they yield."""
     mesh = topology.mesh_of(topology.present(2))
     batches = ec.batches(
         held_pipeline.data(),

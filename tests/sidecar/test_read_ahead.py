@@ -1,4 +1,4 @@
-"""What is under way between a worker and the loop, and what becomes of it."""
+"""The batches in flight between a worker and the loop."""
 
 import asyncio
 import gc
@@ -50,7 +50,7 @@ def test_the_next_batches_are_ready_while_the_step_runs(remote, valve, depth):
     assert valve.num_batches() == 0
     for taken in range(1, 5):
         assert number(next(batches)) == taken - 1
-        # A step runs: nobody asks for more. The head has one batch, the worker others.
+        # During a step no batch is requested. The head has one, the worker others.
         ahead_of_loop = worker.HEAD_AHEAD + depth
         assert settled(lambda n=taken + ahead_of_loop: valve.num_batches() == n)
         assert batches._workers.num_ready() == worker.HEAD_AHEAD
@@ -211,7 +211,7 @@ def test_a_reset_that_gets_no_answer_says_so_and_is_made_up_for_later(
     with pytest.raises(errors.DataError, match=r"not answered for 0\.1 s"):
         batches.reset()
     valve.open()
-    # The workers begin again when they can, and the head knows of it.
+    # The workers begin again when they can, and the head continues with them.
     assert [number(next(batches)) for _ in range(4)] == [0, 1, 2, 3]
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
     assert saved_rows(tmp_path) == 4 * SIZE
@@ -341,7 +341,7 @@ def test_of_several_hosts_the_slowest_is_named(remote):
 
 @pytest.mark.parametrize("colocated", [True, False])
 def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
-    heard, tmp_path, colocated
+    recorded, tmp_path, colocated
 ):
     batches = ec.batches(
         held_pipeline.data(),
@@ -356,21 +356,25 @@ def test_the_metrics_of_the_data_are_recorded_wherever_it_is_read(
     iterator_contract.run(batches.load(epath.Path(tmp_path)))
     next(batches)
     batches.close()
-    assert heard[metrics.DATA_ROWS] == [SIZE] * 4
-    assert heard[metrics.DATA_BYTES] == [SIZE * 16] * 4
-    assert len(heard[metrics.DATA_WAIT]) == len(heard[metrics.DATA_READ_AHEAD]) == 4
-    assert heard[metrics.DATA_READ_AHEAD][0] == 0
-    assert len(heard[metrics.DATA_SAVE]) == len(heard[metrics.DATA_SAVE_BLOCK]) == 2
+    assert recorded[metrics.DATA_ROWS] == [SIZE] * 4
+    assert recorded[metrics.DATA_BYTES] == [SIZE * 16] * 4
+    assert (
+        len(recorded[metrics.DATA_WAIT]) == len(recorded[metrics.DATA_READ_AHEAD]) == 4
+    )
+    assert recorded[metrics.DATA_READ_AHEAD][0] == 0
+    assert (
+        len(recorded[metrics.DATA_SAVE]) == len(recorded[metrics.DATA_SAVE_BLOCK]) == 2
+    )
     for block, whole in zip(
-        heard[metrics.DATA_SAVE_BLOCK], heard[metrics.DATA_SAVE], strict=True
+        recorded[metrics.DATA_SAVE_BLOCK], recorded[metrics.DATA_SAVE], strict=True
     ):
         assert 0 <= block <= whole
-    assert len(heard[metrics.DATA_LOAD]) == 1
-    assert min(value for values in heard.values() for value in values) >= 0
+    assert len(recorded[metrics.DATA_LOAD]) == 1
+    assert min(value for values in recorded.values() for value in values) >= 0
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_the_wait_for_a_batch_is_measured(valve, heard, colocated):
+def test_the_wait_for_a_batch_is_measured(valve, recorded, colocated):
     batches = ec.batches(
         held_pipeline.data(),
         mesh=topology.mesh_of(topology.present(2)),
@@ -381,5 +385,5 @@ def test_the_wait_for_a_batch_is_measured(valve, heard, colocated):
     threading.Timer(0.2, valve.open).start()
     next(batches)
     batches.close()
-    (waited,) = heard[metrics.DATA_WAIT]
+    (waited,) = recorded[metrics.DATA_WAIT]
     assert waited > 0.05

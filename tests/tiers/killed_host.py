@@ -91,7 +91,7 @@ def kill():
 
 
 def at(owner, name, *, before, call=1):
-    """Has this process killed before or after the given call of a function."""
+    """Kills this process before or after the given call of a function."""
     original = getattr(owner, name)
     left = [call]
 

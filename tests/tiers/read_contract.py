@@ -1,4 +1,4 @@
-"""What every `source.Source` keeps: subclasses say how to make one of some files."""
+"""The contract of every `source.Source`; subclasses make one from some files."""
 
 import concurrent.futures
 
@@ -25,9 +25,9 @@ class ReadContract:
     @staticmethod
     def read(of, file, offset, num_bytes):
         into = bytearray(num_bytes)
-        heard = bytearray()
-        of.read_into(file, offset, memoryview(into), heard.extend)
-        assert heard == into
+        recorded = bytearray()
+        of.read_into(file, offset, memoryview(into), recorded.extend)
+        assert recorded == into
         return bytes(into)
 
     @pytest.mark.parametrize("file", FILES)

@@ -52,7 +52,7 @@ def contents(shapes, **components):
 
 
 def offer(of, whole, held, *, step=30, save="0", tier="local", files=()):
-    """What host `of` offers: `held` are pairs of the number of a leaf and a box."""
+    """The offer of host `of`; `held` are pairs of the number of a leaf and a box."""
     fragments = []
     for number, (leaf, box) in enumerate(held):
         found = whole.leaves[leaf]

@@ -1,4 +1,4 @@
-"""A peer that says what a test wants, whatever it is asked."""
+"""A peer that answers each request as its test defines."""
 
 import contextlib
 import socket
@@ -6,14 +6,14 @@ import threading
 
 
 class ScriptedPeer:
-    """Listens while its `with` block lasts.
+    """Accepts connections while its `with` block lasts.
 
-    `says(connection, request)` answers a request; the connection then stays open, if it
-    does not close it. `requests` are what was heard, `over` is set at the end.
+    `respond(connection, request)` answers a request; the connection then stays open,
+    if it does not close it. `requests` are those received, `over` is set at the end.
     """
 
-    def __init__(self, says):
-        self._says = says
+    def __init__(self, respond):
+        self._respond = respond
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._threads = [threading.Thread(target=self._accept)]
         self._connections = []
@@ -64,7 +64,7 @@ class ScriptedPeer:
                         return
                     request += piece
                 self.requests.append(request)
-                self._says(connection, request)
+                self._respond(connection, request)
 
 
 def answer(body, *, status="200 OK", headers=()):

@@ -1,4 +1,4 @@
-"""RAM disks to serve, agents of their own process, and raw requests to them."""
+"""RAM disks to serve, agents in separate processes, and raw requests to them."""
 
 import contextlib
 import pathlib
@@ -52,7 +52,7 @@ def manifest_of(step, files, *, slot="0", run=RUN):
 
 @contextlib.contextmanager
 def agent_process(root, *arguments, verb=("elastic_ckpt.tiers.peers.agent_command",)):
-    """An agent in a process of its own, which ends with the block; yields both."""
+    """An agent in a separate process, which ends with the block; yields both."""
     with subprocess.Popen(
         [
             *(sys.executable, "-m", *verb, str(root), "--until-stdin-closes"),

@@ -213,7 +213,7 @@ class TestAttacks:
     )
     def test_no_path_leads_out_of_the_tree(self, url, known, path):
         status, body = served.ask(url, path, known)
-        # What is no HTTP is answered with what is wrong with it.
+        # A request that is not HTTP is answered with its fault.
         assert (status, body) == (404, b"") or status == 400
         assert known.encode() not in body
         assert OUTSIDE not in body
@@ -343,7 +343,7 @@ class TestLimits:
             ]
             one = alive(address.url, root)
             assert one is not None
-            # The oldest of its own address has made room, and for others anybody's.
+            # The oldest one of the same address is closed, or else of any address.
             assert served.until_closed(strangers[0]) == b""
             other = alive(address.url, root, source="127.0.0.3")
             assert other is not None

@@ -1,4 +1,4 @@
-"""Agents that machines have met: the last that was seen of each, and not for ever."""
+"""Agents that machines have seen: the last state of each, for a limited time."""
 
 import json
 
@@ -43,13 +43,13 @@ def test_a_spoilt_entry_is_left_out_beside_the_others(tmp_path):
 
 def test_of_an_agent_that_moved_the_last_place_counts():
     old, new = {"m1": agent("http://a", 3)}, {"m1": agent("http://b", 2)}
-    for heard in ([old, new], [new, old]):
-        assert known_agents.joined(heard, {}, now_secs=NOW) == new
+    for recorded in ([old, new], [new, old]):
+        assert known_agents.joined(recorded, {}, now_secs=NOW) == new
     present = {"m1": {"url": "http://c", "certificate_sha256": None}}
     found = known_agents.joined([old, new], present, now_secs=NOW)
     assert found == {"m1": agent("http://c")}
 
 
 def test_a_machine_that_is_away_for_two_weeks_is_forgotten():
-    heard = [{"m1": agent("http://a", 13), "m2": agent("http://b", 15)}]
-    assert list(known_agents.joined(heard, {}, now_secs=NOW)) == ["m1"]
+    recorded = [{"m1": agent("http://a", 13), "m2": agent("http://b", 15)}]
+    assert list(known_agents.joined(recorded, {}, now_secs=NOW)) == ["m1"]

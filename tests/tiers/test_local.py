@@ -228,7 +228,7 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
         spoilt[bit // 8] ^= 1 << bit % 8
         path.write_bytes(spoilt)
         assert not read(files, offer.manifest, fragment)[1]
-    # Metadata that is spoilt as well keeps nobody from that.
+    # Damaged metadata does not prevent the repair.
     (path.parents[2] / "zarr.json").write_bytes(b"{")
     host.put_right(offer.manifest, fragment, values)
     assert path.read_bytes() == sound
@@ -245,7 +245,7 @@ def test_a_file_of_a_component_is_put_right(disk, host):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda path: path.unlink(), "is missing"),
         (lambda path: os.truncate(path, 90), "ends after 90 bytes, and 96"),
@@ -254,12 +254,12 @@ def test_a_file_of_a_component_is_put_right(disk, host):
         (lambda path: (path.unlink(), path.symlink_to("/dev/zero")), "behind a link"),
     ],
 )
-def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, spoil, said):
+def test_a_file_that_cannot_give_the_bytes_is_a_read_error(disk, host, spoil, message):
     save(host, {"w": np.arange(12.0)})
     ((offer, files),) = offered(disk, 3).items()
     (fragment,) = fragments(offer.manifest)
     spoil(pathlib.Path(disk.step_directory(0, 3, "0") / fragment.file))
-    with pytest.raises(source.ReadError, match=said):
+    with pytest.raises(source.ReadError, match=message):
         read(files, offer.manifest, fragment)
 
 
@@ -291,12 +291,12 @@ def test_a_manifest_of_another_step_or_save_is_not_taken(disk, host):
     killed_host.save(host, 3, save="1")
     killed_host.save(host, 4)
     name = disk.manifest_path(0, 3, "0").name
-    for other, said in (("4-0", "step 4"), ("3-1", "save '1'")):
+    for other, message in (("4-0", "step 4"), ("3-1", "save '1'")):
         shutil.copy(
             disk.host_directory(0) / other / name, disk.manifest_path(0, 3, "0")
         )
         (problem,) = disk.offers(3).problems
-        assert said in problem
+        assert message in problem
 
 
 def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host):
@@ -310,10 +310,10 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
         writer = one.begin(4, "0", contents, num_bytes=2**20)
         with pytest.raises(errors.CheckpointError) as refused:
             two.begin(4, "0", contents, num_bytes=2**20)
-        said = str(refused.value)
-        assert "step 4 needs 1048576 bytes" in said
-        assert "limit 3145728" in said
-        assert "raise the limit" in said
+        message = str(refused.value)
+        assert "step 4 needs 1048576 bytes" in message
+        assert "limit 3145728" in message
+        assert "raise the limit" in message
         assert two.in_flight == set()
         assert limited.saves(2) == []
         writer.abandon()

@@ -210,10 +210,10 @@ class TestOffers:
         ],
     )
     def test_a_list_that_is_none_is_a_problem(self, listing, client):
-        def says(connection, _):
+        def respond(connection, _):
             connection.sendall(answer(listing))
 
-        with ScriptedPeer(says) as lying:
+        with ScriptedPeer(respond) as lying:
             tier = peer.Peer(lying.url, client, served.RUN)
             assert tier.steps() == []
             sources, (problem,) = tier.offers(30)
@@ -223,12 +223,12 @@ class TestOffers:
     def test_a_manifest_that_is_nested_without_an_end_is_a_problem(self, client):
         entry = {"slot": "0", "step": 30, "save": "0", "manifest": "manifest-a.json"}
 
-        def says(connection, request):
+        def respond(connection, request):
             steps = request.startswith(b"GET /v1/steps ")
             body = json.dumps([entry]).encode() if steps else b"[" * 10**6
             connection.sendall(answer(body))
 
-        with ScriptedPeer(says) as lying:
+        with ScriptedPeer(respond) as lying:
             sources, problems = peer.Peer(lying.url, client, served.RUN).offers(30)
         assert sources == {}
         assert len(problems) == 1
@@ -247,9 +247,9 @@ class TestManySteps:
         ]
         return json.dumps(entries).encode()
 
-    def newest_beside(self, said, url, client):
-        """The newest step of an honest peer beside one that says so."""
-        with ScriptedPeer(lambda c, request: c.sendall(said(request))) as lying:
+    def newest_beside(self, respond, url, client):
+        """The newest step of an honest peer beside one that answers by `respond`."""
+        with ScriptedPeer(lambda c, request: c.sendall(respond(request))) as lying:
             tiers = [
                 peer.Peers([peer.Peer(lying.url, client, served.RUN)]),
                 peer.Peer(url, client, served.RUN),
@@ -261,12 +261,12 @@ class TestManySteps:
     def test_steps_that_are_not_there_are_asked_for_a_few_times(
         self, listing, url, client
     ):
-        def says(request):
+        def respond(request):
             if request.startswith(b"GET /v1/steps "):
                 return answer(listing)
             return answer(b"", status="404 Nowhere")
 
-        outcome, asked = self.newest_beside(says, url, client)
+        outcome, asked = self.newest_beside(respond, url, client)
         assert outcome.found_step.step.step == 30
         assert asked.count(b"/v1/steps") == 1
         assert len(asked) == 1 + peer.MOST_UNREADABLE
@@ -278,7 +278,7 @@ class TestManySteps:
     def test_of_steps_of_which_it_has_nothing_but_manifests_few_are_read(
         self, listing, url, client
     ):
-        def says(request):
+        def respond(request):
             if request.startswith(b"GET /v1/steps "):
                 return answer(listing)
             step = int(request.split()[1].split(b"/")[4].partition(b"-")[0])
@@ -289,7 +289,7 @@ class TestManySteps:
 
         name = f"manifest-{served.MACHINE}.0.json".encode()
         listing = listing.replace(b"manifest-a.json", name)
-        outcome, asked = self.newest_beside(says, url, client)
+        outcome, asked = self.newest_beside(respond, url, client)
         assert outcome.found_step.step.step == 30
         assert len(asked) == 1 + peer.MOST_STEPS
         assert "lacks 1 of 1 parts of data" in next(iter(outcome.passed_over.values()))
@@ -297,7 +297,7 @@ class TestManySteps:
 
 class TestLies:
     @pytest.mark.parametrize(
-        "said",
+        "response",
         [
             answer(CONTENT),
             answer(CONTENT[:-1], status="206 OK"),
@@ -324,28 +324,28 @@ class TestLies:
             answer(b"", status="503 Later"),
         ],
     )
-    def test_a_wrong_answer_is_a_read_error(self, said, client):
-        with ScriptedPeer(lambda connection, _: connection.sendall(said)) as lying:
+    def test_a_wrong_answer_is_a_read_error(self, response, client):
+        with ScriptedPeer(lambda connection, _: connection.sendall(response)) as lying:
             with pytest.raises(source.ReadError, match=lying.url):
                 read(client, lying.url)
             assert len(lying.requests) == 1
 
     @hypothesis.given(
-        said=st.binary(max_size=300)
+        response=st.binary(max_size=300)
         | st.binary(max_size=300).map(lambda rest: b"HTTP/1.1 206 OK\r\n" + rest)
     )
     @hypothesis.settings(
         max_examples=25,
         suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
     )
-    def test_any_answer_is_a_read_error(self, said):
-        def says(connection, _):
-            connection.sendall(said)
+    def test_any_answer_is_a_read_error(self, response):
+        def respond(connection, _):
+            connection.sendall(response)
             connection.shutdown(2)
 
         with (
             peer_client.PeerClient(SECRET, timeout_secs=600) as client,
-            ScriptedPeer(says) as lying,
+            ScriptedPeer(respond) as lying,
             pytest.raises(source.ReadError),
         ):
             read(client, lying.url)
@@ -368,36 +368,36 @@ class TestLies:
         [b"X: a\r\n", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 " * 99],
     )
     def test_headers_without_an_end_are_a_read_error(self, endless, client):
-        def says(connection, _):
+        def respond(connection, _):
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" + endless * 10**5)
 
         with (
-            ScriptedPeer(says) as lying,
+            ScriptedPeer(respond) as lying,
             pytest.raises(source.ReadError, match="does not speak HTTP"),
         ):
             read(client, lying.url)
 
     def test_a_body_larger_than_announced_does_not_reach_the_memory(self, client):
-        def says(connection, request):
+        def respond(connection, request):
             first, last = wanted_range(request)
             headers = [f"Content-Range: bytes {first}-{last}/99999"]
-            said = answer(CONTENT[:10], status="206 OK", headers=headers)
-            connection.sendall(said + CONTENT)
+            response = answer(CONTENT[:10], status="206 OK", headers=headers)
+            connection.sendall(response + CONTENT)
 
         into = bytearray(20)
-        with ScriptedPeer(says) as lying:
+        with ScriptedPeer(respond) as lying:
             view = memoryview(into)[:10]
             client.endpoint(lying.url).read_into(PATH, 0, view)
         assert into == CONTENT[:10] + bytes(10)
 
     def test_what_a_peer_says_does_not_carry_the_secret_into_messages(self, client):
         for status in (f"206 {SECRET}", "206 OK"):
-            said = answer(
+            response = answer(
                 b"[]",
                 status=status,
                 headers=[f"Content-Range: {SECRET}", f"X: {SECRET}"],
             )
-            for echo in (said, SECRET.encode() + b"\r\n" + said):
+            for echo in (response, SECRET.encode() + b"\r\n" + response):
                 with ScriptedPeer(lambda c, _, echo=echo: c.sendall(echo)) as lying:
                     with pytest.raises(source.ReadError) as raised:
                         read(client, lying.url)
@@ -470,8 +470,10 @@ class TestBreaks:
         def cut(connection, request):
             first, last = wanted_range(request)
             headers = [f"Content-Range: bytes {first}-{last}/{len(CONTENT)}"]
-            said = answer(CONTENT[first : last + 1], status="206 OK", headers=headers)
-            connection.sendall(said[: 2**20 + 2**19])
+            response = answer(
+                CONTENT[first : last + 1], status="206 OK", headers=headers
+            )
+            connection.sendall(response[: 2**20 + 2**19])
             connection.shutdown(2)
 
         with ScriptedPeer(cut) as breaking:
@@ -486,8 +488,10 @@ class TestBreaks:
         def cut(connection, request):
             first, last = wanted_range(request)
             headers = [f"Content-Range: bytes {first}-{last}/{len(CONTENT)}"]
-            said = answer(CONTENT[first : last + 1], status="206 OK", headers=headers)
-            connection.sendall(said[:sent])
+            response = answer(
+                CONTENT[first : last + 1], status="206 OK", headers=headers
+            )
+            connection.sendall(response[:sent])
             connection.shutdown(2)
 
         with ScriptedPeer(cut) as breaking:
@@ -515,12 +519,12 @@ class TestBreaks:
     def test_many_threads_share_so_many_connections(self):
         meeting = threading.Barrier(3)
 
-        def says(connection, _):
+        def respond(connection, _):
             meeting.wait()
             connection.sendall(answer(b"[]"))
 
         with (
-            ScriptedPeer(says) as busy,
+            ScriptedPeer(respond) as busy,
             peer_client.PeerClient(SECRET, max_connections=3) as client,
             concurrent.futures.ThreadPoolExecutor(12) as executor,
         ):

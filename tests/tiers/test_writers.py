@@ -1,4 +1,4 @@
-"""What is left of dead uploads goes, and what a live one writes stays."""
+"""Leftovers of dead uploads are removed, files of live ones stay."""
 
 import subprocess
 import sys
@@ -60,7 +60,7 @@ def test_nothing_is_removed_while_another_world_writes(root, world):
     assert left(root) == []
 
 
-# A program that is there, says so, and waits.
+# A program that joins, prints a line, and waits.
 WRITER = (
     "import signal, sys\n"
     "from elastic_ckpt.core import storage\n"
@@ -97,7 +97,7 @@ def test_what_another_run_or_orbax_is_writing_stays(root, world):
         storage.write_atomic(unfinished / "state" / "d" / "x", b"")
     other = writers.WritingWorld(root, run="another")
     if root.in_place:
-        # The name tells no save there, and manifests of others none of this run.
+        # The name contains no save there, and the manifest is of another run.
         assert other.discard_dead(before=NOW) == []
     other.close()
     assert len(world.discard_dead(before=NOW)) == 1

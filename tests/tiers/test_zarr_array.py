@@ -14,7 +14,7 @@ SHAPES = {"vector": ((6,), (3,)), "matrix": ((4, 6), (2, 3)), "number": ((), ())
 
 
 def stored(dtype, shape, chunk, values):
-    """What an `ArrayWriter` stores of an array, by key."""
+    """The content that an `ArrayWriter` stores for an array, by key."""
     context = ts.Context()
     spec = {"driver": "memory", "path": "below/"}
     writer = zarr_array.ArrayWriter(spec, context=context)
@@ -27,7 +27,7 @@ def stored(dtype, shape, chunk, values):
 
 
 def by_tensorstore(dtype, shape, chunk, values):
-    """What TensorStore stores of it."""
+    """The content that TensorStore stores for it."""
     context = ts.Context()
     array = ts.open(
         {

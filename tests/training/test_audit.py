@@ -26,7 +26,7 @@ def one_host_rows(data, *, skip=0):
 
 
 def records(data, num_steps, start_step=0, attempt=1):
-    """What a one-host run logs."""
+    """The log of a run on one host."""
     actual = one_host_rows(data, skip=start_step * BATCH)
     for step in range(start_step, start_step + num_steps):
         ids, digests = zip(*(next(actual) for _ in range(BATCH)), strict=True)
@@ -184,9 +184,9 @@ def test_a_step_that_was_not_logged_is_a_difference(data, missing):
     ],
 )
 def test_a_checkpoint_that_did_not_reach_storage_is_named(actual, problem):
-    said = audit.missing_checkpoint(**{"period": 10, "at_end": True, **actual})
-    assert bool(said) == bool(problem)
-    assert problem in said
+    message = audit.missing_checkpoint(**{"period": 10, "at_end": True, **actual})
+    assert bool(message) == bool(problem)
+    assert problem in message
 
 
 def test_a_run_without_the_checkpoints_that_were_due_does_not_pass(data):

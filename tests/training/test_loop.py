@@ -207,19 +207,19 @@ class Evaluated:
 def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
     journal, max_batches, loss
 ):
-    heard = []
+    recorded = []
     batches = Evaluated()
     evaluated = evaluation.Evaluation(
         evaluate=lambda _, batch: batch,
         batches=batches,
         interval=2,
         max_batches=max_batches,
-        emit=lambda name, **fields: heard.append(
+        emit=lambda name, **fields: recorded.append(
             (name, fields["step"], fields["loss"])
         ),
     )
     run(journal, evaluation=evaluated)
-    assert heard == [("evaluated", 2, loss)]
+    assert recorded == [("evaluated", 2, loss)]
     evaluated.run(4, None)
-    assert heard[-1] == ("evaluated", 4, loss)
+    assert recorded[-1] == ("evaluated", 4, loss)
     assert batches.begun == 2

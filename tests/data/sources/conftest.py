@@ -1,4 +1,4 @@
-"""What every test of files gets: no pauses, and caches and stores of its own."""
+"""Fixtures of every test of files: no pauses, and separate caches and stores."""
 
 import fsspec
 import pytest

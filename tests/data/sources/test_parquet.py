@@ -20,7 +20,7 @@ from elastic_ckpt.data.sources import parquet, source
 from tests import corpora, source_contract
 from tests.source_contract import plain_all, read, read_all
 
-# Of every kind of column, three values.
+# Three values for every kind of column.
 KINDS = {
     "int32": (pa.int32(), [1, -2, 3]),
     "float16": (pa.float16(), [np.float16(1), np.float16(-2.5), np.float16(3)]),

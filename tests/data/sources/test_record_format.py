@@ -12,8 +12,8 @@ TENSORFLOW_EXAMPLE = (
     b"\n\x14\n\x08feature2\x12\x08\n\x06\n\x04goat"
     b"\n\x14\n\x08feature3\x12\x08\x12\x06\n\x04[\xd3|?"
 )
-# Feature `a` with the int64s 1, 2 and 300, each in a field of its own, as an encoder
-# that does not pack them writes it.
+# Feature `a` with the int64s 1, 2 and 300, each in a separate field, as an encoder that
+# does not pack them writes it.
 NOT_PACKED = bytes.fromhex("0a10 0a0e 0a0161 1209 1a07 0801 0802 08ac02")
 
 values = st.one_of(

@@ -103,7 +103,7 @@ def test_the_identity_of_many_files_is_folded(monkeypatch):
     actual = source.identity(dataset)["files"]
     assert [entry[:3] for entry in actual] == FOLDED
     assert len(source.identity(numbers(*[(1,)] * 3))["files"]) == 3
-    # The fingerprint still knows each file.
+    # The fingerprint still depends on each file.
     moved = [(1,), (1,), (1,), (2,), (0,)]
     assert source.fingerprint(numbers(*moved)) != source.fingerprint(dataset)
     assert source.identity(numbers(*moved))["files"][0] == actual[0]
