@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,9 +64,12 @@ class Shards(CapturedLeaf):
 
     Attributes:
       kept: whether no other code changes the values, so that they need no copy.
+      is_own: whether this host uploads a box if no RAM disk has the step; by default
+        it uploads all of them.
     """
 
     kept: bool
+    is_own: Callable[[boxes.Box], bool] | None = None
 
 
 Value = jax.Array | Whole | Shards

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from elastic_ckpt.core import boxes, digest, errors
-from elastic_ckpt.host.capture import Value
+from elastic_ckpt.host.capture import Shards, Value
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import (
@@ -161,10 +161,12 @@ class Owners:
     def is_own(self, leaf: int, box: boxes.Box) -> bool:
         """Whether this process uploads a box of a leaf; some are uploaded by several.
 
-        Other processes may hold the same boxes of random keys and of `Shards`, so each
-        holder uploads those.
+        Other processes may hold the same boxes of random keys, so each holder uploads
+        those.
         """
         placed = self._leaves[leaf]
+        if callable(placed):
+            return placed(box)
         if placed == "whole":
             return leaf % self._num_hosts == self._number
         if placed is None:
@@ -174,11 +176,19 @@ class Owners:
         return self._owners[leaf][box] == self._number
 
 
-def _placed(
-    value: Value,
-) -> tuple[Sharding, tuple[int, ...]] | Literal["whole"] | None:
+_Placed = (
+    tuple[Sharding, tuple[int, ...]]
+    | Callable[[boxes.Box], bool]
+    | Literal["whole"]
+    | None
+)
+
+
+def _placed(value: Value) -> _Placed:
     if isinstance(value, np.ndarray | np.generic | int | float):
         return "whole"
+    if isinstance(value, Shards):
+        return value.is_own
     if not isinstance(value, jax.Array):
         return None
     is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
@@ -186,11 +196,19 @@ def _placed(
 
 
 def _owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, int]:
-    holders: dict[boxes.Box, set[int]] = {}
+    owners = {}
+    for number, (box, devices) in enumerate(holders(sharding, shape).items()):
+        processes = sorted({device.process_index for device in devices})
+        owners[box] = processes[number % len(processes)]
+    return owners
+
+
+def holders(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> dict[boxes.Box, list[jax.Device]]:
+    """The devices that hold each box of an array, in the same order everywhere."""
+    devices_of: dict[boxes.Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = boxes.of_index(index or (), shape)
-        holders.setdefault(box, set()).add(device.process_index)
-    return {
-        box: sorted(processes)[number % len(processes)]
-        for number, (box, processes) in enumerate(holders.items())
-    }
+        devices_of.setdefault(box, []).append(device)
+    return devices_of

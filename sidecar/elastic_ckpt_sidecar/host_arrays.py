@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from elastic_ckpt.core import boxes
 from elastic_ckpt.host import trees
 from elastic_ckpt.host.capture import Shards
+from elastic_ckpt.host.captured_step import holders
 from elastic_ckpt.host.reader import HostReader
 from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.manifests.manifest import Leaf
@@ -45,6 +47,8 @@ class HostArrays:
         self._devices = devices
         self._layouts: dict[int, list[Group]] = {}
         self._boxes: dict[int, dict[str, dict[boxes.Box, int]]] = {}
+        # Made by the first save that a RAM disk does not hold.
+        self._uploaders: dict[tuple[int, str], dict[boxes.Box, int]] = {}
         self._held: dict[str, _Held] = {}
         self._kept: set[str] = set()
         self._dtypes: dict[str, str] = {}
@@ -165,7 +169,21 @@ class HostArrays:
             shard_shape=group.sharding(leaf).shard_shape(leaf.shape),
             boxes=tuple(listed),
             kept=kept,
+            is_own=functools.partial(self._is_own, layout, group, leaf),
         )
+
+    def _is_own(
+        self, layout: int, group: Group, leaf: PlacedLeaf, box: boxes.Box
+    ) -> bool:
+        # One of the hosts that hold a box uploads it: that of the device chosen here.
+        key = (layout, leaf.path)
+        if key not in self._uploaders:
+            devices_of = holders(group.sharding(leaf), leaf.shape)
+            self._uploaders[key] = {
+                held: devices[number % len(devices)].id
+                for number, (held, devices) in enumerate(devices_of.items())
+            }
+        return self._uploaders[key][box] in self._own
 
     def _on_devices(
         self, group: Group, leaf: PlacedLeaf, values: Mapping[boxes.Box, np.ndarray]

@@ -117,8 +117,12 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
         yield checkpointer, mesh, emitted
 
 
-def tiers_of(directory, *, copies=2, persistent=None, limit_bytes=None):
+def tiers_of(
+    directory, *, copies=2, persistent=None, limit_bytes=None, storage_alone=False
+):
     """The tiers of a host."""
+    if storage_alone:
+        return [choices.Persistent(persistent, every=1)]
     chosen = [
         choices.Local(directory, limit_bytes=limit_bytes),
         choices.Peers(copies=copies),

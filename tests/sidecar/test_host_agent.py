@@ -23,6 +23,8 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.frontend import checkpointer as front_door
 from elastic_ckpt.host import saver
 from elastic_ckpt.host.answers import HostsFailed
+from elastic_ckpt.inspect import tier_locations, verification
+from elastic_ckpt.manifests import search
 from elastic_ckpt.tiers.peers import peer_endpoint
 from elastic_ckpt.tiers.ram import machine
 from tests.checkpoint import orbax_steps
@@ -66,6 +68,36 @@ def test_four_hosts_save_and_any_number_restores(machines, sharded):
         ):
             restore(checkpointer, mesh, 4, sharded=sharded)
             assert event(recorded, "restored_from")["persistent_bytes"] == 0
+
+
+@LAYOUTS
+def test_storage_alone_has_each_box_once_for_any_number_of_hosts(
+    machines, tmp_path, sharded
+):
+    alone = {"persistent": str(tmp_path / "steps"), "storage_alone": True}
+    with simulated_hosts.world(machines, 4, slices=2, **alone) as (
+        checkpointer,
+        mesh,
+        recorded,
+    ):
+        save(checkpointer, mesh, 3, sharded=sharded)
+        save(checkpointer, mesh, 4, sharded=sharded)
+    assert [each["step"] for each in recorded if each["event"] == "backed_up"] == [3, 4]
+    location = tier_locations.at_path(tmp_path / "steps", run="run")
+    stored = tier_locations.Locations([location])
+    verified = verification.verify(stored, stored.steps, progress=lambda *_: None)
+    assert verified.passed(strict=True)
+    copies, _ = stored.look(4)
+    holdings = search.Step.from_offers(list(copies)).holdings
+    assert len(holdings.holder) == holdings.num_items
+    for num_hosts in (4, 2, 8, 1):
+        with simulated_hosts.world(machines, num_hosts, **alone) as (
+            checkpointer,
+            mesh,
+            recorded,
+        ):
+            restore(checkpointer, mesh, 4, sharded=sharded)
+            assert event(recorded, "restored_from")["persistent_bytes"] > 0
 
 
 def test_the_data_iterator_goes_on_where_the_step_was_saved(machines, remote):
