@@ -29,6 +29,7 @@ from etils import epath
 from orbax import checkpoint
 
 from elastic_ckpt.checkpoint import components, configured_tiers
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import elastic_data, iterator, pipeline
 from elastic_ckpt.frontend import checkpointer
@@ -84,10 +85,8 @@ def seams_taken(*, emit: events.Emit = events.nobody) -> Iterator[Taken]:
     modules = {
         seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
     }
-    taken = Taken(
-        {seam: getattr(modules[seam], seam.name) for seam in maxtext_seams.SEAMS},
-        emit=emit,
-    )
+    originals = {seam: getattr(modules[seam], seam.name) for seam in modules}
+    taken = Taken(originals, emit=emit)
     ours: dict[maxtext_seams.Seam, Any] = {
         maxtext_seams.PREPARE: taken.prepare,
         maxtext_seams.MAKE_TRAIN: taken.train_iterator,
@@ -98,8 +97,7 @@ def seams_taken(*, emit: events.Emit = events.nobody) -> Iterator[Taken]:
     }
     with contextlib.ExitStack() as stack:
         for seam, function in ours.items():
-            original = getattr(modules[seam], seam.name)
-            stack.callback(setattr, modules[seam], seam.name, original)
+            stack.callback(setattr, modules[seam], seam.name, originals[seam])
             setattr(modules[seam], seam.name, function)
         yield taken
 
@@ -137,17 +135,7 @@ class Taken:
         del process_indices
         section = maxtext_config.train_section(config, self._own)
         _check_resumable(config)
-        if section.tokenize_train_data:
-            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
-        rows = maxtext_config.global_batch_size(config, num_devices=global_mesh.size)
-        batches = configured_batches(
-            pipeline.from_config(section, vocab_size=config.vocab_size),
-            section,
-            mesh=global_mesh,
-            spec=_spec_of(global_mesh),
-            global_batch_size=rows,
-        )
-        return self._keep(maxtext_seams.MAKE_TRAIN, config, batches)
+        return self._iterator(maxtext_seams.MAKE_TRAIN, config, section, global_mesh)
 
     def evaluation_iterator(
         self, config: Any, global_mesh: Any, process_indices: Any
@@ -155,21 +143,7 @@ class Taken:
         """Makes the iterator of the evaluation data."""
         del process_indices
         section = maxtext_config.eval_section(config, self._own)
-        if section.tokenize_train_data:
-            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
-        rows = maxtext_config.global_batch_size(
-            config, num_devices=global_mesh.size, evaluation=True
-        )
-        batches = configured_batches(
-            pipeline.eval_from_config(
-                section, global_batch_size=rows, vocab_size=config.vocab_size
-            ),
-            section,
-            mesh=global_mesh,
-            spec=_spec_of(global_mesh),
-            global_batch_size=rows,
-        )
-        return self._keep(maxtext_seams.MAKE_EVAL, config, batches)
+        return self._iterator(maxtext_seams.MAKE_EVAL, config, section, global_mesh)
 
     def for_save(
         self, step: int, data_iterator: Any, expansion_factor_real_data: float
@@ -241,9 +215,31 @@ class Taken:
             self._manager.abandon(error)
         _leave_others_at_once()
 
-    def _keep(
-        self, seam: maxtext_seams.Seam, config: Any, batches: Any
+    def _iterator(
+        self,
+        seam: maxtext_seams.Seam,
+        config: Any,
+        section: schema.DataSection,
+        mesh: Any,
     ) -> MaxTextIterator:
+        if section.tokenize_train_data:
+            maxtext_config.check_vocabulary(config, pipeline.vocab_size(section))
+        evaluation = seam == maxtext_seams.MAKE_EVAL
+        rows = maxtext_config.global_batch_size(
+            config, num_devices=mesh.size, evaluation=evaluation
+        )
+        make_data = pipeline.from_config
+        if evaluation:
+            make_data = functools.partial(
+                pipeline.eval_from_config, global_batch_size=rows
+            )
+        batches = configured_batches(
+            make_data(section, vocab_size=config.vocab_size),
+            section,
+            mesh=mesh,
+            spec=_spec_of(mesh),
+            global_batch_size=rows,
+        )
         # After an elastic event MaxText comes again; the old one's slices are gone.
         self._made[seam] = MaxTextIterator(batches, elastic=config.elastic_enabled)
         return self._made[seam]

@@ -95,52 +95,29 @@ _IN_SIDECAR = "colocated_python_data_input"
 _NOT_OURS = "its data comes from MaxText's own pipelines: run MaxText itself"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Refused:
-    key: str
-    only: Any
-    remedy: str
-
-
-_REFUSED = (
-    _Refused(key="use_sft", only=False, remedy=_NOT_OURS),
-    _Refused(key="use_dpo", only=False, remedy=_NOT_OURS),
-    _Refused(key="use_multimodal", only=False, remedy=_NOT_OURS),
-    _Refused(
-        key="expansion_factor_real_data",
-        only=-1,
-        remedy="leave it at -1, for here any number of hosts reads any checkpoint",
-    ),
-    _Refused(
-        key="enable_rampup_batch_size",
-        only=False,
-        remedy="set it to false, for MaxText's ramp keeps rows between two steps that"
-        " no checkpoint has",
-    ),
-    _Refused(
-        key="generate_padding_batch_train",
-        only=False,
-        remedy="set it to false, for here all hosts end at the same batch",
-    ),
-    _Refused(
-        key="generate_padding_batch_eval",
-        only=False,
-        remedy="set it to false, for here all hosts end at the same batch",
-    ),
-    _Refused(
-        key="enable_emergency_checkpoint",
-        only=False,
-        remedy="set it to false, for such checkpoints have no data state, and"
-        " enable_multi_tier_checkpointing to true",
-    ),
-)
+_SAME_END = "set it to false, for here all hosts end at the same batch"
+# Keys of which other values than `_ACCEPTED` are refused, with the remedy.
+_REMEDIES = {
+    "use_sft": _NOT_OURS,
+    "use_dpo": _NOT_OURS,
+    "use_multimodal": _NOT_OURS,
+    "expansion_factor_real_data": "leave it at -1, for here any number of hosts reads"
+    " any checkpoint",
+    "enable_rampup_batch_size": "set it to false, for MaxText's ramp keeps rows between"
+    " two steps that no checkpoint has",
+    "generate_padding_batch_train": _SAME_END,
+    "generate_padding_batch_eval": _SAME_END,
+    "enable_emergency_checkpoint": "set it to false, for such checkpoints have no data"
+    " state, and enable_multi_tier_checkpointing to true",
+}
+_ACCEPTED = dict.fromkeys(_REMEDIES, False) | {"expansion_factor_real_data": -1}
 
 # Every key of MaxText that is looked at.
 MAXTEXT_KEYS = (
     *SHARED_KEYS,
     *READ_KEYS,
     *TIER_KEYS,
-    *(refused.key for refused in _REFUSED),
+    *_REMEDIES,
 )
 
 
@@ -213,12 +190,10 @@ def train_section(config: Any, own: Own) -> schema.DataSection:
     Raises:
       ConfigError: naming the key that has no meaning here, and the way out.
     """
-    for refused in _REFUSED:
-        value = getattr(config, refused.key)
-        if value != refused.only:
-            raise errors.ConfigError(
-                f"{_PLACE}: {refused.key}={value}: {refused.remedy}"
-            )
+    for key, remedy in _REMEDIES.items():
+        value = getattr(config, key)
+        if value != _ACCEPTED[key]:
+            raise errors.ConfigError(f"{_PLACE}: {key}={value}: {remedy}")
     _check_files_are_named(config)
     kind = own.values.get(_TOKENIZER) or _text(config.tokenizer_type)
     values = {key: getattr(config, key) for key in SHARED_KEYS}

@@ -53,12 +53,7 @@ MAKE_TRAIN = Seam(
     parameters=("config", "global_mesh", "process_indices"),
     caller=(_INPUT, "create_data_iterator"),
 )
-MAKE_EVAL = Seam(
-    module=_INPUT,
-    name="make_grain_eval_iterator",
-    parameters=("config", "global_mesh", "process_indices"),
-    caller=(_INPUT, "create_data_iterator"),
-)
+MAKE_EVAL = dataclasses.replace(MAKE_TRAIN, name="make_grain_eval_iterator")
 FOR_SAVE = Seam(
     module=_ITERATOR_STATE,
     name="for_save",

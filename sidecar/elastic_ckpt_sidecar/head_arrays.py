@@ -149,25 +149,18 @@ def restored(
       asked: the leaves that are wanted.
       dtypes: by path, those in which leaves were saved.
     """
-    accelerated = [
-        (number, leaf.sharding)
-        for number, leaf in enumerate(asked)
-        if leaf.sharding is not None
-    ]
-    # All at once: transfers of many arrays go on at the same time.
-    moved = jax.device_put(
-        [arrays[number] for number, _ in accelerated],
-        [sharding for _, sharding in accelerated],
-    )
-    of_number = dict(zip((number for number, _ in accelerated), moved, strict=True))
-    made = {}
-    for number, (leaf, wanted) in enumerate(zip(group.leaves, asked, strict=True)):
-        value = of_number.get(number)
-        if value is None:
-            dtype = np.dtype(leaf.dtype or dtypes[leaf.path])
-            value = np.array(arrays[number]).view(dtype).reshape(leaf.shape)
-        made[leaf.path] = wanted.finish(value)
-    return made
+    values: Sequence[Any]
+    if group.leaves[0].spec is None:
+        values = [
+            np.array(array).view(leaf.dtype or dtypes[leaf.path]).reshape(leaf.shape)
+            for leaf, array in zip(group.leaves, arrays, strict=True)
+        ]
+    else:
+        # All at once: transfers of many arrays go on at the same time.
+        values = jax.device_put(list(arrays), [leaf.sharding for leaf in asked])
+    return {
+        leaf.path: leaf.finish(value) for leaf, value in zip(asked, values, strict=True)
+    }
 
 
 def _grouped(

@@ -147,11 +147,11 @@ def note_batches(path):
     from elastic_ckpt.integrations import maxtext, maxtext_seams
 
     kinds = {maxtext_seams.MAKE_TRAIN: "train", maxtext_seams.MAKE_EVAL: "eval"}
-    keep, draw = maxtext.Taken._keep, maxtext.MaxTextIterator.__next__
+    make, draw = maxtext.Taken._iterator, maxtext.MaxTextIterator.__next__
     path.write_text("")
 
     def named(self, seam, *arguments):
-        made = keep(self, seam, *arguments)
+        made = make(self, seam, *arguments)
         made.noted_as = kinds[seam]
         return made
 
@@ -162,7 +162,7 @@ def note_batches(path):
             record.write(json.dumps(line) + "\n")
         return batch
 
-    maxtext.Taken._keep = named
+    maxtext.Taken._iterator = named
     maxtext.MaxTextIterator.__next__ = noted
 
 
