@@ -79,7 +79,7 @@ def over(
       emit: called for each event.
 
     Raises:
-      HostsFailed: if a host cannot take part, with the reason.
+      HostsFailedError: if a host cannot take part, with the reason.
     """
     try:
         rendezvous.join(world)

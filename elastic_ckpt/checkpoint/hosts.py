@@ -16,7 +16,7 @@ from absl import logging
 
 from elastic_ckpt.checkpoint.allgather import Allgather
 from elastic_ckpt.core import codec, errors
-from elastic_ckpt.host.answers import HostsFailed
+from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer
 from elastic_ckpt.manifests.manifest import Contents
@@ -40,7 +40,7 @@ class Hosts(Protocol):
         processes that drive the world.
 
         Raises:
-          HostsFailed: if it failed on any host.
+          HostsFailedError: if it failed on any host.
         """
         ...
 
@@ -48,7 +48,7 @@ class Hosts(Protocol):
         """Runs a request on host 0 alone, and returns its answer.
 
         Raises:
-          HostsFailed: if it failed.
+          HostsFailedError: if it failed.
         """
         ...
 
@@ -80,7 +80,7 @@ class Hosts(Protocol):
           components: that are wanted.
 
         Raises:
-          HostsFailed: if it has no such component.
+          HostsFailedError: if it has no such component.
         """
         ...
 
@@ -165,7 +165,7 @@ class InEveryProcess:
             if "failed" in each
         }
         if failed:
-            raise HostsFailed(failed)
+            raise HostsFailedError(failed)
         return [each["answer"] for each in outcomes]
 
 

@@ -89,7 +89,7 @@ def of_step(hosts: Hosts, checkpoint_found: CheckpointMetadata) -> CheckpointMet
       checkpoint_found: the step.
 
     Raises:
-      HostsFailed: if it is not complete any more.
+      HostsFailedError: if it is not complete any more.
     """
     if not checkpoint_found.save:
         return _of_orbax(checkpoint_found)

@@ -18,7 +18,7 @@ def join(hosts: Hosts) -> None:
     """Joins `hosts` to a world, in which they can read each other's RAM.
 
     Raises:
-      HostsFailed: if a host cannot take part, with the reason.
+      HostsFailedError: if a host cannot take part, with the reason.
     """
     introduced = hosts.all(world_requests.Introduce())
     # Machines that were in a world before have its secret, and so have idle ones.

@@ -20,7 +20,7 @@ from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.host import read_requests
-from elastic_ckpt.host.answers import HostsFailed
+from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.read_plan import NEARNESS
 
@@ -191,7 +191,7 @@ def _read_newest(
             return search, None
         try:
             return search, _read(hosts, checkpoint, trees, stateful, partial)
-        except HostsFailed as error:
+        except HostsFailedError as error:
             if step is not None:
                 raise
             without.append((checkpoint.step, checkpoint.save))
@@ -210,7 +210,7 @@ def _read(
     asked = asked_trees.resolve(trees, contents, step=checkpoint.step, partial=partial)
     try:
         hosts.check(asked.read, sorted(stateful))
-    except HostsFailed as error:
+    except HostsFailedError as error:
         # An older step would not have it either: the request is wrong.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
     answers = hosts.all(read_requests.ReadStep())

@@ -32,7 +32,7 @@ from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import HostsFailed, Readiness
+from elastic_ckpt.host.answers import HostsFailedError, Readiness
 from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests.line import Line
 
@@ -175,7 +175,7 @@ class SaveStages:
                 self._hosts.all(abandon)
                 return stored
             self._hosts.all(commit)
-        except HostsFailed as error:
+        except HostsFailedError as error:
             stored = self._in_ram and self._store_captured(saving, notes, str(error))
             self._hosts.all(abandon)
             if not stored:
@@ -198,7 +198,7 @@ class SaveStages:
             line = Line(save=saving.save, parents=tuple(saving.parents))
             self._hosts.first(backup_requests.BeginLine(line=line))
             self._begins_line = False
-        except HostsFailed as error:
+        except HostsFailedError as error:
             self._degraded("persistent", saving.step, f"old steps may count: {error}")
 
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
@@ -219,7 +219,7 @@ class SaveStages:
         try:
             listing = save_requests.ListWritten(step=saving.step, save=saving.save)
             written = self._hosts.all(listing)
-        except HostsFailed:
+        except HostsFailedError:
             # A component could not be saved, as `why` reports: storage does not help.
             return False
         self._degraded("local", saving.step, f"{why}; it goes to storage without RAM")
@@ -232,7 +232,7 @@ class SaveStages:
         futures.wait(self._cleaned)
         try:
             self._hosts.all(save_requests.HoldStep(**vars(commit)))
-        except HostsFailed as error:
+        except HostsFailedError as error:
             self._degraded("persistent", saving.step, f"it was not backed up: {error}")
             return False
         if not self._upload(saving):
@@ -298,7 +298,7 @@ class SaveStages:
         request = save_requests.ReplicateStep(step=step, save=committed.save)
         try:
             answers = self._hosts.all(request)
-        except HostsFailed as error:
+        except HostsFailedError as error:
             self._degraded("peer", step, str(error))
             self._collect(committed)
             return
@@ -331,7 +331,7 @@ class SaveStages:
         collect = collecting(committed, in_flight, self._preserved)
         try:
             self._hosts.all(collect)
-        except HostsFailed as error:
+        except HostsFailedError as error:
             why = f"older steps were not removed: {error}"
             self._degraded("local", committed.step, why)
 
@@ -360,7 +360,7 @@ class SaveStages:
         step, began_secs = saving.step, time.monotonic()
         try:
             num_bytes, bad = saving.upload(self._hosts)
-        except HostsFailed as error:
+        except HostsFailedError as error:
             self._degraded("persistent", step, f"it was not backed up: {error}")
             return False
         saving.stored.set()
@@ -380,7 +380,7 @@ class SaveStages:
     def _clean(self, step: int, save: str) -> None:
         try:
             removed = self._hosts.first(backup_requests.CleanUploads(save=save))
-        except HostsFailed as error:
+        except HostsFailedError as error:
             self._degraded("persistent", step, f"leftovers were not removed: {error}")
             return
         for number, path in removed:
@@ -389,7 +389,7 @@ class SaveStages:
     def _collect_backups(self, saving: Saving) -> None:
         try:
             saving.collect_backups(self._hosts)
-        except HostsFailed as error:
+        except HostsFailedError as error:
             why = f"older steps were not removed: {error}"
             self._degraded("persistent", saving.step, why)
 

@@ -95,7 +95,7 @@ class Saving:
           The bytes, and the copies that proved to be bad, a sentence each.
 
         Raises:
-          HostsFailed: if it is not committed.
+          HostsFailedError: if it is not committed.
         """
         step, save, description = self.step, self.save, self.description
         chunks = hosts.first(backup_requests.GetChunkShapes(step=step, save=save))

@@ -182,7 +182,7 @@ class BadCopyReport:
     why: str
 
 
-class HostsFailed(errors.CheckpointError):
+class HostsFailedError(errors.CheckpointError):
     """A request failed on some hosts.
 
     Attributes:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from elastic_ckpt.core import background, errors, topology
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.host import read_requests, save_requests, world_requests
-from elastic_ckpt.host.answers import HostsFailed
+from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.host.phases import Request, decode_answer
 from elastic_ckpt.host.trees import arrays as captured_leaves
@@ -135,7 +135,7 @@ class RemoteHosts:
             return self.all(
                 array_requests.CaptureArrays(step=step, save=save, layout=layout)
             )[0]
-        except HostsFailed:
+        except HostsFailedError:
             self.all(save_requests.AbandonStep(step=step, save=save))
             raise
 
@@ -215,7 +215,7 @@ class RemoteHosts:
             if "failed" in answer
         }
         if failed:
-            raise HostsFailed(failed)
+            raise HostsFailedError(failed)
         return [decode_answer(request, answer["answer"]) for answer in answers]
 
     def _call(

@@ -13,7 +13,7 @@ from elastic_ckpt_sidecar import remote_hosts
 from elastic_ckpt.checkpoint import hosts, rendezvous
 from elastic_ckpt.core import storage
 from elastic_ckpt.host import read_requests, save_requests, world_requests
-from elastic_ckpt.host.answers import HostsFailed, Readiness
+from elastic_ckpt.host.answers import HostsFailedError, Readiness
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.step_notes import StepNotes
 from tests.sidecar import simulated_hosts
@@ -124,7 +124,7 @@ def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive, call, f
     drive(join)
 
     def fail(driver):
-        with pytest.raises(HostsFailed) as raised:
+        with pytest.raises(HostsFailedError) as raised:
             getattr(driver, call)(read_requests.OpenStep(step=9, save="1"))
         return raised.value.of_host
 
@@ -136,7 +136,7 @@ def test_a_failure_reaches_each_driver_with_the_hosts_that_failed(drive, call, f
 def test_a_bug_reaches_each_driver_as_a_failure(drive):
     def fail(driver):
         # No host has joined.
-        with pytest.raises(HostsFailed, match="AssertionError"):
+        with pytest.raises(HostsFailedError, match="AssertionError"):
             driver.first(read_requests.ListSteps())
 
     drive(fail)
@@ -159,7 +159,7 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         step = driver.first(search).complete_step
         driver.all(read_requests.OpenStep(step=step.step, save=step.save))
         paths = [leaf.path for leaf in driver.opened().leaves]
-        with pytest.raises(HostsFailed, match="no parts"):
+        with pytest.raises(HostsFailedError, match="no parts"):
             driver.check(trees, ["data"])
         driver.check(trees, [])
         driver.all(read_requests.ReadStep())

@@ -8,7 +8,7 @@ import pytest
 from elastic_ckpt.checkpoint import save_stages
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.host import answers, backup_requests, save_requests
-from elastic_ckpt.host.answers import HostsFailed
+from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.host.backup_requests import BackUpStep
 from elastic_ckpt.host.save_requests import CollectSteps, ReplicateStep, WriteStep
 
@@ -39,7 +39,7 @@ class OneHost:
         if callable(answer):
             answer = answer(request)
         if isinstance(answer, str):
-            raise HostsFailed({0: answer})
+            raise HostsFailedError({0: answer})
         return [answer]
 
     def first(self, request):

@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.frontend import checkpointer as front_door
 from elastic_ckpt.host import saver
-from elastic_ckpt.host.answers import HostsFailed
+from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.inspect import tier_locations, verification
 from elastic_ckpt.manifests import search
 from elastic_ckpt.tiers.peers import peer_endpoint
@@ -340,7 +340,9 @@ def test_a_host_that_cannot_take_part_says_so_at_the_beginning(machines):
     directory = pathlib.Path(machines.directory(1))
     directory.joinpath("hosts").write_text("")
     with (
-        pytest.raises(HostsFailed, match=r"host 1: .*FileExists|host 1: .*NotADir"),
+        pytest.raises(
+            HostsFailedError, match=r"host 1: .*FileExists|host 1: .*NotADir"
+        ),
         simulated_hosts.world(machines, 2),
     ):
         pass
