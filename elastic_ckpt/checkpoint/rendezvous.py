@@ -41,7 +41,7 @@ def join(hosts: Hosts) -> None:
         now_secs=introduced[0].now_secs,
     )
     hosts.all(
-        world_requests.MeetHosts(
+        world_requests.ConnectHosts(
             hosts=tuple(each.host for each in joined), agents=agents
         )
     )

@@ -67,10 +67,10 @@ class HostEndpoint(Generic[TiersT]):
         self._host = self._host.join(slots, secret)
         return self._host.joined
 
-    def meet(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> None:
-        """See `HostInSlot.meet`."""
+    def connect(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> None:
+        """See `HostInSlot.connect`."""
         assert isinstance(self._host, HostInSlot)
-        tiers = self._make_tiers(self._host.meet(hosts, agents))
+        tiers = self._make_tiers(self._host.connect(hosts, agents))
         self._resources.callback(tiers.backup.close)
         self._host = tiers
 

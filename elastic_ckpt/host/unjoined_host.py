@@ -114,10 +114,10 @@ class HostInSlot:
 
     @property
     def joined(self) -> JoinedHost:
-        """The host as the others know it."""
+        """The host in the form that the others get."""
         return JoinedHost(host=self.own.host, agent=self.address)
 
-    def meet(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> HostWorld:
+    def connect(self, hosts: Sequence[Host], agents: Mapping[str, Any]) -> HostWorld:
         """Connects to the other hosts.
 
         Args:

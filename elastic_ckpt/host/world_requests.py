@@ -40,7 +40,7 @@ class JoinWorld:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeetHosts:
+class ConnectHosts:
     """Connects a host to all others.
 
     Attributes:
@@ -52,8 +52,8 @@ class MeetHosts:
     agents: Mapping[str, Any]
 
     def run(self, host: AnyHost) -> None:
-        """See `HostInSlot.meet`."""
-        host.meet(self.hosts, self.agents)
+        """See `HostInSlot.connect`."""
+        host.connect(self.hosts, self.agents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def keep(agent_class: type, choice: object) -> str:
 
     secret = ask(world_requests.Introduce()).fresh_secret
     joined = ask(world_requests.JoinWorld(slots=(0,), secret=secret))
-    ask(world_requests.MeetHosts(hosts=(joined.host,), agents={}))
+    ask(world_requests.ConnectHosts(hosts=(joined.host,), agents={}))
     leaf = array_layout.PlacedLeaf(path="w", shape=(8,), dtype="float32", spec=())
     group = array_layout.Group(mesh=over.mesh, leaves=(leaf,))
     ask(array_requests.DescribeLayout(layout=0, groups=(group.describe(),)))
