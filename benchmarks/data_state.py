@@ -217,20 +217,20 @@ def _plan_secs() -> list[float]:
     for _ in range(_ROUNDS):
         blocks = [np.full(1000, 1000)] * 1000
         began = time.perf_counter()
-        found = units.cut(blocks, 40_000)
+        cut = units.cut(blocks, 40_000)
         batch = rows.BatchRows(num_shards=40_000, global_batch_size=20_000)
         placement = rows.Placement.in_order(
             0, num_hosts=10_000, global_batch_size=20_000
         )
         assigned = rows.assign(batch, placement.row_hosts, 123 * 20_000)
         samples.append(time.perf_counter() - began)
-        assert found.total_records == 10**9
+        assert cut.total_records == 10**9
         assert len(assigned) == 10_000
     return samples
 
 
 def _mixed(directory: pathlib.Path) -> Mixed:
-    found = []
+    samples = []
     for number in range(_NUM_DATASETS):
         source = Documents(
             directory=directory / f"dataset-{number}",
@@ -239,16 +239,16 @@ def _mixed(directory: pathlib.Path) -> Mixed:
             seed=number,
         )
         source.write()
-        found.append(tuple(source.files))
-    return Mixed(datasets=tuple(found))
+        samples.append(tuple(source.files))
+    return Mixed(datasets=tuple(samples))
 
 
 def _mixture(make_shard: Mixed) -> tuple[float, float]:
     before = _resident_mib()
     host = _advanced(make_shard, 300)
-    found = float(len(os.listdir("/proc/self/task"))), _resident_mib() - before
+    usage = float(len(os.listdir("/proc/self/task"))), _resident_mib() - before
     host.close()
-    return found
+    return usage
 
 
 def _idle_mib(make_shard: _MakeShard) -> float:

@@ -83,31 +83,31 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
     samples, placed = _timed(
         lambda: placement.place(holdings.Holdings.from_offers(offers), hosts)
     )
-    found = {"placement_secs": samples}
+    measured = {"placement_secs": samples}
     assert len(placed.item) == 2 * num_hosts * (_BOXES_A_HOST + 1)
     assert not placed.shortfalls
     copied = _with_copies(offers, placed)
     newer = _world(num_hosts, step=40)[1:]
-    found["search_secs"], searched = _timed(lambda: search.search([*newer, *copied]))
+    measured["search_secs"], searched = _timed(lambda: search.search([*newer, *copied]))
     assert searched.newest is not None
     assert searched.newest.step == 30
     wanted = _halved(num_hosts)
     readers = hosts[: num_hosts // 2]
     step = searched.newest
-    found["plan_secs"], plan = _timed(lambda: read_plan.plan(step, readers, wanted))
+    measured["plan_secs"], plan = _timed(lambda: read_plan.plan(step, readers, wanted))
     assert len(plan) == num_hosts * _BOXES_A_HOST
-    found["uploads_secs"], chosen = _timed(
+    measured["uploads_secs"], chosen = _timed(
         lambda: uploads.uploads(step.holdings, hosts)
     )
     assert not len(chosen.missing)
-    found["retention_secs"], deleted = _timed(lambda: _retained(num_hosts))
+    measured["retention_secs"], deleted = _timed(lambda: _retained(num_hosts))
     assert len(deleted) > num_hosts // 2
-    found["peak_gib"] = [_peak_gib()]
+    measured["peak_gib"] = [_peak_gib()]
     texts = [manifest_file.to_bytes(offer.manifest) for offer in copied]
-    found["manifests_secs"], _ = _timed(
+    measured["manifests_secs"], _ = _timed(
         lambda: [manifest_file.parse(text) for text in texts]
     )
-    return found
+    return measured
 
 
 def _contents(num_hosts: int) -> manifest.Contents:
@@ -174,20 +174,21 @@ def _with_copies(
     is_file = placed.item >= len(table.leaf)
     order = np.argsort(placed.target, kind="stable")
     bounds = np.searchsorted(placed.target[order], np.arange(len(offers) + 1))
-    found = []
+    offers_with_copies = []
     for target, offer in enumerate(offers):
         mine = order[bounds[target] : bounds[target + 1]]
         items = placed.item[mine]
         files = [table.files[n] for n in items[is_file[mine]] - len(table.leaf)]
         rows = row[mine[~is_file[mine]]]
-        got = [offers[of].manifest.fragments for of in table.holder[rows].tolist()]
+        holders = table.holder[rows].tolist()
+        got = [offers[holder].manifest.fragments for holder in holders]
         changed = dataclasses.replace(
             offer.manifest,
             fragments=_joined(offer.manifest.fragments, got, table.number[rows]),
             component_files=(*offer.manifest.component_files, *files),
         )
-        found.append(holdings.Offer(tier="local", manifest=changed))
-    return found
+        offers_with_copies.append(holdings.Offer(tier="local", manifest=changed))
+    return offers_with_copies
 
 
 def _joined(
@@ -197,11 +198,12 @@ def _joined(
     rows = list(zip(got, number.tolist(), strict=True))
     together = {
         name: np.concatenate(
-            [getattr(own, name)] + [getattr(of, name)[n : n + 1] for of, n in rows]
+            [getattr(own, name)]
+            + [getattr(fragments, name)[n : n + 1] for fragments, n in rows]
         )
         for name in ("leaf", "digest", "file", "offset", "stored_bytes")
     }
-    parts = [own.boxes, *(of.boxes.take(np.array([n])) for of, n in rows)]
+    parts = [own.boxes, *(fragments.boxes.take(np.array([n])) for fragments, n in rows)]
     boxes_of_all = boxes.Boxes(
         start=np.concatenate([part.start for part in parts]),
         stop=np.concatenate([part.stop for part in parts]),
@@ -251,9 +253,9 @@ def _timed(function: Callable[[], Any]) -> tuple[list[float], Any]:
     samples = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        found = function()
+        result = function()
         samples.append(time.perf_counter() - began)
-    return samples, found
+    return samples, result
 
 
 def _peak_gib() -> float:

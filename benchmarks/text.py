@@ -163,13 +163,13 @@ def _library(
 
 
 def _peers(files: list[str], tokenizer: str) -> list[sides.Side]:
-    found = [sides.Side(name="grain_map", make=_grain_map(files, tokenizer))]
+    peers = [sides.Side(name="grain_map", make=_grain_map(files, tokenizer))]
     try:
         importlib.metadata.version("datasets")
     except importlib.metadata.PackageNotFoundError:
         print(f"text: hf_datasets_map: not installed: datasets; {peer.INSTALL}")
-        return found
-    return [*found, sides.Side(name="hf_datasets_map", make=_hf_map(files, tokenizer))]
+        return peers
+    return [*peers, sides.Side(name="hf_datasets_map", make=_hf_map(files, tokenizer))]
 
 
 def _grain_map(files: list[str], path: str) -> Callable[[], Iterator[Any]]:
@@ -180,10 +180,10 @@ def _grain_map(files: list[str], path: str) -> Callable[[], Iterator[Any]]:
         tokenizer = tokenizers.Tokenizer.from_file(path)
 
         def encode(record: dict[str, Any]) -> dict[str, Any]:
-            found = tokenizer.encode(
+            encoded = tokenizer.encode(
                 record[text_corpus.COLUMN], add_special_tokens=False
             ).ids
-            return {"tokens": np.array(found, np.int32)}
+            return {"tokens": np.array(encoded, np.int32)}
 
         read = [experimental.ParquetIterDataset(file) for file in files]
         documents = experimental.InterleaveIterDataset(read, cycle_length=len(files))

@@ -40,12 +40,12 @@ def texts(directory: pathlib.Path, num_characters: int | None = None) -> list[st
     whole = "\n".join(column)[:num_characters]
     generator = np.random.default_rng(0)
     mu, place = np.log(_MEAN_CHARACTERS) - _SIGMA**2 / 2, 0
-    found = []
+    texts_of_files = []
     while place < len(whole):
         length = max(1, int(generator.lognormal(mu, _SIGMA)))
-        found.append(whole[place : place + length])
+        texts_of_files.append(whole[place : place + length])
         place += length
-    return found
+    return texts_of_files
 
 
 def write(texts: list[str], directory: pathlib.Path) -> list[str]:

@@ -241,13 +241,13 @@ def _restored(secs: Samples, num_gib: float) -> dict[str, report.Figure]:
 def _checked(of_hosts: list[Samples]) -> dict[str, report.Figure]:
     figures = {}
     secs = _slowest(of_hosts)
-    for of in ("save", "load"):
-        figures[f"check_cost_percent_{of}"] = _percent(
-            secs[of], secs[f"{of}_unchecked"], "at most 5; for digests"
+    for verb in ("save", "load"):
+        figures[f"check_cost_percent_{verb}"] = _percent(
+            secs[verb], secs[f"{verb}_unchecked"], "at most 5; for digests"
         )
-        all_secs = _summed(of_hosts, f"{of}_cpu")[1:]
-        spent = _summed(of_hosts, f"{of}_digests_cpu")[1:]
-        figures[f"check_share_percent_{of}"] = report.figure(
+        all_secs = _summed(of_hosts, f"{verb}_cpu")[1:]
+        spent = _summed(of_hosts, f"{verb}_digests_cpu")[1:]
+        figures[f"check_share_percent_{verb}"] = report.figure(
             "%",
             "processors' time in digests, over all else",
             [100 * a / (b - a) for a, b in zip(spent, all_secs, strict=True)],
@@ -293,7 +293,7 @@ def _beside(secs: Samples) -> dict[str, report.Figure]:
 
 
 def _sent(counts: list[Samples]) -> dict[str, report.Figure]:
-    total = {name: [sum(of[name][0] for of in counts)] for name in counts[0]}
+    total = {name: [sum(count[name][0] for count in counts)] for name in counts[0]}
     return {
         "dp_bytes_sent": report.figure(
             "bytes", "0; for copies of replicated state", total["replicated_parts"]
@@ -330,29 +330,31 @@ def _run(
         emit=_nobody,
     ).run()
     files = sorted(pathlib.Path(place.results).glob("*.json"))
-    found = [json.loads(file.read_bytes()) for file in files]
+    samples = [json.loads(file.read_bytes()) for file in files]
     shutil.rmtree(place.results)
-    return found
+    return samples
 
 
 def _run_anew(program: Callable[..., None], place: tiers_turns.Place) -> list[Samples]:
     # On machines that hold nothing before and afterwards.
     with _agents(list(place.machines)):
-        found = _run(program, place)
+        samples = _run(program, place)
     for machine in place.machines:
         shutil.rmtree(machine)
-    return found
+    return samples
 
 
 def _slowest(of_hosts: list[Samples]) -> Samples:
     return {
-        name: [max(turn) for turn in zip(*(of[name] for of in of_hosts), strict=True)]
+        name: [
+            max(turn) for turn in zip(*(host[name] for host in of_hosts), strict=True)
+        ]
         for name in of_hosts[0]
     }
 
 
 def _summed(of_hosts: list[Samples], name: str) -> list[float]:
-    return [sum(turn) for turn in zip(*(of[name] for of in of_hosts), strict=True)]
+    return [sum(turn) for turn in zip(*(host[name] for host in of_hosts), strict=True)]
 
 
 def _transfers(root: str, size: Size) -> Samples:

@@ -149,7 +149,7 @@ def measure(directory: str, *, leaves: int, mib: int, rounds: int) -> dict[str, 
 def figures(platform: str, samples: Samples) -> dict[str, report.Figure]:
     """The figures of both sides; `platform` is that of the devices."""
     ours, orbax = samples["small_ours"], samples["small_orbax"]
-    found = {
+    by_name = {
         "small_backup_ratio_orbax": report.ratio(
             orbax,
             ours,
@@ -172,7 +172,7 @@ def figures(platform: str, samples: Samples) -> dict[str, report.Figure]:
         what = f"a leaf of 1 GiB on {platform}, {name} by the next step"
         block, block_orbax = [samples[f"huge_block_{name}_{side}"] for side in _SIDES]
         step, step_orbax = [samples[f"huge_{name}_{side}"] for side in _SIDES]
-        found |= {
+        by_name |= {
             f"huge_block_ratio_orbax_{name}": report.ratio(
                 block, block_orbax, f"over Orbax's; {what}"
             ),
@@ -183,18 +183,18 @@ def figures(platform: str, samples: Samples) -> dict[str, report.Figure]:
             ),
         }
         for side in _SIDES:
-            found[f"huge_block_and_step_ms_{name}_{side}"] = report.figure(
+            by_name[f"huge_block_and_step_ms_{name}_{side}"] = report.figure(
                 "ms", side, [1000 * each for each in samples[f"huge_{name}_{side}"]]
             )
-            found[f"huge_memory_mib_{name}_{side}"] = report.figure(
+            by_name[f"huge_memory_mib_{name}_{side}"] = report.figure(
                 "MiB",
                 "at most one state and 768 MiB" if side == "ours" else side,
                 [each / 2**20 for each in samples[f"huge_bytes_{name}_{side}"]],
             )
-        found[f"huge_step_ms_{name}"] = report.figure(
+        by_name[f"huge_step_ms_{name}"] = report.figure(
             "ms", "no save", [1000 * each for each in samples[f"huge_{name}_none"]]
         )
-    return found
+    return by_name
 
 
 def main() -> None:
@@ -214,7 +214,7 @@ def main() -> None:
         for side, sample in work(sides):
             samples.setdefault(side, []).append(sample)
         sides.close()
-    counted = {side: found[1:] for side, found in samples.items()}
+    counted = {side: values[1:] for side, values in samples.items()}
     print(json.dumps({"platform": jax.default_backend(), "samples": counted}))
 
 

@@ -40,7 +40,7 @@ def save(host: member.Member, emit: events.Emit, *, place: Place) -> None:
         fresh_state = tiers_turns.states(place, tiers_turns.sharded(mesh))
         steps = itertools.count(1)
         kept = [np.empty_like(view) for view in tiers_turns.views(fresh_state())]
-        orbax = _orbax(place)
+        orbax = _orbax_checkpointer(place)
 
         def copy(state: State) -> None:
             for into, view in zip(kept, tiers_turns.views(state), strict=True):
@@ -88,7 +88,7 @@ def restore(host: member.Member, emit: events.Emit, *, place: Place) -> None:
     del emit
     with tiers_turns.joined(host, place, copies=0) as (mesh, ours):
         wanted = tiers_turns.abstract(place, tiers_turns.sharded(mesh))
-        orbax = _orbax(place)
+        orbax = _orbax_checkpointer(place)
         machine = place.machines[host.host]
         copied = os.path.join(machine, "copied")
         (step,) = _step_directories(machine)
@@ -121,9 +121,11 @@ def check(host: member.Member, emit: events.Emit, *, place: Place) -> None:
         steps = itertools.count(1)
         secs: Secs = {}
 
-        def compare(of: str, work: Callable[[State], Any]) -> None:
-            for name in tiers_turns.pairs((of, f"{of}_unchecked"), place.check_pairs):
-                with _digests(as_they_are=name == of):
+        def compare(verb: str, work: Callable[[State], Any]) -> None:
+            for name in tiers_turns.pairs(
+                (verb, f"{verb}_unchecked"), place.check_pairs
+            ):
+                with _digests(as_they_are=name == verb):
                     turn = functools.partial(work, fresh_state())
                     took, done = tiers_turns.timed(place, turn)
                 assert done
@@ -133,8 +135,8 @@ def check(host: member.Member, emit: events.Emit, *, place: Place) -> None:
                 with _timed_digests() as spent:
                     turn = functools.partial(_cpu_secs, work, fresh_state())
                     _, cpu_secs = tiers_turns.timed(place, turn)
-                secs.setdefault(f"{of}_cpu", []).append(cpu_secs)
-                secs.setdefault(f"{of}_digests_cpu", []).append(sum(spent))
+                secs.setdefault(f"{verb}_cpu", []).append(cpu_secs)
+                secs.setdefault(f"{verb}_digests_cpu", []).append(sum(spent))
                 ours.wait()
 
         compare("save", lambda state: ours.save(next(steps), state))
@@ -269,7 +271,7 @@ class _Any(bytes):
         return 0
 
 
-def _orbax(place: Place) -> ocp.training.Checkpointer:
+def _orbax_checkpointer(place: Place) -> ocp.training.Checkpointer:
     return ocp.training.Checkpointer(
         place.orbax,
         preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(1)),
@@ -302,9 +304,9 @@ def _counted() -> Iterator[dict[str, int]]:
         sent["parts"] += len(into)
 
     def counted(self: Any, path: str, *, most_bytes: int) -> bytes:
-        found = read(self, path, most_bytes=most_bytes)
-        sent["listings"] += len(found)
-        return found
+        content = read(self, path, most_bytes=most_bytes)
+        sent["listings"] += len(content)
+        return content
 
     with (
         mock.patch.object(peer_endpoint.Endpoint, "read_into", counted_into),
@@ -320,12 +322,12 @@ def _step_directories(machine: str) -> list[str]:
 
 
 def _machine_of(path: str, place: Place) -> int:
-    (found,) = (
+    (number,) = (
         number
         for number, machine in enumerate(place.machines)
         if path.startswith(f"{machine}/")
     )
-    return found
+    return number
 
 
 def _files(directory: str) -> list[str]:

@@ -48,8 +48,8 @@ def measure(
         client.endpoint(url).read_into(path, 0, memory.data)
 
     def read_tensorstore() -> None:
-        found = store.read(path.removeprefix("/")).result()
-        assert len(found.value) == num_bytes
+        content = store.read(path.removeprefix("/")).result()
+        assert len(content.value) == num_bytes
 
     def read_curl() -> None:
         # The secret is not for the command line.
@@ -81,5 +81,5 @@ def measure(
 
 if __name__ == "__main__":
     given_url, given_secret, given_path, *counts = sys.argv[1:]
-    found = measure(given_url, given_secret, given_path, *map(int, counts))
-    print(json.dumps(found))
+    samples = measure(given_url, given_secret, given_path, *map(int, counts))
+    print(json.dumps(samples))

@@ -55,19 +55,19 @@ def measure(directory: str, *, leaves: int, mib: int, rounds: int) -> dict[str, 
     for kind in KINDS:
         samples[kind] = {}
         for side in ("both", *_SIDES):
-            where = [f"{directory}/{kind}-{side}", kind, side]
+            arguments = [f"{directory}/{kind}-{side}", kind, side]
             size = map(str, (leaves, mib, rounds))
             done = subprocess.run(
-                [sys.executable, "-m", __name__, *where, *size],
+                [sys.executable, "-m", __name__, *arguments, *size],
                 stdout=subprocess.PIPE,
                 check=True,
             )
-            shutil.rmtree(where[0])
-            found = json.loads(done.stdout)
+            shutil.rmtree(arguments[0])
+            measured = json.loads(done.stdout)
             is_timed = side == "both"
             samples[kind] |= {
-                name: of
-                for name, of in found.items()
+                name: values
+                for name, values in measured.items()
                 if name.startswith("bytes_") != is_timed
             }
     return {"samples": samples}
@@ -75,9 +75,9 @@ def measure(directory: str, *, leaves: int, mib: int, rounds: int) -> dict[str, 
 
 def figures(samples: dict[str, Any]) -> dict[str, report.Figure]:
     """The figures of all kinds of state."""
-    found = {}
+    by_name = {}
     for kind, of_kind in samples.items():
-        found |= {
+        by_name |= {
             f"storage_durable_ratio_orbax_{kind}": report.ratio(
                 of_kind["durable_ours"],
                 of_kind["durable_orbax"],
@@ -94,23 +94,23 @@ def figures(samples: dict[str, Any]) -> dict[str, report.Figure]:
                 "at most 1; over a copy of the state to fresh memory",
             ),
         }
-        found[f"storage_durable_ratio_staged_{kind}"] = report.ratio(
+        by_name[f"storage_durable_ratio_staged_{kind}"] = report.ratio(
             of_kind["durable_ours"],
             of_kind["durable_staged"],
             "until in storage, over writing to a RAM disk and uploading from there",
         )
         for side in _TIMED_SIDES:
-            found[f"storage_durable_secs_{kind}_{side}"] = report.figure(
+            by_name[f"storage_durable_secs_{kind}_{side}"] = report.figure(
                 "secs", side, of_kind[f"durable_{side}"]
             )
         for side in _SIDES:
-            found[f"storage_memory_mib_{kind}_{side}"] = report.figure(
+            by_name[f"storage_memory_mib_{kind}_{side}"] = report.figure(
                 "MiB", side, [each / 2**20 for each in of_kind[f"bytes_{side}"]]
             )
-            found[f"storage_block_ms_{kind}_{side}"] = report.figure(
+            by_name[f"storage_block_ms_{kind}_{side}"] = report.figure(
                 "ms", side, [1000 * each for each in of_kind[f"block_{side}"]]
             )
-    return found
+    return by_name
 
 
 def _states(kind: str, num_small: int, mib: int) -> Callable[[float], dict[str, Any]]:
@@ -196,10 +196,10 @@ def main() -> None:
     given = parser.parse_args()
     make = _states(given.kind, given.num_small, given.mib)
     samples: dict[str, list[float]] = {}
-    found = _samples(given.directory, make, given.rounds, given.side)
-    for name, sample in found:
+    measured = _samples(given.directory, make, given.rounds, given.side)
+    for name, sample in measured:
         samples.setdefault(name, []).append(sample)
-    print(json.dumps({name: of[1:] for name, of in samples.items()}))
+    print(json.dumps({name: values[1:] for name, values in samples.items()}))
 
 
 if __name__ == "__main__":

@@ -177,8 +177,8 @@ def pairs(names: tuple[str, str], pairs: int) -> Iterator[str]:
 
 
 def report(
-    place: Place, world: str, host: member.Member, found: Mapping[str, list[float]]
+    place: Place, world: str, host: member.Member, samples: Mapping[str, list[float]]
 ) -> None:
     """Writes this host's measurements for the process that started the world."""
     with open(f"{place.results}/{world}-{host.host}.json", "w") as file:
-        json.dump(found, file)
+        json.dump(samples, file)

@@ -69,9 +69,9 @@ class _Gcs(gcs_emulator.RequestHandler):
     def _asked(self):
         # The bucket, the object, and the query; None for what a path does not name.
         path, _, query = self.path.partition("?")
-        _, found, rest = path.partition("/b/")
+        _, bucket_is_given, rest = path.partition("/b/")
         bucket, _, name = rest.partition("/o")
-        is_of_objects = found and "/o" in rest
+        is_of_objects = bucket_is_given and "/o" in rest
         name = urllib.parse.unquote(name[1:]) if name else None
         return (
             bucket if is_of_objects else None,
@@ -101,7 +101,7 @@ class _Gcs(gcs_emulator.RequestHandler):
         def given(key):
             return query.get(key, [""])[0]
 
-        found, prefixes = self.storage.get_file_list(
+        blobs, prefixes = self.storage.get_file_list(
             bucket, given("prefix") or None, given("delimiter") or None, None
         )
         start, end = given("startOffset"), given("endOffset")
@@ -110,7 +110,7 @@ class _Gcs(gcs_emulator.RequestHandler):
             "prefixes": sorted(prefixes or ()),
             "items": [
                 each
-                for each in found
+                for each in blobs
                 if start <= each["name"] and (not end or each["name"] < end)
             ],
         }
@@ -159,8 +159,8 @@ def _gcs():
             http_server.BaseHTTPRequestHandler.__init__(self, *arguments)
 
         def __getattribute__(self, name):
-            found = super().__getattribute__(name)
-            return _locked(found, lock) if name.startswith("do_") else found
+            attribute = super().__getattribute__(name)
+            return _locked(attribute, lock) if name.startswith("do_") else attribute
 
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     with _Server(("127.0.0.1", 0), Handler) as serving:

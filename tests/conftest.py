@@ -137,14 +137,14 @@ def leaves_nothing_behind():
 def _rest(look: Callable[[], list[str]]) -> list[str]:
     # Waits for the removal, long enough for a slow machine too.
     deadline = time.monotonic() + 120
-    while (found := look()) and time.monotonic() < deadline:
+    while (rest := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return rest
 
 
 def _descendants() -> list[str]:
     """Live processes that stem from this session, orphans too, by their environment."""
-    found = []
+    processes = []
     for entry in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes()
@@ -155,5 +155,5 @@ def _descendants() -> list[str]:
         # This process's own fork server stays warm from test to test.
         own_server = parent == os.getpid() and "multiprocessing" in command
         if MARK.encode() in environment and command and not own_server:
-            found.append(f"{entry.name}: {command[:120]}")
-    return found
+            processes.append(f"{entry.name}: {command[:120]}")
+    return processes

@@ -71,8 +71,10 @@ def _source(file_format, paths):
     columns = ("tokens",)
     if file_format == "parquet":
         return parquet.Parquet(files=paths, columns=columns)
-    of = arrayrecord.ArrayRecord if file_format == "arrayrecord" else tfrecord.TFRecord
-    return of(files=paths, columns=columns, record_format=record_format.TF_EXAMPLE)
+    kind = (
+        arrayrecord.ArrayRecord if file_format == "arrayrecord" else tfrecord.TFRecord
+    )
+    return kind(files=paths, columns=columns, record_format=record_format.TF_EXAMPLE)
 
 
 def _write_arrayrecord(path, held):
@@ -162,29 +164,29 @@ class MakeShard:
             if part.name in self.steps.datasets
         }
         steps = self.steps
-        (found, *_) = read.values()
+        (elements, *_) = read.values()
         if len(read) > 1:
-            found = mixing.Mixture(read, WEIGHTS, shard=shard)
-        found = language.Examples(found, length=LENGTH, truncate=steps.truncate)
+            elements = mixing.Mixture(read, WEIGHTS, shard=shard)
+        elements = language.Examples(elements, length=LENGTH, truncate=steps.truncate)
         if steps.window:
-            found = shuffling.WindowShuffle(
-                found, window_size=steps.window, seed=SEED + shard
+            elements = shuffling.WindowShuffle(
+                elements, window_size=steps.window, seed=SEED + shard
             )
         if steps.packing:
             return language.packed(
-                found, packing=steps.packing, length=LENGTH, seed=SEED + shard
+                elements, packing=steps.packing, length=LENGTH, seed=SEED + shard
             )
-        return found.map(pad)
+        return elements.map(pad)
 
     def _records(self, part, shard):
-        found = records.Records(
+        elements = records.Records(
             part.source,
             shard=shard,
             num_shards=NUM_SHARDS,
             reading=records.Reading(shuffle_seed=SEED, num_epochs=self.num_epochs),
         )
         return token_blocks.Tokens(
-            found.filter(is_kept) if self.steps.filtered else found,
+            elements.filter(is_kept) if self.steps.filtered else elements,
             documents=language.Documents(column="tokens", tokenizer=None),
         )
 

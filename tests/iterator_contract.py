@@ -136,10 +136,10 @@ class IteratorContract:
         expected = self.expected_of_sizes(data, sizes)
         for size, batch in zip(sizes, expected, strict=True):
             batches.resize(size)
-            found = next(batches)
-            assert found.keys() == batch.keys()
+            actual = next(batches)
+            assert actual.keys() == batch.keys()
             for name, array in batch.items():
-                np.testing.assert_array_equal(found[name], array)
+                np.testing.assert_array_equal(actual[name], array)
             run(batches.save(Created(tmp_path)))
         # The saved state does not contain the size.
         run(batches.load(epath.Path(tmp_path)))
@@ -148,7 +148,7 @@ class IteratorContract:
         assert ids(next(batches)) == ids(later)
 
     def expected_of_sizes(self, data, sizes):
-        found, position, cursors = [], None, None
+        batches, position, cursors = [], None, None
         for size in sizes:
             host = data.host_batches(
                 rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
@@ -158,9 +158,9 @@ class IteratorContract:
                 host.go_to(
                     position, lambda shards, held=held: {s: held[s] for s in shards}
                 )
-            found.append(next(host))
+            batches.append(next(host))
             position, cursors = host.position(), host.shard_cursors()
-        return found
+        return batches
 
     def test_a_spoilt_state_is_refused_and_the_position_stays(
         self, batches, data, tmp_path

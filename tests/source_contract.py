@@ -25,27 +25,27 @@ NUM_RECORDS = sum(RECORDS)
 CORRUPT = 13
 
 
-def read(of, shard, num_shards, **reading):
+def read(dataset, shard, num_shards, **reading):
     return records.Records(
-        of, shard=shard, num_shards=num_shards, reading=records.Reading(**reading)
+        dataset, shard=shard, num_shards=num_shards, reading=records.Reading(**reading)
     )
 
 
 def in_turn(iterators):
     """The elements of iterators that take turns until all have ended."""
-    found, waiting = [], list(iterators)
+    elements, waiting = [], list(iterators)
     while waiting:
         for iterator in list(waiting):
             try:
-                found.append(next(iterator))
+                elements.append(next(iterator))
             except StopIteration:
                 waiting.remove(iterator)
-    return found
+    return elements
 
 
-def read_all(of, num_shards, **reading):
+def read_all(dataset, num_shards, **reading):
     return in_turn(
-        iter(read(of, shard, num_shards, **reading)) for shard in range(num_shards)
+        iter(read(dataset, shard, num_shards, **reading)) for shard in range(num_shards)
     )
 
 
@@ -119,7 +119,7 @@ class SourceContract:
         return self.write_files(tmp_path)
 
     @pytest.fixture
-    def of(self, files):
+    def dataset(self, files):
         return self.make(files)
 
     def write_files(self, directory):
@@ -140,21 +140,23 @@ class SourceContract:
         pattern = f"{re.escape(file)}.*{problem}.*(restore|write|set)"
         return pytest.raises(errors.DataError, match=pattern)
 
-    def test_one_shard_reads_what_was_written_in_file_order(self, of):
-        found = plain_all(read(of, 0, 1, num_epochs=2))
-        assert found == [self.expected(record) for record in range(2 * NUM_RECORDS)]
+    def test_one_shard_reads_what_was_written_in_file_order(self, dataset):
+        elements = plain_all(read(dataset, 0, 1, num_epochs=2))
+        assert elements == [self.expected(record) for record in range(2 * NUM_RECORDS)]
 
     @pytest.mark.parametrize("num_shards", [2, 3, 40])
     @pytest.mark.parametrize("seed", [None, 7])
-    def test_any_shards_read_every_record_once_an_epoch(self, of, num_shards, seed):
-        found = read_all(of, num_shards, shuffle_seed=seed, num_epochs=2)
-        found.sort(key=lambda element: element["record"])
+    def test_any_shards_read_every_record_once_an_epoch(
+        self, dataset, num_shards, seed
+    ):
+        elements = read_all(dataset, num_shards, shuffle_seed=seed, num_epochs=2)
+        elements.sort(key=lambda element: element["record"])
         expected = [self.expected(record) for record in range(2 * NUM_RECORDS)]
-        assert plain_all(found) == expected
+        assert plain_all(elements) == expected
 
-    def test_shards_that_threads_read_at_once_read_the_same(self, of):
+    def test_shards_that_threads_read_at_once_read_the_same(self, dataset):
         def read_shard(shard):
-            return plain_all(read(of, shard, 8, shuffle_seed=7, num_epochs=2))
+            return plain_all(read(dataset, shard, 8, shuffle_seed=7, num_epochs=2))
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             assert list(pool.map(read_shard, range(8))) == [
@@ -162,9 +164,11 @@ class SourceContract:
             ]
 
     @pytest.mark.parametrize("num_shards", [2, 11])
-    def test_the_state_before_every_element_can_be_resumed_from(self, of, num_shards):
+    def test_the_state_before_every_element_can_be_resumed_from(
+        self, dataset, num_shards
+    ):
         states, elements = assert_resumes_everywhere(
-            lambda: read(of, 1, num_shards, shuffle_seed=7, num_epochs=2)
+            lambda: read(dataset, 1, num_shards, shuffle_seed=7, num_epochs=2)
         )
         assert len(elements) >= 2 * NUM_RECORDS // num_shards - BLOCK
         assert max(map(len, states)) < 50
@@ -202,12 +206,12 @@ class SourceContract:
         with self.refused(files[1], "not one record"):
             source.indexes(self.make(files[1:2]))
 
-    def test_the_identity_is_the_same_in_every_directory(self, of, tmp_path):
+    def test_the_identity_is_the_same_in_every_directory(self, dataset, tmp_path):
         (tmp_path / "other").mkdir()
         other = self.make(self.write_files(tmp_path / "other"))
-        assert source.identity(other) == source.identity(of)
-        assert source.fingerprint(other) == source.fingerprint(of)
-        assert re.fullmatch("[0-9a-f]{16}", source.fingerprint(of))
+        assert source.identity(other) == source.identity(dataset)
+        assert source.fingerprint(other) == source.fingerprint(dataset)
+        assert re.fullmatch("[0-9a-f]{16}", source.fingerprint(dataset))
 
     def test_other_files_or_columns_or_order_have_another_identity(self, files):
         longer = self.write(
@@ -227,14 +231,14 @@ class SourceContract:
         return self.write(directory / "part", corpora.documents(first, first + 20))
 
     def test_a_file_replaced_by_one_of_its_size_is_read_anew(self, tmp_path):
-        of = self.make((self.write_first(tmp_path, 200),))
-        before = source.identity(of)
+        dataset = self.make((self.write_first(tmp_path, 200),))
+        before = source.identity(dataset)
         self.write_first(tmp_path, 240)
-        now = source.identity(of)
+        now = source.identity(dataset)
         assert now["files"][0][:4] == before["files"][0][:4]
         assert now["files"] != before["files"]
-        found = read_all(of, 1, num_epochs=1)
-        assert numbers(found) == list(range(240, 260))
+        elements = read_all(dataset, 1, num_epochs=1)
+        assert numbers(elements) == list(range(240, 260))
 
     def test_files_of_one_name_that_change_places_have_another_identity(self, tmp_path):
         for place, first in (("a", 200), ("b", 240)):
@@ -243,7 +247,7 @@ class SourceContract:
         files = tuple(str(tmp_path / place / "part") for place in "ab")
         one, two = self.make(files), self.make(files[::-1])
         assert source.identity(one) != source.identity(two)
-        unsampled = [source.identity(of, sampled=False) for of in (one, two)]
+        unsampled = [source.identity(dataset, sampled=False) for dataset in (one, two)]
         assert unsampled[0] == unsampled[1]
 
     def test_an_object_replaced_by_one_of_its_size_has_another_identity(self, tmp_path):
@@ -256,25 +260,25 @@ class SourceContract:
         assert now["files"][0][:4] == before["files"][0][:4]
         assert now["files"] != before["files"]
 
-    def test_a_source_survives_cloudpickle(self, of):
-        copy = cloudpickle.loads(cloudpickle.dumps(of))
-        assert copy == of
-        assert hash(copy) == hash(of)
+    def test_a_source_survives_cloudpickle(self, dataset):
+        copy = cloudpickle.loads(cloudpickle.dumps(dataset))
+        assert copy == dataset
+        assert hash(copy) == hash(dataset)
 
-    def test_files_of_a_store_are_those_of_a_directory(self, of, tmp_path):
-        uris = tuple(corpora.upload(file, tmp_path.name) for file in of.files)
+    def test_files_of_a_store_are_those_of_a_directory(self, dataset, tmp_path):
+        uris = tuple(corpora.upload(file, tmp_path.name) for file in dataset.files)
         remote = self.make(data_files.find_files(f"memory://{tmp_path.name}/part-*"))
         assert [pathlib.Path(file).name for file in remote.files] == [
             pathlib.Path(uri).name for uri in uris
         ]
-        assert source.identity(remote) == source.identity(of)
-        found = read_all(remote, 3, shuffle_seed=7, num_epochs=2)
-        assert plain_all(found) == plain_all(
-            read_all(of, 3, shuffle_seed=7, num_epochs=2)
+        assert source.identity(remote) == source.identity(dataset)
+        elements = read_all(remote, 3, shuffle_seed=7, num_epochs=2)
+        assert plain_all(elements) == plain_all(
+            read_all(dataset, 3, shuffle_seed=7, num_epochs=2)
         )
 
-    def test_a_file_that_vanishes_is_tried_again_and_named(self, of, files):
-        elements = iter(read(of, 0, 1, skip_corrupt=True))
+    def test_a_file_that_vanishes_is_tried_again_and_named(self, dataset, files):
+        elements = iter(read(dataset, 0, 1, skip_corrupt=True))
         next(elements)
         os.unlink(files[2])
         self.forget_open_files()
@@ -282,9 +286,9 @@ class SourceContract:
             list(elements)
         assert "skipped" not in elements.get_state()
 
-    def test_a_file_that_comes_back_is_read_on(self, of, files, monkeypatch):
-        elements = iter(read(of, 0, 1, num_epochs=1))
-        found = [next(elements)]
+    def test_a_file_that_comes_back_is_read_on(self, dataset, files, monkeypatch):
+        elements = iter(read(dataset, 0, 1, num_epochs=1))
+        delivered = [next(elements)]
         moved = files[2] + ".moved"
         os.rename(files[2], moved)
         self.forget_open_files()
@@ -296,50 +300,52 @@ class SourceContract:
                 os.rename(moved, files[2])
 
         monkeypatch.setattr(data_files, "time", types.SimpleNamespace(sleep=sleep))
-        found += elements
+        delivered += elements
         assert len(pauses) == 2
-        assert numbers(found) == list(range(NUM_RECORDS))
+        assert numbers(delivered) == list(range(NUM_RECORDS))
 
     @pytest.mark.parametrize("num_shards", [1, 3, 40])
-    def test_a_corrupt_record_is_named(self, of, files, num_shards):
-        source.indexes(of)
+    def test_a_corrupt_record_is_named(self, dataset, files, num_shards):
+        source.indexes(dataset)
         corpora.spoil(files[0], b"text %d " % CORRUPT)
         with self.refused(files[0], f"{self.place_of(CORRUPT)}.*corrupt"):
-            read_all(of, num_shards, num_epochs=1)
+            read_all(dataset, num_shards, num_epochs=1)
 
-    def test_a_corrupt_record_is_named_after_a_resume(self, of, files):
-        source.indexes(of)
+    def test_a_corrupt_record_is_named_after_a_resume(self, dataset, files):
+        source.indexes(dataset)
         corpora.spoil(files[0], b"text %d " % CORRUPT)
-        elements = iter(read(of, 0, 1))
+        elements = iter(read(dataset, 0, 1))
         # The second turn is the second block.
         elements.set_state({"turn": 1, "taken": CORRUPT - BLOCK})
         with self.refused(files[0], f"{self.place_of(CORRUPT)}.*corrupt"):
             next(elements)
 
     @pytest.mark.parametrize("num_shards", [1, 3, 40])
-    def test_corrupt_records_are_left_out_and_counted(self, of, files, num_shards):
-        source.indexes(of)
+    def test_corrupt_records_are_left_out_and_counted(self, dataset, files, num_shards):
+        source.indexes(dataset)
         corpora.spoil(files[0], b"text %d " % CORRUPT)
         lost = self.lost_with(CORRUPT)
         reading = {"shuffle_seed": 7, "num_epochs": 2, "skip_corrupt": True}
         iterators = [
-            iter(read(of, n, num_shards, **reading)) for n in range(num_shards)
+            iter(read(dataset, n, num_shards, **reading)) for n in range(num_shards)
         ]
-        found = in_turn(iterators)
-        assert sorted(element["record"] for element in found) == [
+        elements = in_turn(iterators)
+        assert sorted(element["record"] for element in elements) == [
             record
             for record in range(2 * NUM_RECORDS)
             if record % NUM_RECORDS not in lost
         ]
-        assert all(plain(e) == self.expected(e["record"]) for e in found)
+        assert all(plain(e) == self.expected(e["record"]) for e in elements)
         skipped = [i.get_state().get("skipped", 0) for i in iterators]
         assert sum(skipped) == 2 * len(lost)
 
-    def test_the_state_before_every_element_knows_what_was_left_out(self, of, files):
-        source.indexes(of)
+    def test_the_state_before_every_element_knows_what_was_left_out(
+        self, dataset, files
+    ):
+        source.indexes(dataset)
         corpora.spoil(files[0], b"text %d " % CORRUPT)
         states, _ = assert_resumes_everywhere(
-            lambda: read(of, 0, 1, num_epochs=2, skip_corrupt=True)
+            lambda: read(dataset, 0, 1, num_epochs=2, skip_corrupt=True)
         )
         lost = len(self.lost_with(CORRUPT))
         assert json.loads(states[-1])["skipped"] == 2 * lost

@@ -54,18 +54,18 @@ def stages(draw, max_hosts=12, num_workers=(0,)):
 
 def batches_until_end(world, num_batches):
     """At most so many batches, and whether the data goes on."""
-    found = []
+    batches = []
     try:
         for _ in range(num_batches):
-            found.append(world.batch())
+            batches.append(world.batch())
     except StopIteration:
-        return found, False
-    return found, True
+        return batches, False
+    return batches, True
 
 
 def oracle(of_stages, run):
     """The batches of each stage on one host, which keeps its cursors in memory."""
-    found, position, cursors = [], None, None
+    elements, position, cursors = [], None, None
     for data, stage in zip(of_stages, run, strict=True):
         one = worlds.World(data, 1, stage.size)
         (host,) = one.hosts
@@ -74,9 +74,9 @@ def oracle(of_stages, run):
                 position, lambda shards, held=cursors: {s: held[s] for s in shards}
             )
         batches, goes_on = batches_until_end(one, stage.num_batches)
-        found.append((batches, goes_on))
+        elements.append((batches, goes_on))
         position, cursors = host.position(), host.shard_cursors()
-    return found
+    return elements
 
 
 def check(of_stages, run, make_directory):
@@ -89,7 +89,7 @@ def check(of_stages, run, make_directory):
       run: the stages.
       make_directory: makes a directory of a name.
     """
-    load, found = None, []
+    load, batches_so_far = None, []
     expected = oracle(of_stages, run)
     for data, stage, (in_one, to_go_on) in zip(of_stages, run, expected, strict=True):
         world = worlds.World(
@@ -104,7 +104,7 @@ def check(of_stages, run, make_directory):
         batches, goes_on = batches_until_end(world, stage.num_batches)
         assert list(map(worlds.content, batches)) == list(map(worlds.content, in_one))
         assert goes_on == to_go_on
-        found += batches
+        batches_so_far += batches
         if stage.in_files:
             saved = make_directory("data")
             world.write(saved)
@@ -115,4 +115,4 @@ def check(of_stages, run, make_directory):
             with pytest.raises(StopIteration):
                 world.batch()
         world.close()
-    return found
+    return batches_so_far

@@ -31,8 +31,8 @@ def test_a_session_looks_only_at_what_it_made():
         for path in (another, unnamed, semaphore):
             path.touch()
         with shared_memory.directory("kind") as own:
-            found = shared_memory.left_behind()
-            assert found == [pathlib.Path(own).name, semaphore.name]
+            left = shared_memory.left_behind()
+            assert left == [pathlib.Path(own).name, semaphore.name]
     finally:
         for path in (another, unnamed, semaphore):
             path.unlink()

@@ -76,12 +76,12 @@ class World:
 
     def rest(self):
         """All batches until the end."""
-        found = []
+        batches = []
         with contextlib.suppress(StopIteration):
-            while len(found) < 1000:
-                found.append(self.batch())
+            while len(batches) < 1000:
+                batches.append(self.batch())
             raise AssertionError("data of a few hundred rows does not end")
-        return found
+        return batches
 
     def save(self):
         """The saved state of the hosts, as JSON that went through text."""
@@ -94,9 +94,9 @@ class World:
     def load(self, saved):
         """Goes to what a world of any size saved."""
         position, of_shards = saved
-        found = dict(map(tuple, of_shards))
+        by_shard = dict(map(tuple, of_shards))
         for host in self.hosts:
-            host.go_to(position, lambda shards: {s: found[s] for s in shards})
+            host.go_to(position, lambda shards: {s: by_shard[s] for s in shards})
 
     def write(self, directory):
         """Saves into files, as the hosts of a run do."""

@@ -13,9 +13,7 @@ import tokenize
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-ROOMS = ["elastic_ckpt", "sidecar"]
-# The prose of these is checked, and their names are not.
-PROSE = ["benchmarks", "tests"]
+ROOMS = ["benchmarks", "elastic_ckpt", "sidecar", "tests"]
 
 # A habit, and the rule that it breaks.
 HABITS = {
@@ -57,8 +55,8 @@ NAMES = {
 }
 
 
-def files(suffix, rooms=ROOMS):
-    paths = [path for room in rooms for path in sorted((ROOT / room).rglob(suffix))]
+def files(suffix):
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob(suffix))]
     # This file lists the habits.
     return [path for path in paths if path != pathlib.Path(__file__)]
 
@@ -108,7 +106,7 @@ def defined(path):
 def test_docstrings_comments_and_messages_are_plain(habit):
     hits = [
         f"{relative(path)}:{line}: {sentence}"
-        for path in files("*.py", ROOMS + PROSE)
+        for path in files("*.py")
         for line, text in texts(path)
         for sentence in sentences(text)
         if re.search(habit, sentence)
@@ -120,7 +118,7 @@ def test_docstrings_comments_and_messages_are_plain(habit):
 def test_pages_are_plain(habit):
     hits = [
         f"{relative(path)}: {sentence}"
-        for path in [*sorted(ROOT.glob("*.md")), *files("*.md", ROOMS + PROSE)]
+        for path in [*sorted(ROOT.glob("*.md")), *files("*.md")]
         for sentence in sentences(path.read_text())
         if re.search(habit, sentence)
     ]

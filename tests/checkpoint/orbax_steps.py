@@ -46,37 +46,37 @@ def data(leaf):
 
 def chunk_shape(leaf):
     """A chunk is a shard, or half of it."""
-    found = data(leaf)
-    shard = found.shape
-    if isinstance(leaf, jax.Array) and leaf.ndim == found.ndim:
+    array = data(leaf)
+    shard = array.shape
+    if isinstance(leaf, jax.Array) and leaf.ndim == array.ndim:
         shard = leaf.sharding.shard_shape(leaf.shape)
-    most = max(1, found.dtype.itemsize * int(np.prod(shard)) // 2)
-    return layout.chunk_shape(shard, item_bytes=found.dtype.itemsize, chunk_bytes=most)
+    most = max(1, array.dtype.itemsize * int(np.prod(shard)) // 2)
+    return layout.chunk_shape(shard, item_bytes=array.dtype.itemsize, chunk_bytes=most)
 
 
 def leaves(trees):
     """The leaves of some checkpointables by their paths in manifests, ordered."""
-    found = {
+    by_path = {
         orbax_format.leaf_path(name, path): leaf
         for name, tree in trees.items()
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(by_path.items()))
 
 
 def save(root, trees, *, step=5, num_hosts=2, metrics=None):
     """Uploads `trees` and a component `data` from some hosts, and commits them."""
-    found = leaves(trees)
-    chunks = {path: chunk_shape(leaf) for path, leaf in found.items()}
-    described = tuple(
+    by_path = leaves(trees)
+    chunks = {path: chunk_shape(leaf) for path, leaf in by_path.items()}
+    listed = tuple(
         manifest.Leaf(path=path, shape=data(leaf).shape, dtype=str(data(leaf).dtype))
-        for path, leaf in found.items()
+        for path, leaf in by_path.items()
     )
     saved = upload.SavedStep(
         run=RUN,
         step=step,
         save="0",
-        contents=manifest.Contents(leaves=described, components={"data": 1}),
+        contents=manifest.Contents(leaves=listed, components={"data": 1}),
         arrays=orbax_format.stored_arrays(trees, chunks),
     )
     parts = [
@@ -88,10 +88,10 @@ def save(root, trees, *, step=5, num_hosts=2, metrics=None):
     for part in parts:
         part.begin()
     turn = 0
-    for number, leaf in enumerate(described):
+    for number, leaf in enumerate(listed):
         for box in layout.cut(boxes.whole(leaf.shape), chunks[leaf.path]):
             place = tuple(map(slice, box.start, box.stop))
-            values = np.array(data(found[leaf.path])[place], order="C")
+            values = np.array(data(by_path[leaf.path])[place], order="C")
             parts[turn % num_hosts].write_chunks(
                 [upload.Chunk(number, box, values, digest.values_digest(values))]
             )

@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 def digests(tree):
     """The type, the shape and the digest of the values of each leaf."""
-    found = {}
+    by_path = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         kind = str(getattr(leaf, "dtype", type(leaf).__name__))
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(
@@ -27,8 +27,8 @@ def digests(tree):
         values = np.asarray(leaf)
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         content = hashlib.sha256(values.tobytes()).hexdigest()
-        found[name] = [kind, list(values.shape), content]
-    return found
+        by_path[name] = [kind, list(values.shape), content]
+    return by_path
 
 
 def spec(shape, mesh):
@@ -38,7 +38,7 @@ def spec(shape, mesh):
     return PartitionSpec(*chosen)
 
 
-def abstract(described, mesh):
+def abstract(metadata, mesh):
     """The tree to load: the same arrays over another mesh."""
 
     def one(leaf):
@@ -49,7 +49,7 @@ def abstract(described, mesh):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return leaf
 
-    return jax.tree.map(one, described)
+    return jax.tree.map(one, metadata)
 
 
 def load(root, kind, shape):
@@ -66,14 +66,14 @@ def load(root, kind, shape):
         ocp.training.Checkpointer(root) as checkpointer,
     ):
         latest = checkpointer.latest
-        described = checkpointer.checkpointables_metadata(latest.step).metadata
-        wanted = abstract(described["state"], mesh)
+        metadata = checkpointer.checkpointables_metadata(latest.step).metadata
+        wanted = abstract(metadata["state"], mesh)
         there = checkpointer.load_checkpointables(latest.step, {"state": wanted})
         # Without a wish, Orbax takes the devices that the arrays were on.
         plain = digests(ocp.load(latest.path)) if jax.device_count() == 8 else None
         return {
             "step": latest.step,
-            "parts": sorted(described),
+            "parts": sorted(metadata),
             "is_orbax": ocp.is_orbax_checkpoint(latest.path),
             "metrics": checkpointer.metadata(latest.step).metrics,
             "resharded": digests(there["state"]),

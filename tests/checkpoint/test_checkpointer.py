@@ -33,7 +33,7 @@ class RecordedEvents:
         events.check(name, fields)
         self.events.append({"event": name, **fields})
 
-    def of(self, name):
+    def named(self, name):
         return [each for each in self.events if each["event"] == name]
 
 
@@ -133,9 +133,9 @@ def test_a_step_comes_back_bit_equal_under_another_sharding(make):
     )
     assert restored["data"] is counter
     assert counter.count == 7
-    (told,) = recorded.of("restored_from")
-    assert told["local_bytes"] > 0
-    assert told["persistent_bytes"] == told["bad_copies"] == 0
+    (event,) = recorded.named("restored_from")
+    assert event["local_bytes"] > 0
+    assert event["persistent_bytes"] == event["bad_copies"] == 0
 
 
 def test_saved_values_are_those_of_the_call(make):
@@ -146,8 +146,8 @@ def test_saved_values_are_those_of_the_call(make):
     for _ in range(3):
         tree = step(tree)
     assert response.result()
-    found = checkpointer.load(1, {"w": jnp.zeros(1024)})
-    assert bits(found) == bits({"w": jnp.arange(1024.0)})
+    restored = checkpointer.load(1, {"w": jnp.zeros(1024)})
+    assert bits(restored) == bits({"w": jnp.arange(1024.0)})
 
 
 def test_tiers_are_due_at_their_own_intervals(make, tmp_path):
@@ -167,7 +167,7 @@ def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
         assert checkpointer.save(step, state(step))
         checkpointer.wait()
     assert [each.step for each in checkpointer.checkpoints] == [2, 4, 5]
-    assert [each["step"] for each in recorded.of("backed_up")] == [2, 4]
+    assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
     names = os.listdir(tmp_path / "ram" / "hosts" / "0")
     assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
 
@@ -192,8 +192,8 @@ def test_orbax_alone_loads_what_was_backed_up(make, tmp_path):
         assert stock.latest.step == 2
         assert stock.latest.metrics == {"loss": 0.5}
         other = abstract(state(0, PartitionSpec("b")))
-        found = stock.load_checkpointables(2, {"state": other})["state"]
-        assert bits(found) == bits(state(2))
+        restored = stock.load_checkpointables(2, {"state": other})["state"]
+        assert bits(restored) == bits(state(2))
         metadata = stock.checkpointables_metadata(2)
         assert metadata.custom_metadata == {"note": "x"}
 
@@ -220,14 +220,14 @@ def test_without_ram_a_step_is_restored_from_storage(make, tmp_path):
     checkpointer.save_checkpointables(2, parts)
     checkpointer.close()
     counter, recorded = Counter(), RecordedEvents()
-    found = make(storage(tmp_path), local="other", emit=recorded).load_checkpointables(
-        None, {"state": abstract(state(0)), "data": counter}
-    )
-    assert bits(found["state"]) == bits(state(2))
+    restored = make(
+        storage(tmp_path), local="other", emit=recorded
+    ).load_checkpointables(None, {"state": abstract(state(0)), "data": counter})
+    assert bits(restored["state"]) == bits(state(2))
     assert counter.count == 4
-    (told,) = recorded.of("restored_from")
-    assert told["local_bytes"] == 0
-    assert told["persistent_bytes"] > 0
+    (event,) = recorded.named("restored_from")
+    assert event["local_bytes"] == 0
+    assert event["persistent_bytes"] > 0
 
 
 def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
@@ -238,10 +238,10 @@ def test_a_step_that_orbax_alone_saved_is_restored_and_told_as_unverified(
     recorded = RecordedEvents()
     checkpointer = make(storage(tmp_path), emit=recorded)
     assert checkpointer.latest.step == 9
-    found = checkpointer.load(None, {"w": jnp.zeros(4)})
-    assert bits(found) == bits({"w": jnp.arange(4.0)})
-    (told,) = recorded.of("degraded")
-    assert told["why"] == "plain Orbax saved it, and its values cannot be verified"
+    restored = checkpointer.load(None, {"w": jnp.zeros(4)})
+    assert bits(restored) == bits({"w": jnp.arange(4.0)})
+    (event,) = recorded.named("degraded")
+    assert event["why"] == "plain Orbax saved it, and its values cannot be verified"
 
 
 def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
@@ -258,8 +258,8 @@ def test_what_a_step_holds_is_told_and_can_be_asked_for(make):
     assert of_state["layers"][1].dtype == jnp.bfloat16
     assert bits(checkpointer.load(checkpointer.latest, of_state)) == bits(tree)
     assert bits(checkpointer.load()) == bits(tree)
-    found = checkpointer.load_checkpointables()
-    assert bits(found) == bits({"state": tree, "ema": jnp.arange(4)})
+    restored = checkpointer.load_checkpointables()
+    assert bits(restored) == bits({"state": tree, "ema": jnp.arange(4)})
     with pytest.raises(errors.CheckpointError, match="no 'opt'; it has"):
         checkpointer.metadata(checkpointable_name="opt")
 
@@ -285,8 +285,8 @@ def test_a_part_is_restored_alone_only_if_that_is_said(make):
     part = {"params": {"w": abstract(state(0))["params"]["w"]}}
     with pytest.raises(errors.CheckpointError, match="state/n: saved"):
         checkpointer.load(1, part)
-    found = checkpointer.load(1, part, partial=True)
-    assert bits(found) == bits({"params": {"w": state(1)["params"]["w"]}})
+    restored = checkpointer.load(1, part, partial=True)
+    assert bits(restored) == bits({"params": {"w": state(1)["params"]["w"]}})
 
 
 def test_an_older_step_can_be_asked_for_and_one_that_is_not_there_is_named(
@@ -319,8 +319,8 @@ def test_what_was_saved_after_a_restore_is_not_mixed_with_what_was_before(make):
     checkpointer.load(1, {"w": jnp.zeros(4, jnp.int32)})
     assert checkpointer.latest.step == 1
     assert checkpointer.save(2, {"w": jnp.full(4, 20)})
-    found = checkpointer.load(2, {"w": jnp.zeros(4, jnp.int32)})
-    assert found["w"].tolist() == [20] * 4
+    restored = checkpointer.load(2, {"w": jnp.zeros(4, jnp.int32)})
+    assert restored["w"].tolist() == [20] * 4
 
 
 def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
@@ -330,9 +330,9 @@ def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
     assert not checkpointer.save(2, {"w": jnp.zeros(100_000)})
     assert checkpointer.save(3, {"w": jnp.zeros(10_000)})
     checkpointer.wait()
-    (told,) = recorded.of("degraded")
-    assert (told["tier"], told["step"]) == ("local", 2)
-    assert "limit 300000 bytes" in told["why"]
+    (event,) = recorded.named("degraded")
+    assert (event["tier"], event["step"]) == ("local", 2)
+    assert "limit 300000 bytes" in event["why"]
     assert checkpointer.latest.step == 3
 
 
@@ -381,9 +381,9 @@ def test_what_is_in_ram_is_its_owners_alone(make):
             checkpointer.load_checkpointables(
                 None, {"state": abstract(state(0)), "data": Counter()}
             )
-            found = [root, *root.rglob("*")]
+            paths = [root, *root.rglob("*")]
             assert {"agent.json", "agents.json", "lock", "count", "zarr.json"} <= {
-                path.name for path in found
+                path.name for path in paths
             }
             checkpointer.close()
         finally:
@@ -400,7 +400,7 @@ def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tm
         recorded = RecordedEvents()
         new = make(Peers(known=(address.url,)), emit=recorded, local="new")
         assert new.latest is None
-        (event,) = recorded.of("degraded")
+        (event,) = recorded.named("degraded")
         assert (event["tier"], event["step"]) == ("peer", 0)
         secret_file = tmp_path / "new" / "secret"
         assert (
@@ -412,7 +412,7 @@ def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tm
         recorded = RecordedEvents()
         again = make(Peers(known=(address.url,)), emit=recorded, local="new")
         assert again.latest.step == 3
-        assert recorded.of("degraded") == []
+        assert recorded.named("degraded") == []
 
 
 @pytest.mark.parametrize(

@@ -32,17 +32,17 @@ def test_maxtexts_keys_make_three_tiers(monkeypatch):
 
 
 def test_backups_go_by_steps_and_keep_the_newest():
-    *_, found = tiers(
+    *_, persistent = tiers(
         multi_tier_checkpointing_backup_interval_minutes=0.0,
         multi_tier_checkpointing_backup_interval_steps=100,
         max_num_checkpoints_to_keep=3,
     )
-    assert (found.every, found.every_minutes) == (100, None)
-    assert found.keep == ocp.training.preservation_policies.LatestN(3)
+    assert (persistent.every, persistent.every_minutes) == (100, None)
+    assert persistent.keep == ocp.training.preservation_policies.LatestN(3)
 
 
 def test_peers_have_the_failure_domains_and_limits_of_the_configuration():
-    _, found, _ = tiers(
+    _, peers, _ = tiers(
         peer_copies=1,
         peer_assume_data_parallelism=True,
         peer_domain="rack",
@@ -54,7 +54,7 @@ def test_peers_have_the_failure_domains_and_limits_of_the_configuration():
         peer_tls_key="k",
         peer_tls_ca="a",
     )
-    assert found == Peers(
+    assert peers == Peers(
         copies=1,
         assume_data_parallelism=True,
         domain="rack",

@@ -48,7 +48,7 @@ MORE_TREES = {
 def bits(tree):
     """A tree as plain containers, its leaves as type, dtype, shape, bytes and place."""
 
-    def of(leaf):
+    def leaf_bits(leaf):
         if not isinstance(leaf, jax.Array | np.ndarray):
             return type(leaf), repr(leaf)
         numbers, place = leaf, None
@@ -60,7 +60,7 @@ def bits(tree):
         return type(leaf), str(leaf.dtype), leaf.shape, numbers.tobytes(), place
 
     leaves, structure = jax.tree.flatten(tree)
-    return structure, [of(leaf) for leaf in leaves]
+    return structure, [leaf_bits(leaf) for leaf in leaves]
 
 
 @pytest.fixture
@@ -98,8 +98,8 @@ def test_a_tree_comes_back_as_from_orbax(name, make, stock, tmp_path):
     checkpointer.wait()
     expected = stock(tree), stock(tree, tree)
     assert (bits(checkpointer.load()), bits(checkpointer.load(1, tree))) == expected
-    described = checkpointer.metadata(1).metadata
-    assert bits(checkpointer.load(1, described)) == expected[0]
+    metadata = checkpointer.metadata(1).metadata
+    assert bits(checkpointer.load(1, metadata)) == expected[0]
     checkpointer.close()
     from_storage = make("other ram")
     assert (bits(from_storage.load()), bits(from_storage.load(1, tree))) == expected

@@ -50,8 +50,8 @@ class Run:
     def newest(self, **options):
         """The newest step for a new world, and its values."""
         with self.world(**options) as opened:
-            found = opened.latest.step
-            return found, value(opened.load(None))
+            step = opened.latest.step
+            return step, value(opened.load(None))
 
     def steps(self, **options):
         with self.world(**options) as opened:
@@ -75,8 +75,8 @@ class Run:
 
 
 def value(state):
-    (found,) = set(map(int, state["w"]))
-    return found
+    (number,) = set(map(int, state["w"]))
+    return number
 
 
 @pytest.fixture

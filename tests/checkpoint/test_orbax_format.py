@@ -110,9 +110,9 @@ def files(directory):
     }
 
 
-def without_chunks(found):
+def without_chunks(files):
     """The files parsed, without times and without what depends on chunks."""
-    parsed = {name: json.loads(content) for name, content in found.items()}
+    parsed = {name: json.loads(content) for name, content in files.items()}
     for name, content in parsed.items():
         if name == "_CHECKPOINT_METADATA":
             assert content.pop("init_timestamp_nsecs") > 0
@@ -181,8 +181,8 @@ def test_abstract_arrays_are_described_as_those_that_they_stand_for(tree):
 
 def test_leaves_are_named_as_in_manifests_and_as_in_orbax():
     trees = {"state": {"params": {"w": ones(2)}, "opt": [Point(1, ones(3))]}}
-    found = orbax_format.stored_arrays(trees, dict.fromkeys(chunks(trees), (1,)))
-    names = {path: (each.checkpointable, each.name) for path, each in found.items()}
+    stored = orbax_format.stored_arrays(trees, dict.fromkeys(chunks(trees), (1,)))
+    names = {path: (each.checkpointable, each.name) for path, each in stored.items()}
     assert names == {
         "state/opt/0/x": ("state", "opt.0.x"),
         "state/opt/0/y": ("state", "opt.0.y"),

@@ -181,7 +181,7 @@ def test_a_step_without_data_state_does_not_exist_and_is_reported(make, tmp_path
     run.close()
     assert steps_of(tmp_path) == []
     assert make().latest_step is None
-    (event,) = recorded.of("degraded")
+    (event,) = recorded.named("degraded")
     assert event["step"] == 2
     assert "disk full" in event["why"]
 
@@ -223,7 +223,7 @@ def test_a_step_of_plain_orbax_comes_back_with_its_data(by_orbax, make, batches)
     restored = run.restore(abstract(state()))
     np.testing.assert_array_equal(restored["w"], state(5.0)["w"])
     np.testing.assert_array_equal(next(batches)["example_id"], expected["example_id"])
-    (event,) = recorded.of("restored_from")
+    (event,) = recorded.named("restored_from")
     assert (event["step"], event["persistent_bytes"]) == (2, 64)
     run.save(4, state(1.0), last=True)
     run.close()

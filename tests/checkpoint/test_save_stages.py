@@ -48,18 +48,18 @@ class OneHost:
     def share(self, value):
         return [value]
 
-    def of(self, kind):
+    def requests_of(self, kind):
         """The requests of a class."""
         return [request for request in self.requests if isinstance(request, kind)]
 
 
 @pytest.fixture
-def told():
+def emitted():
     return []
 
 
 @pytest.fixture
-def stages(told):
+def stages(emitted):
     """Makes the stages of a world of one host that answers so."""
 
     def make(answers=None):
@@ -73,14 +73,14 @@ def stages(told):
             }
             | (answers or {})
         )
-        tell = lambda name, **fields: told.append((name, fields))  # noqa: E731
+        tell = lambda name, **fields: emitted.append((name, fields))  # noqa: E731
         return save_stages.SaveStages(host, emit=tell), host
 
     return make
 
 
 def saving(step, *, write_components=lambda: None, back_up=False):
-    described = StepDescription.from_trees(
+    description = StepDescription.from_trees(
         {"n": 1}, {}, metrics=None, custom_metadata=None
     )
     return save_stages.Saving(
@@ -88,7 +88,7 @@ def saving(step, *, write_components=lambda: None, back_up=False):
         save=SAVE,
         write_components=write_components,
         back_up=back_up,
-        description=described,
+        description=description,
         overwrite=False,
         parents=(),
         began_secs=0,
@@ -102,10 +102,10 @@ def save(made, step, **options):
     return committed
 
 
-def reasons(told, tier):
+def reasons(emitted, tier):
     return [
         (fields["step"], fields["why"])
-        for name, fields in told
+        for name, fields in emitted
         if name == "degraded" and fields["tier"] == tier
     ]
 
@@ -121,7 +121,7 @@ def test_the_newest_step_that_has_its_copies_is_kept_until_another_has(stages):
     )
     for step in (1, 2, 3, 4):
         save(made, step)
-    kept = {each.step: each.in_flight for each in host.of(CollectSteps)}
+    kept = {each.step: each.in_flight for each in host.requests_of(CollectSteps)}
     assert kept == {1: (1,), 2: (1,), 3: (1,), 4: (4,)}
 
 
@@ -129,12 +129,12 @@ def test_a_step_that_was_restored_is_kept_until_another_has_its_copies(stages):
     made, host = stages({ReplicateStep: "copies do not fit"})
     made.go_on_from(5)
     save(made, 6)
-    assert host.of(CollectSteps) == [
+    assert host.requests_of(CollectSteps) == [
         CollectSteps(step=6, save=SAVE, in_flight=(5,), preserved=(), parents=())
     ]
 
 
-def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
+def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, emitted):
     full = {3}
     made, host = stages(
         {
@@ -143,10 +143,10 @@ def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, told):
         }
     )
     assert [save(made, step) for step in (1, 2, 3, 4)] == [True, True, False, True]
-    kept = [(each.step, each.in_flight) for each in host.of(CollectSteps)]
+    kept = [(each.step, each.in_flight) for each in host.requests_of(CollectSteps)]
     # The third does not fit: the first goes, and the second is the newest.
     assert kept == [(1, (1,)), (2, (1,)), (2, ()), (4, ())]
-    assert reasons(told, "local") == [(3, "it was not saved: host 0: no room")]
+    assert reasons(emitted, "local") == [(3, "it was not saved: host 0: no room")]
 
 
 def test_a_step_whose_replicas_differ_replaces_none(stages):
@@ -159,10 +159,10 @@ def test_a_step_whose_replicas_differ_replaces_none(stages):
     )
     for step in (1, 2):
         save(made, step)
-    assert [each.step for each in host.of(CollectSteps)] == [1]
+    assert [each.step for each in host.requests_of(CollectSteps)] == [1]
 
 
-def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, told):
+def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, emitted):
     copying, go_on = threading.Event(), threading.Event()
 
     def replicate(request):
@@ -176,20 +176,22 @@ def test_a_step_that_came_while_copies_were_made_gets_them_at_the_end(stages, to
     assert made.begin(saving(2)).result()
     go_on.set()
     made.wait()
-    assert [each.step for each in host.of(ReplicateStep)] == [1, 2]
-    ((step, why),) = reasons(told, "peer")
+    assert [each.step for each in host.requests_of(ReplicateStep)] == [1, 2]
+    ((step, why),) = reasons(emitted, "peer")
     assert step == 2
     assert why.startswith("copies of an earlier step are not done")
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), TypeError("no such thing")])
-def test_what_a_component_raises_is_told_and_fails_the_save_alone(stages, told, error):
+def test_what_a_component_raises_is_told_and_fails_the_save_alone(
+    stages, emitted, error
+):
     def fail():
         raise error
 
     made, _ = stages({WriteStep: lambda request: request.problem or WRITTEN})
     assert not save(made, 1, write_components=fail)
-    ((step, why),) = reasons(told, "local")
+    ((step, why),) = reasons(emitted, "local")
     assert step == 1
     assert str(error) in why
     assert save(made, 2)
@@ -206,13 +208,13 @@ def test_a_backup_begins_when_no_holder_changes_any_more(stages):
     made, host = stages({ReplicateStep: replicate})
     made.begin(saving(1, back_up=True)).result()
     assert begun.wait(600)
-    assert not host.of(backup_requests.GetChunkShapes)
+    assert not host.requests_of(backup_requests.GetChunkShapes)
     go_on.set()
     made.wait()
-    assert host.of(backup_requests.CommitBackup)
+    assert host.requests_of(backup_requests.CommitBackup)
 
 
-def test_of_backups_that_are_late_the_newest_is_made(stages, told):
+def test_of_backups_that_are_late_the_newest_is_made(stages, emitted):
     backing_up, go_on = threading.Event(), threading.Event()
 
     def back_up(request):
@@ -227,12 +229,12 @@ def test_of_backups_that_are_late_the_newest_is_made(stages, told):
     made.begin(saving(3)).result()
     go_on.set()
     made.wait()
-    assert [each.step for each in host.of(BackUpStep)] == [1, 2]
-    assert [fields["step"] for name, fields in told if name == "backed_up"] == [2]
+    assert [each.step for each in host.requests_of(BackUpStep)] == [1, 2]
+    assert [fields["step"] for name, fields in emitted if name == "backed_up"] == [2]
 
 
 def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
-    stages, told
+    stages, emitted
 ):
     is_committed = threading.Event()
     order = []
@@ -252,7 +254,7 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
     is_committed.set()
     made.wait()
     assert order == ["clean", "back_up"]
-    assert [name for name, _ in told if name in ("degraded", "backed_up")] == [
+    assert [name for name, _ in emitted if name in ("degraded", "backed_up")] == [
         "backed_up"
     ]
 
@@ -268,7 +270,7 @@ def test_a_first_save_while_leftovers_are_removed_is_backed_up_and_not_degraded(
     ],
 )
 def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
-    stages, told, stage, good
+    stages, emitted, stage, good
 ):
     def fail(request):
         if request.step == 1:
@@ -285,21 +287,23 @@ def test_an_error_of_a_stage_is_an_event_and_no_later_call_raises_it(
     made.wait()
     assert made.begin(saving(2, back_up=True)).result()
     made.wait()
-    events = [each for tier in TIERS for each in reasons(told, tier)]
+    events = [each for tier in TIERS for each in reasons(emitted, tier)]
     assert events
     assert all("a bug" in why for _, why in events)
-    assert [each["step"] for name, each in told if name == "backed_up"][-1:] == [2]
+    assert [each["step"] for name, each in emitted if name == "backed_up"][-1:] == [2]
 
 
-def test_what_cannot_be_described_is_given_up_on_all_hosts(stages, told, monkeypatch):
+def test_what_cannot_be_described_is_given_up_on_all_hosts(
+    stages, emitted, monkeypatch
+):
     made, host = stages({WriteStep: lambda request: request.problem or WRITTEN})
     with monkeypatch.context() as patch:
         patch.setattr(StepDescription, "notes", lambda *_: 1 / 0)
         assert not save(made, 1)
-    ((step, why),) = reasons(told, "local")
+    ((step, why),) = reasons(emitted, "local")
     assert step == 1
     assert "ZeroDivisionError" in why
-    assert host.of(save_requests.AbandonStep) == [
+    assert host.requests_of(save_requests.AbandonStep) == [
         save_requests.AbandonStep(step=1, save=SAVE)
     ]
     assert save(made, 2)

@@ -35,7 +35,7 @@ def make(monkeypatch):
 
 def due(made, steps, secs_a_step=1.0, clock=None):
     """Those at which the tiers are due, each of which is saved."""
-    found = []
+    steps_due = []
     for step in steps:
         if clock is not None:
             clock[0] += secs_a_step
@@ -43,8 +43,8 @@ def due(made, steps, secs_a_step=1.0, clock=None):
             assert made.is_due(Step(step), is_saving=False)
             back_up = made.is_backup_due(Step(step), is_saving=False)
             made.note_save(Step(step), back_up=back_up)
-            found.append(step)
-    return found
+            steps_due.append(step)
+    return steps_due
 
 
 def test_steps_are_counted(make):
@@ -55,9 +55,9 @@ def test_steps_are_counted(make):
 @pytest.mark.parametrize("secs", [0.5, 1.0, 20.0, 300.0])
 def test_minutes_are_counted_without_a_local_tier(make, secs):
     steps = range(1, 5000)
-    found = due(make(every_minutes=10), steps, secs, make.clock)
+    steps_due = due(make(every_minutes=10), steps, secs, make.clock)
     period = max(1, round(600 / secs))
-    gaps = [after - before for before, after in itertools.pairwise(found)]
+    gaps = [after - before for before, after in itertools.pairwise(steps_due)]
     assert gaps
     # Hosts compare their clocks now and then.
     assert all(period <= gap <= period + 17 for gap in gaps)

@@ -35,8 +35,8 @@ def make(tmp_path):
         checkpointer.close()
 
 
-def noted(found):
-    return found.step, found.metrics, found.custom_metadata
+def noted(checkpoint):
+    return checkpoint.step, checkpoint.metrics, checkpoint.custom_metadata
 
 
 def test_a_step_has_its_metrics_and_metadata_wherever_it_is_found(make, tmp_path):
@@ -72,8 +72,8 @@ def test_steps_that_orbax_alone_saved_are_listed_with_what_they_have(make, tmp_p
         ]
     checkpointer = make()
     assert list(map(noted, checkpointer.checkpoints)) == expected
-    found = [each.commit_timestamp_nsecs for each in checkpointer.checkpoints]
-    assert found == committed
+    times = [each.commit_timestamp_nsecs for each in checkpointer.checkpoints]
+    assert times == committed
     assert noted(checkpointer.latest) == noted(checkpointer.metadata()) == expected[1]
     assert checkpointer.save(8, {"n": 8})
     checkpointer.wait()
@@ -113,18 +113,23 @@ def test_a_checkpoint_of_before_loads_whatever_its_keys_are(make, monkeypatch):
         checkpointer.close()
     for local in ("ram", "other ram"):
         manifest_file._contents.cache_clear()
-        found = make(local)
-        assert found.checkpointables_metadata(1).metadata["state"]["l"]["0"].shape == ()
-        loaded = found.load(1, tree)
+        old_checkpointer = make(local)
+        assert (
+            old_checkpointer.checkpointables_metadata(1)
+            .metadata["state"]["l"]["0"]
+            .shape
+            == ()
+        )
+        loaded = old_checkpointer.load(1, tree)
         assert loaded["a/b"].tolist() == [0, 1, 2]
         assert loaded["~"]["c"].tolist() == [0, 1]
         assert loaded["~"]["k"] == jax.random.key(1)
         assert loaded["l"] == [1, (2, None)]
-        as_it_was = found.load()
+        as_it_was = old_checkpointer.load()
         assert as_it_was["a"]["b"].tolist() == [0, 1, 2]
         assert as_it_was["l"]["1"]["0"].tolist() == 2
         with pytest.raises(errors.CheckpointError, match="state/a/b: saved"):
-            found.load(1, {**tree, "a/b": jnp.ones(5)})
+            old_checkpointer.load(1, {**tree, "a/b": jnp.ones(5)})
 
 
 def test_paths_of_before_are_those_without_escapes():

@@ -32,14 +32,14 @@ def trees():
     return {"state": orbax_steps.state(mesh)}
 
 
-def check(found, *, devices):
+def check(loaded, *, devices):
     expected = stock_program.digests(trees()["state"])
-    assert found["resharded"] == expected
-    assert found["as_saved"] == (expected if devices == 8 else None)
-    assert found["devices"] == devices
-    assert (found["step"], found["parts"]) == (5, ["data", "state"])
-    assert found["is_orbax"]
-    assert found["metrics"] == {"loss": 1.5}
+    assert loaded["resharded"] == expected
+    assert loaded["as_saved"] == (expected if devices == 8 else None)
+    assert loaded["devices"] == devices
+    assert (loaded["step"], loaded["parts"]) == (5, ["data", "state"])
+    assert loaded["is_orbax"]
+    assert loaded["metrics"] == {"loss": 1.5}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,11 +58,11 @@ def test_orbax_loads_the_bits_where_nothing_of_ours_is_installed(
     stock_environment.set_up()
     root = tmp_path / "steps"
     orbax_steps.save(root_of(kind, root), trees(), metrics={"loss": 1.5})
-    found = stock_environment.load(
+    loaded = stock_environment.load(
         root, kind, devices=devices, shape=shape, directory=tmp_path
     )
-    assert not found["ours"]
-    check(found, devices=devices)
+    assert not loaded["ours"]
+    check(loaded, devices=devices)
 
 
 def test_a_stateful_component_is_loaded_by_its_own_method(tmp_path):

@@ -46,10 +46,10 @@ def save(checkpointer, step, **options):
 
 def check(checkpointer, step, asked=None):
     counter = Counter()
-    found = checkpointer.load_checkpointables(
+    restored = checkpointer.load_checkpointables(
         asked, {"state": abstract(state(0)), "data": counter}
     )
-    assert bits(found["state"]) == bits(state(step))
+    assert bits(restored["state"]) == bits(state(step))
     assert counter.count == 10 * step
 
 
@@ -65,14 +65,14 @@ def test_a_result_is_there_when_the_step_is_in_storage(make, tmp_path):
     assert (tmp_path / "steps" / "5").is_dir()
     assert response.durable()
     check(checkpointer, 4, 4)
-    assert [each["step"] for each in recorded.of("saved")] == [2, 4, 5]
-    assert [each["step"] for each in recorded.of("backed_up")] == [2, 4, 5]
-    assert recorded.of("degraded") == []
+    assert [each["step"] for each in recorded.named("saved")] == [2, 4, 5]
+    assert [each["step"] for each in recorded.named("backed_up")] == [2, 4, 5]
+    assert recorded.named("degraded") == []
     checkpointer.close()
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
         assert [each.step for each in stock.checkpoints] == [2, 4, 5]
-        found = stock.load_checkpointables(4, {"state": abstract(state(0))})["state"]
-        assert bits(found) == bits(state(4))
+        restored = stock.load_checkpointables(4, {"state": abstract(state(0))})["state"]
+        assert bits(restored) == bits(state(4))
 
 
 def test_each_step_verifies_without_a_clause(make, tmp_path):
@@ -121,7 +121,7 @@ def test_an_interrupted_save_is_reported_and_removed(make, tmp_path):
     again = make(emit=recorded)
     again.wait()
     assert not half.exists()
-    (event,) = recorded.of("step_interrupted")
+    (event,) = recorded.named("step_interrupted")
     assert event["path"] == str(half)
     assert (event["step"], event["resume_step"]) == (4, 2)
 
@@ -144,7 +144,7 @@ def test_a_failed_save_is_reported_and_the_next_is_made(make, tmp_path, monkeypa
         assert not response.durable()
     assert checkpointer.latest.step == 2
     checkpointer.wait()
-    (event,) = recorded.of("degraded")
+    (event,) = recorded.named("degraded")
     assert (event["tier"], event["step"]) == ("persistent", 4)
     assert save(checkpointer, 6)
     checkpointer.close()

@@ -31,11 +31,11 @@ def save(checkpointer, step, **options):
 def check(checkpointer, step):
     """The newest step is `step`, and comes back as it was saved."""
     counter = Counter()
-    found = checkpointer.load_checkpointables(
+    restored = checkpointer.load_checkpointables(
         None, {"state": abstract(state(0)), "data": counter}
     )
     assert checkpointer.latest.step == step
-    assert bits(found["state"]) == bits(state(step))
+    assert bits(restored["state"]) == bits(state(step))
     assert counter.count == 10 * step
 
 
@@ -49,17 +49,17 @@ def test_due_steps_are_stored_and_others_are_not(make, tmp_path, monkeypatch, is
     assert checkpointer.latest.step == 4
     assert checkpointer.is_durable(4)
     check(checkpointer, 4)
-    assert [each["step"] for each in recorded.of("backed_up")] == [2, 4]
-    assert [each["step"] for each in recorded.of("saved")] == [2, 4]
-    reasons = {each["step"]: each["why"] for each in recorded.of("degraded")}
+    assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
+    assert [each["step"] for each in recorded.named("saved")] == [2, 4]
+    reasons = {each["step"]: each["why"] for each in recorded.named("degraded")}
     assert all("limit 100 bytes" in each for each in reasons.values())
     assert [step for step, why in reasons.items() if "without RAM" in why] == [2, 4]
     checkpointer.close()
     check(make(storage(tmp_path, every=2), local="other"), 4)
     with ocp.training.Checkpointer(tmp_path / "steps") as stock:
         assert [each.step for each in stock.checkpoints] == [2, 4]
-        found = stock.load_checkpointables(4, {"state": abstract(state(0))})["state"]
-        assert bits(found) == bits(state(4))
+        restored = stock.load_checkpointables(4, {"state": abstract(state(0))})["state"]
+        assert bits(restored) == bits(state(4))
 
 
 def test_the_next_step_is_stored_if_a_due_one_could_not_be(
@@ -81,7 +81,7 @@ def test_the_next_step_is_stored_if_a_due_one_could_not_be(
     monkeypatch.undo()
     assert save(checkpointer, 3)
     assert not save(checkpointer, 5)
-    assert [each["step"] for each in recorded.of("backed_up")] == [3]
+    assert [each["step"] for each in recorded.named("backed_up")] == [3]
     checkpointer.close()
     check(make(storage(tmp_path, every=2), local="other"), 3)
 

@@ -26,18 +26,25 @@ def test_what_orbax_has_is_there(name):
     if isinstance(theirs, property):
         return
     wanted = inspect.signature(theirs).parameters
-    found = inspect.signature(ours).parameters
-    takes_more = any(each.kind is each.VAR_KEYWORD for each in found.values())
+    ours_takes = inspect.signature(ours).parameters
+    takes_more = any(each.kind is each.VAR_KEYWORD for each in ours_takes.values())
     for parameter in wanted.values():
-        if parameter.name not in found and parameter.kind is parameter.KEYWORD_ONLY:
+        if (
+            parameter.name not in ours_takes
+            and parameter.kind is parameter.KEYWORD_ONLY
+        ):
             assert takes_more, parameter
             continue
-        mine = found[parameter.name]
+        mine = ours_takes[parameter.name]
         assert mine.kind == parameter.kind, parameter
         assert mine.default == parameter.default, parameter
     positional = [
-        [each.name for each in of.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-        for of in (wanted, found)
+        [
+            each.name
+            for each in parameters.values()
+            if each.kind is each.POSITIONAL_OR_KEYWORD
+        ]
+        for parameters in (wanted, ours_takes)
     ]
     assert positional[0] == positional[1]
 

@@ -85,10 +85,12 @@ def test_what_is_preserved_by_hand_stays_in_storage_and_orbax_loads_it(tmp_path)
         assert stored(tmp_path) == [1, 3]
         with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
             assert [each.step for each in orbax.checkpoints] == [1, 3]
-            found = orbax.load_checkpointables(1, {"state": None})["state"]
+            restored = orbax.load_checkpointables(1, {"state": None})["state"]
         expected = tiered_steps.state(1)
         assert jax.tree.all(
-            jax.tree.map(lambda a, b: bool((a == b).all()), *_arrays(found, expected))
+            jax.tree.map(
+                lambda a, b: bool((a == b).all()), *_arrays(restored, expected)
+            )
         )
         preserved.release(tmp_path / "steps" / "1")
         tiered_steps.save(checkpointer, 4)
@@ -155,11 +157,11 @@ def test_storage_that_is_away_when_a_world_begins_is_told_and_training_goes_on(
         raise OSError(5, "storage is away")
 
     monkeypatch.setattr(storage, "Presence", away)
-    told = []
+    events = []
 
     def emit(name, **fields):
         if name == "degraded":
-            told.append((fields["tier"], fields["why"]))
+            events.append((fields["tier"], fields["why"]))
 
     with opened(tmp_path, emit=emit) as checkpointer:
         tiered_steps.save(checkpointer, 1)
@@ -169,8 +171,10 @@ def test_storage_that_is_away_when_a_world_begins_is_told_and_training_goes_on(
         monkeypatch.undo()
         tiered_steps.save(checkpointer, 2)
     assert stored(tmp_path) == [2]
-    assert told[0][0] == "persistent"
-    assert "leftovers were not removed: host 0: [Errno 5] storage is away" in told[0][1]
+    assert events[0][0] == "persistent"
+    assert (
+        "leftovers were not removed: host 0: [Errno 5] storage is away" in events[0][1]
+    )
 
 
 def test_steps_that_cannot_be_removed_are_told_and_the_backup_counts(
@@ -180,14 +184,14 @@ def test_steps_that_cannot_be_removed_are_told_and_the_backup_counts(
         raise PermissionError(13, "may not remove")
 
     monkeypatch.setattr(persistent_tier.PersistentTier, "remove", refuse)
-    told = []
+    events = []
 
     def emit(name, **fields):
         if name in ("degraded", "backed_up"):
-            told.append((name, fields["step"]))
+            events.append((name, fields["step"]))
 
     with opened(tmp_path, keep=policies.LatestN(1), emit=emit) as checkpointer:
         tiered_steps.save(checkpointer, 1, 2)
         checkpointer.wait()
-    assert told == [("backed_up", 1), ("backed_up", 2), ("degraded", 2)]
+    assert events == [("backed_up", 1), ("backed_up", 2), ("degraded", 2)]
     assert stored(tmp_path) == [1, 2]

@@ -41,8 +41,8 @@ def test_the_text_of_some_trees():
         "text": "two words",
         "nothing": [None, (), [], {}],
     }
-    found = json.loads(tree_structure.to_json({"state": tree, "n": 3}))
-    assert found["trees"] == {
+    structure = json.loads(tree_structure.to_json({"state": tree, "n": 3}))
+    assert structure["trees"] == {
         "n": "int",
         "state": {
             "w": "array 0",
@@ -55,7 +55,7 @@ def test_the_text_of_some_trees():
             "nothing": [None, "()", [], {}],
         },
     }
-    first, second = found["shardings"]
+    first, second = structure["shardings"]
     assert (first["partition_spec"], second["partition_spec"]) == (["a", None], ["a"])
     read = tree_structure.saved_trees(
         contents(

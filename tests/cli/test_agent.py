@@ -32,8 +32,8 @@ def test_the_verb_serves_a_directory_and_says_where(root):
     with served.agent_process(root, verb=VERB) as (process, url):
         known = secret.read_or_create(root)
         assert served.ask(url, PART, known) == (200, b"part")
-        found = agent.find(root)
-        assert (found.url, found.pid) == (url, process.pid)
+        announced = agent.find(root)
+        assert (announced.url, announced.pid) == (url, process.pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

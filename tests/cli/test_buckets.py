@@ -35,8 +35,10 @@ def test_steps_in_a_bucket_come_back_without_the_ram(run, tmp_path):
         restored = checkpointer.load(None, tiered_steps.state(0))
         saved = tiered_steps.state(2)
         for name in ("w", "b"):
-            found, expected = restored["params"][name], saved["params"][name]
-            assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+            restored_value, expected = restored["params"][name], saved["params"][name]
+            assert (
+                np.asarray(restored_value).tobytes() == np.asarray(expected).tobytes()
+            )
         assert checkpointer.delete(1)
         assert [each.step for each in checkpointer.checkpoints] == [2]
 
@@ -61,9 +63,9 @@ def test_a_run_in_a_bucket_is_verified(run):
         assert report("verify", path)["passed"]
     damaged = storage.absolute(run) / "checkpoints" / "2" / "data" / "a.json"
     damaged.write_bytes(b"[" + damaged.read_bytes()[1:])
-    (found,) = report("verify", run, code=1)["problems"]
-    assert (found["part"], found["tier"]) == ("data/a.json", "persistent")
-    assert found["path"] == str(damaged)
+    (problem,) = report("verify", run, code=1)["problems"]
+    assert (problem["part"], problem["tier"]) == ("data/a.json", "persistent")
+    assert problem["path"] == str(damaged)
 
 
 def test_an_upload_to_a_bucket_that_was_cut_short_is_a_leftover(run):

@@ -57,8 +57,15 @@ def machines(tmp_path):
     names = ["a", "b", "c"]
     held = [((0, 1), (2,)), ((2,), (1,)), ((3,), (0, 2))]
     ids = [
-        save(tmp_path / name, rows, copies=copies, host=name, slice=of, rack=f"r{name}")
-        for name, (rows, copies), of in zip(names, held, "001", strict=True)
+        save(
+            tmp_path / name,
+            rows,
+            copies=copies,
+            host=name,
+            slice=slice_name,
+            rack=f"r{name}",
+        )
+        for name, (rows, copies), slice_name in zip(names, held, "001", strict=True)
     ]
     return tmp_path, ids
 
@@ -70,12 +77,12 @@ def inspect(*arguments):
 def test_it_shows_who_holds_a_step_and_what_a_loss_would_take(machines):
     root, ids = machines
     paths = [root / name for name in "abc"]
-    found = inspect(*paths, "--domain", "rack")
-    (step,) = found["steps"]
+    printed = inspect(*paths, "--domain", "rack")
+    (step,) = printed["steps"]
     assert (step["step"], step["save"], step["problem"]) == (3, "0", None)
     (tier,) = step["tiers"]
     assert tier["holders"] == sorted(f"{each}.0" for each in ids)
-    covered = {each["domain"]: each for each in found["coverage"]}
+    covered = {each["domain"]: each for each in printed["coverage"]}
     assert list(covered) == ["host", "slice", "rack"]
     assert covered["host"]["num_survivors"] == 3
     assert covered["host"]["num_domains"] == 3
@@ -91,11 +98,11 @@ def test_it_shows_who_holds_a_step_and_what_a_loss_would_take(machines):
 
 def test_it_says_what_is_missing_without_a_machine(machines):
     root, _ = machines
-    found = inspect(root / "a", root / "b")
-    assert found["steps"][0]["problem"] == (
+    problem = inspect(root / "a", root / "b")
+    assert problem["steps"][0]["problem"] == (
         "lacks parts of 1 of 1 leaves: [state/w[3:4, 0:8]]"
     )
-    assert found["coverage"] == []
+    assert problem["coverage"] == []
 
 
 def test_a_machine_is_found_through_its_agent(machines):
@@ -118,18 +125,18 @@ def test_it_tells_leftovers_preserved_steps_and_those_of_plain_orbax(tmp_path):
     storage.make_directory(steps / "5")
     half = storage.make_directory(ram / "hosts" / "0" / "4-000000000000007")
     unfinished = storage.make_directory(steps / "9.orbax-checkpoint-tmp-x")
-    found = inspect(ram, steps)
-    shown = {each["step"]: each for each in found["steps"]}
+    printed = inspect(ram, steps)
+    shown = {each["step"]: each for each in printed["steps"]}
     assert list(shown) == [2, 5]
     assert shown[2]["preserved"]
     assert [each["tier"] for each in shown[2]["tiers"]] == ["local", "persistent"]
     assert shown[5]["save"] == ""
-    assert [each["path"] for each in found["leftovers"]] == [
+    assert [each["path"] for each in printed["leftovers"]] == [
         str(half),
         str(unfinished),
     ]
     # Storage outlasts any host.
-    assert all(not each["losses"] for each in found["coverage"])
+    assert all(not each["losses"] for each in printed["coverage"])
     text = runs.verb("inspect", ram, steps, "--all")
     assert "step 2: complete, preserved\n" in text
     assert "step 5: saved by Orbax alone, without manifests\n" in text
@@ -189,8 +196,8 @@ def test_of_a_run_it_shows_the_steps_in_this_machines_ram(tmp_path):
             tiered_steps.save(checkpointer, 1, 2, 3)
         # With the RAM disk named, too, each is looked at once.
         for paths in ([tmp_path], [tmp_path, disk]):
-            found = json.loads(runs.verb("inspect", *paths, "--json"))["tiers"]
-            shown = {each["step"]: each["tiers"] for each in found["steps"]}
+            listed = json.loads(runs.verb("inspect", *paths, "--json"))["tiers"]
+            shown = {each["step"]: each["tiers"] for each in listed["steps"]}
             assert [each["tier"] for each in shown[2]] == ["persistent"]
             (in_ram,) = shown[3]
             assert in_ram["tier"] == "local"
@@ -236,23 +243,23 @@ def test_where_nothing_is_it_says_so(tmp_path):
 
 
 def test_it_shows_the_line_of_a_run_and_the_one_that_was_abandoned(tmp_path):
-    places = (tmp_path / "ram", tmp_path / "steps")
-    with tiered_steps.checkpointer(*places) as checkpointer:
+    roots = (tmp_path / "ram", tmp_path / "steps")
+    with tiered_steps.checkpointer(*roots) as checkpointer:
         tiered_steps.save(checkpointer, 1, 2, 3)
-    with tiered_steps.checkpointer(*places) as checkpointer:
+    with tiered_steps.checkpointer(*roots) as checkpointer:
         checkpointer.load_checkpointables(1, {"data": tiered_steps.Cursors()})
         tiered_steps.save(checkpointer, 2)
-    found = inspect(*places)
-    steps = {(each["step"], each["abandoned"]): each for each in found["steps"]}
+    printed = inspect(*roots)
+    steps = {(each["step"], each["abandoned"]): each for each in printed["steps"]}
     assert sorted(steps) == [(1, False), (2, False), (2, True), (3, True)]
     assert steps[1, False]["parent"] is steps[2, True]["parent"] is None
     assert steps[2, False]["parent"] == [1, steps[1, False]["save"]]
-    assert {each["step"] for each in found["coverage"]} == {2}
-    told = runs.verb("inspect", *places)
-    line, abandoned = told.split("abandoned, since")
+    assert {each["step"] for each in printed["coverage"]} == {2}
+    printed = runs.verb("inspect", *roots)
+    line, abandoned = printed.split("abandoned, since")
     assert "step 2: complete, goes on from step 1\n" in line
     assert "step 3" not in line
     assert "step 2: complete\n" in abandoned
     assert "step 3: complete\n" in abandoned
     # Each is verified where it lies.
-    assert "PASSED" in runs.verb("verify", *places)
+    assert "PASSED" in runs.verb("verify", *roots)

@@ -59,10 +59,10 @@ def test_the_version_is_that_of_what_is_installed():
 
 def completed(line, tmp_path):
     """The completions that a shell would get at the end of a line."""
-    found = tmp_path / "found"
+    directory = tmp_path / "found"
     environment = os.environ | {
         "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(found),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(directory),
         "_ARGCOMPLETE_SUPPRESS_SPACE": "1",
         "COMP_LINE": line,
         "COMP_POINT": str(len(line)),
@@ -72,7 +72,7 @@ def completed(line, tmp_path):
     }
     program = pathlib.Path(sys.executable).parent / "elastic-ckpt"
     subprocess.run([program], env=environment, cwd=tmp_path, check=True)
-    return found.read_text().split("\v") if found.exists() else []
+    return directory.read_text().split("\v") if directory.exists() else []
 
 
 def test_a_shell_completes_verbs_options_files_keys_and_values(tmp_path):

@@ -42,8 +42,8 @@ def saved(kept, tmp_path):
 
 def in_ram(saved, step=2):
     """The directory of the step in RAM."""
-    (found,) = (saved / "ram" / "hosts" / "0").glob(f"{step}-*")
-    return found
+    (directory,) = (saved / "ram" / "hosts" / "0").glob(f"{step}-*")
+    return directory
 
 
 def flip(path, *, at=0, bit=0):
@@ -73,12 +73,12 @@ def test_all_is_well_in_any_mixture(saved):
 def test_a_bit_in_ram_is_named_with_its_leaf_box_host_and_path(saved):
     path = in_ram(saved) / "state" / "params" / "w" / "c" / "3" / "0"
     flip(path, at=5, bit=6)
-    (found,) = problems(saved / "ram", saved / "steps")
+    (problem,) = problems(saved / "ram", saved / "steps")
     host = (saved / "ram" / machine.FILE).read_text() + ".0"
-    assert found["part"] == "state/params/w[6:8, 0:6]"
-    assert (found["kind"], found["tier"]) == ("damaged", "local")
-    assert (found["holder"], found["path"]) == (host, str(path))
-    assert found["remedy"].startswith("the persistent tier has a good copy")
+    assert problem["part"] == "state/params/w[6:8, 0:6]"
+    assert (problem["kind"], problem["tier"]) == ("damaged", "local")
+    assert (problem["holder"], problem["path"]) == (host, str(path))
+    assert problem["remedy"].startswith("the persistent tier has a good copy")
     (alone,) = problems(saved / "ram")
     assert alone["remedy"].startswith("no good copy is left: restore an older step")
     assert "FAILED" in runs.verb("verify", saved / "ram", code=1)
@@ -87,16 +87,16 @@ def test_a_bit_in_ram_is_named_with_its_leaf_box_host_and_path(saved):
 def test_a_wrong_checksum_behind_right_values_is_told(saved):
     path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
     flip(path, at=-1)
-    (found,) = problems(saved / "ram")
-    assert found["part"] == "state/params/b[0:6]"
-    assert found["why"].startswith("has right values, and a wrong CRC-32C")
+    (problem,) = problems(saved / "ram")
+    assert problem["part"] == "state/params/b[0:6]"
+    assert problem["why"].startswith("has right values, and a wrong CRC-32C")
 
 
 def test_the_file_of_a_component_is_named(saved):
     for path in (in_ram(saved) / "data" / "a.json", saved / "steps/2/data/b.json"):
         flip(path)
-    found = problems(saved / "ram", saved / "steps")
-    assert [(each["part"], each["tier"]) for each in found] == [
+    reported = problems(saved / "ram", saved / "steps")
+    assert [(each["part"], each["tier"]) for each in reported] == [
         ("data/a.json", "local"),
         ("data/b.json", "persistent"),
     ]
@@ -113,8 +113,8 @@ def bits(directory, count):
 
 
 def verified(*paths):
-    found = [tier_locations.at_path(path, run=tiered_steps.RUN) for path in paths]
-    together = tier_locations.Locations(found)
+    locations = [tier_locations.at_path(path, run=tiered_steps.RUN) for path in paths]
+    together = tier_locations.Locations(locations)
     return verification.verify(together, together.steps, progress=lambda *_: None)
 
 
@@ -192,12 +192,13 @@ def test_a_file_that_is_too_long_is_reported_with_a_remedy(saved):
     for path in (in_ram(saved) / "data" / "a.json", saved / "steps/2/data/a.json"):
         before = path.read_bytes()
         path.write_bytes(before + b"more")
-        (found,) = problems(saved / "ram", saved / "steps")
-        assert (found["kind"], found["part"]) == ("damaged", "data/a.json")
-        assert found["path"] == str(path)
-        assert found["why"] == "is longer than what was saved, by 4 bytes"
+        (problem,) = problems(saved / "ram", saved / "steps")
+        assert (problem["kind"], problem["part"]) == ("damaged", "data/a.json")
+        assert problem["path"] == str(path)
+        assert problem["why"] == "is longer than what was saved, by 4 bytes"
         assert (
-            found["remedy"] == "a restore reads only its first 3 bytes: cut it to them"
+            problem["remedy"]
+            == "a restore reads only its first 3 bytes: cut it to them"
         )
         path.write_bytes(before)
 
@@ -211,7 +212,7 @@ def test_a_restore_hands_out_no_bytes_behind_a_file_of_a_component(saved, tier):
     data = Texts()
     with tiered_steps.checkpointer(ram, saved / "steps") as opened:
         opened.load_checkpointables(2, {"data": data})
-    texts = {name: data.found[name] for name in ("a.json", "b.json")}
+    texts = {name: data.texts[name] for name in ("a.json", "b.json")}
     assert texts == {"a.json": '"a"', "b.json": '"b"'}
 
 
@@ -220,7 +221,7 @@ class Texts(tiered_steps.Cursors):
 
     async def load(self, directory):
         async def read():
-            self.found = {path.name: path.read_text() for path in directory.iterdir()}
+            self.texts = {path.name: path.read_text() for path in directory.iterdir()}
 
         return read()
 
@@ -230,12 +231,12 @@ def test_metadata_that_orbax_cannot_read_is_told(saved):
     for file in ("_CHECKPOINT_METADATA", "state/_METADATA", "state/_sharding"):
         before = (step / file).read_bytes()
         (step / file).write_bytes(before[:-1])
-        (found,) = problems(step)
-        assert (found["kind"], found["part"]) == ("orbax", file)
-        assert found["why"] == "is not what was saved: its digest differs"
+        (problem,) = problems(step)
+        assert (problem["kind"], problem["part"]) == ("orbax", file)
+        assert problem["why"] == "is not what was saved: its digest differs"
         (step / file).unlink()
-        (found,) = problems(step)
-        assert (found["part"], found["why"]) == (file, "is missing")
+        (problem,) = problems(step)
+        assert (problem["part"], problem["why"]) == (file, "is missing")
         (step / file).write_bytes(before)
 
 
@@ -261,9 +262,9 @@ def test_values_that_only_our_manifests_find_are_told(saved):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copy(other / "manifest.ocdbt", step)
     shutil.copytree(other / "d", step / "d")
-    found = problems(saved / "steps", saved / "ram")
-    assert {each["kind"] for each in found} == {"orbax"}
-    assert "state/params/w[6:8, 0:6]" in {each["part"] for each in found}
+    reported = problems(saved / "steps", saved / "ram")
+    assert {each["kind"] for each in reported} == {"orbax"}
+    assert "state/params/w[6:8, 0:6]" in {each["part"] for each in reported}
 
 
 def test_a_step_that_is_not_complete_says_what_is_missing(saved):
@@ -283,9 +284,9 @@ def test_a_step_that_is_not_complete_says_what_is_missing(saved):
         type(held)(**{**vars(held), "fragments": fewer}),
     )
     assert part.file.startswith("state/params/b")
-    (found,) = problems(saved / "ram")
-    assert found["kind"] == "incomplete"
-    assert found["why"] == "lacks parts of 1 of 4 leaves: [state/params/b[0:6]]"
+    (problem,) = problems(saved / "ram")
+    assert problem["kind"] == "incomplete"
+    assert problem["why"] == "lacks parts of 1 of 4 leaves: [state/params/b[0:6]]"
     # In another mixture it is complete.
     assert verify(saved / "ram", saved / "steps", code=0)["passed"]
 
@@ -299,31 +300,31 @@ def test_holders_that_disagree_are_named(saved):
     manifest_file.write(
         manifest_path.parent, type(held)(**{**vars(held), "fragments": fragments})
     )
-    found = {each["kind"]: each for each in problems(saved / "ram", saved / "steps")}
-    assert found.keys() == {"damaged", "diverged"}
-    assert found["diverged"]["part"] == "state/params/b[0:6]"
-    assert "saved different values" in found["diverged"]["why"]
+    by_kind = {each["kind"]: each for each in problems(saved / "ram", saved / "steps")}
+    assert by_kind.keys() == {"damaged", "diverged"}
+    assert by_kind["diverged"]["part"] == "state/params/b[0:6]"
+    assert "saved different values" in by_kind["diverged"]["why"]
 
 
 def test_a_manifest_that_cannot_be_read_is_told(saved):
     flip(next(in_ram(saved).glob("manifest-*")), at=40)
-    found = problems(saved / "ram", saved / "steps")
-    assert [each["kind"] for each in found] == ["manifest"]
-    assert str(in_ram(saved)) in found[0]["why"]
+    reported = problems(saved / "ram", saved / "steps")
+    assert [each["kind"] for each in reported] == ["manifest"]
+    assert str(in_ram(saved)) in reported[0]["why"]
 
 
 def test_a_machine_that_has_lost_its_id_is_told(saved):
     (saved / "ram" / machine.FILE).write_text("f" * 16)
-    (found,) = problems(saved / "ram", saved / "steps")
-    assert "is not of the machine that" in found["why"]
+    (problem,) = problems(saved / "ram", saved / "steps")
+    assert "is not of the machine that" in problem["why"]
 
 
 def test_a_step_of_plain_orbax_is_not_verifiable(saved):
     steps = saved / "steps"
     with ocp.training.Checkpointer(steps) as orbax:
         assert orbax.save_checkpointables(7, {"state": {"a": 1}})
-    found = verify(steps, code=0)
-    assert found["steps"][-1]["state"] == "unverifiable"
+    printed = verify(steps, code=0)
+    assert printed["steps"][-1]["state"] == "unverifiable"
     text = runs.verb("verify", steps)
     assert "Orbax saved it without digests" in text
     assert text.endswith("PASSED, but for what cannot be verified\n")
@@ -343,17 +344,17 @@ def test_a_peer_is_read_through_its_agent_with_the_secret_from_a_file(saved):
     with served.agent_process(saved / "ram") as (_, url):
         secret = saved / "ram" / "secret"
         by_peer = ["--peer", url, "--secret-file", secret, "--run", tiered_steps.RUN]
-        (found,) = problems(*by_peer)
-        assert found["path"].startswith(f"{url}/v1/hosts/0/2-")
-        assert found["part"] == "state/params/w[6:8, 0:6]"
+        (problem,) = problems(*by_peer)
+        assert problem["path"].startswith(f"{url}/v1/hosts/0/2-")
+        assert problem["part"] == "state/params/w[6:8, 0:6]"
         path = in_ram(saved) / "state" / "params" / "b" / "c" / "0"
         path.write_bytes(path.read_bytes() + b"more")
         _, longer = problems(*by_peer)
         assert longer["why"] == "is longer than what was saved, by 4 bytes"
         path.write_bytes(path.read_bytes()[:-4])
         # By path and through the agent it is one holder.
-        (found,) = problems(saved / "ram", "--peer", url)
-        assert not found["path"].startswith("http")
+        (problem,) = problems(saved / "ram", "--peer", url)
+        assert not problem["path"].startswith("http")
         output = runs.verb("verify", "--peer", url, "--run", "r", code=1)
         assert "--peer needs the run's secret: add --secret-file" in output
         output = runs.verb("verify", *by_peer[:4], code=1)
@@ -364,8 +365,8 @@ def test_a_second_directory_with_the_same_step_is_read_too(saved):
     shutil.copytree(saved / "steps", saved / "copy")
     flip(saved / "copy" / "2" / "data" / "a.json")
     flip(saved / "copy" / "2" / "state" / "_sharding")
-    found = problems(saved / "steps", saved / "copy")
-    assert {each["path"] for each in found} == {
+    reported = problems(saved / "steps", saved / "copy")
+    assert {each["path"] for each in reported} == {
         str(saved / "copy" / "2" / "data" / "a.json"),
         str(saved / "copy" / "2" / "state" / "_sharding"),
     }
@@ -375,9 +376,9 @@ def test_a_peer_that_does_not_answer_is_told(saved):
     with served.agent_process(saved / "ram") as (_, url):
         pass
     gone = ["--peer", url, "--run", tiered_steps.RUN]
-    (found,) = problems(saved / "steps", "--step", 2, *gone, *secret_of(saved))
-    assert found["kind"] == "manifest"
-    assert url in found["why"]
+    (problem,) = problems(saved / "steps", "--step", 2, *gone, *secret_of(saved))
+    assert problem["kind"] == "manifest"
+    assert url in problem["why"]
     output = runs.verb("verify", *gone, *secret_of(saved), code=1)
     assert "they have the steps []; the list of steps " in output
     assert f"cannot be read: {url} fails" in output
@@ -410,8 +411,8 @@ def test_the_json_is_stable(saved, golden):
     output = runs.verb("verify", saved / "ram", saved / "steps", "--json", code=1)
     machine_id = (saved / "ram" / machine.FILE).read_text()
     save = in_ram(saved).name.partition("-")[2]
-    for found, name in ((str(saved), "/saved"), (machine_id, "M"), (save, "S")):
-        output = output.replace(found, name)
+    for text, name in ((str(saved), "/saved"), (machine_id, "M"), (save, "S")):
+        output = output.replace(text, name)
     golden("verify_v1.json", output)
 
 

@@ -61,9 +61,9 @@ def test_a_record_format_that_there_is_none_of_is_refused(make):
 
 @pytest.mark.parametrize(("shard", "num_shards"), [(-1, 4), (4, 4), (0, 0)])
 def test_a_shard_is_one_of_the_shards(shard, num_shards):
-    of = corpora.Numbers(blocks=((4,),))
+    sharded = corpora.Numbers(blocks=((4,),))
     with refused(f"Records: shard={shard} of num_shards={num_shards}; shards are"):
-        ec_data.Records(of, shard=shard, num_shards=num_shards)
+        ec_data.Records(sharded, shard=shard, num_shards=num_shards)
 
 
 def endless(shard):
@@ -102,7 +102,7 @@ def numbers(shard):
     return examples.to_iter_dataset(pipelines.IN_CALLER)
 
 
-def of(make_shard, num_shards=2):
+def sharded(make_shard, num_shards=2):
     return sharded_data.sharded(make_shard, num_shards=num_shards, pipeline="mine")
 
 
@@ -125,7 +125,7 @@ def of(make_shard, num_shards=2):
 )
 def test_ranks_and_rows_that_cannot_be_meant_are_refused(settings, message):
     with refused(f"^LocalBatches: {message}"):
-        ec_data.LocalBatches(of(numbers), **{"global_batch_size": 4, **settings})
+        ec_data.LocalBatches(sharded(numbers), **{"global_batch_size": 4, **settings})
 
 
 @pytest.mark.parametrize("size", [0, -8, 3, 12])
@@ -135,7 +135,7 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused(size):
         f"global_batch_size={size} does not divide over the 8 parts that the mesh makes"
         r" of it \(slice=2, fsdp=4\); choose a positive multiple of 8, or shard it over"
     ):
-        ec_data.Batches(of(numbers), mesh=mesh, global_batch_size=size)
+        ec_data.Batches(sharded(numbers), mesh=mesh, global_batch_size=size)
 
 
 def test_a_batch_of_another_size_that_does_not_divide_leaves_the_iterator(mesh_batches):
@@ -147,13 +147,13 @@ def test_a_batch_of_another_size_that_does_not_divide_leaves_the_iterator(mesh_b
 @pytest.fixture
 def mesh_batches():
     mesh = topology.mesh_of(topology.present(2))
-    made = ec_data.Batches(of(numbers), mesh=mesh, global_batch_size=8)
+    made = ec_data.Batches(sharded(numbers), mesh=mesh, global_batch_size=8)
     yield made
     made.close()
 
 
 def batch(make_shard):
-    return next(ec_data.LocalBatches(of(make_shard), global_batch_size=4))
+    return next(ec_data.LocalBatches(sharded(make_shard), global_batch_size=4))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,9 @@ def test_a_number_that_jax_would_cut_is_an_error(value):
         return rows.to_iter_dataset(pipelines.IN_CALLER)
 
     batches = iterator.Batches(
-        of(make_shard), mesh=topology.mesh_of(topology.present(2)), global_batch_size=8
+        sharded(make_shard),
+        mesh=topology.mesh_of(topology.present(2)),
+        global_batch_size=8,
     )
     first = next(batches)["x"]
     assert first.dtype == np.int32

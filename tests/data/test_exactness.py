@@ -46,8 +46,8 @@ def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(
         ids = example_id.join(batch.pop("example_id"))
         assert sorted(ids) == list(range(begin, begin + size))
         for row, number in enumerate(ids):
-            found = {feature: value[row] for feature, value in batch.items()}
-            assert worlds.content(found) == worlds.content(stream[number])
+            values = {feature: value[row] for feature, value in batch.items()}
+            assert worlds.content(values) == worlds.content(stream[number])
         saved = one.save()
 
 
@@ -145,12 +145,12 @@ def targets(batches):
 
 def expected_targets(steps):
     """Every target that the documents have."""
-    found = []
+    targets = []
     for document in formats.documents(*steps.datasets):
         if not steps.filtered or formats.is_kept({"tokens": document}):
             end = formats.LENGTH + 1 if steps.truncate else None
-            found += document[1:end].tolist()
-    return sorted(found)
+            targets += document[1:end].tolist()
+    return sorted(targets)
 
 
 @each_format
@@ -167,8 +167,8 @@ def test_an_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
         assert set(example_id.join(padding)) <= {example_id.NONE}
         assert not any(feature[~batch["mask"]].any() for feature in batch.values())
     for num_hosts in stages.HOSTS[1:]:
-        found = worlds.World(data, num_hosts, 24).rest()
-        assert list(map(worlds.content, found)) == expected
+        batches = worlds.World(data, num_hosts, 24).rest()
+        assert list(map(worlds.content, batches)) == expected
 
 
 @each_pipeline
@@ -180,8 +180,8 @@ def test_two_epochs_have_every_token_twice_also_in_batches_that_do_not_fit(files
         world = worlds.World(data, *next(schedule))
         if saved:
             world.load(saved)
-        found, goes_on = stages.batches_until_end(world, 5)
-        batches += found
+        read_batches, goes_on = stages.batches_until_end(world, 5)
+        batches += read_batches
         saved = world.save()
     assert sorted(targets(batches)) == sorted(
         2 * expected_targets(formats.PIPELINES[name])
@@ -194,9 +194,9 @@ def test_an_epoch_in_batches_that_lack_some_shards_has_every_token_once(
     files, name, num_hosts, size
 ):
     data = formats.data(files["tfrecord"], name, num_epochs=1)
-    found = worlds.World(data, num_hosts, size).rest()
-    assert sorted(targets(found)) == expected_targets(formats.PIPELINES[name])
-    assert all(batch["mask"].any() for batch in found)
+    batches = worlds.World(data, num_hosts, size).rest()
+    assert sorted(targets(batches)) == expected_targets(formats.PIPELINES[name])
+    assert all(batch["mask"].any() for batch in batches)
 
 
 def test_an_epoch_that_drops_the_remainder_has_the_batches_before_the_first_padding(
@@ -208,8 +208,8 @@ def test_an_epoch_that_drops_the_remainder_has_the_batches_before_the_first_padd
     assert 0 < len(real) < len(padded)
     dropping = dataclasses.replace(data, end=elastic_data.End.DROPPED)
     for num_hosts in (1, 4):
-        found = worlds.World(dropping, num_hosts, 12).rest()
-        assert list(map(worlds.content, found)) == list(map(worlds.content, real))
+        batches = worlds.World(dropping, num_hosts, 12).rest()
+        assert list(map(worlds.content, batches)) == list(map(worlds.content, real))
 
 
 @pytest.mark.slow
@@ -232,11 +232,15 @@ def test_a_state_does_not_tell_how_many_processes_read(files):
 class Failing:
     """The shards of another, of which one has rows that cannot be made."""
 
-    of: formats.MakeShard
+    make_inner: formats.MakeShard
     shard: int
 
     def __call__(self, shard):
-        return self.of(shard).map(self.check) if shard == self.shard else self.of(shard)
+        return (
+            self.make_inner(shard).map(self.check)
+            if shard == self.shard
+            else self.make_inner(shard)
+        )
 
     def check(self, row):
         first = row["targets"][0]
@@ -246,37 +250,37 @@ class Failing:
 
 
 def batches_before_an_error(world):
-    found = []
+    batches = []
     try:
-        while len(found) < 50:
-            found.append(world.next())
+        while len(batches) < 50:
+            batches.append(world.next())
     except ValueError as error:
-        return found, str(error), error.__notes__
-    return found, "", []
+        return batches, str(error), error.__notes__
+    return batches, "", []
 
 
-@pytest.mark.parametrize(("num_workers", "ahead"), [(0, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize(("num_workers", "read_ahead"), [(0, 0), (0, 2), (1, 1)])
 def test_the_error_of_a_pipeline_reaches_the_caller_whoever_reads(
-    files, num_workers, ahead
+    files, num_workers, read_ahead
 ):
     good = formats.data(files["parquet"], "plain")
     data = dataclasses.replace(
         good,
-        make_shard=Failing(of=good.make_shard, shard=7),
+        make_shard=Failing(make_inner=good.make_shard, shard=7),
         num_workers=num_workers,
     )
-    world = worlds.World(data, 1, 12, read_ahead=ahead)
-    found, message, notes = batches_before_an_error(world)
+    world = worlds.World(data, 1, 12, read_ahead=read_ahead)
+    batches, message, notes = batches_before_an_error(world)
     assert re.fullmatch(r"token \d+ is divided by 3", message)
     one = worlds.World(good, 1, 12)
-    assert len(found) > 0
-    assert found == [one.next() for _ in found]
+    assert len(batches) > 0
+    assert batches == [one.next() for _ in batches]
     assert "in the pipeline of logical shard 7" in notes
-    refused = (world.next,) if ahead else (world.next, world.save)
+    refused = (world.next,) if read_ahead else (world.next, world.save)
     for step in refused:
         with pytest.raises(errors.DataError, match="stopped in the middle of a batch"):
             step()
-    if ahead:
+    if read_ahead:
         # Rows that were read ahead did not change the state of the taken ones.
         later = worlds.World(good, 1, 12)
         later.load(world.save())

@@ -105,37 +105,37 @@ def held(hosts, **spec):
 
 
 def test_each_host_holds_the_rows_of_its_devices():
-    of = held([0, 1, 0, 1])
-    assert of.row_hosts().tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [of.group(host) for host in (0, 1)] == [0, 1]
+    holding = held([0, 1, 0, 1])
+    assert holding.row_hosts().tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [holding.group(host) for host in (0, 1)] == [0, 1]
 
 
 def test_hosts_with_the_same_rows_count_as_one_whose_first_saves():
-    of = held([[1, 3], [1, 3], [0, 2], [0, 2]])
-    assert of.row_hosts().tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert [of.group(host) for host in range(4)] == [1, 0, 1, 0]
-    assert [of.first_holder(host) for host in range(4)] == [0, 1, 0, 1]
+    holding = held([[1, 3], [1, 3], [0, 2], [0, 2]])
+    assert holding.row_hosts().tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [holding.group(host) for host in range(4)] == [1, 0, 1, 0]
+    assert [holding.first_holder(host) for host in range(4)] == [0, 1, 0, 1]
 
 
 def test_hosts_of_parts_of_a_sequence_load_whole_rows():
-    of = held([[0, 1], [2, 3]], spec=("data", "tensor"))
-    assert of.row_hosts().tolist() == [0] * 4 + [1] * 4
-    assert [of.group(host) for host in range(4)] == [0, 0, 1, 1]
-    assert of.unused == 0
+    holding = held([[0, 1], [2, 3]], spec=("data", "tensor"))
+    assert holding.row_hosts().tolist() == [0] * 4 + [1] * 4
+    assert [holding.group(host) for host in range(4)] == [0, 0, 1, 1]
+    assert holding.unused == 0
 
 
 def test_hosts_that_share_some_rows_and_not_all_load_the_rows_of_both():
     # Two devices a host, three that hold the same rows.
-    of = held([[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]])
-    assert of.row_hosts().tolist() == [0] * 4 + [1] * 4
-    assert [of.group(host) for host in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert of.unused == 2
+    holding = held([[0, 0, 1], [1, 2, 2], [3, 3, 4], [4, 5, 5]])
+    assert holding.row_hosts().tolist() == [0] * 4 + [1] * 4
+    assert [holding.group(host) for host in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert holding.unused == 2
 
 
 def test_hosts_that_would_load_different_numbers_of_rows_load_all():
-    of = held([[0, 0], [1, 1], [1, 1], [2, 2]])
-    assert of.row_hosts().tolist() == [0] * 8
-    assert of.unused == 6
+    holding = held([[0, 0], [1, 1], [1, 1], [2, 2]])
+    assert holding.row_hosts().tolist() == [0] * 8
+    assert holding.unused == 6
 
 
 def numbers(shard, *, length=None):
@@ -163,15 +163,15 @@ def host_of_twelve_shards(sharding, size):
 
 def written(as_host, directory, sharding, num_hosts):
     """The files that each host writes of the first state."""
-    found = []
+    writers = []
     for number in range(num_hosts):
         as_host(number)
         host = host_of_twelve_shards(sharding, 24)
         own = directory / str(number)
         own.mkdir()
         host.write(own, host.get_state())
-        found.append(sorted(path.name for path in own.iterdir()))
-    return found
+        writers.append(sorted(path.name for path in own.iterdir()))
+    return writers
 
 
 def test_of_hosts_with_the_same_rows_one_writes(as_host, tmp_path):
@@ -187,9 +187,9 @@ def test_of_hosts_with_the_same_rows_one_writes(as_host, tmp_path):
 def test_of_hosts_that_run_the_same_shard_one_writes_it(as_host, tmp_path):
     # Each of 8 hosts runs one or two of 12 shards, half of them with another host.
     sharding = sharding_of(range(8))
-    found = written(as_host, tmp_path, sharding, 8)
-    assert "data_state.json" in found[0]
-    names = [name for of_host in found for name in of_host]
+    writers = written(as_host, tmp_path, sharding, 8)
+    assert "data_state.json" in writers[0]
+    names = [name for of_host in writers for name in of_host]
     names.remove("data_state.json")
     runs = [range(int(name[7:12]), int(name[13:18]) + 1) for name in names]
     assert sorted(shard for run in runs for shard in run) == list(range(12))
@@ -273,15 +273,15 @@ def test_padded_data_ends_when_every_shard_has_given_its_last_row(
     num_shards, size, lengths
 ):
     batches = batches_of(ending(num_shards, lengths, elastic_data.End.PADDED), size)
-    found = list(batches)
-    real = [np.asarray(batch["x"])[np.asarray(batch["mask"])] for batch in found]
+    delivered = list(batches)
+    real = [np.asarray(batch["x"])[np.asarray(batch["mask"])] for batch in delivered]
     assert all(len(rows_) for rows_ in real)
     assert sorted(map(tuple, np.concatenate(real).tolist())) == [
         (shard, n + 1)
         for shard in range(num_shards)
         for n in range(lengths[shard % len(lengths)])
     ]
-    for batch in found:
+    for batch in delivered:
         padding = ~np.asarray(batch["mask"])
         assert not np.asarray(batch["x"])[padding].any()
         assert set(example_id.join(np.asarray(batch["example_id"])[padding])) <= {

@@ -163,7 +163,7 @@ class Life:
 
     expected: tuple[int, ...]
     point: Point | None
-    of: str
+    phase: str
     everybody: bool
     pids: str
     storage: str
@@ -176,9 +176,9 @@ def live(place, emit, *, directories, slices, life):
     with multicontroller.joined(place):
         world = topology.present(slices)
         mesh = topology.mesh_of(world)
-        if life.of == "restore":
+        if life.phase == "restore":
             _arm(life, place.host)
-        every = 1 if life.of == "back_up" else 10**9
+        every = 1 if life.phase == "back_up" else 10**9
         checkpointer = factory.Checkpointer(
             tier_worlds.tiers(
                 directories[place.host], persistent=life.storage, every=every
@@ -196,7 +196,7 @@ def live(place, emit, *, directories, slices, life):
                 emit("run_stopped", step=step, saved=True)
             _save(checkpointer, mesh, step + 1, emit)
             checkpointer.wait()
-            if life.of != "restore":
+            if life.phase != "restore":
                 _arm(life, place.host)
             _save(checkpointer, mesh, step + 2, emit)
             checkpointer.wait()
@@ -212,12 +212,12 @@ def _restore(checkpointer, mesh, expected):
         assert checkpointer.latest is None
         return 0
     counter = tier_worlds.Counter()
-    found = checkpointer.load_checkpointables(
+    restored = checkpointer.load_checkpointables(
         None, {"state": tier_worlds.abstract(mesh, True), "data": counter}
     )
     step = checkpointer.latest.step
     assert step in expected, f"step {step} was restored, and not one of {expected}"
-    tier_worlds.check(found["state"], step)
+    tier_worlds.check(restored["state"], step)
     assert counter.step == step
     return step
 

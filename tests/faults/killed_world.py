@@ -17,12 +17,12 @@ from elastic_ckpt.config import load
 from elastic_ckpt.elastic import supervisor
 
 
-def _wrap(owner, name, kill, *, before, where=None):
+def _wrap(owner, name, kill, *, before, condition=None):
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(*arguments, **keywords):
-        here = where is None or where(*arguments)
+        here = condition is None or condition(*arguments)
         if here and before:
             kill()
         result = original(*arguments, **keywords)
@@ -58,23 +58,23 @@ def _points():
         "with_the_cursors_half_written": (
             os,
             "replace",
-            {"before": True, "where": _at_cursors},
+            {"before": True, "condition": _at_cursors},
         ),
         "with_the_state_half_written": (
             os,
             "replace",
-            {"before": True, "where": _at_data_state},
+            {"before": True, "condition": _at_data_state},
         ),
         "after_the_state_is_written": (host, "write", {"before": False}),
         "before_the_step_is_committed": (
             os,
             "replace",
-            {"before": True, "where": _at_step_8},
+            {"before": True, "condition": _at_step_8},
         ),
         "after_the_step_is_committed": (
             os,
             "replace",
-            {"before": False, "where": _at_step_8},
+            {"before": False, "condition": _at_step_8},
         ),
         "between_two_saves": (step_log.StepLog, "append", {"before": False}),
     }

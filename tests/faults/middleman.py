@@ -38,13 +38,13 @@ def instead_of(root, *, lie=the_truth, late_secs=0.0):
         asked = http.client.HTTPConnection(behind.hostname, behind.port)
         with contextlib.closing(asked):
             asked.request(method, path, headers=headers)
-            found = asked.getresponse()
-            body = found.read()
-        bounds = found.getheader("Content-Range")
+            answer = asked.getresponse()
+            body = answer.read()
+        bounds = answer.getheader("Content-Range")
         connection.sendall(
             scripted_peer.answer(
                 lie(path, body),
-                status=f"{found.status} {found.reason}",
+                status=f"{answer.status} {answer.reason}",
                 headers=[f"Content-Range: {bounds}"] if bounds else [],
             )
         )

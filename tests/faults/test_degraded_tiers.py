@@ -18,8 +18,8 @@ LIMIT_BYTES = 2**20
 
 @pytest.fixture
 def ram():
-    with machines.Machines() as found:
-        yield found
+    with machines.Machines() as started:
+        yield started
 
 
 @pytest.fixture
@@ -79,11 +79,11 @@ def is_told(event, step, why):
 
 def degraded(events, tier):
     """By step, why that tier was degraded."""
-    found = {}
+    reasons = {}
     for each in events:
         if each["event"] == "degraded" and each["tier"] == tier:
-            found.setdefault(each["step"], []).append(each["why"])
-    return found
+            reasons.setdefault(each["step"], []).append(each["why"])
+    return reasons
 
 
 def test_what_goes_bad_before_a_backup_is_told_and_put_right(
@@ -96,22 +96,22 @@ def test_what_goes_bad_before_a_backup_is_told_and_put_right(
         every=1,
     )
     assert steps(events, "backed_up") == [1, 2]
-    told = degraded(events, "local")
-    assert told.keys() == {2}
-    for why in told[2]:
+    reasons = degraded(events, "local")
+    assert reasons.keys() == {2}
+    for why in reasons[2]:
         assert why.startswith("state/")
         assert "its digest differs; it was backed up from elsewhere" in why
-    (found,) = [each for each in restored(2) if each["event"] == "restored_from"]
-    assert found["bad_copies"] == 0
+    (event,) = [each for each in restored(2) if each["event"] == "restored_from"]
+    assert event["bad_copies"] == 0
     # In storage, too, is what was saved.
     for number in range(4):
         ram.lose(number)
-    (found,) = [
+    (event,) = [
         each
         for each in restored(2, persistent=str(tmp_path / "steps"))
         if each["event"] == "restored_from"
     ]
-    assert found["persistent_bytes"] > 0
+    assert event["persistent_bytes"] > 0
 
 
 def test_storage_is_gone_for_a_while_and_the_backup_is_made_later(
@@ -128,9 +128,9 @@ def test_storage_is_gone_for_a_while_and_the_backup_is_made_later(
         every=2,
     )
     assert steps(events, "saved") == [1, 2, 3, 4, 5, 6]
-    told = degraded(events, "persistent")
-    assert told.keys() == {4}
-    for why in told[4]:
+    reasons = degraded(events, "persistent")
+    assert reasons.keys() == {4}
+    for why in reasons[4]:
         assert why.startswith("it was not backed up: host ")
         assert storage in why
         assert "Not a directory" in why
@@ -151,9 +151,9 @@ def test_the_ram_disk_of_a_machine_is_full_for_a_while(world, restored, ram):
     )
     assert steps(events, "save_started") == [1, 2, 3, 4, 5]
     assert steps(events, "saved") == [1, 4, 5]
-    told = degraded(events, "local")
-    assert told.keys() == {2, 3}
-    for step, (why,) in told.items():
+    reasons = degraded(events, "local")
+    assert reasons.keys() == {2, 3}
+    for step, (why,) in reasons.items():
         assert why.startswith(f"it was not saved: host 0: step {step} needs ")
         assert f" bytes in {root} (limit {LIMIT_BYTES} bytes)" in why
         assert "raise the limit" in why
@@ -171,9 +171,9 @@ def test_a_replica_that_differs_is_told_and_its_step_is_not_restored(
     assert steps(events, "saved") == [1, 2, 3]
     # The wrong part is not stored where it would be the only copy.
     assert steps(events, "backed_up") == [1, 2]
-    told = degraded(events, "persistent")
-    assert told.keys() == {3}
-    assert all("different values at different hosts" in why for why in told[3])
+    reasons = degraded(events, "persistent")
+    assert reasons.keys() == {3}
+    assert all("different values at different hosts" in why for why in reasons[3])
     (why,) = (each for each in degraded(events, "peer")[3] if "different" in each)
     assert why.startswith("state/w[0:48, 0:40] has different values at the hosts ")
     for number in range(4):
@@ -220,9 +220,9 @@ def test_a_peer_hangs_for_a_while(world, restored, ram):
         },
     )
     assert steps(events, "saved") == list(range(1, 10))
-    told = degraded(events, "peer")
-    assert 3 in told
-    assert any("cannot be read: http://127.0.0.1" in why for why in told[3])
+    reasons = degraded(events, "peer")
+    assert 3 in reasons
+    assert any("cannot be read: http://127.0.0.1" in why for why in reasons[3])
     # While copies of the third step wait for the peer, others are saved.
     hung = next(
         n for n, each in enumerate(events) if is_told(each, 3, "cannot be read")
@@ -256,10 +256,10 @@ def test_a_peer_that_lies_is_believed_nothing(world, restored, ram):
     with middleman.instead_of(ram.directory(1), lie=middleman.flip_values):
         events = world(2)
         assert steps(events, "saved") == [1, 2]
-        told = [why for whys in degraded(events, "peer").values() for why in whys]
+        reasons = [why for whys in degraded(events, "peer").values() for why in whys]
         assert any(
             f"at host {liar}.0 it is not what was saved: its digest differs" in why
-            for why in told
+            for why in reasons
         )
         # Parts that only this host had were copied nowhere.
         with pytest.raises(errors.RunError, match=r"no good copy of .* is left"):

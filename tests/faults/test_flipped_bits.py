@@ -50,23 +50,25 @@ class Saved:
         self.storage = str(storage)
         self.roots = {n: ram.directory(n) for n in (*MACHINES, EMPTY)}
         self.roots["storage"] = self.storage
-        self.kept = {of: spoilt_files.contents(self._below(of)) for of in self.roots}
+        self.kept = {
+            holder: spoilt_files.contents(self._below(holder)) for holder in self.roots
+        }
 
     def files(self, place):
         """All that can go bad there, of the newer step."""
-        found = []
-        for of in (*place.machines, *(["storage"] if place.storage else [])):
-            for path, content in self.kept[of].items():
+        files = []
+        for holder in (*place.machines, *(["storage"] if place.storage else [])):
+            for path, content in self.kept[holder].items():
                 if content and step_of(path) == STEPS[-1]:
-                    found.append((of, path))
-        return found
+                    files.append((holder, path))
+        return files
 
-    def path(self, of, file):
-        return os.path.join(self._below(of), file)
+    def path(self, holder, file):
+        return os.path.join(self._below(holder), file)
 
-    def older(self, of, file, chance):
+    def older(self, holder, file, chance):
         """The content of such a file of the older step."""
-        kept = self.kept[of]
+        kept = self.kept[holder]
         path = re.sub(r"^((?:[0-9]+/)?)2(?=[-/])", r"\g<1>1", file)
         if path in kept:
             return kept[path]
@@ -95,11 +97,11 @@ class Saved:
             emit=lambda name, **fields: events.append({"event": name, **fields}),
         ) as checkpointer:
             counter = tier_worlds.Counter()
-            found = checkpointer.load_checkpointables(
+            loaded = checkpointer.load_checkpointables(
                 step, {"state": wanted(), "data": counter}
             )
             restored = checkpointer.latest.step
-        tier_worlds.check(found["state"], restored)
+        tier_worlds.check(loaded["state"], restored)
         assert counter.step == restored
         assert step in (None, restored)
         return restored, events
@@ -107,26 +109,26 @@ class Saved:
     def put_back(self):
         """Makes all files what they were; those that differed, as (of, path)."""
         different = []
-        for of, kept in self.kept.items():
-            now = spoilt_files.contents(self._below(of))
+        for holder, kept in self.kept.items():
+            now = spoilt_files.contents(self._below(holder))
             if now != kept:
                 different += [
-                    (of, path)
+                    (holder, path)
                     for path in {**now, **kept}
                     if now.get(path) != kept.get(path)
                 ]
-                spoilt_files.put_back(self._below(of), kept)
+                spoilt_files.put_back(self._below(holder), kept)
         return different
 
-    def _below(self, of):
-        root = self.roots[of]
-        return root if of == "storage" else os.path.join(root, "hosts")
+    def _below(self, holder):
+        root = self.roots[holder]
+        return root if holder == "storage" else os.path.join(root, "hosts")
 
 
 def step_of(path):
     """The step that a file is of: in RAM below its slot, in storage at the top."""
-    found = re.match(r"(?:[0-9]+/(?=[0-9]+-))?([0-9]+)[-/]", path)
-    return int(found[1]) if found else None
+    match = re.match(r"(?:[0-9]+/(?=[0-9]+-))?([0-9]+)[-/]", path)
+    return int(match[1]) if match else None
 
 
 def kind_of(path):
@@ -180,27 +182,27 @@ PLACES = {
 AT_RISK = ("half of the ram", "storage")
 
 
-def place_of(where, chance):
-    num_machines, storage = PLACES[where]
+def place_of(place_name, chance):
+    num_machines, storage = PLACES[place_name]
     return Place(machines=tuple(chance.sample(MACHINES, num_machines)), storage=storage)
 
 
 def test_without_a_fault_the_newer_step_is_restored_anywhere(saved):
-    for where in PLACES:
-        step, events = saved.restore(place_of(where, random.Random(0)))
+    for place_name in PLACES:
+        step, events = saved.restore(place_of(place_name, random.Random(0)))
         assert step == STEPS[-1]
-        (told,) = events
-        assert (told["event"], told["bad_copies"]) == ("restored_from", 0)
+        (event,) = events
+        assert (event["event"], event["bad_copies"]) == ("restored_from", 0)
         assert not saved.put_back()
 
 
-def check_spoilt(saved, where, kind, chance):
+def check_spoilt(saved, place_name, kind, chance):
     """Spoils a file, restores, and puts it back; what came of it, in a word."""
-    place = place_of(where, chance)
+    place = place_of(place_name, chance)
     # Each kind has the same chance, because some have many more files.
     by_kind = {}
-    for of, file in saved.files(place):
-        by_kind.setdefault(kind_of(file), []).append((of, file))
+    for holder, file in saved.files(place):
+        by_kind.setdefault(kind_of(file), []).append((holder, file))
     if place.machines and chance.random() < 0.5:
         # Files of the restoring host itself are repaired if another host has them.
         own = place.machines[0]
@@ -208,10 +210,10 @@ def check_spoilt(saved, where, kind, chance):
             part: [each for each in by_kind[part] if each[0] == own]
             for part in ("chunk", "component")
         }
-    of, file = chance.choice(by_kind[chance.choice(sorted(by_kind))])
-    told = f"{where}: {file} of {of} {kind}"
-    other = saved.older(of, file, chance)
-    at = spoilt_files.spoil(saved.path(of, file), kind, chance, other=other)
+    holder, file = chance.choice(by_kind[chance.choice(sorted(by_kind))])
+    context = f"{place_name}: {file} of {holder} {kind}"
+    other = saved.older(holder, file, chance)
+    at = spoilt_files.spoil(saved.path(holder, file), kind, chance, other=other)
     step = chance.choice([None, STEPS[-1]])
     problem, restored, events = None, None, []
     try:
@@ -220,22 +222,24 @@ def check_spoilt(saved, where, kind, chance):
         problem = str(error)
     different = saved.put_back()
     # No other file is touched, but what a bad manifest named.
-    assert "manifest-" in file or set(different) <= {(of, file)}, told
+    assert "manifest-" in file or set(different) <= {(holder, file)}, context
     if restored == STEPS[-1]:
-        if of in place.machines[:1] and is_read(file, at, saved.kept[of]):
-            assert not different, f"{told}: it was not put right"
+        if holder in place.machines[:1] and is_read(file, at, saved.kept[holder]):
+            assert not different, f"{context}: it was not put right"
             return "repaired"
         return "not needed"
-    assert where in AT_RISK, f"{told}: {problem}"
+    assert place_name in AT_RISK, f"{context}: {problem}"
     if kind_of(file) in ("chunk", "component"):
         # Nobody else has it.
-        assert not any(file in saved.kept[n] for n in {*place.machines} - {of}), told
+        assert not any(file in saved.kept[n] for n in {*place.machines} - {holder}), (
+            context
+        )
     if problem is not None:
-        assert step == STEPS[-1], f"{told}: {problem}"
-        assert NAMED.search(problem), f"{told}: {problem}"
+        assert step == STEPS[-1], f"{context}: {problem}"
+        assert NAMED.search(problem), f"{context}: {problem}"
         return "error"
     reasons = [each["why"] for each in events if each["event"] == "step_passed_over"]
-    assert any(NAMED.search(why) for why in reasons), f"{told}: {reasons}"
+    assert any(NAMED.search(why) for why in reasons), f"{context}: {reasons}"
     return "older step"
 
 
@@ -252,13 +256,15 @@ def run(saved, num, kind, seed):
     chance = random.Random(seed)
     outcomes = {}
     for number in range(num):
-        where = list(PLACES)[number % len(PLACES)]
-        outcome = (where, check_spoilt(saved, where, kind, chance))
+        place_name = list(PLACES)[number % len(PLACES)]
+        outcome = (place_name, check_spoilt(saved, place_name, kind, chance))
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
     print(outcomes)
     # Otherwise this could pass without one repair. About 20 of 60 were found, and 8 in
     # each place where every part has two holders.
-    repaired = {where: outcomes.get((where, "repaired"), 0) for where in PLACES}
+    repaired = {
+        place_name: outcomes.get((place_name, "repaired"), 0) for place_name in PLACES
+    }
     assert sum(repaired.values()) >= num / 8, repaired
     assert min(repaired["ram"], repaired["half of the ram, and storage"]) >= num / 30
 
@@ -286,10 +292,10 @@ def test_storage_out_of_reach_is_told_and_what_is_in_ram_is_restored(saved):
     try:
         step, events = saved.restore(Place(machines=(0, 1), storage=True))
         assert step == STEPS[-1]
-        told = [each["why"] for each in events if each["event"] == "degraded"]
+        reasons = [each["why"] for each in events if each["event"] == "degraded"]
         unlisted = f"the steps in {saved.storage} cannot be listed"
-        assert any(why.startswith(unlisted) for why in told)
-        for why in told:
+        assert any(why.startswith(unlisted) for why in reasons)
+        for why in reasons:
             assert why.startswith((unlisted, "leftovers were not removed: host 0:"))
         with pytest.raises(errors.CheckpointError, match="no step is complete in RAM"):
             saved.restore(Place(machines=(), storage=True))
@@ -318,8 +324,8 @@ def test_a_world_puts_right_what_each_of_its_hosts_finds_spoilt(saved, tmp_path)
         keep=KEEP,
     )
     assert not saved.put_back()
-    (told,) = (each for each in events if each["event"] == "restored_from")
-    assert (told["bad_copies"], told["repaired"]) == (4, 4)
+    (event,) = (each for each in events if each["event"] == "restored_from")
+    assert (event["bad_copies"], event["repaired"]) == (4, 4)
 
 
 @pytest.mark.slow

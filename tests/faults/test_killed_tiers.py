@@ -38,30 +38,30 @@ class Lives:
         self._numbers = list(range(4))
         self._expected = ()
 
-    def end_at(self, of, name, *, everybody):
+    def end_at(self, phase, name, *, everybody):
         """A world finds what the one before left, and is killed at a point."""
-        point = PHASES[of][name]
-        told = f"{of}, {name}, on the machines {self._numbers}"
-        problem = self._live(of, point, everybody)
+        point = PHASES[phase][name]
+        context = f"{phase}, {name}, on the machines {self._numbers}"
+        problem = self._live(phase, point, everybody)
         # The reason that the world reports explains why it missed the point.
-        assert "killed by SIGKILL" in problem, f"{told}: {problem} {self._events}"
+        assert "killed by SIGKILL" in problem, f"{context}: {problem} {self._events}"
         if not everybody:
             killed = f"host {point.host} failed: killed by SIGKILL"
-            assert problem.startswith(killed), f"{told}: {problem}"
+            assert problem.startswith(killed), f"{context}: {problem}"
         (restored,) = self._heard("run_stopped") or [max(self._expected, default=0)]
         saved = self._heard("saved")
-        if of == "restore":
-            assert not saved, told
+        if phase == "restore":
+            assert not saved, context
             return None
         older, newer = restored + 1, restored + 2
-        assert older in saved, told
+        assert older in saved, context
         self._expected = {
             "older": (older,),
             "newer": (newer,),
             "either": (older, newer),
         }[point.then]
         # A step that was reported as saved is never lost.
-        assert max(saved) <= max(self._expected), told
+        assert max(saved) <= max(self._expected), context
         self._expected = tuple(s for s in self._expected if s >= max(saved))
         if everybody:
             return None
@@ -83,9 +83,9 @@ class Lives:
         assert len(self._heard("saved")) == 2
 
     def _heard(self, name):
-        return [fields["step"] for found, fields in self._events if found == name]
+        return [fields["step"] for event, fields in self._events if event == name]
 
-    def _live(self, of, point, everybody):
+    def _live(self, phase, point, everybody):
         self._ram.start_agents(self._numbers)
         pids = self._path / "pids"
         pids.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ class Lives:
         life = killed_tiers.Life(
             expected=self._expected,
             point=point,
-            of=of,
+            phase=phase,
             everybody=everybody,
             pids=str(pids),
             storage=str(self._path / "steps"),
@@ -134,15 +134,15 @@ def test_worlds_that_are_killed_lose_nothing_and_leave_nothing(lives):
 
 @pytest.mark.slow(minutes=0.6)
 @EVERYBODY
-@pytest.mark.parametrize("of", PHASES)
+@pytest.mark.parametrize("phase", PHASES)
 def test_killed_at_any_point_a_world_loses_nothing_and_leaves_nothing(
-    lives, of, everybody
+    lives, phase, everybody
 ):
-    if of == "restore":
+    if phase == "restore":
         # There has to be something to restore.
         lives.end_at("save", "with_its_part_committed", everybody=everybody)
-    for name in PHASES[of]:
-        lives.end_at(of, name, everybody=everybody)
+    for name in PHASES[phase]:
+        lives.end_at(phase, name, everybody=everybody)
     lives.end_well()
 
 

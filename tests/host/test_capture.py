@@ -165,15 +165,17 @@ def test_a_numpy_array_that_is_changed_afterwards_leaves_the_capture_as_it_was()
 def test_the_memory_of_a_capture_is_one_piece_that_the_next_one_uses_again():
     pool = host_memory.Pool()
     leaves = {"a": np.ones(3, np.int8), "b": np.ones((4, 5)), "c": np.float32(1)}
-    places = set()
+    addresses = set()
     for _ in range(3):
         captured = capture.capture(leaves, pool)
-        found = [values for part in captured.parts for _, values in part.boxes]
-        assert all(values.ctypes.data % 64 == 0 for values in found)
-        assert all(values.flags.c_contiguous for values in found)
-        places.add(tuple(values.ctypes.data for values in found))
+        captured_values = [
+            values for part in captured.parts for _, values in part.boxes
+        ]
+        assert all(values.ctypes.data % 64 == 0 for values in captured_values)
+        assert all(values.flags.c_contiguous for values in captured_values)
+        addresses.add(tuple(values.ctypes.data for values in captured_values))
         captured.release()
-    assert len(places) == 1
+    assert len(addresses) == 1
 
 
 def test_memory_that_was_released_twice_is_given_back_once():
@@ -202,8 +204,8 @@ def test_what_a_host_holds_of_an_array_is_copied_unless_it_is_nobody_elses(kept)
         kept=kept,
     )
     captured = capture.capture({"w": shards}, host_memory.Pool())
-    ((found, copy),) = only(captured).boxes
-    assert found == box
+    ((captured_box, copy),) = only(captured).boxes
+    assert captured_box == box
     assert np.shares_memory(copy, values) == kept
     assert copy.tobytes() == values.tobytes()
     assert captured.leaves == (shards.leaf,)

@@ -19,11 +19,11 @@ class Writer:
 
 def taken(sources):
     """Takes all items from their first holders; returns the result and kept ones."""
-    of = Holdings.from_offers(list(sources))
-    items = [(item, of.holders(item)[0].host) for item in range(of.num_items)]
+    table = Holdings.from_offers(list(sources))
+    items = [(item, table.holders(item)[0].host) for item in range(table.num_items)]
     writer = Writer()
     reader = verified_read.VerifiedReader(sources)
-    return replication.take(of, items, reader, writer), writer.kept
+    return replication.take(table, items, reader, writer), writer.kept
 
 
 def spoil(sources, number, path):
@@ -39,9 +39,9 @@ def spoil(sources, number, path):
 def test_what_is_bad_at_one_holder_is_taken_from_another_and_told():
     _, sources = test_verified_read.saved(2, copies=2)
     spoil(sources, 0, "b")
-    found, kept = taken(sources)
-    assert found.copies == len(kept) == 3
-    (why,) = found.problems
+    values, kept = taken(sources)
+    assert values.copies == len(kept) == 3
+    (why,) = values.problems
     assert why.startswith("b[] at host host-00 ")
     assert "its digest differs" in why
 
@@ -49,11 +49,11 @@ def test_what_is_bad_at_one_holder_is_taken_from_another_and_told():
 def test_what_is_bad_at_every_holder_is_not_taken_and_told():
     _, sources = test_verified_read.saved(2)
     spoil(sources, 1, "w")
-    found, kept = taken(sources)
-    assert found.copies == len(kept) == 2
-    assert any("no good copy of w[" in why for why in found.problems)
+    values, kept = taken(sources)
+    assert values.copies == len(kept) == 2
+    assert any("no good copy of w[" in why for why in values.problems)
 
 
 def test_of_good_copies_nothing_is_told():
-    found, kept = taken(test_verified_read.saved(3, copies=2)[1])
-    assert (found.copies, found.problems) == (len(kept), ())
+    values, kept = taken(test_verified_read.saved(3, copies=2)[1])
+    assert (values.copies, values.problems) == (len(kept), ())

@@ -61,21 +61,21 @@ def test_an_array_is_made_under_any_sharding_of_each_box_once(spec, dtype):
     (leaf,) = trees.wanted({"state": wanted})
     assert len(leaf.boxes) == len(set(leaf.boxes))
     assert sum(box.volume for box in leaf.boxes) == values.size
-    found = restored(wanted, {"state": values})
-    assert found.sharding.is_equivalent_to(sharding, 2)
-    assert found.dtype == values.dtype
-    assert np.asarray(found).tobytes() == values.tobytes()
+    tree = restored(wanted, {"state": values})
+    assert tree.sharding.is_equivalent_to(sharding, 2)
+    assert tree.dtype == values.dtype
+    assert np.asarray(tree).tobytes() == values.tobytes()
 
 
 def test_another_dtype_is_cast_after_reading():
     values = np.linspace(-3, 3, 16, dtype=np.float32)
     sharding = NamedSharding(MESH, PartitionSpec("a"))
-    found = restored(
+    tree = restored(
         jax.ShapeDtypeStruct((16,), jnp.bfloat16, sharding=sharding), {"state": values}
     )
-    assert found.dtype == jnp.bfloat16
+    assert tree.dtype == jnp.bfloat16
     expected = values.astype(jnp.bfloat16)
-    assert np.asarray(found).tobytes() == expected.tobytes()
+    assert np.asarray(tree).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("shape", [(), (4,)])
@@ -84,10 +84,10 @@ def test_typed_keys_come_back_as_keys(shape):
     sharding = NamedSharding(MESH, PartitionSpec(*["a"] * len(shape)))
     numbers = np.asarray(jax.random.key_data(key))
     wanted = jax.ShapeDtypeStruct(shape, key.dtype, sharding=sharding)
-    found = restored(wanted, {"state": numbers})
-    assert found.dtype == key.dtype
-    assert found.shape == shape
-    assert np.asarray(jax.random.key_data(found)).tobytes() == numbers.tobytes()
+    tree = restored(wanted, {"state": numbers})
+    assert tree.dtype == key.dtype
+    assert tree.shape == shape
+    assert np.asarray(jax.random.key_data(tree)).tobytes() == numbers.tobytes()
     assert restored(key, {"state": numbers}).dtype == key.dtype
 
 
@@ -99,22 +99,22 @@ def test_numbers_and_numpy_arrays_come_back_as_such():
         "state/on": np.array(False),
         "state/a": np.array([1, 2, 3], np.int16),
     }
-    found = restored(wanted, saved)
-    assert {name: type(value) for name, value in found.items()} == {
+    tree = restored(wanted, saved)
+    assert {name: type(value) for name, value in tree.items()} == {
         "f": float,
         "n": int,
         "on": bool,
         "a": np.ndarray,
     }
-    assert (found["f"], found["n"], found["on"]) == (2.5, 7, False)
-    assert found["a"].tolist() == [1, 2, 3]
+    assert (tree["f"], tree["n"], tree["on"]) == (2.5, 7, False)
+    assert tree["a"].tolist() == [1, 2, 3]
 
 
 def test_an_array_without_a_sharding_comes_to_this_host():
-    found = restored(
+    tree = restored(
         jax.ShapeDtypeStruct((2,), np.float32), {"state": np.ones(2, np.float32)}
     )
-    assert found.devices() == {jax.local_devices()[0]}
+    assert tree.devices() == {jax.local_devices()[0]}
 
 
 def test_a_leaf_of_another_kind_is_named():

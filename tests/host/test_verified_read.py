@@ -21,9 +21,9 @@ class Memory:
         for number in range(len(offer.manifest.fragments)):
             part = offer.manifest.fragments.row(number, contents=contents)
             leaf = contents.leaves[part.leaf]
-            found = saved_worlds.values(leaf.path, leaf.shape)
+            leaf_values = saved_worlds.values(leaf.path, leaf.shape)
             place = tuple(map(slice, part.box.start, part.box.stop))
-            self.parts[part.file, part.offset] = bytearray(found[place].tobytes())
+            self.parts[part.file, part.offset] = bytearray(leaf_values[place].tobytes())
 
     def read_into(self, file, offset, into, on_piece):
         part = self.parts.get((file, offset))
@@ -46,8 +46,8 @@ def saved(num_hosts, *, copies=1):
     for number in range(num_hosts):
         held = [(1, rows[(number + turn) % num_hosts]) for turn in range(copies)]
         held.append((0, boxes.whole(())))
-        of = saved_worlds.host(number, hosts=num_hosts)
-        offers.append(saved_worlds.offer(of, contents, held))
+        host = saved_worlds.host(number, hosts=num_hosts)
+        offers.append(saved_worlds.offer(host, contents, held))
     return contents, {offer: Memory(offer) for offer in offers}
 
 
@@ -74,9 +74,9 @@ def test_any_boxes_are_read_bit_equal_from_any_number_of_hosts(num_saved, parts,
         st.lists(st.sampled_from(saved_worlds.grid(SHAPE, parts)), min_size=1)
     )
     wanted = [("b", boxes.whole(())), *(("w", box) for box in of_leaf)]
-    found, _ = read(contents, sources, wanted)
-    assert len(found) == len(wanted)
-    for (path, box), values in zip(wanted, found, strict=True):
+    read_values, _ = read(contents, sources, wanted)
+    assert len(read_values) == len(wanted)
+    for (path, box), values in zip(wanted, read_values, strict=True):
         shape = SHAPE if path == "w" else ()
         whole = saved_worlds.values(path, shape)
         expected = whole[(*map(slice, box.start, box.stop), ...)]
@@ -93,13 +93,13 @@ def test_a_flipped_bit_is_read_from_the_next_holder_and_named(bit, host):
     for offer, memory in sources.items():
         if offer.host.number == row:
             file = f"arrays/{offer.host.id}.bin"
-            found = [
+            numbers = [
                 number
                 for number in range(len(offer.manifest.fragments))
                 if offer.manifest.fragments.row(number, contents=contents).box.start
                 == (2 * row, 0)
             ]
-            offset = offer.manifest.fragments.row(found[0], contents=contents).offset
+            offset = offer.manifest.fragments.row(numbers[0], contents=contents).offset
             memory.parts[file, offset][bit % in_row // 8] ^= 1 << bit % 8
     (values,), reader = read(contents, sources, [("w", boxes.whole(SHAPE))], host=host)
     assert values.tobytes() == saved_worlds.values("w", SHAPE).tobytes()

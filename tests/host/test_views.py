@@ -41,8 +41,8 @@ def pointers(array):
 def held_in_place(captured, array):
     """Whether a capture of one array holds views of it."""
     (part,) = captured.parts
-    places = [values.ctypes.data for _, values in part.boxes]
-    return places == pointers(array)
+    addresses = [values.ctypes.data for _, values in part.boxes]
+    return addresses == pointers(array)
 
 
 def content(captured):
@@ -166,13 +166,13 @@ def test_after_the_release_a_step_writes_in_place_again():
 
 def saves(step, number):
     """Whether each of some saves held the array in place; `step` runs in between."""
-    held, array, found = views.Views(), made(8), []
+    held, array, in_place = views.Views(), made(8), []
     for _ in range(number):
         captured = take(array, held)
-        found.append(held_in_place(captured, array))
+        in_place.append(held_in_place(captured, array))
         array = jax.block_until_ready(step(array))
         captured.release()
-    return found
+    return in_place
 
 
 def test_a_leaf_that_each_step_donates_is_held_once_and_copied_from_then_on():
@@ -184,13 +184,13 @@ def test_a_leaf_that_no_step_donates_is_copied_once_and_held_from_then_on():
 
 
 def test_a_leaf_that_is_replaced_after_its_save_is_done_is_held_at_later_saves():
-    held, array, found = views.Views(), made(8), []
+    held, array, in_place = views.Views(), made(8), []
     for _ in range(4):
         captured = take(array, held)
-        found.append(held_in_place(captured, array))
+        in_place.append(held_in_place(captured, array))
         captured.release()
         array = jax.block_until_ready(add(array))
-    assert found == [True, False, True, True]
+    assert in_place == [True, False, True, True]
 
 
 def test_what_is_watched_is_kept_no_longer_than_the_array():
@@ -214,12 +214,12 @@ def test_a_leaf_that_is_held_is_watched_again_after_some_saves(monkeypatch):
 
 def test_a_leaf_that_is_kept_while_it_is_watched_is_not_held_next():
     held, arrays = views.Views(), [made(), made(), made()]
-    found = []
+    in_place = []
     for array in arrays:
         captured = take(array, held)
-        found.append(held_in_place(captured, array))
+        in_place.append(held_in_place(captured, array))
         captured.release()
-    assert found == [True, False, False]
+    assert in_place == [True, False, False]
 
 
 def test_small_arrays_are_copied():

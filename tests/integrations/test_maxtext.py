@@ -86,7 +86,7 @@ def test_its_steps_take_our_batches_without_the_features_that_it_does_not_know(
     install, files
 ):
     install()
-    found = trained(files)
+    losses = trained(files)
     data = pipeline.from_config(
         schema.DataSection(
             grain_train_files=f"{files}/texts",
@@ -100,8 +100,8 @@ def test_its_steps_take_our_batches_without_the_features_that_it_does_not_know(
     ours = iterator.Batches(data, mesh=mesh, global_batch_size=8)
     expected = [next(ours) for _ in range(3)]
     assert all(batch.pop("example_id").shape == (8, 2) for batch in expected)
-    assert equal(found, expected)
-    assert {name: (x.shape, x.dtype) for name, x in found[0].items()} == dict.fromkeys(
+    assert equal(losses, expected)
+    assert {name: (x.shape, x.dtype) for name, x in losses[0].items()} == dict.fromkeys(
         maxtext.FEATURES, ((8, 24), np.int32)
     )
 
@@ -182,15 +182,15 @@ def test_tiers_that_do_not_fit_together_are_one_line(install, files, capfd):
 
 def test_its_evaluation_begins_anew_and_padding_weighs_nothing(install, files):
     install()
-    found = trained(
+    losses = trained(
         files, steps=1, eval_interval=1, grain_eval_files=f"{files}/held_out"
     )[1:]
-    weights = [(b["targets_segmentation"] > 0).any(axis=1) for b in found]
+    weights = [(b["targets_segmentation"] > 0).any(axis=1) for b in losses]
     assert sum(map(np.sum, weights)) <= 13
-    for batch in found:
+    for batch in losses:
         assert batch.keys() == set(maxtext.FEATURES)
         assert not batch["targets"][batch["targets_segmentation"] == 0].any()
-    tokens = sum((batch["targets_segmentation"] > 0).sum() for batch in found)
+    tokens = sum((batch["targets_segmentation"] > 0).sum() for batch in losses)
     # A text, between its begin and end token, has a target for each token but one.
     assert tokens == sum(len(f"held out {number}") + 1 for number in range(13))
 
@@ -199,8 +199,8 @@ def test_its_own_functions_are_back_afterwards(install, files):
     install()
     trained(files)
     for seam in maxtext_seams.SEAMS:
-        found = getattr(__import__(seam.module, fromlist=[""]), seam.name)
-        assert found.__module__ == seam.module
+        function = getattr(__import__(seam.module, fromlist=[""]), seam.name)
+        assert function.__module__ == seam.module
 
 
 def test_iterators_of_its_own_are_saved_and_restored_as_before(install):
@@ -208,8 +208,8 @@ def test_iterators_of_its_own_are_saved_and_restored_as_before(install):
     with maxtext.seams_taken():
         utility = __import__("maxtext.common.grain_utility", fromlist=[""])
         assert utility.for_save(3, "theirs", -1) == ("saves", 3, "theirs", -1)
-        found = utility.for_restore("manager", 3, "theirs", -1)
-        assert found == ("restores", "manager", 3, "theirs")
+        arguments = utility.for_restore("manager", 3, "theirs", -1)
+        assert arguments == ("restores", "manager", 3, "theirs")
 
 
 def test_an_error_of_the_data_is_not_taken_for_its_end(install, files, capsys):
@@ -223,9 +223,9 @@ def test_an_error_of_the_data_is_not_taken_for_its_end(install, files, capsys):
 
 def test_the_end_of_the_data_is(install, files, capsys):
     install()
-    found = trained(files, steps=1000, num_epoch=1, packing=False)
+    losses = trained(files, steps=1000, num_epoch=1, packing=False)
     assert "Training stopped" in capsys.readouterr().out
-    rows = sum((b["targets_segmentation"] > 0).any(axis=1).sum() for b in found)
+    rows = sum((b["targets_segmentation"] > 0).any(axis=1).sum() for b in losses)
     # Every ninth text is empty: begin and end token alone make an example too.
     assert rows == 60
 

@@ -319,17 +319,17 @@ def test_a_value_without_a_meaning_here_is_refused(settings, message):
 
 @pytest.mark.parametrize("path", ["gs://models/gemma", __file__])
 def test_a_hugging_face_tokenizer_that_is_there_is_taken(path):
-    found = config(tokenizer_type="huggingface", tokenizer_path=path)
-    assert maxtext_config.train_section(found, OWN).tokenizer_path == path
+    settings = config(tokenizer_type="huggingface", tokenizer_path=path)
+    assert maxtext_config.train_section(settings, OWN).tokenizer_path == path
 
 
 def test_of_data_that_has_tokens_no_tokenizer_is_looked_at():
-    found = config(
+    settings = config(
         tokenize_train_data=False,
         tokenizer_type="huggingface",
         tokenizer_path="org/model",
     )
-    assert not maxtext_config.train_section(found, OWN).tokenizer_path
+    assert not maxtext_config.train_section(settings, OWN).tokenizer_path
 
 
 def test_files_are_named_absolutely_and_uris_as_they_are():
@@ -376,8 +376,8 @@ def test_a_key_of_the_tiers_is_checked_like_anywhere():
 
 
 def rows(*, evaluation=False, **settings):
-    found = config(**settings)
-    return maxtext_config.global_batch_size(found, num_devices=8, evaluation=evaluation)
+    made = config(**settings)
+    return maxtext_config.global_batch_size(made, num_devices=8, evaluation=evaluation)
 
 
 def test_the_batch_is_what_maxtext_s_step_takes():

@@ -5,20 +5,20 @@ from elastic_ckpt.manifests import coverage, holdings
 from tests.tiers import saved_worlds
 
 
-def brute_force(found, domain):
+def brute_force(table, domain):
     """By each domain of a kind, the items of which all holders are in it."""
     names = {
         offer.host.domains.get(domain, "")
-        for offer in found.offers
+        for offer in table.offers
         if offer.tier == "local"
     }
     return {
         name: [
             item
-            for item in range(found.num_items)
+            for item in range(table.num_items)
             if all(
                 offer.tier == "local" and offer.host.domains.get(domain, "") == name
-                for offer in found.holders(item)
+                for offer in table.holders(item)
             )
         ]
         for name in names
@@ -36,12 +36,12 @@ def test_what_is_lost_with_a_domain_is_what_no_other_holder_has(offers, domain, 
         )
         for number, each in enumerate(offers)
     ]
-    found = holdings.Holdings.from_offers(offers)
-    covered = coverage.coverage(found, domain)
-    expected = brute_force(found, domain)
+    table = holdings.Holdings.from_offers(offers)
+    covered = coverage.coverage(table, domain)
+    expected = brute_force(table, domain)
     assert {name: list(items) for name, items in covered.lost.items()} == expected
     assert list(covered.lost) == sorted(expected)
-    assert covered.num_survivors == found.num_items - sum(map(len, expected.values()))
+    assert covered.num_survivors == table.num_items - sum(map(len, expected.values()))
 
 
 def test_a_step_without_items_loses_none():

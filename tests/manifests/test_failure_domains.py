@@ -41,10 +41,10 @@ def saved(tmp_path, **peers):
 
 def test_a_host_is_in_the_domains_of_its_environment(tmp_path, monkeypatch):
     monkeypatch.setenv(failure_domains.VARIABLE, "zone=z1;rack=r1")
-    found = saved(tmp_path, domains={"rack": "r2"})
-    assert found.pop("host")
+    host = saved(tmp_path, domains={"rack": "r2"})
+    assert host.pop("host")
     # The program's own values win.
-    assert found == {"slice": "s1", "zone": "z1", "rack": "r2"}
+    assert host == {"slice": "s1", "zone": "z1", "rack": "r2"}
 
 
 def test_an_environment_that_cannot_be_read_is_named(tmp_path, monkeypatch):

@@ -28,25 +28,27 @@ def small():
     """A host with two of four parts of a matrix, a scalar, and two cursors."""
     parts = saved_worlds.grid([8, 4], [4, 1])
     held = [(2, parts[3]), (0, boxes.whole(())), (2, parts[1])]
-    of = saved_worlds.host(1, 2, 4, rack="r7")
+    host = saved_worlds.host(1, 2, 4, rack="r7")
     files = [saved_worlds.data_file(2, 3)]
     whole = dataclasses.replace(WHOLE, time_ms=1_790_000_000_123, metrics='{"loss":2}')
-    return saved_worlds.offer(of, whole, held, files=files, step=40).manifest
+    return saved_worlds.offer(host, whole, held, files=files, step=40).manifest
 
 
-def described():
+def whole_manifest():
     """The same host, of a step with trees and metadata."""
     trees = '{"shardings":[],"trees":{"params":{"b":"array","w":"numpy"}}}'
-    found = small()
+    manifest_of_host = small()
     contents = dataclasses.replace(
-        found.contents, trees=trees, custom_metadata='{"note":"x"}'
+        manifest_of_host.contents, trees=trees, custom_metadata='{"note":"x"}'
     )
-    return dataclasses.replace(found, contents=contents)
+    return dataclasses.replace(manifest_of_host, contents=contents)
 
 
-def rows(found):
-    every = range(len(found.fragments))
-    return [found.fragments.row(number, contents=found.contents) for number in every]
+def rows(fragments):
+    every = range(len(fragments.fragments))
+    return [
+        fragments.fragments.row(number, contents=fragments.contents) for number in every
+    ]
 
 
 def same(a, b):
@@ -57,15 +59,15 @@ def same(a, b):
 @given(saved_worlds.saved(), st.randoms())
 def test_a_manifest_is_read_as_it_was_written_and_has_one_content(offers, random):
     for offer in offers:
-        found = offer.manifest
-        text = manifest_file.to_bytes(found)
-        assert same(manifest_file.parse(text), found)
+        parsed = offer.manifest
+        text = manifest_file.to_bytes(parsed)
+        assert same(manifest_file.parse(text), parsed)
         assert manifest_file.to_bytes(manifest_file.parse(text)) == text
-        shuffled = rows(found)
+        shuffled = rows(parsed)
         random.shuffle(shuffled)
-        again = manifest.Fragments.from_rows(shuffled, contents=found.contents)
+        again = manifest.Fragments.from_rows(shuffled, contents=parsed.contents)
         assert (
-            manifest_file.to_bytes(dataclasses.replace(found, fragments=again)) == text
+            manifest_file.to_bytes(dataclasses.replace(parsed, fragments=again)) == text
         )
 
 
@@ -74,9 +76,9 @@ def test_version_1_has_these_bytes(golden):
 
 
 def test_version_1_with_trees_has_these_bytes(golden):
-    text = manifest_file.to_bytes(described())
+    text = manifest_file.to_bytes(whole_manifest())
     golden("manifest_v1_trees.json", text.decode())
-    assert same(manifest_file.parse(text), described())
+    assert same(manifest_file.parse(text), whole_manifest())
 
 
 def test_the_first_version_still_loads():
@@ -86,10 +88,10 @@ def test_the_first_version_still_loads():
 def test_version_1_with_parents_has_these_bytes(golden):
     parents = ((4, "000000000000001"), (39, "000000000000002"))
     whole = dataclasses.replace(small().contents, parents=parents)
-    found = dataclasses.replace(small(), contents=whole)
-    text = manifest_file.to_bytes(found)
+    with_parents = dataclasses.replace(small(), contents=whole)
+    text = manifest_file.to_bytes(with_parents)
     golden("manifest_v1_parents.json", text.decode())
-    assert same(manifest_file.parse(text), found)
+    assert same(manifest_file.parse(text), with_parents)
     validate(text)
 
 
@@ -112,7 +114,7 @@ def validate(text):
 @given(saved_worlds.saved())
 def test_what_is_written_is_of_the_schema(offers):
     validate(manifest_file.to_bytes(offers[0].manifest))
-    validate(manifest_file.to_bytes(described()))
+    validate(manifest_file.to_bytes(whole_manifest()))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_the_schema_refuses_what_is_not_of_the_format(change, said):
 
 def test_the_page_names_every_field():
     page = (ROOM / "FORMAT.md").read_text()
-    content = json.loads(manifest_file.to_bytes(described()))
+    content = json.loads(manifest_file.to_bytes(whole_manifest()))
     names = {*content, "parents", *content["host"], *content["fragments"]}
     names |= {name for each in content["component_files"] for name in each}
     names |= {name for each in content["components"].values() for name in each}
@@ -178,8 +180,8 @@ def fragments(**changes):
 
 
 def component_file(**changes):
-    (found,) = json.loads(manifest_file.to_bytes(small()))["component_files"]
-    return [found | changes]
+    (component_file,) = json.loads(manifest_file.to_bytes(small()))["component_files"]
+    return [component_file | changes]
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,16 @@ def hosts_of(offers):
     return [offer.host for offer in offers]
 
 
-def holders(found, placed):
+def holders(holding, placed):
     """The hosts that have each box when the copies are made."""
     of_box = [
-        {offer.host.id for offer in found.holders(n)} for n in range(found.num_items)
+        {offer.host.id for offer in holding.holders(n)}
+        for n in range(holding.num_items)
     ]
     for box, source, target in zip(
         placed.item, placed.source, placed.target, strict=True
     ):
-        assert placed.hosts[source].id in {o.host.id for o in found.holders(box)}
+        assert placed.hosts[source].id in {o.host.id for o in holding.holders(box)}
         assert placed.hosts[target].id not in of_box[box]
         of_box[box].add(placed.hosts[target].id)
     return of_box
@@ -59,9 +60,9 @@ def uniform(num_slices, slice_hosts, *, boxes_a_host=16, replicas=1):
 
 @given(saved_worlds.saved(), st.integers(1, 3))
 def test_no_lost_host_and_no_lost_slice_loses_what_was_guaranteed(offers, copies):
-    found, hosts = table(offers), hosts_of(offers)
-    placed = placement.place(found, hosts, placement.Policy(copies=copies))
-    of_box = holders(found, placed)
+    holding, hosts = table(offers), hosts_of(offers)
+    placed = placement.place(holding, hosts, placement.Policy(copies=copies))
+    of_box = holders(holding, placed)
     slices = {host.id: host.domains["slice"] for host in hosts}
     for box, ids in enumerate(of_box):
         if box not in lacking(placed, "copies"):
@@ -82,9 +83,9 @@ def test_no_lost_host_and_no_lost_slice_loses_what_was_guaranteed(offers, copies
 def test_the_order_of_manifests_and_hosts_does_not_matter(offers):
     def copies(listed):
         placed = placement.place(table(listed), hosts_of(listed)[::-1])
-        found = table(listed)
+        holding = table(listed)
         return {
-            (found.name(box), placed.hosts[source].id, placed.hosts[target].id)
+            (holding.name(box), placed.hosts[source].id, placed.hosts[target].id)
             for box, source, target in zip(
                 placed.item.tolist(), placed.source, placed.target, strict=True
             )
@@ -94,13 +95,13 @@ def test_the_order_of_manifests_and_hosts_does_not_matter(offers):
 
 
 def test_one_copy_is_distant_and_one_is_close():
-    found = table(uniform(4, 4))
-    hosts = hosts_of(found.offers)
+    holding = table(uniform(4, 4))
+    hosts = hosts_of(holding.offers)
     slices = {host.id: host.domains["slice"] for host in hosts}
-    placed = placement.place(found, hosts)
+    placed = placement.place(holding, hosts)
     assert not placed.shortfalls
-    for box, ids in enumerate(holders(found, placed)):
-        (saver,) = found.holders(box)
+    for box, ids in enumerate(holders(holding, placed)):
+        (saver,) = holding.holders(box)
         others = ids - {saver.host.id}
         own = saver.host.domains["slice"]
         assert sorted(slices[each] == own for each in others) == [False, True]
@@ -126,7 +127,7 @@ def test_what_was_copied_is_not_copied_again():
 
 def received(offers, placed):
     """The offers of the hosts when the copies have arrived."""
-    found = table(offers)
+    holding = table(offers)
     whole = offers[0].manifest.contents
     changed = []
     for offer in offers:
@@ -137,10 +138,10 @@ def received(offers, placed):
         for item, target in zip(placed.item.tolist(), placed.target, strict=True):
             if placed.hosts[target].id != offer.host.id:
                 continue
-            if item >= len(found.leaf):
-                files.append(found.files[item - len(found.leaf)])
+            if item >= len(holding.leaf):
+                files.append(holding.files[item - len(holding.leaf)])
             else:
-                fragment = found.fragment(int(found.first_row[item]))
+                fragment = holding.fragment(int(holding.first_row[item]))
                 held.append((fragment.leaf, fragment.box))
         changed.append(saved_worlds.offer(offer.host, whole, held, files=files))
     return changed
@@ -150,20 +151,20 @@ def test_after_a_slice_is_lost_only_what_it_held_is_copied_anew():
     offers = uniform(4, 4)
     held = received(offers, placement.place(table(offers), hosts_of(offers)))
     left = [offer for offer in held if offer.host.domains["slice"] != "s1"]
-    found = table(left)
-    placed = placement.place(found, hosts_of(left))
-    short = {n for n in range(found.num_items) if len(found.holders(n)) < 3}
+    holding = table(left)
+    placed = placement.place(holding, hosts_of(left))
+    short = {n for n in range(holding.num_items) if len(holding.holders(n)) < 3}
     assert set(placed.item.tolist()) == short
-    assert 0 < len(short) < len(found.leaf)
+    assert 0 < len(short) < len(holding.leaf)
     assert not placed.shortfalls
 
 
 @pytest.mark.parametrize("shape", [(1, 24), (2, 12), (6, 4), (24, 1)])
 def test_no_host_holds_or_sends_much_more_than_another(shape):
-    found = table(uniform(*shape, boxes_a_host=64))
-    hosts = hosts_of(found.offers)
-    placed = placement.place(found, hosts)
-    assert len(placed.item) == 2 * len(found.leaf)
+    holding = table(uniform(*shape, boxes_a_host=64))
+    hosts = hosts_of(holding.offers)
+    placed = placement.place(holding, hosts)
+    assert len(placed.item) == 2 * len(holding.leaf)
     got = np.bincount(placed.target, minlength=len(hosts))
     sent = np.bincount(placed.source, minlength=len(hosts))
     # Each holds its own 64 and receives about 128.
@@ -175,11 +176,11 @@ def test_no_host_holds_or_sends_much_more_than_another(shape):
 def test_a_host_or_a_slice_that_comes_or_goes_moves_little(gone):
     offers = uniform(6, 8, boxes_a_host=32)
     hosts = hosts_of(offers)
-    found = table(offers)
+    holding = table(offers)
     left = [host for host in hosts if host.number not in gone]
 
     def targets(there):
-        placed = placement.place(found, there, placement.Policy(copies=1))
+        placed = placement.place(holding, there, placement.Policy(copies=1))
         return {
             (int(box), placed.hosts[target].id)
             for box, target in zip(placed.item, placed.target, strict=True)
@@ -188,7 +189,9 @@ def test_a_host_or_a_slice_that_comes_or_goes_moves_little(gone):
     before = targets(hosts)
     # Its own boxes have no holder now; they are no part of the comparison.
     own = {
-        box for box in range(found.num_items) if found.holders(box)[0].host not in left
+        box
+        for box in range(holding.num_items)
+        if holding.holders(box)[0].host not in left
     }
     stay = {
         copy
@@ -231,10 +234,10 @@ def test_hosts_on_one_machine_are_lost_together():
         )
         for n in range(4)
     ]
-    found = table(offers)
-    placed = placement.place(found, hosts_of(offers))
+    holding = table(offers)
+    placed = placement.place(holding, hosts_of(offers))
     machines = {offer.host.id: offer.host.domains["host"] for offer in offers}
-    for ids in holders(found, placed):
+    for ids in holders(holding, placed):
         assert len({machines[each] for each in ids}) == len(ids) == 2
     (short,) = placed.shortfalls
     assert short.why == (
@@ -258,9 +261,9 @@ def test_a_shortfall_says_which_boxes_and_why():
 def test_assumed_data_parallelism_copies_nothing_and_says_what_it_risks():
     offers = uniform(4, 2, replicas=2)
     lone = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
-    found = table([lone, *offers[1:]])
+    holding = table([lone, *offers[1:]])
     policy = placement.Policy(copies=1, assume_data_parallelism=True)
-    placed = placement.place(found, hosts_of(offers), policy)
+    placed = placement.place(holding, hosts_of(offers), policy)
     assert not len(placed.item)
     assert {each.lacks: len(each.items) for each in placed.shortfalls} == {
         "domain": 16,
@@ -276,10 +279,10 @@ def test_replicas_with_other_values_are_told():
     spoilt = dataclasses.replace(
         first.manifest, fragments=dataclasses.replace(fragments, digest=changed)
     )
-    found = table([holdings.Offer(tier="local", manifest=spoilt), *rest])
-    placed = placement.place(found, hosts_of(rest))
+    holding = table([holdings.Offer(tier="local", manifest=spoilt), *rest])
+    placed = placement.place(holding, hosts_of(rest))
     (short,) = (each for each in placed.shortfalls if each.lacks == "agreement")
-    assert [found.name(box) for box in short.items] == ["w[3:4]"]
+    assert [holding.name(box) for box in short.items] == ["w[3:4]"]
 
 
 @given(saved_worlds.saved())
@@ -301,11 +304,11 @@ def test_a_step_is_complete_after_the_loss_of_any_host_or_slice(offers):
 def test_without_hosts_or_boxes_or_copies_nothing_is_copied():
     offers = uniform(2, 2)
     nothing = saved_worlds.offer(offers[0].host, offers[0].manifest.contents, [])
-    for found, hosts, copies, lacks in (
+    for holding, hosts, copies, lacks in (
         (table(offers), [], 2, ["holder"]),
         (table([nothing]), hosts_of(offers), 2, []),
         (table(offers), hosts_of(offers), 0, []),
     ):
-        placed = placement.place(found, hosts, placement.Policy(copies=copies))
+        placed = placement.place(holding, hosts, placement.Policy(copies=copies))
         assert not len(placed.item)
         assert [short.lacks for short in placed.shortfalls] == lacks

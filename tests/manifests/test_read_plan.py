@@ -46,9 +46,9 @@ def check(plan, wanted, whole):
         assert np.isnan(into[read.into]).all()
         for choice in range(len(read.choices)):
             into[read.into] = fetched(read, choice)
-    for (_, path, box), found in zip(wanted, made, strict=True):
+    for (_, path, box), read_values in zip(wanted, made, strict=True):
         at = tuple(map(slice, box.start, box.stop))
-        assert np.array_equal(found, read_whole[path][at])
+        assert np.array_equal(read_values, read_whole[path][at])
 
 
 @given(saved_worlds.saved(), st.integers(1, 5), st.integers(1, 7))
@@ -91,7 +91,7 @@ def test_what_a_reader_is_told_does_not_depend_on_the_others(offers, readers):
     hosts = [saved_worlds.host(number) for number in range(readers)]
     wanted = shards(whole, readers, 3)
 
-    def told(plan):
+    def reads_of(plan):
         return [
             (read.path, read.piece, [offer.host.id for offer, _ in read.choices])
             for read in map(plan.read, range(len(plan)))
@@ -106,8 +106,8 @@ def test_what_a_reader_is_told_does_not_depend_on_the_others(offers, readers):
         plan = read_plan.plan(
             step, [host], read_plan.Wanted.from_boxes(own, contents=whole)
         )
-        alone += told(plan)
-    assert sorted(told(together)) == sorted(alone)
+        alone += reads_of(plan)
+    assert sorted(reads_of(together)) == sorted(alone)
 
 
 WHOLE = saved_worlds.contents({"w": [64]}, rng=1)
@@ -118,8 +118,8 @@ RNG = manifest.ComponentFile(
 
 
 def in_slice(name, number, **options):
-    of = dataclasses.replace(saved_worlds.host(number), domains={"slice": name})
-    return saved_worlds.offer(of, WHOLE, EVERY, files=[RNG], **options)
+    host = dataclasses.replace(saved_worlds.host(number), domains={"slice": name})
+    return saved_worlds.offer(host, WHOLE, EVERY, files=[RNG], **options)
 
 
 OFFERS = [
@@ -146,9 +146,9 @@ def test_the_nearest_copy_is_read_and_the_others_are_next():
         assert order[:2] + order[-1:] == [2, 1, 4]
         orders.add(tuple(order))
     assert len(orders) == 2
-    (found,) = read_plan.files(search.Step.from_offers(OFFERS), reader, "rng")
-    numbers = [offer.host.number for offer in found[1]]
-    assert (found[0], numbers[:2] + numbers[-1:]) == (RNG, [2, 1, 4])
+    (file,) = read_plan.files(search.Step.from_offers(OFFERS), reader, "rng")
+    numbers = [offer.host.number for offer in file[1]]
+    assert (file[0], numbers[:2] + numbers[-1:]) == (RNG, [2, 1, 4])
 
 
 def test_equal_holders_are_read_from_evenly():
@@ -183,8 +183,8 @@ def test_readers_of_one_box_spread_over_its_holders():
 def test_where_saved_boxes_overlap_the_nearest_and_then_the_largest_are_read():
     def cut(number, parts, **options):
         held = [(0, part) for part in saved_worlds.grid([64], [parts])]
-        of = saved_worlds.host(number)
-        return saved_worlds.offer(of, WHOLE, held, files=[RNG], **options)
+        host = saved_worlds.host(number)
+        return saved_worlds.offer(host, WHOLE, held, files=[RNG], **options)
 
     own = saved_worlds.offer(
         saved_worlds.host(0), WHOLE, [(0, boxes.Box(start=(3,), stop=(9,)))]

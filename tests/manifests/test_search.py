@@ -47,14 +47,16 @@ def test_the_newest_step_without_a_gap_is_found_in_any_mixture_of_tiers(data):
         step for step, offers in by_step.items() if offers and is_complete(offers)
     ]
     mixed = [offer for offers in by_step.values() for offer in offers]
-    found = search.search(data.draw(st.permutations(mixed)))
-    assert (found.newest.step if found.newest else None) == max(expected, default=None)
+    newest = search.search(data.draw(st.permutations(mixed)))
+    assert (newest.newest.step if newest.newest else None) == max(
+        expected, default=None
+    )
     later = [
         step
         for step in (30, 20, 10)
         if by_step[step] and step > max(expected, default=0)
     ]
-    assert [each.step for each in found.incomplete] == later
+    assert [each.step for each in newest.incomplete] == later
 
 
 SHAPES = {"params/b": [], "params/w": [8, 4]}
@@ -65,8 +67,8 @@ PARTS = saved_worlds.grid([8, 4], [4, 1])
 def host_offer(number, **options):
     held = [(1, PARTS[number])] + [(0, saved_worlds.boxes.whole(()))] * (number == 0)
     files = [saved_worlds.data_file(16 * number, 16 * number + 15)]
-    of = saved_worlds.host(number, 2, 4)
-    return saved_worlds.offer(of, WHOLE, held, **{"files": files, **options})
+    host = saved_worlds.host(number, 2, 4)
+    return saved_worlds.offer(host, WHOLE, held, **{"files": files, **options})
 
 
 def four(**options):
@@ -87,17 +89,17 @@ def test_what_is_missing_is_named():
 
 
 def test_a_lost_host_is_missed_also_where_it_alone_held_a_leaf():
-    found = search.search([*four(step=30), *four(step=40)[1:]])
-    assert found.newest.step == 30
-    (newer,) = found.incomplete
+    step = search.search([*four(step=30), *four(step=40)[1:]])
+    assert step.newest.step == 30
+    (newer,) = step.incomplete
     assert set(newer.gaps) == {0, 1}
 
 
 def test_two_saves_of_a_step_are_never_mixed():
     first, second = four(save="1")[:2], four(save="2")[2:]
-    found = search.search([*first, *second])
-    assert found.newest is None
-    assert [each.save for each in found.incomplete] == ["2", "1"]
+    step = search.search([*first, *second])
+    assert step.newest is None
+    assert [each.save for each in step.incomplete] == ["2", "1"]
     assert search.search([*first, *four(save="2")]).newest.save == "2"
     # The one that is complete, not the last.
     assert search.search([*four(save="1"), *second]).newest.save == "1"
@@ -105,8 +107,8 @@ def test_two_saves_of_a_step_are_never_mixed():
 
 def test_a_step_whose_replicas_have_other_values_is_not_complete():
     offers = four()
-    of = saved_worlds.host(7)
-    replica = saved_worlds.offer(of, WHOLE, [(1, PARTS[2])])
+    host = saved_worlds.host(7)
+    replica = saved_worlds.offer(host, WHOLE, [(1, PARTS[2])])
     fragments = replica.manifest.fragments
     spoilt = dataclasses.replace(
         replica.manifest,
@@ -115,9 +117,9 @@ def test_a_step_whose_replicas_have_other_values_is_not_complete():
         ),
     )
     assert search.search([*offers, replica]).newest
-    found = search.search([*offers, holdings.Offer(tier="local", manifest=spoilt)])
-    assert found.newest is None
-    assert found.incomplete[0].problem() == (
+    step = search.search([*offers, holdings.Offer(tier="local", manifest=spoilt)])
+    assert step.newest is None
+    assert step.incomplete[0].problem() == (
         "step 30 in local has different values at different holders of 1 parts:"
         " [params/w[4:6, 0:4]]"
     )
@@ -126,9 +128,9 @@ def test_a_step_whose_replicas_have_other_values_is_not_complete():
 def test_files_of_one_name_with_other_bytes_are_not_complete():
     file = saved_worlds.data_file(16, 31)
     other = dataclasses.replace(file, digest=bytes(16))
-    found = search.search([*four(), host_offer(0, files=[other])])
-    assert found.newest is None
-    assert "of 1 parts: [data/shards-00016-00031.json]" in found.incomplete[0].problem()
+    step = search.search([*four(), host_offer(0, files=[other])])
+    assert step.newest is None
+    assert "of 1 parts: [data/shards-00016-00031.json]" in step.incomplete[0].problem()
 
 
 def test_manifests_of_two_runs_are_refused():

@@ -11,17 +11,19 @@ from elastic_ckpt.manifests import holdings, manifest, uploads
 from tests.tiers import saved_worlds
 
 
-def loads(found, chosen):
+def loads(holding, chosen):
     there = chosen.host >= 0
-    return np.bincount(chosen.host[there], found.stored_bytes[there], len(chosen.hosts))
+    return np.bincount(
+        chosen.host[there], holding.stored_bytes[there], len(chosen.hosts)
+    )
 
 
 def replicated(num_hosts, sizes):
     """Hosts that all have the same vectors, one chunk each."""
     whole = saved_worlds.contents({f"{n:03d}": [size] for n, size in enumerate(sizes)})
     held = [
-        (leaf, saved_worlds.grid(described.shape, [1])[0])
-        for leaf, described in enumerate(whole.leaves)
+        (leaf, saved_worlds.grid(saved_leaf.shape, [1])[0])
+        for leaf, saved_leaf in enumerate(whole.leaves)
     ]
     return [
         saved_worlds.offer(saved_worlds.host(n), whole, held) for n in range(num_hosts)
@@ -30,16 +32,16 @@ def replicated(num_hosts, sizes):
 
 @given(saved_worlds.saved(), st.data())
 def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
-    found = holdings.Holdings.from_offers(offers)
+    holding = holdings.Holdings.from_offers(offers)
     hosts = data.draw(st.lists(st.sampled_from([o.host for o in offers]), unique_by=id))
-    chosen = uploads.uploads(found, hosts)
+    chosen = uploads.uploads(holding, hosts)
     mine = {host.id: chosen.items_of(host.id).tolist() for host in hosts}
     everyone = sorted(item for items in mine.values() for item in items)
     assert everyone == np.flatnonzero(chosen.host >= 0).tolist()
     assert not set(everyone) & set(chosen.missing.tolist())
     ids = {host.id for host in hosts}
-    for item in range(found.num_items):
-        holders = {offer.host.id for offer in found.holders(item)} & ids
+    for item in range(holding.num_items):
+        holders = {offer.host.id for offer in holding.holders(item)} & ids
         if not holders:
             assert item in chosen.missing
             continue
@@ -47,8 +49,8 @@ def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
         assert uploader in holders
         assert item in mine[uploader]
         row = chosen.row[item]
-        assert found.item[row] == item
-        assert found.offers[found.holder[row]].host.id == uploader
+        assert holding.item[row] == item
+        assert holding.offers[holding.holder[row]].host.id == uploader
 
 
 @given(saved_worlds.saved(), st.randoms(use_true_random=False))
@@ -63,10 +65,10 @@ def test_every_host_computes_the_same_whatever_the_order_of_offers(offers, rando
 @given(saved_worlds.saved(), st.randoms(use_true_random=False))
 def test_every_host_computes_the_same_whatever_the_order_of_hosts(offers, random):
     hosts = [offer.host for offer in offers]
-    found = holdings.Holdings.from_offers(offers)
-    first = uploads.uploads(found, hosts)
+    holding = holdings.Holdings.from_offers(offers)
+    first = uploads.uploads(holding, hosts)
     random.shuffle(hosts)
-    second = uploads.uploads(found, hosts)
+    second = uploads.uploads(holding, hosts)
     assert first.host.tolist() == second.host.tolist()
     assert first.row.tolist() == second.row.tolist()
 
@@ -74,24 +76,26 @@ def test_every_host_computes_the_same_whatever_the_order_of_hosts(offers, random
 @given(st.integers(1, 8), st.lists(st.integers(1, 1000), min_size=1, max_size=40))
 def test_what_all_have_is_shared_to_within_the_largest_item(num_hosts, sizes):
     offers = replicated(num_hosts, sizes)
-    found = holdings.Holdings.from_offers(offers)
-    load = loads(found, uploads.uploads(found, [offer.host for offer in offers]))
-    assert load.sum() == found.stored_bytes.sum()
-    assert load.max() <= load.mean() + found.stored_bytes.max()
+    holding = holdings.Holdings.from_offers(offers)
+    load = loads(holding, uploads.uploads(holding, [offer.host for offer in offers]))
+    assert load.sum() == holding.stored_bytes.sum()
+    assert load.max() <= load.mean() + holding.stored_bytes.max()
 
 
-def least_possible(found):
+def least_possible(holding):
     """A lower bound of the load of the busiest host, for any division of the items."""
     holders = [
-        {offer.host.id for offer in found.holders(item)}
-        for item in range(found.num_items)
+        {offer.host.id for offer in holding.holders(item)}
+        for item in range(holding.num_items)
     ]
-    ids = [offer.host.id for offer in found.offers]
+    ids = [offer.host.id for offer in holding.offers]
     # The items that some hosts alone have are theirs: over all sets of hosts this bound
     # is exact, where items may be cut.
     return max(
         sum(
-            found.stored_bytes[n] for n, each in enumerate(holders) if each <= set(some)
+            holding.stored_bytes[n]
+            for n, each in enumerate(holders)
+            if each <= set(some)
         )
         / len(some)
         for size in range(1, len(ids) + 1)
@@ -102,11 +106,11 @@ def least_possible(found):
 @settings(max_examples=30)
 @given(saved_worlds.saved(most_hosts=6))
 def test_no_host_has_far_more_than_the_best_assignment_would_give_it(offers):
-    found = holdings.Holdings.from_offers(offers)
+    holding = holdings.Holdings.from_offers(offers)
     hosts = [offer.host for offer in offers]
-    load = loads(found, uploads.uploads(found, hosts))
+    load = loads(holding, uploads.uploads(holding, hosts))
     # Whole items cost the best one no more than the largest of them.
-    best = least_possible(found) + found.stored_bytes.max()
+    best = least_possible(holding) + holding.stored_bytes.max()
     assert load.max() <= (math.ceil(math.log2(len(hosts))) + 1) * best
 
 
@@ -120,8 +124,8 @@ def test_a_host_with_much_of_its_own_gets_nothing_more():
     second = saved_worlds.offer(
         saved_worlds.host(1), whole, [(1, box) for box in shared]
     )
-    found = holdings.Holdings.from_offers([first, second])
-    chosen = uploads.uploads(found, [first.host, second.host])
+    holding = holdings.Holdings.from_offers([first, second])
+    chosen = uploads.uploads(holding, [first.host, second.host])
     assert chosen.items_of("host-00").tolist() == [0]
     assert chosen.items_of("host-01").tolist() == list(range(1, 9))
 
@@ -145,12 +149,12 @@ def test_batches_are_as_large_as_allowed_and_all_items_are_in_one(
     sizes, most_bytes, most_items
 ):
     items = np.arange(100, 100 + len(sizes))
-    found = uploads.batches(
+    batches = uploads.batches(
         items, np.array(sizes, int), most_bytes=most_bytes, most_items=most_items
     )
-    together = [item for batch in found for item in batch.tolist()]
+    together = [item for batch in batches for item in batch.tolist()]
     assert together == items.tolist()
-    of_batch = [[sizes[item - 100] for item in batch] for batch in found]
+    of_batch = [[sizes[item - 100] for item in batch] for batch in batches]
     for batch in of_batch:
         assert 1 <= len(batch) <= most_items
         assert len(batch) == 1 or sum(batch) <= most_bytes

@@ -37,8 +37,8 @@ def set_up():
             return
     shutil.rmtree(ENVIRONMENT, ignore_errors=True)
     # uv itself is not on the path of everyone who runs it.
-    found = [_python_312(), os.environ.get("UV") or shutil.which("uv")]
-    path = ":".join([*(os.path.dirname(program) for program in found), os.defpath])
+    programs = [_python_312(), os.environ.get("UV") or shutil.which("uv")]
+    path = ":".join([*(os.path.dirname(program) for program in programs), os.defpath])
     for command in documented_commands():
         ended = subprocess.run(
             ["bash", "-c", command],
@@ -135,7 +135,7 @@ def batches(directory, *, killed=False):
 
     Hosts that were killed may not have come equally far.
     """
-    found = {"train": [], "eval": []}
+    digests = {"train": [], "eval": []}
     hosts = [path.read_text().splitlines() for path in directory.glob("*.jsonl")]
     for lines in zip(*hosts, strict=not killed):
         noted = [json.loads(line) for line in lines]
@@ -144,5 +144,5 @@ def batches(directory, *, killed=False):
         for line in noted:
             assert not whole.keys() & line["rows"].keys()
             whole |= line["rows"]
-        found[kind].append([whole[str(row)] for row in range(len(whole))])
-    return found
+        digests[kind].append([whole[str(row)] for row in range(len(whole))])
+    return digests

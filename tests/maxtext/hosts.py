@@ -170,15 +170,15 @@ def row_digests(batch):
     """The digest of each row held here, over the bytes of every feature."""
     import numpy as np
 
-    found: dict[int, hashlib.blake2b] = {}
+    hashes: dict[int, hashlib.blake2b] = {}
     for name in sorted(batch):
         assert batch[name].dtype == np.int32
         for shard in batch[name].addressable_shards:
             begin, _, _ = shard.index[0].indices(len(batch[name]))
             for offset, row in enumerate(np.asarray(shard.data)):
-                digest = found.setdefault(begin + offset, hashlib.blake2b())
+                digest = hashes.setdefault(begin + offset, hashlib.blake2b())
                 digest.update(name.encode() + row.tobytes())
-    return {row: digest.hexdigest()[:32] for row, digest in sorted(found.items())}
+    return {row: digest.hexdigest()[:32] for row, digest in sorted(hashes.items())}
 
 
 def kill_all_before_commit(step):

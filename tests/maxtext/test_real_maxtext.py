@@ -151,7 +151,7 @@ class MaxText:
         }
         logs = self._directory / "logs" / f"{name}-{steps}"
         written = [f"{key}={value}" for key, value in keys.items()]
-        found = self._hosts.run(
+        lines = self._hosts.run(
             num_hosts=num_hosts,
             directory=logs,
             program=program,
@@ -159,7 +159,7 @@ class MaxText:
             dies_before_step=dies,
         )
         wanted = codes or [0] * num_hosts
-        assert found == wanted, (logs / "0.log").read_text()[-5000:]
+        assert lines == wanted, (logs / "0.log").read_text()[-5000:]
         return logs
 
     def uninterrupted(self, case):
@@ -181,19 +181,19 @@ def maxtext(hosts, tmp_path_factory, files):
 
 def check_is_part_of(whole, logs, *, begin, end):
     """The steps from begin to end of a run are those of the uninterrupted one."""
-    expected, found = environment.batches(whole), environment.batches(logs)
+    expected, actual = environment.batches(whole), environment.batches(logs)
     assert len(expected["train"]) == STEPS
-    assert found["train"] == expected["train"][begin:end]
+    assert actual["train"] == expected["train"][begin:end]
     # Each evaluation reads the same, from its beginning.
     evaluations = [step for step in range(begin, end) if step % EVAL_INTERVAL == 0]
     num_batches = len(expected["eval"]) // (STEPS // EVAL_INTERVAL)
-    assert found["eval"] == expected["eval"][:num_batches] * len(evaluations)
+    assert actual["eval"] == expected["eval"][:num_batches] * len(evaluations)
 
-    expected, found = environment.losses(whole), environment.losses(logs)
+    expected, actual = environment.losses(whole), environment.losses(logs)
     assert sorted(expected["train"]) == list(range(STEPS))
-    assert found["train"] == {s: expected["train"][s] for s in range(begin, end)}
+    assert actual["train"] == {s: expected["train"][s] for s in range(begin, end)}
     if num_batches:
-        assert found["eval"] == {s: expected["eval"][s] for s in evaluations}
+        assert actual["eval"] == {s: expected["eval"][s] for s in evaluations}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ LAYOUTS = pytest.mark.parametrize(
 
 @pytest.fixture
 def ram():
-    with machines.Machines() as found:
-        yield found
+    with machines.Machines() as started:
+        yield started
 
 
 def on(ram, numbers, work, tmp_path, **options):
@@ -63,11 +63,11 @@ def test_four_hosts_save_and_any_number_restores(ram, tmp_path, sharded):
     on(ram, range(4), saved([3, 4], sharded=sharded), tmp_path)
     for num_hosts in (4, 1, 2, 3, 6, 8):
         events = on(ram, range(num_hosts), restored(4, sharded=sharded), tmp_path)
-        found = read_bytes(events)
+        read_by_host = read_bytes(events)
         assert not reasons(events, "step_passed_over")
-        assert found["persistent"] == 0
+        assert read_by_host["persistent"] == 0
         # Nobody asks another machine for what its own has.
-        assert (found["close"] == 0) == (
+        assert (read_by_host["close"] == 0) == (
             num_hosts == 4 or (not sharded and num_hosts < 4)
         )
 
@@ -122,8 +122,8 @@ def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
         events = on(ram, range(4), saved([1], sharded=sharded), tmp_path, **options)
         (copied,) = (each for each in events if each["event"] == "replicated")
         assert (copied["copies"], copied["bytes"]) == (0, 0)
-        told = " ".join(reasons(events, "degraded"))
-        assert ("state/b[" in told) == sharded
+        text = " ".join(reasons(events, "degraded"))
+        assert ("state/b[" in text) == sharded
         for number in range(4):
             ram.lose(number)
 

@@ -118,8 +118,8 @@ def _wait_until_gone(held):
 
 @pytest.fixture
 def ram():
-    with machines.Machines() as found:
-        yield found
+    with machines.Machines() as started:
+        yield started
 
 
 def test_one_host_that_cannot_save_stops_no_other(ram, tmp_path):

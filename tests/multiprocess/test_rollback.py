@@ -23,28 +23,28 @@ def save(checkpointer, mesh, *, steps, seed=0):
         checkpointer.wait()
 
 
-def load(checkpointer, mesh, *, step, found, seed=0):
+def load(checkpointer, mesh, *, step, expected, seed=0):
     """Restores a step, which has to be that of `found` and `seed`."""
     counter = tier_worlds.Counter()
     restored = checkpointer.load_checkpointables(
         step, {"state": tier_worlds.abstract(mesh, True), "data": counter}
     )
-    assert checkpointer.latest.step == found
-    tier_worlds.check(restored["state"], found + seed)
-    assert counter.step == found + seed
+    assert checkpointer.latest.step == expected
+    tier_worlds.check(restored["state"], expected + seed)
+    assert counter.step == expected + seed
 
 
 def go_back(checkpointer, mesh, *, to, steps, killed):
     """Goes back to a step, and on from there with other values."""
-    load(checkpointer, mesh, step=to, found=to)
+    load(checkpointer, mesh, step=to, expected=to)
     if killed:
         _die_instead_of_committing(steps[0])
     save(checkpointer, mesh, steps=steps, seed=100)
 
 
-def go_on(checkpointer, mesh, *, found, steps):
+def go_on(checkpointer, mesh, *, expected, steps):
     """Goes on from the newest step."""
-    load(checkpointer, mesh, step=None, found=found, seed=100)
+    load(checkpointer, mesh, step=None, expected=expected, seed=100)
     save(checkpointer, mesh, steps=steps, seed=100)
 
 
@@ -61,8 +61,8 @@ def _die_instead_of_committing(step):
 
 @pytest.fixture
 def ram():
-    with machines.Machines() as found:
-        yield found
+    with machines.Machines() as expected:
+        yield expected
 
 
 @pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -89,10 +89,10 @@ def test_a_rollback_holds_on_other_host_counts(ram, tmp_path, killed):
         on(range(2), back)
         assert root.steps() == [1, 2, 3]
     assert [step for step, _ in root.set_aside_steps()] == [3, 4]
-    on([1, 0, 2], functools.partial(go_on, found=3, steps=[4]))
+    on([1, 0, 2], functools.partial(go_on, expected=3, steps=[4]))
     with ocp.training.Checkpointer(root.path) as stock:
         assert stock.latest.step == 4
     assert root.steps() == [1, 2, *([] if killed else [3]), 4]
     for number in range(3):
         ram.lose(number)
-    on([3], functools.partial(load, step=None, found=4, seed=100))
+    on([3], functools.partial(load, step=None, expected=4, seed=100))

@@ -78,7 +78,7 @@ def token_sum(batch):
 
 def expected_batches(sizes):
     """The batches of one host that continues from size to size."""
-    found, before = [], None
+    batches, before = [], None
     for size in sizes:
         one = data().host_batches(
             rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
@@ -89,9 +89,9 @@ def expected_batches(sizes):
         for _ in range(BATCHES_A_WORLD):
             batch = next(one)
             ids = str(example_id.join(batch["example_id"]))
-            found.append((ids, token_sum(batch)))
+            batches.append((ids, token_sum(batch)))
         before = one
-    return found
+    return batches
 
 
 def run_world(directory, tmp_path, num_hosts, size, **options):
@@ -112,10 +112,10 @@ def run_world(directory, tmp_path, num_hosts, size, **options):
 
 
 def test_batches_are_those_of_one_host_through_worlds_and_sizes(tmp_path):
-    found = []
+    batches = []
     for num_hosts, size in WORLDS:
-        found += run_world(tmp_path / "steps", tmp_path, num_hosts, size)
-    assert found == expected_batches([size for _, size in WORLDS])
+        batches += run_world(tmp_path / "steps", tmp_path, num_hosts, size)
+    assert batches == expected_batches([size for _, size in WORLDS])
 
 
 @pytest.mark.slow
@@ -162,8 +162,8 @@ def train_all(place, emit, *, directory, corpus):
     with multicontroller.joined(place):
         mesh = topology.mesh_of(topology.present(1))
         iterators = {
-            name: RemoteIterator(of, mesh=mesh, global_batch_size=SIZE)
-            for name, of in engines(corpus).items()
+            name: RemoteIterator(data, mesh=mesh, global_batch_size=SIZE)
+            for name, data in engines(corpus).items()
         }
         with ocp.training.Checkpointer(directory) as checkpointer:
             step = checkpointer.latest.step if checkpointer.latest else 0
@@ -172,8 +172,8 @@ def train_all(place, emit, *, directory, corpus):
             for number in range(step, step + BATCHES_A_WORLD):
                 for name, batches in iterators.items():
                     batch = multihost_utils.process_allgather(next(batches), tiled=True)
-                    found = f"{name} {digest(name, batch)}"
-                    emit("step_interrupted", step=number, path=found, resume_step=0.0)
+                    line = f"{name} {digest(name, batch)}"
+                    emit("step_interrupted", step=number, path=line, resume_step=0.0)
             checkpointer.save_checkpointables(step + BATCHES_A_WORLD, dict(iterators))
         for batches in iterators.values():
             batches.close()
@@ -181,13 +181,13 @@ def train_all(place, emit, *, directory, corpus):
 
 def of_one_host(corpus, num_batches):
     """The digests of a host that never stops."""
-    found = set()
-    for name, of in engines(corpus).items():
-        one = worlds.World(of, 1, SIZE)
+    lines = set()
+    for name, data in engines(corpus).items():
+        one = worlds.World(data, 1, SIZE)
         for number in range(num_batches):
-            found.add((number, f"{name} {digest(name, one.batch())}"))
+            lines.add((number, f"{name} {digest(name, one.batch())}"))
         one.close()
-    return found
+    return lines
 
 
 @pytest.mark.slow

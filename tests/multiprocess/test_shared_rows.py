@@ -154,15 +154,15 @@ def parts_of(batch):
 
 def batches_of_one_host(data, sizes):
     """The batches of one host that continues from size to size."""
-    found, saved = [], None
+    batches, saved = [], None
     for size in sizes:
         one = worlds.World(data, 1, size)
         if saved is not None:
             one.load(saved)
-        found += [one.batch() for _ in range(BATCHES_A_WORLD)]
+        batches += [one.batch() for _ in range(BATCHES_A_WORLD)]
         saved = one.save()
         one.close()
-    return found
+    return batches
 
 
 def check(layouts, tmp_path, corpus):

@@ -10,8 +10,8 @@ from tests.multiprocess import machines, tier_worlds
 
 @pytest.fixture
 def ram():
-    with machines.Machines() as found:
-        yield found
+    with machines.Machines() as started:
+        yield started
 
 
 @pytest.mark.parametrize("sharded", [pytest.param(True, marks=pytest.mark.slow), False])

@@ -15,8 +15,8 @@ HOSTS = 4
 
 @pytest.fixture
 def ram():
-    with machines.Machines() as found:
-        yield found
+    with machines.Machines() as started:
+        yield started
 
 
 def found_by(verb, *arguments, code=0):
@@ -37,8 +37,8 @@ def test_bad_copies_in_ram_and_in_storage_are_both_named_and_a_restore_mends_ram
     steps = tmp_path / "steps"
     options = {"copies": 1, "slices": 2, "persistent": str(steps)}
     on(ram, range(HOSTS), saved([4], sharded=True), tmp_path, **options)
-    places = [ram.directory(number) for number in range(HOSTS)] + [steps]
-    before = found_by("verify", *places)
+    roots = [ram.directory(number) for number in range(HOSTS)] + [steps]
+    before = found_by("verify", *roots)
     assert before["passed"]
     (step,) = before["steps"]
     assert step["state"] == "complete"
@@ -53,7 +53,7 @@ def test_bad_copies_in_ram_and_in_storage_are_both_named_and_a_restore_mends_ram
     flip(in_ram)
     shard = sorted((steps / "4" / "data").glob("shard-*"))[7]
     flip(shard)
-    bad = found_by("verify", *places, code=1)["problems"]
+    bad = found_by("verify", *roots, code=1)["problems"]
     assert {(each["tier"], each["path"]) for each in bad} == {
         ("local", str(in_ram)),
         ("persistent", str(shard)),
@@ -61,7 +61,7 @@ def test_bad_copies_in_ram_and_in_storage_are_both_named_and_a_restore_mends_ram
     assert all("has a good copy" in each["remedy"] for each in bad)
 
     on(ram, range(HOSTS), restored(4, sharded=True), tmp_path, **options)
-    (left,) = found_by("verify", *places, code=1)["problems"]
+    (left,) = found_by("verify", *roots, code=1)["problems"]
     assert left["path"] == str(shard)
 
 
@@ -70,17 +70,17 @@ def test_coverage_says_what_placement_protects_and_assuming_it_does_not(ram, tmp
     for assumed in (False, True):
         options = {"assume_data_parallelism": assumed, "slices": 2, "copies": 1}
         on(ram, range(HOSTS), saved([4], sharded=True), tmp_path, **options)
-        places = [ram.directory(number) for number in range(HOSTS)]
-        found = found_by("inspect", *places)["tiers"]
-        for covered in found["coverage"]:
+        roots = [ram.directory(number) for number in range(HOSTS)]
+        tiers = found_by("inspect", *roots)["tiers"]
+        for covered in tiers["coverage"]:
             survives = covered["num_survivors"] == covered["num_items"]
             assert survives == (not assumed)
             # Values that all hosts hold are not at risk even so.
             lost = {name for each in covered["losses"] for name in each["first"]}
             assert "state/scale[]" not in lost
-        lost = places.pop()
+        lost = roots.pop()
         assert pathlib.Path(lost).exists()
-        (step,) = found_by("inspect", *places)["tiers"]["steps"]
+        (step,) = found_by("inspect", *roots)["tiers"]["steps"]
         assert (step["problem"] is None) == (not assumed)
         for number in range(HOSTS):
             ram.lose(number)

@@ -59,8 +59,8 @@ def test_a_run_goes_on_from_ram_on_half_of_its_hosts(config, tmp_path, ram):
     output = train(config, "hosts=2", "steps=20")
     assert "from step 12 to step 20 on 2 hosts" in output
     run = tmp_path / "tiny"
-    (told,) = events(run, "restored_from")
-    assert (told["step"], told["persistent_bytes"], told["bad_copies"]) == (12, 0, 0)
+    (event,) = events(run, "restored_from")
+    assert (event["step"], event["persistent_bytes"], event["bad_copies"]) == (12, 0, 0)
     assert [each["step"] for each in events(run, "backed_up")][-1] == 20
     assert "PASSED" in runs.verb("audit", run)
     # Without the RAM there is the backup.

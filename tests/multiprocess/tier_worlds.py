@@ -37,12 +37,12 @@ class Counter:
 
     async def load(self, directory):
         async def read():
-            found = {path.name: path.read_text() for path in directory.iterdir()}
-            self.step = int(found["shard-00"].partition("/")[0])
+            texts = {path.name: path.read_text() for path in directory.iterdir()}
+            self.step = int(texts["shard-00"].partition("/")[0])
             expected = {
                 f"shard-{n:02d}": f"{self.step}/{n}" for n in range(self.SHARDS)
             }
-            assert found == expected
+            assert texts == expected
 
         return read()
 
@@ -85,9 +85,9 @@ def _part(whole, index):
     return whole[index]
 
 
-def check(found, step):
+def check(restored, step):
     """Fails unless every shard of `found` has the bits of that step."""
-    for name, array in found.items():
+    for name, array in restored.items():
         whole = values(name, step)
         for shard in array.addressable_shards:
             assert np.asarray(shard.data).tobytes() == whole[shard.index].tobytes()
@@ -145,11 +145,11 @@ def save(checkpointer, mesh, *, steps, sharded):
 def restore(checkpointer, mesh, *, step, sharded):
     """Restores the newest step, which has to be `step`."""
     counter = Counter()
-    found = checkpointer.load_checkpointables(
+    restored = checkpointer.load_checkpointables(
         None, {"state": abstract(mesh, sharded), "data": counter}
     )
     assert checkpointer.latest.step == step, checkpointer.latest
-    check(found["state"], step)
+    check(restored["state"], step)
     assert counter.step == step
 
 

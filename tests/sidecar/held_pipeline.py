@@ -65,8 +65,8 @@ def data():
 
 def number(batch):
     """The number of a batch, which all of its rows contain."""
-    (found,) = set(np.asarray(batch["x"])[:, 1].tolist())
-    return found
+    (number,) = set(np.asarray(batch["x"])[:, 1].tolist())
+    return number
 
 
 def wait_until(is_so):

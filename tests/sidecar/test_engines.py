@@ -137,11 +137,11 @@ class OwnIterator(grain.DatasetIterator):
 
     def get_state(self):
         # States may contain NumPy's types and tuples, as those of Grain do.
-        return {"of": (np.int64(self._number), [1])}
+        return {"batch": (np.int64(self._number), [1])}
 
     def set_state(self, state):
-        number, ones = state["of"]
-        assert isinstance(state["of"], tuple)
+        number, ones = state["batch"]
+        assert isinstance(state["batch"], tuple)
         assert ones == [1]
         self._number = number
 
@@ -171,8 +171,8 @@ def test_data_ends_stays_at_its_end_and_begins_again(remote, end, size, num_batc
     expected = [worlds.content(batch) for batch in one.rest()]
     batches = remote(data, size=size)
     for _ in range(2):
-        found = [worlds.content(as_numpy(batch)) for batch in batches]
-        assert found == expected
+        delivered = [worlds.content(as_numpy(batch)) for batch in batches]
+        assert delivered == expected
         assert list(batches) == []
         batches.reset()
     assert len(expected) == num_batches
@@ -215,10 +215,10 @@ def test_positional_data_ends_too(remote, data, in_place):
     data = dataclasses.replace(data, num_epochs=1, in_place=in_place)
     batches = remote(data)
     for _ in range(2):
-        found = list(batches)
+        delivered = list(batches)
         # 100 examples; Grain's own iterator leaves out what fills no batch.
-        assert len(found) == (7 if in_place else 6)
-        assert sum(int(np.asarray(of["mask"]).sum()) for of in found) == (
+        assert len(delivered) == (7 if in_place else 6)
+        assert sum(int(np.asarray(batch["mask"]).sum()) for batch in delivered) == (
             100 if in_place else 96
         )
         assert list(batches) == []

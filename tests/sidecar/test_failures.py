@@ -41,15 +41,15 @@ def failing(error, depth=0):
 
 def text_of(error, *, depth=0):
     """The report of a worker on an error."""
-    with pytest.raises(failures.WorkerFailure) as told:
+    with pytest.raises(failures.WorkerFailure) as raised:
         failures.reported(failing)(error, depth)
-    return str(told.value)
+    return str(raised.value)
 
 
-def at_the_head(text, *, of=RuntimeError):
+def at_the_head(text, *, kind=RuntimeError):
     """The error that the head raises for a runtime's error with that text."""
     with pytest.raises(errors.ElasticCkptError) as raised, failures.reaching_the_head():
-        raise of(text)
+        raise kind(text)
     return raised.value
 
 
@@ -120,10 +120,10 @@ def test_of_the_same_failure_told_twice_the_first_is_heard():
     assert "KeyError" not in message
 
 
-@pytest.mark.parametrize("of", OWN)
-def test_our_own_errors_keep_their_class_and_need_no_traceback(of):
-    raised = at_the_head(text_of(of("the problem; the remedy")))
-    assert type(raised) is of
+@pytest.mark.parametrize("kind", OWN)
+def test_our_own_errors_keep_their_class_and_need_no_traceback(kind):
+    raised = at_the_head(text_of(kind("the problem; the remedy")))
+    assert type(raised) is kind
     assert str(raised) == f"{compatibility.host_name()}: the problem; the remedy"
 
 
@@ -144,8 +144,8 @@ def test_an_error_of_the_head_passes_as_it_is():
 
 def test_what_a_worker_tells_is_json_behind_the_mark():
     text = text_of(ValueError("no"))
-    told = json.loads(text.removeprefix(failures._MARK))
-    assert sorted(told) == ["host", "kind", "message", "traceback"]
+    content = json.loads(text.removeprefix(failures._MARK))
+    assert sorted(content) == ["host", "kind", "message", "traceback"]
 
 
 def function_of_the_user(shard, n):
@@ -173,7 +173,7 @@ def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(
     batches = remote(data_of_the_user(), size=8)
     next(batches)
     iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
-    found = [np.asarray(next(batches)["x"]).tolist() for _ in range(2)]
+    delivered = [np.asarray(next(batches)["x"]).tolist() for _ in range(2)]
     with pytest.raises(errors.DataError) as raised:
         next(batches)
     message = str(raised.value)
@@ -188,7 +188,7 @@ def test_a_users_error_is_told_with_host_and_traceback_and_then_shortly(
         assert len(str(raised.value)) < 300
     # The state before it can be saved, and loaded.
     iterator_contract.run(batches.load(epath.Path(tmp_path)))
-    assert [np.asarray(next(batches)["x"]).tolist() for _ in range(2)] == found
+    assert [np.asarray(next(batches)["x"]).tolist() for _ in range(2)] == delivered
 
 
 def test_the_state_before_a_users_error_can_still_be_saved(remote, tmp_path):
@@ -215,18 +215,18 @@ def test_after_an_error_of_the_storage_the_next_call_reads_the_same_batch(
         error=OSError("the storage is busy"),
     )
     batches = remote(flaky, size=8)
-    found, recorded = [], []
-    while len(found) < 6:
+    numbers, recorded = [], []
+    while len(numbers) < 6:
         try:
-            found.append(iterator_contract.ids(next(batches)))
+            numbers.append(iterator_contract.ids(next(batches)))
         except errors.DataError as error:
             recorded.append(str(error))
         iterator_contract.run(batches.save(iterator_contract.Created(tmp_path)))
-        position = {"global_next_index": 8 * len(found)}
+        position = {"global_next_index": 8 * len(numbers)}
         assert state.read(tmp_path).position == position
     (message,) = recorded
     assert "failed with OSError: the storage is busy" in message
-    assert found == [list(range(n, n + 8)) for n in range(0, 48, 8)]
+    assert numbers == [list(range(n, n + 8)) for n in range(0, 48, 8)]
 
 
 def test_an_error_while_the_state_is_written_reaches_who_saves(remote, tmp_path):

@@ -38,8 +38,8 @@ LAYOUTS = pytest.mark.parametrize(
 
 @pytest.fixture
 def machines():
-    with simulated_hosts.Machines() as found:
-        yield found
+    with simulated_hosts.Machines() as simulated:
+        yield simulated
 
 
 def save(checkpointer, mesh, step, *, sharded=True):
@@ -51,8 +51,8 @@ def restore(checkpointer, mesh, step, *, sharded=True):
 
 
 def event(recorded, name):
-    (found,) = (each for each in recorded if each["event"] == name)
-    return found
+    (event,) = (each for each in recorded if each["event"] == name)
+    return event
 
 
 @LAYOUTS
@@ -150,8 +150,8 @@ def test_a_bit_that_flipped_is_read_elsewhere_and_put_right(machines):
     file.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     with simulated_hosts.world(machines, 4, slices=2) as (checkpointer, mesh, recorded):
         restore(checkpointer, mesh, 1)
-    told = event(recorded, "restored_from")
-    assert (told["bad_copies"], told["repaired"]) == (1, 1)
+    restored_from = event(recorded, "restored_from")
+    assert (restored_from["bad_copies"], restored_from["repaired"]) == (1, 1)
     assert file.read_bytes() == good
 
 
@@ -175,10 +175,10 @@ def test_leaves_of_all_kinds_come_back_bit_by_bit(machines, apart):
             "wide": np.arange(4, dtype=">i8") << 40,
         }
         assert tiers.save_checkpointables(1, {"state": state})
-        found = tiers.load(1, jax.tree.map(abstract, state))
-        assert jax.tree.structure(found) == jax.tree.structure(state)
+        restored = tiers.load(1, jax.tree.map(abstract, state))
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
         for leaf, saved in zip(
-            jax.tree.leaves(found), jax.tree.leaves(state), strict=True
+            jax.tree.leaves(restored), jax.tree.leaves(state), strict=True
         ):
             assert type(leaf) is type(saved)
             np.testing.assert_array_equal(
@@ -233,10 +233,10 @@ class Passed:
             return written
 
         def rows_of(array):
-            found = rows(array)
-            if found.ndim > 1:
-                self.num_bytes += found.nbytes
-            return found
+            local_rows = rows(array)
+            if local_rows.ndim > 1:
+                self.num_bytes += local_rows.nbytes
+            return local_rows
 
         monkeypatch.setattr(messages, "encode", encode)
         monkeypatch.setattr(messages, "rows", rows_of)
@@ -246,14 +246,14 @@ class Forbidden:
     """NumPy, for code of the head that must not look at the values of an array."""
 
     def __getattr__(self, name):
-        found = getattr(np, name)
-        if not isinstance(found, type(np.asarray)):
-            return found
+        attribute = getattr(np, name)
+        if not isinstance(attribute, type(np.asarray)):
+            return attribute
 
-        @functools.wraps(found)
+        @functools.wraps(attribute)
         def checked(*arguments, **more):
             assert not any(isinstance(value, jax.Array) for value in arguments), name
-            return found(*arguments, **more)
+            return attribute(*arguments, **more)
 
         return checked
 
@@ -307,12 +307,12 @@ def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
                 patch.setattr(module, "np", Forbidden())
             assert checkpointer.save_checkpointables(width, {"state": state})
             checkpointer.wait()
-            found = checkpointer.load(width, jax.tree.map(abstract, state))
+            restored = checkpointer.load(width, jax.tree.map(abstract, state))
             passed.append(spied.num_bytes)
             # There and back.
             assert moving.num_bytes == 4 * values.nbytes
             patch.undo()
-            for array in found.values():
+            for array in restored.values():
                 assert np.asarray(array).tobytes() == values.tobytes()
     assert passed[0] == passed[1]
 
@@ -390,10 +390,10 @@ def test_a_backup_is_what_orbax_loads(machines, tmp_path):
         save(tiers, mesh, 1)
         mesh = simulated_hosts.mesh_of(2, slices=4)
         with ocp.training.Checkpointer(steps) as stock:
-            found = stock.load_checkpointables(
+            restored = stock.load_checkpointables(
                 1, {"state": tier_worlds.abstract(mesh, True)}
             )
-    tier_worlds.check(found["state"], step=1)
+    tier_worlds.check(restored["state"], step=1)
 
 
 def test_files_of_components_reach_a_host_whose_memory_the_head_does_not_see(

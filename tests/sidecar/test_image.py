@@ -62,7 +62,7 @@ def imported():
     of_module = importlib.metadata.packages_distributions()
     # A namespace of many distributions.
     of_module["google"] = ["protobuf"]
-    found = set()
+    modules = set()
     for path, module in zip(SOURCES, MODULES, strict=True):
         if module == OUTSIDE:
             continue
@@ -74,8 +74,8 @@ def imported():
             for name in {name.partition(".")[0] for name in names}:
                 ours = name in ("elastic_ckpt", "elastic_ckpt_sidecar")
                 if name not in sys.stdlib_module_names and not ours:
-                    found.add(of_module[name][0].lower().replace("_", "-"))
-    return found
+                    modules.add(of_module[name][0].lower().replace("_", "-"))
+    return modules
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def workers(corpus, tmp_path):
         )
         files.append(tmp_path / f"worker_{num_logical_shards}")
         files[-1].write_bytes(cloudpickle.dumps((worker._HostWorker, data)))
-    found = [in_image.work(file.read_bytes()) for file in files]
-    assert len(set(found)) == 2
+    results = [in_image.work(file.read_bytes()) for file in files]
+    assert len(set(results)) == 2
     choice = colocated_tiers.HostChoice(
         number=0,
         device_ids=(0,),
@@ -108,8 +108,8 @@ def workers(corpus, tmp_path):
     )
     files.append(tmp_path / "agent")
     files[-1].write_bytes(cloudpickle.dumps((host_agent._HostAgent, choice)))
-    found.append(hashlib.sha256(np.arange(8, dtype=np.float32).tobytes()).hexdigest())
-    return ",".join(map(str, files)), found
+    results.append(hashlib.sha256(np.arange(8, dtype=np.float32).tobytes()).hexdigest())
+    return ",".join(map(str, files)), results
 
 
 def read_in(python, files, **options):

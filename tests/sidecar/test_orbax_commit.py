@@ -64,7 +64,7 @@ def test_a_committed_step_has_weights_and_data_state_and_loads(batches, mode, tm
         "shards-00000-00007.json",
     ]
     with checkpointer(tmp_path / "steps", mode) as steps:
-        assert [found.step for found in steps.checkpoints] == [1, 2, 3]
+        assert [checkpoint.step for checkpoint in steps.checkpoints] == [1, 2, 3]
         loaded = steps.load_checkpointables(2, parts(batches))
         np.testing.assert_array_equal(loaded["state"]["w"], WEIGHTS["w"])
         assert held_pipeline.number(next(batches)) == 2
@@ -134,7 +134,7 @@ def test_a_step_whose_data_state_cannot_be_written_does_not_count(
     # The training could have gone on, and the next start does.
     assert held_pipeline.number(next(batches)) == 2
     with checkpointer(tmp_path / "steps", mode) as steps:
-        assert [found.step for found in steps.checkpoints] == [1]
+        assert [checkpoint.step for checkpoint in steps.checkpoints] == [1]
         steps.load_checkpointables(1, parts(batches))
         assert [held_pipeline.number(next(batches)) for _ in range(2)] == [1, 2]
         steps.save_checkpointables(3, parts(batches))

@@ -63,17 +63,17 @@ def users_lines(directory, colocated=None):
         colocated=colocated,
         read_ahead=prefetch.ReadAhead(batches=1),
     )
-    found = [next(batches)]
+    delivered = [next(batches)]
     iterator_contract.run(batches.save(iterator_contract.Created(directory)))
-    found += [next(batches) for _ in range(2)]
+    delivered += [next(batches) for _ in range(2)]
     batches.reset()
-    found.append(next(batches))
+    delivered.append(next(batches))
     iterator_contract.run(batches.load(epath.Path(directory)))
-    found += [next(batches) for _ in range(2)]
+    delivered += [next(batches) for _ in range(2)]
     batches.resize(16)
-    found.append(next(batches))
+    delivered.append(next(batches))
     batches.close()
-    return type(batches), [jax.device_get(batch) for batch in found]
+    return type(batches), [jax.device_get(batch) for batch in delivered]
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -81,9 +81,9 @@ def test_the_place_is_chosen_by_whose_devices_the_mesh_has(
     monkeypatch, tmp_path, single
 ):
     monkeypatch.setattr(topology, "is_single_controller", lambda _: single)
-    chosen, found = users_lines(tmp_path)
+    chosen, batches = users_lines(tmp_path)
     assert chosen is PLACES[single]
-    assert [held_pipeline.number(batch) for batch in found[:-1]] == [0, 1, 2, 0, 1, 2]
+    assert [held_pipeline.number(batch) for batch in batches[:-1]] == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("colocated", [False, True])
@@ -93,13 +93,13 @@ def test_whoever_says_where_is_obeyed(monkeypatch, tmp_path, colocated):
 
 
 def test_the_same_lines_give_the_same_bytes_and_the_same_files(tmp_path):
-    found, files = [], []
+    batches, files = [], []
     for colocated in PLACES:
         directory = tmp_path / str(colocated)
         directory.mkdir()
-        found.append(users_lines(directory, colocated)[1])
+        batches.append(users_lines(directory, colocated)[1])
         files.append({p.name: p.read_bytes() for p in directory.iterdir()})
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*batches, strict=True):
         assert one.keys() == other.keys()
         for name, feature in one.items():
             assert feature.dtype == other[name].dtype

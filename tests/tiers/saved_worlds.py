@@ -51,18 +51,20 @@ def contents(shapes, **components):
     return manifest.Contents(leaves=leaves, components=components)
 
 
-def offer(of, whole, held, *, step=30, save="0", tier="local", files=()):
-    """The offer of host `of`; `held` are pairs of the number of a leaf and a box."""
+def offer(host, whole, held, *, step=30, save="0", tier="local", files=()):
+    """The offer of `host`; `held` are pairs of the number of a leaf and a box."""
     fragments = []
     for number, (leaf, box) in enumerate(held):
-        found = whole.leaves[leaf]
-        part = values(found.path, found.shape)[tuple(map(slice, box.start, box.stop))]
+        saved_leaf = whole.leaves[leaf]
+        part = values(saved_leaf.path, saved_leaf.shape)[
+            tuple(map(slice, box.start, box.stop))
+        ]
         fragments.append(
             manifest.Fragment(
                 leaf=leaf,
                 box=box,
                 digest=digest.values_digest(part),
-                file=f"arrays/{of.id}.bin",
+                file=f"arrays/{host.id}.bin",
                 offset=100 * number,
                 stored_bytes=part.nbytes,
             )
@@ -73,7 +75,7 @@ def offer(of, whole, held, *, step=30, save="0", tier="local", files=()):
             run=RUN,
             step=step,
             save=save,
-            host=of,
+            host=host,
             contents=whole,
             fragments=manifest.Fragments.from_rows(fragments, contents=whole),
             component_files=tuple(files),
@@ -105,9 +107,9 @@ def saved(draw, *, most_hosts=8, step=30, replicas=True):
     }
     whole = contents(shapes, **{"data/cursors": hosts})
     held = {number: [] for number in range(hosts)}
-    for leaf, described in enumerate(whole.leaves):
-        parts = [draw(st.integers(1, dim)) for dim in described.shape]
-        for box in grid(described.shape, parts):
+    for leaf, saved_leaf in enumerate(whole.leaves):
+        parts = [draw(st.integers(1, dim)) for dim in saved_leaf.shape]
+        for box in grid(saved_leaf.shape, parts):
             some = st.sets(
                 st.integers(0, hosts - 1),
                 min_size=1,

@@ -63,8 +63,8 @@ class TestFiles:
         ],
     )
     def test_a_range_is_served(self, url, known, asked, part):
-        found = served.ask(url, PART, known, f"Range: bytes={asked}")
-        assert found == (206, CONTENT[part])
+        content = served.ask(url, PART, known, f"Range: bytes={asked}")
+        assert content == (206, CONTENT[part])
 
     @pytest.mark.parametrize(
         "asked", ["2048-", "9999-99999", "5-4", "-", "a-b", "0-1,4-5", "9" * 5000 + "-"]
@@ -122,9 +122,9 @@ class TestLists:
         (root / "hosts/0/notes/manifest-a.json").write_bytes(b"")
         os.symlink(root / "hosts/0", root / "hosts/7")
         status, body = served.ask(url, "/v1/steps", known)
-        found = json.loads(body)
+        steps = json.loads(body)
         assert status == 200
-        for entry, slot, step in zip(found, ("0", "1"), (30, 40), strict=True):
+        for entry, slot, step in zip(steps, ("0", "1"), (30, 40), strict=True):
             name = f"manifest-{served.MACHINE}.{slot}.json"
             there = os.stat(root / "hosts" / slot / f"{step}-0" / name)
             assert entry == {

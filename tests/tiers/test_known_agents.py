@@ -46,8 +46,8 @@ def test_of_an_agent_that_moved_the_last_place_counts():
     for recorded in ([old, new], [new, old]):
         assert known_agents.joined(recorded, {}, now_secs=NOW) == new
     present = {"m1": {"url": "http://c", "certificate_sha256": None}}
-    found = known_agents.joined([old, new], present, now_secs=NOW)
-    assert found == {"m1": agent("http://c")}
+    agents = known_agents.joined([old, new], present, now_secs=NOW)
+    assert agents == {"m1": agent("http://c")}
 
 
 def test_a_machine_that_is_away_for_two_weeks_is_forgotten():

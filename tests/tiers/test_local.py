@@ -58,19 +58,19 @@ def save(host, state, *, step=3, slot_of=None):
 
 
 def offered(disk, step):
-    found = disk.offers(step)
-    assert not found.problems
-    return found.sources
+    offered = disk.offers(step)
+    assert not offered.problems
+    return offered.sources
 
 
-def fragments(found):
-    every = range(len(found.fragments))
-    return [found.fragments.row(n, contents=found.contents) for n in every]
+def fragments(saved):
+    every = range(len(saved.fragments))
+    return [saved.fragments.row(n, contents=saved.contents) for n in every]
 
 
-def read(files, found, fragment):
+def read(files, saved, fragment):
     """The values of a fragment, as a restore reads them, and whether they are right."""
-    leaf = found.contents.leaves[fragment.leaf]
+    leaf = saved.contents.leaves[fragment.leaf]
     values = np.empty(fragment.box.shape, leaf.dtype)
     into = memoryview(values.reshape(-1).view(np.uint8))
     files.read_into(fragment.file, fragment.offset, into)
@@ -81,10 +81,10 @@ def restored(disk, step):
     """Every leaf of a step, from all slots together, each element checked."""
     whole, filled = {}, {}
     for offer, files in offered(disk, step).items():
-        found = offer.manifest
-        for fragment in fragments(found):
-            leaf = found.contents.leaves[fragment.leaf]
-            values, right = read(files, found, fragment)
+        saved = offer.manifest
+        for fragment in fragments(saved):
+            leaf = saved.contents.leaves[fragment.leaf]
+            values, right = read(files, saved, fragment)
             assert right
             place = boxes.relative(fragment.box, boxes.whole(leaf.shape))
             whole.setdefault(leaf.path, np.zeros(leaf.shape, leaf.dtype))[place] = (
@@ -113,19 +113,19 @@ def test_a_step_is_read_as_it_was_saved_under_any_sharding(disk, host, spec):
     values = random_bits("float32", 512).reshape(16, 32)
     state = {"w": sharded(values, *spec), "zero": jnp.zeros((4, 4)), "n": np.int32(-1)}
     save(host, state)
-    found = restored(disk, 3)
-    assert found["w"].tobytes() == values.tobytes()
-    assert found["zero"].tobytes() == bytes(64)
-    assert found["n"] == -1
+    tree = restored(disk, 3)
+    assert tree["w"].tobytes() == values.tobytes()
+    assert tree["zero"].tobytes() == bytes(64)
+    assert tree["n"] == -1
 
 
 def test_every_storable_dtype_is_read_bit_by_bit_by_us_and_by_tensorstore(disk, host):
     values = {name: random_bits(name, 48) for name in sorted(capture.STORABLE)}
     save(host, values)
-    found = restored(disk, 3)
+    tree = restored(disk, 3)
     directory = disk.step_directory(0, 3, "0")
     for name, each in values.items():
-        assert found[name].tobytes() == each.tobytes()
+        assert tree[name].tobytes() == each.tobytes()
         assert np.asarray(open_array(directory, name)).tobytes() == each.tobytes()
 
 
@@ -134,9 +134,9 @@ def test_large_shards_are_cut_into_chunks_that_tensorstore_joins(
 ):
     monkeypatch.setattr(layout.chunk_shape, "__kwdefaults__", {"chunk_bytes": 100})
     values = random_bits("bfloat16", 1024).reshape(32, 32)
-    found = save(host, {"w": sharded(values, "a", "b")})
-    assert len(found.fragments) > 8
-    assert max(found.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
+    saved = save(host, {"w": sharded(values, "a", "b")})
+    assert len(saved.fragments) > 8
+    assert max(saved.fragments.stored_bytes) <= 100 + layout.CHECKSUM_BYTES
     assert restored(disk, 3)["w"].tobytes() == values.tobytes()
     joined = open_array(disk.step_directory(0, 3, "0"), "w")
     assert joined.tobytes() == values.tobytes()
@@ -157,9 +157,9 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
 
 
 def test_files_have_the_bytes_that_the_manifest_says(disk, host):
-    found = save(host, {"w": sharded(np.arange(64.0).reshape(8, 8), "a", "b")})
+    saved = save(host, {"w": sharded(np.arange(64.0).reshape(8, 8), "a", "b")})
     directory = disk.step_directory(0, 3, "0")
-    for fragment in fragments(found):
+    for fragment in fragments(saved):
         assert (directory / fragment.file).stat().length == fragment.stored_bytes
 
 
@@ -179,8 +179,8 @@ def test_a_step_that_is_not_committed_is_not_offered(disk, host):
 def test_saves_of_a_step_are_offered_and_held_apart(disk, host):
     first = killed_host.save(host, 3, save="0")
     second = killed_host.save(host, 3, save="1")
-    found = [offer.manifest.save for offer in offered(disk, 3)]
-    assert sorted(found) == [first.save, second.save]
+    saves = [offer.manifest.save for offer in offered(disk, 3)]
+    assert sorted(saves) == [first.save, second.save]
     assert host.held() == [(3, "0"), (3, "1")]
     assert disk.steps() == [3]
     host.remove(3, "0")
@@ -236,11 +236,11 @@ def test_any_flipped_bit_of_a_chunk_is_found_and_put_right(disk, host):
 
 
 def test_a_file_of_a_component_is_put_right(disk, host):
-    found = killed_host.save(host, 3)
-    (file,) = found.component_files
+    saved = killed_host.save(host, 3)
+    (file,) = saved.component_files
     path = pathlib.Path(disk.step_directory(0, 3, "0") / file.path)
     path.unlink()
-    host.put_right_file(found, file, killed_host.cursors(3))
+    host.put_right_file(saved, file, killed_host.cursors(3))
     assert path.read_bytes() == killed_host.cursors(3)
 
 
@@ -279,9 +279,9 @@ def test_a_spoilt_manifest_is_a_sentence_and_its_neighbours_are_offered(disk, ho
     killed_host.save(host, 3, save="1")
     path = pathlib.Path(disk.manifest_path(0, 3, "0"))
     path.write_bytes(path.read_bytes()[:-9])
-    found = disk.offers(3)
-    assert [offer.manifest.save for offer in found.sources] == ["1"]
-    (problem,) = found.problems
+    offered = disk.offers(3)
+    assert [offer.manifest.save for offer in offered.sources] == ["1"]
+    (problem,) = offered.problems
     assert "is cut short" in problem
     assert str(path) in problem
 
@@ -356,27 +356,27 @@ def test_a_write_that_fails_halfway_is_a_clear_error_and_leaves_nothing(disk, ho
 def test_copies_are_listed_beside_what_the_host_saved(disk, host):
     own = killed_host.save(host, 3, only={"params/b"})
     values = killed_host.state(3)["params/w"]
-    found = killed_host.copies(host, 3, values)
-    assert len(found.fragments) == len(own.fragments) + 4
+    held = killed_host.copies(host, 3, values)
+    assert len(held.fragments) == len(own.fragments) + 4
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
     assert len(offered(disk, 3)) == 1
-    assert found.host == host.host
+    assert held.host == host.host
 
 
 def test_a_host_that_saved_nothing_holds_copies(disk, host):
     values = killed_host.state(3)["params/w"]
-    found = killed_host.copies(host, 3, values)
+    held = killed_host.copies(host, 3, values)
     assert restored(disk, 3)["params/w"].tobytes() == values.tobytes()
-    assert found.component_files == (killed_host.file_of_peer(3),)
+    assert held.component_files == (killed_host.file_of_peer(3),)
 
 
 def test_copies_take_the_place_of_what_a_spoilt_manifest_listed(disk, host):
     killed_host.save(host, 3)
     pathlib.Path(disk.manifest_path(0, 3, "0")).write_bytes(b"{}")
-    found = killed_host.copies(host, 3, killed_host.state(3)["params/w"])
-    assert len(found.fragments) == 4
+    held = killed_host.copies(host, 3, killed_host.state(3)["params/w"])
+    assert len(held.fragments) == 4
     ((offer, _),) = offered(disk, 3).items()
-    assert fragments(offer.manifest) == fragments(found)
+    assert fragments(offer.manifest) == fragments(held)
     assert not host.clean()
 
 
@@ -425,10 +425,10 @@ def test_a_slot_has_one_live_process(disk, host):
 
 
 def test_a_machine_gets_one_id_however_many_processes_ask(disk):
-    found = []
+    ids = []
     threads = [
         threading.Thread(
-            target=lambda: found.append(ram_disk.RamDisk(disk.root, run=RUN).machine)
+            target=lambda: ids.append(ram_disk.RamDisk(disk.root, run=RUN).machine)
         )
         for _ in range(16)
     ]
@@ -436,7 +436,7 @@ def test_a_machine_gets_one_id_however_many_processes_ask(disk):
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) == {disk.machine}
+    assert set(ids) == {disk.machine}
     assert len(disk.machine) == 16
     assert os.listdir(disk.root) == ["machine"]
 
@@ -507,9 +507,9 @@ def test_a_kill_at_any_point_loses_no_committed_step_and_leaves_no_half_one(
         assert disk.steps() == steps
         named = {"zarr.json", disk.manifest_path(0, 1, "0").name, "lock", "machine"}
         for offer in (offer for step in steps for offer in offered(disk, step)):
-            found = offer.manifest
-            named |= {os.path.basename(file) for file in found.fragments.files}
-            named |= {os.path.basename(file.path) for file in found.component_files}
+            saved = offer.manifest
+            named |= {os.path.basename(file) for file in saved.fragments.files}
+            named |= {os.path.basename(file.path) for file in saved.component_files}
         left = {path.name for path in (killed / point).rglob("*") if path.is_file()}
         assert left <= named
         # The step is saved again, and the next one too.

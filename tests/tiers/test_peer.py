@@ -79,15 +79,15 @@ def source_at(url, client, step=30):
     """The only source of a peer."""
     offered = peer.Peer(url, client, served.RUN).offers(step)
     assert offered.problems == []
-    (found,) = offered.sources.values()
-    return found
+    (file_source,) = offered.sources.values()
+    return file_source
 
 
 class TestDirectory(read_contract.ReadContract):
     """The contract is one that plain reading keeps."""
 
     @pytest.fixture
-    def of(self, tmp_path):
+    def file_source(self, tmp_path):
         directory = served.save(tmp_path, 30, read_contract.FILES)
 
         class Directory:
@@ -112,7 +112,7 @@ class TestDirectory(read_contract.ReadContract):
 
 class TestPeerSource(read_contract.ReadContract):
     @pytest.fixture
-    def of(self, root, client):
+    def file_source(self, root, client):
         served.save(root, 30, read_contract.FILES)
         with agent.serving(agent.Service(root=str(root))) as address:
             yield source_at(address.url, client)
@@ -126,17 +126,20 @@ class TestOffers:
         assert tier.steps() == [30, 40]
         offered = tier.offers(40)
         assert offered.problems == []
-        found = {
+        manifests = {
             offer.host.id: manifest_file.to_bytes(offer.manifest)
             for offer in offered.sources
         }
-        assert found == {
+        assert manifests == {
             f"{served.MACHINE}.{slot}": manifest_file.to_bytes(
                 served.manifest_of(40, files, slot=slot)
             )
             for slot, files in (("0", FILES), ("1", {"data/part": b"other"}))
         }
-        by_host = {offer.host.id[-1]: of for offer, of in offered.sources.items()}
+        by_host = {
+            offer.host.id[-1]: file_source
+            for offer, file_source in offered.sources.items()
+        }
         into = bytearray(5)
         by_host["1"].read_into("data/part", 0, memoryview(into))
         assert into == b"other"
@@ -254,9 +257,9 @@ class TestManySteps:
                 peer.Peers([peer.Peer(lying.url, client, served.RUN)]),
                 peer.Peer(url, client, served.RUN),
             ]
-            found = find.Search(tiers).newest()
+            newest = find.Search(tiers).newest()
             asked = [request.split()[1] for request in lying.requests]
-        return found, asked
+        return newest, asked
 
     def test_steps_that_are_not_there_are_asked_for_a_few_times(
         self, listing, url, client
@@ -698,10 +701,10 @@ class TestTls:
         self, serve, authority
     ):
         with serve("ca-elsewhere.example") as address:
-            found = self.content(
+            content = self.content(
                 address, authority / "ca.pem", address.certificate_sha256
             )
-        assert found == CONTENT
+        assert content == CONTENT
 
     def test_another_certificate_than_announced_is_refused(self, serve, authority):
         with (
@@ -754,8 +757,8 @@ class TestTls:
                 served.connect(address.url) as silent,
                 served.connect(address.url),
             ):
-                found = self.content(address, authority / "ca.pem")
-                assert found == CONTENT
+                content = self.content(address, authority / "ca.pem")
+                assert content == CONTENT
                 assert served.until_closed(silent) == b""
         assert not caplog.records
 

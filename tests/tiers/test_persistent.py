@@ -64,8 +64,8 @@ def test_what_is_committed_can_be_read_and_is_complete(root, tier, world):
     put(root, world)
     assert tier.steps() == [5]
     uploaded.read(tier, 5)
-    found = search.search(list(tier.offers(5).sources))
-    assert found.newest.step == 5
+    step = search.search(list(tier.offers(5).sources))
+    assert step.newest.step == 5
     assert not root.leftovers()
 
 
@@ -99,12 +99,12 @@ def test_half_a_step_is_refused(root, tier, world, missing):
     if missing == "file":
         items = items[:-1]
     uploaded.write(root, saved, world[0], items)
-    told = {
+    messages = {
         "host": "1 of 2 hosts have not finished their uploads .m1.0.",
         "chunk": r"lacks parts of 1 of 3 leaves: .state/params/b\[0:6\]",
         "file": "lacks 1 of 3 parts of data: .2.;",
     }
-    with pytest.raises(errors.CheckpointError, match=told[missing]):
+    with pytest.raises(errors.CheckpointError, match=messages[missing]):
         uploaded.commit_all(root, saved, world[: 2 if missing == "host" else 1])
     assert tier.steps() == []
 
@@ -156,10 +156,10 @@ def test_a_rename_that_seemed_to_fail_but_did_not_is_a_commit(
         raise OSError(errno.EIO, "the answer was lost")
 
     monkeypatch.setattr(storage, "rename", seems_to_fail)
-    told = []
-    policy = retries.Retries(report=told.append, sleep=lambda _: None)
+    reports = []
+    policy = retries.Retries(report=reports.append, sleep=lambda _: None)
     uploaded.commit_all(root, saved, world, retries=policy)
-    assert len(told) == 1
+    assert len(reports) == 1
     uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 5)
 
 
@@ -279,24 +279,24 @@ def test_a_manifest_that_was_altered_is_a_problem_and_no_offer(root, tier, world
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     storage.write_atomic(path, bytes(content))
-    found = tier.offers(5)
-    assert {offer.host.id for offer in found.sources} == {"m0.0", "m2.0"}
-    (problem,) = found.problems
+    offered = tier.offers(5)
+    assert {offer.host.id for offer in offered.sources} == {"m0.0", "m2.0"}
+    (problem,) = offered.problems
     assert "manifest-m1.0.json" in problem
 
 
 def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     put(root, world)
     other = persistent_tier.PersistentTier(root, run="another")
-    found = other.offers(5)
-    assert not found.sources
-    assert len(found.problems) == 3
+    offered = other.offers(5)
+    assert not offered.sources
+    assert len(offered.problems) == 3
     # Nor will that run's retention ever touch it.
     assert not other.held()
 
 
 @pytest.mark.parametrize(
-    ("file", "offset", "told"),
+    ("file", "offset", "reports"),
     [
         ("data/shards-00002.json", 1, "ends after 3 bytes, before 9"),
         ("data/none.json", 0, "is missing"),
@@ -304,10 +304,10 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
         (f"state/{ocdbt.store_name('m9.0')}//params.w/c/0/0", 0, "ends after 0 bytes"),
     ],
 )
-def test_what_cannot_be_read_is_said(root, tier, world, file, offset, told):
+def test_what_cannot_be_read_is_said(root, tier, world, file, offset, message):
     put(root, world)
     reader = next(iter(tier.offers(5).sources.values()))
-    with pytest.raises(source.ReadError, match=told):
+    with pytest.raises(source.ReadError, match=message):
         reader.read_into(file, offset, memoryview(bytearray(8)))
 
 
@@ -341,10 +341,10 @@ def test_of_a_damaged_file_comes_no_wrong_value_that_passes_its_digest(
     for name, content in tree(root.final(5)).items():
         path = pathlib.Path(root.final(5), name)
         path.write_bytes(DAMAGES[damage](content, generator))
-        found = tier.offers(5)
-        noticed += len(found.problems) + sum(
+        offered = tier.offers(5)
+        noticed += len(offered.problems) + sum(
             not healthy(offer.manifest, reader)
-            for offer, reader in found.sources.items()
+            for offer, reader in offered.sources.items()
         )
         path.write_bytes(content)
     # Each host has a manifest and a file of values at least.
@@ -397,15 +397,15 @@ def test_object_stores_commit_by_a_file_and_paths_by_a_rename(place, tmp_path):
 
 
 def waits():
-    slept, told = [], []
+    slept, reports = [], []
     policy = retries.Retries(
         attempts=4,
         first_secs=1.0,
         longest_secs=3.0,
-        report=told.append,
+        report=reports.append,
         sleep=slept.append,
     )
-    return policy, slept, told
+    return policy, slept, reports
 
 
 def failing(*problems):
@@ -429,13 +429,13 @@ def failing(*problems):
     ],
 )
 def test_what_may_pass_is_waited_for_longer_and_longer_and_reported(problem):
-    policy, slept, told = waits()
+    policy, slept, reports = waits()
     assert policy.call("writing /a", failing(problem, problem, problem)) == "done"
     assert [0.5 <= slept[0] <= 1, 1 <= slept[1] <= 2, 1.5 <= slept[2] <= 3] == [
         True
     ] * 3
-    assert len(told) == 3
-    assert "writing /a failed, attempt 1 of 4" in told[0]
+    assert len(reports) == 3
+    assert "writing /a failed, attempt 1 of 4" in reports[0]
 
 
 def test_in_the_end_waiting_is_given_up():
@@ -479,15 +479,15 @@ def test_an_upload_waits_for_storage_that_is_away(root, world):
         path=root.path.parent / "link" / "steps", in_place=root.in_place
     )
     os.symlink(root.path.parent / "gone", root.path.parent / "link")
-    told = []
+    reports = []
 
     def put_right(secs):
         assert secs > 0
         storage.make_directory(root.path.parent / "gone")
 
-    policy = retries.Retries(report=told.append, sleep=put_right)
+    policy = retries.Retries(report=reports.append, sleep=put_right)
     uploaded.write_all(blocked, saved, world, retries=policy)
-    assert told
+    assert reports
     uploaded.commit_all(blocked, saved, world)
     uploaded.read(persistent_tier.PersistentTier(blocked, run=uploaded.RUN), 5)
 

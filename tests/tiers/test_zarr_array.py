@@ -69,5 +69,5 @@ def test_what_is_stored_is_what_tensorstore_stores(
 
 def test_chunks_that_do_not_lie_in_one_piece_are_stored_in_their_order():
     values = np.arange(24, dtype=np.float32).reshape(6, 4).T
-    found = stored("float32", (4, 6), (2, 3), values)
-    assert found == by_tensorstore("float32", (4, 6), (2, 3), values)
+    content = stored("float32", (4, 6), (2, 3), values)
+    assert content == by_tensorstore("float32", (4, 6), (2, 3), values)

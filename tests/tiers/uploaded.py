@@ -81,8 +81,8 @@ def write(root, saved, host, part, *, seed=0, finish=True, **options):
             continue
         leaf, box = item
         whole = values(saved.contents.leaves[leaf].path, seed=seed)
-        found = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
-        ours.write_chunks([upload.Chunk(leaf, box, found, digest.values_digest(found))])
+        piece = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+        ours.write_chunks([upload.Chunk(leaf, box, piece, digest.values_digest(piece))])
     return ours.finish() if finish else None
 
 
@@ -105,10 +105,10 @@ def commit_all(root, saved, world, **options):
 
 def read(tier, step, *, seed=0):
     """Reads all that a tier has of a step, and compares it with what was saved."""
-    found = tier.offers(step)
-    assert not found.problems
+    offered = tier.offers(step)
+    assert not offered.problems
     covered = 0
-    for offer, source in found.sources.items():
+    for offer, source in offered.sources.items():
         held = offer.manifest
         for number in range(len(held.fragments)):
             fragment = held.fragments.row(number, contents=held.contents)

@@ -97,18 +97,20 @@ class TestParquet(source_contract.SourceContract):
         )
         return str(directory / "part")
 
-    def test_blocks_are_the_row_groups(self, of):
-        found = [index.block_records.tolist() for index in source.indexes(of)]
-        assert found == [[8, 8, 4], [0], [8, 8, 8, 4]]
+    def test_blocks_are_the_row_groups(self, dataset):
+        block_records = [
+            index.block_records.tolist() for index in source.indexes(dataset)
+        ]
+        assert block_records == [[8, 8, 4], [0], [8, 8, 8, 4]]
 
     @pytest.mark.parametrize("num_shards", [3, 7, 40])
     def test_row_groups_are_opened_again_when_too_many_are_open(
-        self, of, monkeypatch, num_shards
+        self, dataset, monkeypatch, num_shards
     ):
         # A batch a row, from row groups that stay open from batch to batch.
         batches_of(monkeypatch, 1)
         monkeypatch.setattr(parquet, "_SMALL_BYTES", 0)
-        expected = plain_all(read_all(of, num_shards, num_epochs=2))
+        expected = plain_all(read_all(dataset, num_shards, num_epochs=2))
         num_open, next_batch = [], parquet._next
 
         def noted(rows):
@@ -118,18 +120,18 @@ class TestParquet(source_contract.SourceContract):
 
         monkeypatch.setattr(parquet, "_next", noted)
         monkeypatch.setattr(parquet, "_MAX_OPEN", 2)
-        assert plain_all(read_all(of, num_shards, num_epochs=2)) == expected
+        assert plain_all(read_all(dataset, num_shards, num_epochs=2)) == expected
         assert max(num_open) == 2
 
     @pytest.mark.parametrize("num_shards", [7, 40])
     def test_parts_of_a_row_group_too_large_to_share_are_read(
-        self, of, monkeypatch, num_shards
+        self, dataset, monkeypatch, num_shards
     ):
-        expected = plain_all(read_all(of, num_shards, num_epochs=1))
+        expected = plain_all(read_all(dataset, num_shards, num_epochs=1))
         monkeypatch.setattr(parquet, "_MAX_SHARED_BYTES", 0)
-        assert plain_all(read_all(of, num_shards, num_epochs=1)) == expected
+        assert plain_all(read_all(dataset, num_shards, num_epochs=1)) == expected
         source_contract.assert_resumes_everywhere(
-            lambda: read(of, 1, num_shards, num_epochs=1)
+            lambda: read(dataset, 1, num_shards, num_epochs=1)
         )
 
 
@@ -144,13 +146,13 @@ class TestParquetHeldOpen(TestParquet):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_value_is_what_was_written(tmp_path, name):
     kind, values = KINDS[name]
-    found = column(kind, values, tmp_path / "a")
+    elements = column(kind, values, tmp_path / "a")
     if name in NUMBERS:
-        assert [type(value) for value in found] == [NUMBERS[name]] * 3
-        assert found == [NUMBERS[name](value) for value in values]
+        assert [type(value) for value in elements] == [NUMBERS[name]] * 3
+        assert elements == [NUMBERS[name](value) for value in values]
     else:
-        assert [type(value) for value in found] == [type(value) for value in values]
-        assert found == values
+        assert [type(value) for value in elements] == [type(value) for value in values]
+        assert elements == values
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -161,10 +163,10 @@ def test_a_missing_value_is_none_and_changes_no_other(
     batches_of(monkeypatch, batch_bytes)
     kind, values = KINDS[name]
     whole = column(kind, values, tmp_path / "whole")
-    found = column(kind, [values[0], None, *values[1:], None], tmp_path / "holes")
-    assert found[1] is None
-    assert found[4] is None
-    rest = [found[0], *found[2:4]]
+    elements = column(kind, [values[0], None, *values[1:], None], tmp_path / "holes")
+    assert elements[1] is None
+    assert elements[4] is None
+    rest = [elements[0], *elements[2:4]]
     assert rest == whole
     assert [type(value) for value in rest] == [type(value) for value in whole]
 
@@ -177,15 +179,17 @@ def test_a_missing_value_is_none_and_changes_no_other(
 def test_lists_of_numbers_are_arrays(tmp_path, monkeypatch, kind, list_of, batch_bytes):
     batches_of(monkeypatch, batch_bytes)
     values = [list(range(n, 3 * n)) for n in (0, 3, 1, 0, 0, 50, 2)]
-    found = column(list_of(kind), values, tmp_path / "a")
-    for array, expected in zip(found, values, strict=True):
+    elements = column(list_of(kind), values, tmp_path / "a")
+    for array, expected in zip(elements, values, strict=True):
         wanted = np.array(expected, kind.to_pandas_dtype())
         np.testing.assert_array_equal(array, wanted, strict=True)
 
 
 def test_an_array_holds_no_more_than_its_batch(tmp_path):
-    found = column(pa.list_(pa.int64()), [[n] * 100 for n in range(64)], tmp_path / "a")
-    assert found[5].base.nbytes == 64 * 100 * 8
+    elements = column(
+        pa.list_(pa.int64()), [[n] * 100 for n in range(64)], tmp_path / "a"
+    )
+    assert elements[5].base.nbytes == 64 * 100 * 8
 
 
 def test_a_list_of_numbers_with_a_null_is_named(tmp_path):
@@ -212,42 +216,42 @@ def test_a_list_with_a_null_loses_its_own_row_wherever_a_run_resumed(
     holes, monkeypatch, num_shards, small_bytes
 ):
     monkeypatch.setattr(parquet, "_SMALL_BYTES", small_bytes)
-    found = []
+    kept = []
     for shard in range(num_shards):
         _, elements = source_contract.assert_resumes_everywhere(
             functools.partial(
                 read, holes, shard, num_shards, num_epochs=1, skip_corrupt=True
             )
         )
-        found += elements
-    assert sorted(e["record"] for e in found) == sorted(set(range(100)) - HOLES)
-    assert all(e["tokens"] == ("<i8", [e["record"]] * 2) for e in found)
+        kept += elements
+    assert sorted(e["record"] for e in kept) == sorted(set(range(100)) - HOLES)
+    assert all(e["tokens"] == ("<i8", [e["record"]] * 2) for e in kept)
 
 
 def test_a_list_of_numbers_that_is_missing_is_none(tmp_path):
-    found = column(pa.list_(pa.int64()), [[1], None, [2, 3]], tmp_path / "a")
-    assert [None if e is None else e.tolist() for e in found] == [[1], None, [2, 3]]
+    elements = column(pa.list_(pa.int64()), [[1], None, [2, 3]], tmp_path / "a")
+    assert [None if e is None else e.tolist() for e in elements] == [[1], None, [2, 3]]
 
 
 def test_a_column_whose_name_has_a_dot_is_read(tmp_path):
     table = pa.table({"a.b": [[1], [2, 3]], "a": [4, 5]})
     file = corpora.write_table(tmp_path / "a", table, group_rows=2)
-    of = parquet.Parquet(files=(file,), columns=("a.b",))
-    found = read_all(of, 1, num_epochs=1)
-    assert [e["a.b"].tolist() for e in found] == [[1], [2, 3]]
+    dataset = parquet.Parquet(files=(file,), columns=("a.b",))
+    elements = read_all(dataset, 1, num_epochs=1)
+    assert [e["a.b"].tolist() for e in elements] == [[1], [2, 3]]
 
 
 def test_a_nested_column_is_read_with_all_that_is_in_it(tmp_path):
     kind, values = KINDS["struct"]
     table = pa.table({"a": pa.array(values, kind), "b": [1, 2, 3], "c": [4, 5, 6]})
     file = corpora.write_table(tmp_path / "a", table, group_rows=2)
-    found = read_all(
+    elements = read_all(
         parquet.Parquet(files=(file,), columns=("c", "a")), 1, num_epochs=1
     )
-    assert [{"a": e["a"], "c": e["c"]} for e in found] == [
+    assert [{"a": e["a"], "c": e["c"]} for e in elements] == [
         {"a": value, "c": c} for value, c in zip(values, (4, 5, 6), strict=True)
     ]
-    assert all(element.keys() == {"a", "c", "record"} for element in found)
+    assert all(element.keys() == {"a", "c", "record"} for element in elements)
 
 
 @pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip"])
@@ -261,9 +265,9 @@ def test_files_as_pyarrow_writes_them_are_read(tmp_path, compression, version):
         compression=compression,
         data_page_version=version,
     )
-    found = read_all(parquet.Parquet(files=(str(tmp_path / "a"),)), 3, num_epochs=1)
-    found.sort(key=lambda element: element["record"])
-    assert [(int(e["a"]), e["text"]) for e in found] == [
+    elements = read_all(parquet.Parquet(files=(str(tmp_path / "a"),)), 3, num_epochs=1)
+    elements.sort(key=lambda element: element["record"])
+    assert [(int(e["a"]), e["text"]) for e in elements] == [
         (n, f"text {n % 9}") for n in range(1000)
     ]
 
@@ -276,27 +280,27 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def of(file):
+def dataset(file):
     return parquet.Parquet(files=(file,))
 
 
 @pytest.fixture
 def batches(monkeypatch):
     """The rows of each batch that is decoded from now on, at most some 25."""
-    found, next_batch = [], parquet._next
+    sizes, next_batch = [], parquet._next
 
     def noted(rows):
         batch = next_batch(rows)
-        found.append(batch.num_rows)
+        sizes.append(batch.num_rows)
         return batch
 
     monkeypatch.setattr(parquet, "_next", noted)
     batches_of(monkeypatch, 800)
-    return found
+    return sizes
 
 
-def test_a_row_group_is_decoded_a_little_at_a_time(of, batches):
-    elements = iter(read(of, 0, 1, num_epochs=1))
+def test_a_row_group_is_decoded_a_little_at_a_time(dataset, batches):
+    elements = iter(read(dataset, 0, 1, num_epochs=1))
     next(elements)
     assert len(batches) == 1
     assert 0 < batches[0] < 30
@@ -305,8 +309,8 @@ def test_a_row_group_is_decoded_a_little_at_a_time(of, batches):
     assert max(batches) < 30
 
 
-def test_a_resumed_shard_decodes_only_what_it_delivers(of, batches):
-    elements = iter(read(of, 0, 1, num_epochs=1))
+def test_a_resumed_shard_decodes_only_what_it_delivers(dataset, batches):
+    elements = iter(read(dataset, 0, 1, num_epochs=1))
     elements.set_state({"turn": 1, "taken": ROWS - 3})
     assert len(list(elements)) == 3
     assert batches == [3]
@@ -315,28 +319,28 @@ def test_a_resumed_shard_decodes_only_what_it_delivers(of, batches):
 @pytest.fixture
 def tables(monkeypatch):
     """The files that are opened for a whole row group, from now on."""
-    found, open_file = [], parquet._open
+    opened, open_file = [], parquet._open
 
     def noted(file, *, buffered):
         if not buffered:
-            found.append(file)
+            opened.append(file)
         return open_file(file, buffered=buffered)
 
     monkeypatch.setattr(parquet, "_open", noted)
-    return found
+    return opened
 
 
 @pytest.mark.usefixtures("batches")
-def test_shards_of_one_row_group_share_its_table(of, file, tables):
-    shards = [iter(read(of, shard, 20, num_epochs=1)) for shard in range(20)]
-    found = source_contract.in_turn(shards)
-    assert len(found) == 2 * ROWS
+def test_shards_of_one_row_group_share_its_table(dataset, file, tables):
+    shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
+    elements = source_contract.in_turn(shards)
+    assert len(elements) == 2 * ROWS
     assert tables == [file] * 2
 
 
 @pytest.mark.usefixtures("batches")
-def test_a_table_is_dropped_with_its_last_shard(of, tables):
-    shards = [iter(read(of, shard, 20, num_epochs=1)) for shard in range(20)]
+def test_a_table_is_dropped_with_its_last_shard(dataset, tables):
+    shards = [iter(read(dataset, shard, 20, num_epochs=1)) for shard in range(20)]
     for shard in shards:
         next(shard)
     assert len(parquet._TABLES) == 2
@@ -359,41 +363,43 @@ def bad_page(file):
 
 
 @pytest.mark.usefixtures("batches")
-def test_a_corrupt_page_is_named_after_the_rows_before_it(of, file, bad_page):
-    elements = iter(read(of, 0, 1))
-    found = []
+def test_a_corrupt_page_is_named_after_the_rows_before_it(dataset, file, bad_page):
+    elements = iter(read(dataset, 0, 1))
+    delivered = []
     with refused(
         f"{re.escape(file)}, row group 1, from row \\d+ on: corrupt"
     ) as caught:
-        found.extend(elements)
+        delivered.extend(elements)
     row = int(re.search(r"from row (\d+) on", str(caught.value))[1])
     assert bad_page - 30 < row <= bad_page
     with pytest.raises(errors.DataError, match=f"from row {row} on"):
         next(elements)
-    again = list(itertools.islice(read(of, 0, 1), ROWS + row))
+    again = list(itertools.islice(read(dataset, 0, 1), ROWS + row))
     assert [e["record"] for e in again] == list(range(ROWS + row))
 
 
 @pytest.mark.usefixtures("batches")
 @pytest.mark.parametrize("num_shards", [1, 2, 9])
-def test_what_follows_a_corrupt_page_is_counted(of, bad_page, num_shards):
+def test_what_follows_a_corrupt_page_is_counted(dataset, bad_page, num_shards):
     reading = {"num_epochs": 2, "skip_corrupt": True, "shuffle_seed": 7}
-    shards = [iter(read(of, n, num_shards, **reading)) for n in range(num_shards)]
-    found = [element["record"] for element in source_contract.in_turn(shards)]
+    shards = [iter(read(dataset, n, num_shards, **reading)) for n in range(num_shards)]
+    elements = [element["record"] for element in source_contract.in_turn(shards)]
     skipped = sum(shard.get_state().get("skipped", 0) for shard in shards)
-    assert len(set(found)) == len(found)
-    assert len(found) + skipped == 4 * ROWS
-    assert set(range(ROWS)) <= set(found)
-    assert ROWS + bad_page not in found
+    assert len(set(elements)) == len(elements)
+    assert len(elements) + skipped == 4 * ROWS
+    assert set(range(ROWS)) <= set(elements)
+    assert ROWS + bad_page not in elements
     assert skipped <= 2 * ROWS
     if num_shards == 1:
         assert skipped < 2 * (ROWS - bad_page + 30)
 
 
 @pytest.mark.usefixtures("batches", "bad_page")
-def test_what_was_left_out_stays_out_after_a_resume(of):
+def test_what_was_left_out_stays_out_after_a_resume(dataset):
     def shard():
-        return iter(read(of, 0, 1, num_epochs=1, skip_corrupt=True, shuffle_seed=2))
+        return iter(
+            read(dataset, 0, 1, num_epochs=1, skip_corrupt=True, shuffle_seed=2)
+        )
 
     states, elements = source_contract.states_and_elements(shard())
     for number in range(0, len(states), 37):
@@ -417,11 +423,11 @@ def test_a_damaged_page_without_a_checksum_is_named_or_gives_as_many_rows(tmp_pa
         path.write_bytes(content)
         elements = iter(read(parquet.Parquet(files=(str(path),)), 0, 1, num_epochs=1))
         try:
-            found = [next(elements)]
+            delivered = [next(elements)]
         except source.CorruptError:
             corrupt += 1
         else:
-            assert len(found + list(elements)) == 100
+            assert len(delivered + list(elements)) == 100
     assert corrupt > 10
 
 
@@ -431,10 +437,10 @@ def test_text_that_is_none_is_corrupt(tmp_path):
     pq.write_table(table, file, compression="none", use_dictionary=False)
     spoilt = file.read_bytes().replace(b"text 1", b"text \xff")
     file.write_bytes(spoilt)
-    of = parquet.Parquet(files=(str(file),))
+    dataset = parquet.Parquet(files=(str(file),))
     with refused("/a, row group 0, row 1: corrupt .*UTF8"):
-        read_all(of, 1, num_epochs=1)
-    (kept,) = read_all(of, 1, num_epochs=1, skip_corrupt=True)
+        read_all(dataset, 1, num_epochs=1)
+    (kept,) = read_all(dataset, 1, num_epochs=1, skip_corrupt=True)
     assert kept == {"text": "text 0", "record": 0}
 
 
@@ -443,8 +449,8 @@ def test_a_null_beside_a_row_that_is_corrupt_otherwise_is_left_out_too(tmp_path)
     columns = {"text": ["a 0", "a 1", "a 2"], "tokens": [[0, None], [1, 1], [2, 2]]}
     pq.write_table(pa.table(columns), file, compression="none", use_dictionary=False)
     file.write_bytes(file.read_bytes().replace(b"a 1", b"a \xff"))
-    of = parquet.Parquet(files=(str(file),))
-    (kept,) = read_all(of, 1, num_epochs=1, skip_corrupt=True)
+    dataset = parquet.Parquet(files=(str(file),))
+    (kept,) = read_all(dataset, 1, num_epochs=1, skip_corrupt=True)
     assert kept["text"] == "a 2"
 
 
@@ -459,7 +465,7 @@ def test_an_object_that_vanishes_is_named_and_not_called_corrupt(file, tmp_path)
 
 def test_a_store_that_is_slow_at_first_is_tried_again(file, tmp_path, monkeypatch):
     uri = corpora.upload(file, tmp_path.name)
-    of = parquet.Parquet(files=(uri,))
+    dataset = parquet.Parquet(files=(uri,))
     tries = []
 
     class Slow(io.BytesIO):
@@ -472,7 +478,7 @@ def test_a_store_that_is_slow_at_first_is_tried_again(file, tmp_path, monkeypatc
     system = fsspec.filesystem("memory")
     content = pathlib.Path(file).read_bytes()
     monkeypatch.setattr(system, "open", lambda *_: Slow(content))
-    elements = list(read(of, 0, 1, num_epochs=1, skip_corrupt=True))
+    elements = list(read(dataset, 0, 1, num_epochs=1, skip_corrupt=True))
     assert len(elements) == 2 * ROWS
     assert len(tries) == 5
 
@@ -483,8 +489,8 @@ def test_an_object_that_is_missing_is_named(tmp_path):
         source.indexes(parquet.Parquet(files=(uri,)))
 
 
-def test_an_open_row_group_outlives_the_name_of_its_file(of, file):
-    elements = iter(read(of, 0, 1))
+def test_an_open_row_group_outlives_the_name_of_its_file(dataset, file):
+    elements = iter(read(dataset, 0, 1))
     next(elements)
     os.unlink(file)
     assert len(list(itertools.islice(elements, ROWS - 1))) == ROWS - 1

@@ -60,9 +60,9 @@ class TestTFRecord(source_contract.SourceContract):
         return tfrecord.TFRecord(files=files, columns=columns)
 
     @pytest.fixture
-    def bad_length(self, of, files):
+    def bad_length(self, dataset, files):
         """The length of record 13 is spoilt, after the index was made."""
-        source.indexes(of)
+        source.indexes(dataset)
         content = pathlib.Path(files[0]).read_bytes()
         ends = [0]
         for _ in range(source_contract.CORRUPT):
@@ -71,43 +71,49 @@ class TestTFRecord(source_contract.SourceContract):
 
     @pytest.mark.usefixtures("bad_length")
     @pytest.mark.parametrize("num_shards", [1, 3, 40])
-    def test_a_spoilt_length_loses_the_rest_of_its_block(self, of, num_shards):
+    def test_a_spoilt_length_loses_the_rest_of_its_block(self, dataset, num_shards):
         reading = {"num_epochs": 2, "skip_corrupt": True}
         iterators = [
-            iter(source_contract.read(of, shard, num_shards, **reading))
+            iter(source_contract.read(dataset, shard, num_shards, **reading))
             for shard in range(num_shards)
         ]
-        found = source_contract.in_turn(iterators)
+        elements = source_contract.in_turn(iterators)
         kept = set(range(source_contract.NUM_RECORDS)) - {13, 14, 15}
-        assert sorted(source_contract.numbers(found)) == sorted([*kept, *kept])
+        assert sorted(source_contract.numbers(elements)) == sorted([*kept, *kept])
         assert sum(i.get_state().get("skipped", 0) for i in iterators) == 6
 
     @pytest.mark.usefixtures("bad_length")
-    def test_the_state_before_every_element_knows_what_was_lost(self, of):
+    def test_the_state_before_every_element_knows_what_was_lost(self, dataset):
         source_contract.assert_resumes_everywhere(
-            lambda: source_contract.read(of, 0, 1, num_epochs=2, skip_corrupt=True)
+            lambda: source_contract.read(dataset, 0, 1, num_epochs=2, skip_corrupt=True)
         )
 
     @pytest.mark.usefixtures("bad_length")
-    def test_a_spoilt_length_is_named_after_what_is_before_it(self, of, files):
-        elements = iter(source_contract.read(of, 0, 1))
-        found = list(itertools.islice(elements, source_contract.CORRUPT))
-        assert source_contract.numbers(found) == list(range(source_contract.CORRUPT))
+    def test_a_spoilt_length_is_named_after_what_is_before_it(self, dataset, files):
+        elements = iter(source_contract.read(dataset, 0, 1))
+        delivered = list(itertools.islice(elements, source_contract.CORRUPT))
+        assert source_contract.numbers(delivered) == list(
+            range(source_contract.CORRUPT)
+        )
         with self.refused(
             files[0], r"byte \d+: corrupt \(not the length of a record, or cut"
         ):
             next(elements)
 
     @pytest.mark.parametrize("kept_of_last", [-1, 3, 13])
-    def test_a_file_cut_short_while_it_is_read_is_named(self, of, files, kept_of_last):
-        source.indexes(of)
+    def test_a_file_cut_short_while_it_is_read_is_named(
+        self, dataset, files, kept_of_last
+    ):
+        source.indexes(dataset)
         last = len(framed(record_format.encode(corpora.document(47))))
         size = os.path.getsize(files[2])
         os.truncate(files[2], size - last + kept_of_last % last)
-        found = []
+        delivered = []
         with self.refused(files[2], "corrupt"):
-            found.extend(source_contract.read(of, 0, 1, num_epochs=1))
-        elements = iter(source_contract.read(of, 0, 1, num_epochs=1, skip_corrupt=True))
+            delivered.extend(source_contract.read(dataset, 0, 1, num_epochs=1))
+        elements = iter(
+            source_contract.read(dataset, 0, 1, num_epochs=1, skip_corrupt=True)
+        )
         assert source_contract.numbers(elements) == list(range(47))
         assert elements.get_state()["skipped"] == 1
 
@@ -129,9 +135,9 @@ def test_a_file_of_tensorflow_is_read(tmp_path):
     (tmp_path / "a").write_bytes(
         b"".join(h + data + f for data, (h, f) in TENSORFLOW_RECORDS.items())
     )
-    of = raw(str(tmp_path / "a"))
-    found = source_contract.read_all(of, 1, num_epochs=1)
-    assert texts(found) == list(TENSORFLOW_RECORDS)
+    dataset = raw(str(tmp_path / "a"))
+    elements = source_contract.read_all(dataset, 1, num_epochs=1)
+    assert texts(elements) == list(TENSORFLOW_RECORDS)
 
 
 def test_a_writer_that_fails_leaves_no_file(tmp_path):
@@ -150,9 +156,11 @@ def test_records_of_any_size_are_read(tmp_path, monkeypatch, buffer_bytes, num_s
     monkeypatch.setattr(tfrecord, "_BUFFER_BYTES", buffer_bytes)
     data = [bytes([n]) * (n * n % 257) for n in range(60)]
     tfrecord.write(tmp_path / "a", iter(data))
-    found = source_contract.read_all(raw(str(tmp_path / "a")), num_shards, num_epochs=1)
-    found.sort(key=lambda element: element["record"])
-    assert texts(found) == data
+    elements = source_contract.read_all(
+        raw(str(tmp_path / "a")), num_shards, num_epochs=1
+    )
+    elements.sort(key=lambda element: element["record"])
+    assert texts(elements) == data
 
 
 def test_a_flipped_bit_of_any_data_is_named(tmp_path):
@@ -199,20 +207,24 @@ def file(tmp_path):
 @pytest.fixture
 def walks(monkeypatch):
     """The files that were walked over, from now on."""
-    found, walk = [], tfrecord._walk
+    walked, walk = [], tfrecord._walk
 
     def noted(file, num_bytes):
-        found.append(file)
+        walked.append(file)
         return walk(file, num_bytes)
 
     monkeypatch.setattr(tfrecord, "_walk", noted)
-    return found
+    return walked
 
 
 def index(file):
     """The index of `file`, as another process would find it."""
-    found = raw(file).index(file)
-    return found.content.num_bytes, found.block_records.tolist(), found.block_bytes
+    file_index = raw(file).index(file)
+    return (
+        file_index.content.num_bytes,
+        file_index.block_records.tolist(),
+        file_index.block_bytes,
+    )
 
 
 def cached(cache):
@@ -261,14 +273,14 @@ def test_the_index_of_a_file_of_the_same_size_and_time_is_not_used(
     # Records of other lengths where no sample is taken.
     lengths = [30_000] * 40
     other = [*lengths[:18], 29_000, 31_000, *lengths[20:]]
-    found = []
+    elements = []
     for sizes in (lengths, other):
         tfrecord.write(file, (bytes(size) for size in sizes))
         os.utime(file, ns=(1, 1))
         place = corpora.upload(file, tmp_path.name) if remote else file
-        found.append((files.content(place).sample, place))
+        elements.append((files.content(place).sample, place))
         index(place)
-    assert found[0] == found[1]
+    assert elements[0] == elements[1]
     assert len(walks) == 2
 
 
@@ -284,14 +296,14 @@ def test_an_object_whose_store_has_no_versions_is_walked_over_each_time(
 
 
 def test_a_block_that_ends_elsewhere_than_its_index_says_is_refused(file):
-    of = raw(file)
-    source.indexes(of)
+    dataset = raw(file)
+    source.indexes(dataset)
     # One record takes the place of the first two.
     content = pathlib.Path(file).read_bytes()
     one = framed(bytes(18))
     pathlib.Path(file).write_bytes(one + content[len(one) :])
     with refused("/a: block 0 ends at byte .*: the file has changed during the run"):
-        source_contract.read_all(of, 1, num_epochs=1)
+        source_contract.read_all(dataset, 1, num_epochs=1)
 
 
 @pytest.mark.parametrize("spoilt", [b"", b"{", b"\xff\xfe", b"[]", b'{"version": 1}'])
