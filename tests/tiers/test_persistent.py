@@ -296,7 +296,7 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
 
 
 @pytest.mark.parametrize(
-    ("file", "offset", "reports"),
+    ("file", "offset", "message"),
     [
         ("data/shards-00002.json", 1, "ends after 3 bytes, before 9"),
         ("data/none.json", 0, "is missing"),
