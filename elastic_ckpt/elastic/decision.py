@@ -1,0 +1,217 @@
+"""Decides what a run does when its slices change: continue on which, wait, or stop.
+
+Everything here is a pure function of what is alive and of the policy. The runtime finds
+out what is alive, calls `decide`, and acts.
+
+Two batch policies, both exact:
+
+* `keep_global`: a batch has the same rows on any number of slices. Fewer slices compute
+  it in several equal parts and sum their gradients (gradient accumulation), so that the
+  rows that a device holds at a time stay within what fits into its memory.
+* `keep_per_device`: a device has the same rows, so that a batch grows and shrinks with
+  the slices, as in MaxText.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable
+
+# Why a number of slices cannot compute a batch; None if it can.
+Objection = Callable[[int, int], str | None]
+
+
+class Batch(enum.Enum):
+    """What stays the same when the number of slices changes."""
+
+    KEEP_GLOBAL = "keep_global"
+    KEEP_PER_DEVICE = "keep_per_device"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What a run does when slices are lost and come back.
+
+    Attributes:
+      min_slices: the least number of slices to train on.
+      max_slices: the greatest; slices beyond it are spares. None takes all.
+      batch: what stays the same.
+      wait_secs: how long to wait for `min_slices` before the run ends.
+      settle_secs: how long a slice has to be there before the run grows.
+    """
+
+    min_slices: int = 1
+    max_slices: int | None = None
+    batch: Batch = Batch.KEEP_GLOBAL
+    wait_secs: float = 600.0
+    settle_secs: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the slices of a run compute.
+
+    Attributes:
+      num_slices: the slices that `rows` were chosen for.
+      rows: of a global batch on `num_slices`.
+      devices_per_slice: the devices of each slice.
+      max_rows_per_device: that fit into the memory of a device at a time.
+    """
+
+    num_slices: int
+    rows: int
+    devices_per_slice: int
+    max_rows_per_device: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slices:
+    """The slices that a run may use.
+
+    Attributes:
+      current: of the world that runs, or ran last; empty at the start.
+      present_secs: by slice that is alive, how long it has been.
+      quarantined: alive, and not to be used.
+    """
+
+    current: frozenset[int] = frozenset()
+    present_secs: dict[int, float]
+    quarantined: frozenset[int] = frozenset()
+
+    def usable(self, policy: Policy) -> list[int]:
+        """The slices to train on, best first: those of the current world, then others.
+
+        A slice that has just come back counts only once it has settled, except at the
+        start, when there is nothing that it could disturb.
+        """
+        usable = [
+            number
+            for number, secs in self.present_secs.items()
+            if number not in self.quarantined
+            and (
+                number in self.current or not self.current or secs >= policy.settle_secs
+            )
+        ]
+        return sorted(usable, key=lambda number: (number not in self.current, number))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train on these slices.
+
+    Attributes:
+      slices: in the order of the mesh.
+      spares: usable slices that are left over.
+      rows: of a global batch.
+      accumulated: equal parts in which a device computes its rows of a batch.
+    """
+
+    slices: tuple[int, ...]
+    spares: tuple[int, ...]
+    rows: int
+    accumulated: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Wait for more slices.
+
+    Attributes:
+      why: what is missing.
+      within_secs: how long, at most.
+    """
+
+    why: str
+    within_secs: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Save and end.
+
+    Attributes:
+      why: what is missing.
+    """
+
+    why: str
+
+
+def decide(
+    slices: Slices,
+    policy: Policy,
+    work: Work,
+    *,
+    waited_secs: float = 0.0,
+    objection: Objection = lambda *_: None,
+) -> Train | Wait | Stop:
+    """Decides for as many slices as there are and fit.
+
+    A lost slice is replaced by a spare, so that the mesh has the same shape and the
+    same program. Of more usable slices than fit, those of the current world stay.
+
+    Args:
+      slices: that are there.
+      policy: of the run.
+      work: of the run.
+      waited_secs: how long the run has waited already.
+      objection: why the data cannot be dealt to a number of slices, for a batch of a
+        number of rows; None if it can.
+    """
+    usable = slices.usable(policy)
+    most = min(len(usable), policy.max_slices or len(usable))
+    objections = []
+    for number in range(most, policy.min_slices - 1, -1):
+        batch = _batch(number, policy, work)
+        why = batch if isinstance(batch, str) else objection(number, batch[0])
+        if why is None:
+            assert not isinstance(batch, str)
+            rows, accumulated = batch
+            return Train(
+                slices=tuple(sorted(usable[:number])),
+                spares=tuple(sorted(usable[number:])),
+                rows=rows,
+                accumulated=accumulated,
+            )
+        objections.append(why)
+    missing = (
+        f"{_count(usable)} usable, and min_slices={policy.min_slices}"
+        if most < policy.min_slices
+        else f"no number of the {_count(usable)} fits: {'; '.join(objections)}"
+    )
+    left_secs = policy.wait_secs - waited_secs
+    if left_secs > 0:
+        return Wait(why=missing, within_secs=left_secs)
+    return Stop(why=f"{missing}, for {waited_secs:.0f} s")
+
+
+def _batch(number: int, policy: Policy, work: Work) -> tuple[int, int] | str:
+    # The rows of a batch on `number` slices and the parts that they are computed in.
+    devices = number * work.devices_per_slice
+    if policy.batch is Batch.KEEP_PER_DEVICE:
+        rows, indivisible = divmod(work.rows * number, work.num_slices)
+        if indivisible:
+            return (
+                f"{work.rows} rows on {work.num_slices} slices are no whole number on"
+                f" {number}"
+            )
+    else:
+        rows = work.rows
+    rows_per_device, indivisible = divmod(rows, devices)
+    if indivisible:
+        return f"{rows} rows do not divide over the {devices} devices of {number}"
+    return rows, _parts(rows_per_device, work.max_rows_per_device)
+
+
+def _parts(rows: int, max_rows: int) -> int:
+    # The least number of equal parts of `rows` that are at most `max_rows`.
+    return next(
+        parts
+        for parts in range(1, rows + 1)
+        if rows % parts == 0 and rows // parts <= max(max_rows, 1)
+    )
+
+
+def _count(slices: Iterable[int]) -> str:
+    numbers = sorted(slices)
+    return f"slices {numbers}" if numbers else "no slice"

@@ -1,0 +1,157 @@
+"""What a run does when its slices change is decided by numbers alone."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.elastic import decision
+
+WORK = decision.Work(num_slices=4, rows=24, devices_per_slice=2, max_rows_per_device=3)
+LONG = 1e6
+
+
+def present(*numbers, secs=LONG):
+    return dict.fromkeys(numbers, secs)
+
+
+def decide(slices, *, work=WORK, waited_secs=0.0, objection=None, **policy):
+    options = {"waited_secs": waited_secs}
+    if objection is not None:
+        options["objection"] = objection
+    chosen = decision.Policy(**policy)
+    return decision.decide(slices, chosen, work, **options)
+
+
+def test_all_slices_train_at_the_start():
+    slices = decision.Slices(present_secs=present(0, 1, 2, 3, secs=0))
+    assert decide(slices) == decision.Train(
+        slices=(0, 1, 2, 3), spares=(), rows=24, accumulated=1
+    )
+
+
+def test_the_rest_keeps_the_global_batch_in_parts_that_fit_into_memory():
+    slices = decision.Slices(current=frozenset(range(4)), present_secs=present(0, 2, 3))
+    # Four rows a device, of which three fit.
+    assert decide(slices) == decision.Train(
+        slices=(0, 2, 3), spares=(), rows=24, accumulated=2
+    )
+
+
+def test_the_rest_keeps_the_rows_of_each_device_if_asked_to():
+    slices = decision.Slices(current=frozenset(range(4)), present_secs=present(0, 2, 3))
+    decided = decide(slices, batch=decision.Batch.KEEP_PER_DEVICE)
+    assert (decided.rows, decided.accumulated) == (18, 1)
+
+
+def test_a_spare_replaces_a_lost_slice():
+    slices = decision.Slices(
+        current=frozenset((0, 1, 2)), present_secs=present(0, 2, 3, 4)
+    )
+    decided = decide(slices, max_slices=3)
+    assert (decided.slices, decided.spares) == ((0, 2, 3), (4,))
+
+
+def test_a_slice_that_came_back_has_to_settle_and_then_the_run_grows():
+    current = frozenset((0, 2, 3))
+    back = decision.Slices(current=current, present_secs=present(0, 2, 3) | {1: 5.0})
+    assert decide(back, settle_secs=6.0).slices == (0, 2, 3)
+    assert decide(back, settle_secs=5.0).slices == (0, 1, 2, 3)
+
+
+def test_a_quarantined_slice_is_not_used():
+    slices = decision.Slices(
+        present_secs=present(0, 1, 2, 3), quarantined=frozenset((1,))
+    )
+    assert decide(slices).slices == (0, 2, 3)
+
+
+def test_slices_of_the_current_world_stay_if_not_all_fit():
+    # 24 rows do not divide over the ten devices of five slices.
+    slices = decision.Slices(
+        current=frozenset((1, 2, 3, 4)), present_secs=present(0, 1, 2, 3, 4)
+    )
+    decided = decide(slices)
+    assert (decided.slices, decided.spares) == ((1, 2, 3, 4), (0,))
+
+
+def test_too_few_slices_are_waited_for_and_then_the_run_stops():
+    slices = decision.Slices(current=frozenset((0, 1)), present_secs=present(1))
+    waiting = decide(slices, min_slices=2, wait_secs=60, waited_secs=20)
+    assert waiting == decision.Wait(
+        why="slices [1] usable, and min_slices=2", within_secs=40
+    )
+    stopped = decide(slices, min_slices=2, wait_secs=60, waited_secs=60)
+    assert stopped == decision.Stop(why="slices [1] usable, and min_slices=2, for 60 s")
+
+
+def test_an_objection_of_the_data_is_part_of_the_reason():
+    slices = decision.Slices(present_secs=present(0, 1))
+    asked = []
+
+    def objection(num_slices, rows):
+        asked.append((num_slices, rows))
+        return f"{num_slices} do not divide the shards"
+
+    decided = decide(slices, objection=objection)
+    assert asked == [(2, 24), (1, 24)]
+    assert decided.why == (
+        "no number of the slices [0, 1] fits: 2 do not divide the shards; 1 do not"
+        " divide the shards"
+    )
+
+
+@given(
+    st.sets(st.integers(0, 9)),
+    st.sets(st.integers(0, 9)),
+    st.sets(st.integers(0, 9)),
+    st.integers(1, 4),
+    st.integers(1, 10),
+    st.sampled_from(decision.Batch),
+    st.integers(1, 6),
+)
+def test_whatever_is_decided_can_be_done(
+    current, alive, quarantined, least, most, batch, max_rows
+):
+    slices = decision.Slices(
+        current=frozenset(current),
+        present_secs=dict.fromkeys(alive, LONG),
+        quarantined=frozenset(quarantined),
+    )
+    work = decision.Work(
+        num_slices=4, rows=24, devices_per_slice=2, max_rows_per_device=max_rows
+    )
+    decided = decide(slices, work=work, min_slices=least, max_slices=most, batch=batch)
+    usable = alive - quarantined
+    if not isinstance(decided, decision.Train):
+        assert isinstance(decided, decision.Wait)
+        fitting = [
+            number
+            for number in range(least, min(len(usable), most) + 1)
+            if batch is decision.Batch.KEEP_PER_DEVICE or 24 % (2 * number) == 0
+        ]
+        assert not fitting
+        return
+    assert set(decided.slices) | set(decided.spares) == usable
+    assert not set(decided.slices) & set(decided.spares)
+    assert least <= len(decided.slices) <= most
+    # A spare is used only if there are too few of the current ones.
+    if set(decided.slices) - current:
+        assert usable & current <= set(decided.slices)
+    devices = 2 * len(decided.slices)
+    rows_per_part = decided.rows / devices / decided.accumulated
+    assert rows_per_part == math.floor(rows_per_part) <= max_rows
+    if batch is decision.Batch.KEEP_GLOBAL:
+        assert decided.rows == 24
+    else:
+        assert decided.rows == 3 * devices
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 1), (4, 2), (5, 5), (12, 4)])
+def test_the_parts_are_equal_and_as_few_as_possible(rows, parts):
+    slices = decision.Slices(present_secs=present(0))
+    work = decision.Work(
+        num_slices=1, rows=rows, devices_per_slice=1, max_rows_per_device=3
+    )
+    assert decide(slices, work=work).accumulated == parts
