@@ -5,8 +5,10 @@ is added here: generations of objects, writes on condition, and listings of a ra
 """
 
 import contextlib
+import io
 import json
 import logging
+import re
 import sys
 import threading
 import urllib.parse
@@ -48,10 +50,19 @@ class _Gcs(gcs_emulator.RequestHandler):
     def do_POST(self):
         bucket, _, query = self._asked()
         name = query.get("name", [None])[0]
-        if not (bucket and name) or self._is_as_expected(
-            query, self._current(bucket, name), otherwise=412
-        ):
-            super().do_POST()
+        connection = self.rfile
+        if bucket and query.get("uploadType") == ["multipart"]:
+            # The name is in the content.
+            content = connection.read(int(self.headers["Content-Length"]))
+            name = json.loads(re.search(rb"\{.*\}", content)[0])["name"]
+            self.rfile = io.BytesIO(content)
+        try:
+            if not (bucket and name) or self._is_as_expected(
+                query, self._current(bucket, name), otherwise=412
+            ):
+                super().do_POST()
+        finally:
+            self.rfile = connection
 
     def do_DELETE(self):
         bucket, name, query = self._asked()

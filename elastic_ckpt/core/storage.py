@@ -100,19 +100,37 @@ def write_atomic(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> 
 
 
 def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
-    """Writes a local file unless it exists.
+    """Writes a file durably unless it exists.
 
-    If several processes try at once, one of them writes.
+    If several processes try at once, one of them writes: local file systems refuse a
+    second link of the name, object stores a second object (if-generation-match,
+    if-none-match).
 
     Returns:
       Whether this call wrote the file.
+
+    Raises:
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
     """
+    if not is_local(path):
+        import fsspec
+
+        bucket_clients.prepare(os.fspath(path))
+        filesystem, name = fsspec.url_to_fs(os.fspath(path))
+        try:
+            filesystem.pipe_file(name, content, mode="create")
+        except FileExistsError:
+            return False
+        return True
     final = pathlib.Path(os.fspath(path))
     handle, temporary = _temporary_file(final, mode)
     try:
         with open(handle, "wb") as file:
             file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
         os.link(temporary, final)
+        _fsync(final.parent)
     except FileExistsError:
         return False
     finally:

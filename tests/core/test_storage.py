@@ -147,6 +147,18 @@ def test_of_many_that_create_a_file_one_does_and_all_find_what_it_wrote(tmp_path
     assert os.listdir(file.parent) == ["file"]
 
 
+def test_of_many_that_create_an_object_one_does(bucket):
+    path = f"{bucket}/worlds/1.json"
+
+    def create(number):
+        return storage.create(path, b"%d" % number)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as executor:
+        actual = list(executor.map(create, range(16)))
+    assert sum(actual) == 1
+    assert storage.absolute(path).read_bytes() == b"%d" % actual.index(True)
+
+
 def test_a_private_file_is_private_when_it_is_replaced_too(tmp_path):
     for content in (b"one", b"two"):
         storage.write_atomic(tmp_path / "file", content, mode=0o600)
