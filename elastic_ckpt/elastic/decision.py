@@ -23,7 +23,7 @@ Objection = Callable[[int, int], str | None]
 
 
 class Batch(enum.Enum):
-    """What stays the same when the number of slices changes."""
+    """The size that stays the same when the number of slices changes."""
 
     KEEP_GLOBAL = "keep_global"
     KEEP_PER_DEVICE = "keep_per_device"
@@ -31,7 +31,7 @@ class Batch(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What a run does when slices are lost and come back.
+    """The policy of a run for slices that are lost and come back.
 
     Attributes:
       min_slices: the least number of slices to train on.
@@ -50,7 +50,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the slices of a run compute.
+    """The work of a step: its rows, and the devices that they are for.
 
     Attributes:
       num_slices: the slices that `rows` were chosen for.
@@ -148,7 +148,7 @@ def decide(
     """Decides for as many slices as there are and fit.
 
     A lost slice is replaced by a spare, so that the mesh has the same shape and the
-    same program. Of more usable slices than fit, those of the current world stay.
+    same program. Slices of the current world are preferred to others.
 
     Args:
       slices: that are there.

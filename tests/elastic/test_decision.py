@@ -1,4 +1,4 @@
-"""What a run does when its slices change is decided by numbers alone."""
+"""The reaction of a run to lost and returned slices is decided by numbers alone."""
 
 import math
 
