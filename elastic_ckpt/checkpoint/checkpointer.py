@@ -354,6 +354,9 @@ class Checkpointer:
 
     def _put_event(self, name: str, **fields: Json) -> None:
         self._events.put((name, fields))
+        if name == "save_started":
+            # In the caller's thread: the save before is reported before the next one.
+            self._flush()
 
     @contextlib.contextmanager
     def _flushing(self) -> Iterator[None]:
