@@ -91,6 +91,11 @@ def corpus(tmp_path_factory) -> str:
 
 @pytest.fixture
 def data(corpus) -> positional.PositionalData:
+    """See `data_of`."""
+    return data_of(corpus)
+
+
+def data_of(corpus: str) -> positional.PositionalData:
     """The corpus as examples of 16 tokens, shuffled."""
     return positional.PositionalData(
         files=(corpus,), max_target_length=16, shuffle_seed=7, num_threads=0

@@ -49,15 +49,13 @@ def losses(attempt, steps):
     return [records[step].loss for step in steps]
 
 
-@pytest.mark.parametrize("colocated", [False, True])
-def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
-    tmp_path, corpus, colocated
-):
-    worlds = ((2, 8, 6), (1, 2, 7), (4, 4, 7), (2, 8, 7))
+def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(tmp_path, corpus):
+    worlds = ((2, 4, 6), (1, 2, 7), (4, 4, 7), (2, 4, 7))
     starts = []
-    for slices, num_devices, steps in worlds:
+    for number, (slices, num_devices, steps) in enumerate(worlds):
+        # Each kind of iterator loads the state that the other saved.
         config = configured(
-            tmp_path, corpus, steps=steps, colocated_python_data_input=colocated
+            tmp_path, corpus, steps=steps, colocated_python_data_input=number % 2 == 0
         )
         job = assembled(config, slices, num_devices)
         starts.append(job.start_step)
@@ -84,7 +82,7 @@ def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
             slices,
             num_devices,
         )
-        for name, slices, num_devices in (("a", 2, 8), ("b", 1, 2), ("c", 2, 8))
+        for name, slices, num_devices in (("a", 2, 4), ("b", 1, 2), ("c", 2, 4))
     ]
     states = [job.restore_or_init() for job in jobs]
     for job, state in zip(jobs, states, strict=True):
@@ -98,7 +96,7 @@ def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
 
 def test_a_job_evaluates_on_its_own_devices(tmp_path, corpus):
     means = []
-    for slices, num_devices in ((2, 8), (1, 2)):
+    for slices, num_devices in ((2, 4), (1, 2)):
         config = configured(
             tmp_path / str(num_devices),
             corpus,
