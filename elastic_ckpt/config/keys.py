@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.config.key import Value
+
+# The lines of a key with a value.
+_Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
 
 
 def sections() -> dict[str, Any]:
@@ -40,62 +43,59 @@ def values(config: schema.Config) -> dict[str, Value]:
 
 def listing() -> str:
     """A line for each key: its default and the first sentence of its description."""
-    lines, titled = [], ""
-    for name, (section, field) in keys().items():
-        if section != titled:
-            lines += ["", f"{_title(section)}"]
-            titled = section
-        default = f"{name}={render(getattr(sections()[section], name))}"
+
+    def lines(field: dataclasses.Field[Any], value: Value) -> list[str]:
         meaning = field.metadata["doc"].partition(". ")[0].rstrip(".")
-        lines += textwrap.wrap(
-            f"{default}: {meaning}",
+        return textwrap.wrap(
+            f"{field.name}={render(value)}: {meaning}",
             88,
             initial_indent="  ",
             subsequent_indent="      ",
             break_on_hyphens=False,
             break_long_words=False,
         )
-    return "\n".join(lines[1:])
+
+    return _by_section(schema.Config(), lines, heading="")
 
 
 def resolved_yaml(config: schema.Config, origins: Mapping[str, str]) -> str:
     """`config` as a YAML file, with the origin of each key that was set."""
-    lines, titled = [], ""
-    for name, value in values(config).items():
-        section, _ = keys()[name]
-        if section != titled:
-            lines += ["", f"######## {_title(section)}"]
-            titled = section
+
+    def lines(field: dataclasses.Field[Any], value: Value) -> list[str]:
+        name = field.name
         origin = f"  # {origins[name]}" if name in origins else ""
-        lines.append(f"{name}: {render(value)}{origin}")
-    return "\n".join(lines[1:]) + "\n"
+        return [f"{name}: {render(value)}{origin}"]
+
+    return _by_section(config, lines, heading="######## ") + "\n"
 
 
 def base_yaml() -> str:
     """The text of `configs/base.yml`: every key with its description and default."""
-    lines = [
-        "# Every key with its default, generated from elastic_ckpt/config; a test",
-        "# compares them. Start your own file with `base_config: base.yml`.",
-    ]
-    titled = ""
-    for name, (section, field) in keys().items():
-        if section != titled:
-            lines += ["", f"######## {_title(section)}"]
-            titled = section
+
+    def lines(field: dataclasses.Field[Any], value: Value) -> list[str]:
         doc = field.metadata["doc"]
         if field.metadata["choices"]:
-            allowed = ", ".join(render(choice) for choice in field.metadata["choices"])
-            doc += f" One of: {allowed}."
-        lines += [
-            "",
-            *textwrap.wrap(doc, 86, initial_indent="# ", subsequent_indent="# "),
-        ]
-        lines.append(f"{name}: {render(getattr(sections()[section], name))}")
-    return "\n".join(lines) + "\n"
+            doc += f" One of: {', '.join(map(render, field.metadata['choices']))}."
+        wrapped = textwrap.wrap(doc, 86, initial_indent="# ", subsequent_indent="# ")
+        return ["", *wrapped, f"{field.name}: {render(value)}"]
+
+    return (
+        "# Every key with its default, generated from elastic_ckpt/config; a test\n"
+        "# compares them. Start your own file with `base_config: base.yml`.\n\n"
+        + _by_section(schema.Config(), lines, heading="######## ")
+        + "\n"
+    )
 
 
-def _title(section: str) -> str:
-    return (type(sections()[section]).__doc__ or "").splitlines()[0]
+def _by_section(config: schema.Config, lines: _Lines, *, heading: str) -> str:
+    # The lines of each key, below the titles of the sections.
+    text: list[str] = []
+    for name in sections():
+        section = getattr(config, name)
+        text += ["", heading + (type(section).__doc__ or "").splitlines()[0]]
+        for field in dataclasses.fields(section):
+            text += lines(field, getattr(section, field.name))
+    return "\n".join(text[1:])
 
 
 def render(value: Value) -> str:

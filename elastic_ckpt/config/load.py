@@ -156,7 +156,7 @@ def _build(settings: dict[str, _Setting]) -> schema.Config:
 
 
 def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Value:
-    expected = _TYPES[str(field.type)]
+    expected = type(field.default)
     value = setting.value
     if (
         expected is float
@@ -191,8 +191,7 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
     return typing.cast(Value, value)
 
 
-_TYPES: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
-_ARTICLES = {
+_ARTICLES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",

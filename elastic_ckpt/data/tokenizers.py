@@ -19,7 +19,6 @@ import base64
 import dataclasses
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import tokens
 
 _BYTES = "bytes"
@@ -377,10 +376,5 @@ def _readable(text: str | bytes) -> str:
 
 
 def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise errors.ConfigError(
-            f"the package {name} cannot be imported ({error}); install it with"
-            " `pip install elastic-ckpt[tokenizers]`, or set tokenizer_type to bytes"
-        ) from None
+    otherwise = "set tokenizer_type to bytes"
+    return extras.module(name, extra="tokenizers", otherwise=otherwise)

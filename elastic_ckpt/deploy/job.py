@@ -6,7 +6,6 @@ image serves many runs, and a run can change its keys without a new image.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import yaml
@@ -20,30 +19,16 @@ from elastic_ckpt.manifests import failure_domains
 Object = dict[str, Any]
 
 # The volume with the configuration, its mount path, and the file in it.
-CONFIG = "config"
-CONFIG_DIRECTORY = "/etc/elastic-ckpt"
+_CONFIG = "config"
+_CONFIG_DIRECTORY = "/etc/elastic-ckpt"
 _CONFIG_FILE = "config.yml"
+CONFIG_MOUNT = {"name": _CONFIG, "mountPath": _CONFIG_DIRECTORY, "readOnly": True}
 CONTAINER = "train"
-COMMAND = ("elastic-ckpt", "train", f"{CONFIG_DIRECTORY}/{_CONFIG_FILE}")
+COMMAND = ("elastic-ckpt", "train", f"{_CONFIG_DIRECTORY}/{_CONFIG_FILE}")
 # The label of a GKE node that names its node pool.
 NODE_POOL = "cloud.google.com/gke-nodepool"
 # A container that fails without a message shows the end of its log.
 TERMINATION_MESSAGE_POLICY = "FallbackToLogsOnError"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-    """A part of a host's memory that is mounted into a container as a directory.
-
-    Attributes:
-      name: the name of the volume.
-      path: the mount path.
-      size_limit: the capacity.
-    """
-
-    name: str
-    path: str
-    size_limit: str
 
 
 def check(config: schema.Config) -> machine.Machine:
@@ -73,19 +58,34 @@ def check(config: schema.Config) -> machine.Machine:
     return host
 
 
-def host_memory(config: schema.Config) -> list[Memory]:
-    """The RAM disk, if configured, and the shared memory of a host's processes."""
-    size = config.deploy.shared_memory_size_limit
-    shared = Memory(name="dshm", path="/dev/shm", size_limit=size)
+def metadata(config: schema.Config) -> Object:
+    """The name and namespace of each object of a run."""
+    return {"name": config.run.run_name, "namespace": config.deploy.namespace}
+
+
+def config_volume(config: schema.Config) -> Object:
+    """The volume with the configuration, which `CONFIG_MOUNT` mounts."""
+    return {"name": _CONFIG, "configMap": {"name": config.run.run_name}}
+
+
+def host_memory(config: schema.Config) -> tuple[list[Object], list[Object]]:
+    """The volumes in a host's memory, and their mounts.
+
+    They are the RAM disk, if configured, and the shared memory of its processes.
+    """
     tiers = config.tiers
-    if not tiers.local_checkpoint_directory:
-        return [shared]
-    ram_disk = Memory(
-        name="local-checkpoints",
-        path=tiers.local_checkpoint_directory,
-        size_limit=tiers.local_checkpoint_size_limit,
+    ram_disk = (
+        "local-checkpoints",
+        tiers.local_checkpoint_directory,
+        tiers.local_checkpoint_size_limit,
     )
-    return [ram_disk, shared]
+    shared = ("dshm", "/dev/shm", config.deploy.shared_memory_size_limit)
+    parts = [ram_disk, shared] if tiers.local_checkpoint_directory else [shared]
+    volumes: list[Object] = [
+        {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+        for name, _, size in parts
+    ]
+    return volumes, [{"name": name, "mountPath": path} for name, path, _ in parts]
 
 
 def environment() -> list[Object]:
@@ -118,9 +118,6 @@ def config_map(config: schema.Config) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {
-            "name": config.run.run_name,
-            "namespace": config.deploy.namespace,
-        },
+        "metadata": metadata(config),
         "data": {_CONFIG_FILE: yaml.safe_dump(chosen, sort_keys=False, width=1000)},
     }

@@ -87,21 +87,18 @@ def from_config(config: schema.Config) -> Machine:
             f"hosts={world.hosts} do not divide into slices={world.slices}; set hosts,"
             " the hosts of all slices together, to a multiple"
         )
-    hosts_per_slice = world.hosts // world.slices
+    selector, limits, devices = {}, {}, 0
     if world.hardware == "gpu":
         gpu = _known(deploy.machine_type, _GPUS, "gpu")
-        return Machine(
-            node_selector={_GPU: gpu.label},
-            limits={"nvidia.com/gpu": str(gpu.chips)},
-            devices=gpu.chips,
-            hosts_per_slice=hosts_per_slice,
-        )
-    machine_type = deploy.machine_type
+        selector, devices = {_GPU: gpu.label}, gpu.chips
+        limits = {"nvidia.com/gpu": str(gpu.chips)}
+    elif deploy.machine_type:
+        selector = {_INSTANCE: deploy.machine_type}
     return Machine(
-        node_selector={_INSTANCE: machine_type} if machine_type else {},
-        limits={},
-        devices=0,
-        hosts_per_slice=hosts_per_slice,
+        node_selector=selector,
+        limits=limits,
+        devices=devices,
+        hosts_per_slice=world.hosts // world.slices,
     )
 
 

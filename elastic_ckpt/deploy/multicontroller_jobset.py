@@ -28,20 +28,18 @@ def documents(config: schema.Config) -> list[job.Object]:
     host = job.check(config)
     _check(config, host)
     slices = config.world.slices
+    name, replicas, pods = "hosts", 1, slices * host.hosts_per_slice
+    before = [job.config_map(config)]
     if config.world.hardware == "tpu":
-        replicated_job = ("slice", slices, host.hosts_per_slice)
+        name, replicas, pods = "slice", slices, host.hosts_per_slice
     else:
-        replicated_job = ("hosts", 1, slices * host.hosts_per_slice)
-    name, replicas, pods = replicated_job
+        before += _access(config)
     names.check_jobset_name(config.run.run_name, {name: (replicas, pods)})
     replicated = {
         "name": name,
         "replicas": replicas,
         "template": _job_template(config, host, pods),
     }
-    before = [job.config_map(config)]
-    if config.world.hardware != "tpu":
-        before += _access(config)
     return [*before, _jobset(config, host, replicated)]
 
 
@@ -68,8 +66,7 @@ def _check(config: schema.Config, host: machine.Machine) -> None:
 def _jobset(
     config: schema.Config, host: machine.Machine, replicated: job.Object
 ) -> job.Object:
-    deploy = config.deploy
-    metadata: job.Object = _named(config)
+    metadata = job.metadata(config)
     if config.world.hardware == "tpu" and host.hosts_per_slice > 1:
         # A node pool is one slice; without this, pods of two slices could share one.
         metadata["annotations"] = {_EXCLUSIVE: job.NODE_POOL}
@@ -81,7 +78,7 @@ def _jobset(
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All"},
             "failurePolicy": {
-                "maxRestarts": deploy.max_restarts,
+                "maxRestarts": config.deploy.max_restarts,
                 "restartStrategy": "Recreate",
             },
             "replicatedJobs": [replicated],
@@ -93,22 +90,24 @@ def _job_template(
     config: schema.Config, host: machine.Machine, pods: int
 ) -> job.Object:
     deploy = config.deploy
-    memory = job.host_memory(config)
+    volumes, mounts = job.host_memory(config)
+    ports = _PORTS[config.world.hardware]
+    container: job.Object = {
+        "name": job.CONTAINER,
+        "image": deploy.docker_image,
+        "command": list(job.COMMAND),
+        "env": job.environment(),
+        "terminationMessagePolicy": job.TERMINATION_MESSAGE_POLICY,
+        "ports": [{"containerPort": port} for port in ports],
+        "resources": {"limits": host.limits},
+        "volumeMounts": [job.CONFIG_MOUNT, *mounts],
+    }
     pod: job.Object = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": deploy.termination_grace_period_seconds,
         "nodeSelector": host.node_selector,
-        "containers": [_container(config, host, memory)],
-        "volumes": [
-            {"name": job.CONFIG, "configMap": {"name": config.run.run_name}},
-            *(
-                {
-                    "name": part.name,
-                    "emptyDir": {"medium": "Memory", "sizeLimit": part.size_limit},
-                }
-                for part in memory
-            ),
-        ],
+        "containers": [container],
+        "volumes": [job.config_volume(config), *volumes],
     }
     account = _account(config)
     if account:
@@ -125,69 +124,37 @@ def _job_template(
     }
 
 
-def _container(
-    config: schema.Config, host: machine.Machine, memory: list[job.Memory]
-) -> job.Object:
-    return {
-        "name": job.CONTAINER,
-        "image": config.deploy.docker_image,
-        "command": list(job.COMMAND),
-        "env": job.environment(),
-        "terminationMessagePolicy": job.TERMINATION_MESSAGE_POLICY,
-        "ports": [{"containerPort": port} for port in _PORTS[config.world.hardware]],
-        "resources": {"limits": host.limits},
-        "volumeMounts": [
-            {
-                "name": job.CONFIG,
-                "mountPath": job.CONFIG_DIRECTORY,
-                "readOnly": True,
-            },
-            *({"name": part.name, "mountPath": part.path} for part in memory),
-        ],
-    }
-
-
 def _access(config: schema.Config) -> list[job.Object]:
     """The permission of the pods to look up their Job in the Kubernetes API."""
-    role = _RBAC + "/v1"
-    account = _account(config)
-    accounts: list[job.Object] = []
-    if not config.deploy.service_account:
-        accounts.append(
-            {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(config)}
-        )
-    rules = [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
-        {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]},
-    ]
-    subject = {"name": account, "namespace": config.deploy.namespace}
-    return [
-        *accounts,
-        {
-            "apiVersion": role,
-            "kind": "Role",
-            "metadata": _named(config),
-            "rules": rules,
-        },
-        {
-            "apiVersion": role,
-            "kind": "RoleBinding",
-            "metadata": _named(config),
-            "subjects": [{"kind": "ServiceAccount", **subject}],
-            "roleRef": {
-                "apiGroup": _RBAC,
-                "kind": "Role",
-                "name": config.run.run_name,
-            },
-        },
-    ]
+    account: job.Object = {
+        "apiVersion": "v1",
+        "kind": "ServiceAccount",
+        "metadata": job.metadata(config),
+    }
+    subject = {"name": _account(config), "namespace": config.deploy.namespace}
+    reference = {"apiGroup": _RBAC, "kind": "Role", "name": config.run.run_name}
+    role = {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": "Role",
+        "metadata": job.metadata(config),
+        "rules": [
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+            {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]},
+        ],
+    }
+    binding = {
+        "apiVersion": f"{_RBAC}/v1",
+        "kind": "RoleBinding",
+        "metadata": job.metadata(config),
+        "subjects": [{"kind": "ServiceAccount", **subject}],
+        "roleRef": reference,
+    }
+    if config.deploy.service_account:
+        return [role, binding]
+    return [account, role, binding]
 
 
 def _account(config: schema.Config) -> str:
     if config.world.hardware == "tpu":
         return config.deploy.service_account
     return config.deploy.service_account or config.run.run_name
-
-
-def _named(config: schema.Config) -> job.Object:
-    return {"name": config.run.run_name, "namespace": config.deploy.namespace}

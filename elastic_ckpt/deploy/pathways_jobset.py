@@ -12,8 +12,6 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import job, names
 
 _HEAD, _WORKER = "pathways-head", "pathways-worker"
-# The container of a worker's pod in which the host saves and reads checkpoints.
-_SIDECAR = "colocated-python-sidecar"
 
 
 def documents(config: schema.Config) -> list[job.Object]:
@@ -64,6 +62,33 @@ def _jobset(config: schema.Config) -> job.Object:
         ) from None
 
     deploy = config.deploy
+    volumes, mounts = job.host_memory(config)
+    environment = {
+        variable["name"]: variable.get("value")
+        or client.V1EnvVarSource(field_ref=variable["valueFrom"]["fieldRef"])
+        for variable in job.environment()
+    }
+    pod = {
+        "termination_grace_period_seconds": deploy.termination_grace_period_seconds,
+        "service_account_name": deploy.service_account or None,
+    }
+    configuration = job.config_volume(config)
+    head = {
+        **pod,
+        "node_selector": {job.NODE_POOL: deploy.pathways_head_node_pool},
+        "volumes": [
+            client.V1Volume(
+                name=configuration["name"], config_map=configuration["configMap"]
+            )
+        ],
+    }
+    workers = {
+        **pod,
+        "volumes": [
+            client.V1Volume(name=volume["name"], empty_dir=volume["emptyDir"])
+            for volume in volumes
+        ],
+    }
     built = jobset.PathwaysJobSet(
         name=config.run.run_name,
         namespace=deploy.namespace,
@@ -74,70 +99,21 @@ def _jobset(config: schema.Config) -> job.Object:
         max_restarts=deploy.max_restarts,
         pathways_rm_and_worker_image=deploy.server_image,
         pathways_proxy_image=deploy.proxy_server_image,
-        head_pod_spec_kwargs=_head_pod(config),
-        worker_pod_spec_kwargs=_worker_pod(config),
+        head_pod_spec_kwargs=head,
+        worker_pod_spec_kwargs=workers,
     )
     built.add_user_workload(
         image=deploy.docker_image,
         command=job.COMMAND,
         name=job.CONTAINER,
         termination_message_policy=job.TERMINATION_MESSAGE_POLICY,
-        volume_mounts=[
-            client.V1VolumeMount(
-                name=job.CONFIG, mount_path=job.CONFIG_DIRECTORY, read_only=True
-            )
-        ],
+        env=environment,
+        volume_mounts=[job.CONFIG_MOUNT],
     )
     built.add_colocated_python(
         image=deploy.colocated_python_sidecar_image,
         shm_size_limit=deploy.shared_memory_size_limit,
-        volume_mounts=[
-            client.V1VolumeMount(name=part.name, mount_path=part.path)
-            for part in job.host_memory(config)
-        ],
+        env=environment,
+        volume_mounts=mounts,
     )
-    return _with_environment(built.to_dict())
-
-
-def _with_environment(jobset: job.Object) -> job.Object:
-    # pathwaysutils accepts only variables with literal values.
-    for replicated in jobset["spec"]["replicatedJobs"]:
-        pod = replicated["template"]["spec"]["template"]["spec"]
-        for container in [*pod["containers"], *pod.get("initContainers", [])]:
-            if container["name"] in (job.CONTAINER, _SIDECAR):
-                container["env"] += job.environment()
-    return jobset
-
-
-def _head_pod(config: schema.Config) -> job.Object:
-    from kubernetes import client
-
-    source = client.V1ConfigMapVolumeSource(name=config.run.run_name)
-    return {
-        **_pod(config.deploy),
-        "node_selector": {job.NODE_POOL: config.deploy.pathways_head_node_pool},
-        "volumes": [client.V1Volume(name=job.CONFIG, config_map=source)],
-    }
-
-
-def _worker_pod(config: schema.Config) -> job.Object:
-    from kubernetes import client
-
-    volumes = [
-        client.V1Volume(
-            name=part.name,
-            empty_dir=client.V1EmptyDirVolumeSource(
-                medium="Memory", size_limit=part.size_limit
-            ),
-        )
-        for part in job.host_memory(config)
-    ]
-    return {**_pod(config.deploy), "volumes": volumes}
-
-
-def _pod(deploy: schema.DeploySection) -> job.Object:
-    secs = deploy.termination_grace_period_seconds
-    pod: job.Object = {"termination_grace_period_seconds": secs}
-    if deploy.service_account:
-        pod["service_account_name"] = deploy.service_account
-    return pod
+    return built.to_dict()

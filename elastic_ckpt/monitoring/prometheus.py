@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.core import errors, extras, metrics
 from elastic_ckpt.monitoring import subscription
 
 # From the wait for a batch that is ready to the restore of a huge model.
@@ -86,14 +86,9 @@ def library() -> Any:
     Raises:
       ConfigError: if it is not installed.
     """
-    try:
-        import prometheus_client
-    except ImportError as error:
-        raise errors.ConfigError(
-            f"the package prometheus-client cannot be imported ({error}); install it"
-            " with `pip install elastic-ckpt[prometheus]`, or set prometheus_port=0"
-        ) from None
-    return prometheus_client
+    return extras.module(
+        "prometheus_client", extra="prometheus", otherwise="set prometheus_port=0"
+    )
 
 
 def spelling(metric: metrics.Metric) -> str:

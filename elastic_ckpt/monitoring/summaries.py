@@ -12,7 +12,9 @@ logged, but the run continues. A killed process loses the values of its last int
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ _INTERVALS_A_RUN = 1000
 _CLOSE_SECS = 10.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class Summary:
     """The aggregate of one value of a metric, or of several consecutive ones.
 
@@ -53,6 +55,16 @@ class Summary:
     min: float
     max: float
     last: float
+
+    def add(self, now: float, value: float) -> None:
+        """Includes the next value of the metric, recorded at the time `now`."""
+        self.time = now
+        self.number += 1
+        self.count += 1
+        self.sum += value
+        self.min = min(self.min, value)
+        self.max = max(self.max, value)
+        self.last = value
 
 
 class Sink(Protocol):
@@ -83,7 +95,8 @@ class Summaries:
         self._interval_secs = interval_secs
         self._began_secs = time.monotonic()
         self._lock = threading.Lock()
-        self._series: dict[str, _Series] = {}
+        self._numbers: collections.Counter[str] = collections.Counter()
+        self._pending: dict[str, list[Summary]] = {}
         self._has_warned = False
         self._closing = threading.Event()
         self._thread = threading.Thread(
@@ -101,12 +114,24 @@ class Summaries:
             self._warn(f"no answer in {_CLOSE_SECS:.0f} s")
 
     def _receive(self, metric: metrics.Metric, value: float) -> None:
-        now = time.time()
+        now, value = time.time(), float(value)
         with self._lock:
-            series = self._series.get(metric.name)
-            if series is None:
-                series = self._series[metric.name] = _Series(metric)
-            series.add(now, float(value))
+            self._numbers[metric.name] += 1
+            pending = self._pending.setdefault(metric.name, [])
+            if pending and pending[-1].number > NUM_SINGLE:
+                pending[-1].add(now, value)
+                return
+            first = Summary(
+                metric=metric,
+                time=now,
+                number=self._numbers[metric.name],
+                count=1,
+                sum=value,
+                min=value,
+                max=value,
+                last=value,
+            )
+            pending.append(first)
 
     def _write_at_intervals(self) -> None:
         while not self._closing.wait(self._pause_secs()):
@@ -123,7 +148,8 @@ class Summaries:
 
     def _write(self) -> None:
         with self._lock:
-            batch = [each for series in self._series.values() for each in series.take()]
+            pending, self._pending = self._pending, {}
+        batch = list(itertools.chain.from_iterable(pending.values()))
         if not batch:
             return
         try:
@@ -141,56 +167,3 @@ class Summaries:
                 self._name,
                 reason,
             )
-
-
-class _Series:
-    """The values of one metric that are not yet written."""
-
-    def __init__(self, metric: metrics.Metric) -> None:
-        self._metric = metric
-        self._number = 0
-        self._singles: list[tuple[float, float]] = []
-        self._time = self._sum = self._min = self._max = self._last = 0.0
-        self._count = 0
-
-    def add(self, now: float, value: float) -> None:
-        self._number += 1
-        if self._number <= NUM_SINGLE:
-            self._singles.append((now, value))
-            return
-        self._min = min(self._min, value) if self._count else value
-        self._max = max(self._max, value) if self._count else value
-        self._sum = self._sum + value if self._count else value
-        self._count += 1
-        self._time, self._last = now, value
-
-    def take(self) -> list[Summary]:
-        first = self._number - self._count - len(self._singles) + 1
-        taken = [
-            Summary(
-                metric=self._metric,
-                time=now,
-                number=number,
-                count=1,
-                sum=value,
-                min=value,
-                max=value,
-                last=value,
-            )
-            for number, (now, value) in enumerate(self._singles, start=first)
-        ]
-        if self._count:
-            taken.append(
-                Summary(
-                    metric=self._metric,
-                    time=self._time,
-                    number=self._number,
-                    count=self._count,
-                    sum=self._sum,
-                    min=self._min,
-                    max=self._max,
-                    last=self._last,
-                )
-            )
-        self._singles, self._count = [], 0
-        return taken

@@ -7,13 +7,12 @@ metrics recorded once in each training step, the steps since this start.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import extras, storage
 from elastic_ckpt.monitoring import summaries
 
 
@@ -67,10 +66,8 @@ class TensorBoard:
 
 
 def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(f"tensorboardX.{name}")
-    except ImportError as error:
-        raise errors.ConfigError(
-            f"the package tensorboardx cannot be imported ({error}); install it with"
-            " `pip install elastic-ckpt[tensorboard]`, or set enable_tensorboard=false"
-        ) from None
+    return extras.module(
+        f"tensorboardX.{name}",
+        extra="tensorboard",
+        otherwise="set enable_tensorboard=false",
+    )

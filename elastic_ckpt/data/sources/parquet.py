@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, extras, storage
 from elastic_ckpt.data import units
 from elastic_ckpt.data.sources import arrow_rows, files, source
 
@@ -315,10 +315,6 @@ def library() -> Any:
     Raises:
       ConfigError: if it is not installed.
     """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise errors.ConfigError(
-            "Parquet files need pyarrow; install it: pip install elastic-ckpt[parquet]"
-        ) from None
-    return pyarrow.parquet
+    return extras.module(
+        "pyarrow.parquet", extra="parquet", otherwise="set grain_file_type to another"
+    )
