@@ -7,6 +7,8 @@ worker's pod has the Pathways server and the sidecar, which mounts the RAM disk.
 
 from __future__ import annotations
 
+from typing import Any
+
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import job, names
@@ -51,7 +53,7 @@ def _scratch(config: schema.Config) -> str:
     return config.deploy.pathways_gcs_location or f"{directory}/pathways"
 
 
-def _jobset(config: schema.Config) -> job.Object:
+def _libraries() -> tuple[Any, Any]:
     try:
         from kubernetes import client
         from pathwaysutils.experimental.gke import jobset
@@ -60,7 +62,11 @@ def _jobset(config: schema.Config) -> job.Object:
             "enable_single_controller=true needs the extra `pathways`"
             f" ({error.name} is missing): pip install 'elastic-ckpt[pathways]'"
         ) from None
+    return client, jobset
 
+
+def _jobset(config: schema.Config) -> job.Object:
+    client, jobset = _libraries()
     deploy = config.deploy
     volumes, mounts = job.host_memory(config)
     environment = {
