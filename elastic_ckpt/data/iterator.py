@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import bisect
 import dataclasses
+import functools
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Protocol
 
 import jax
@@ -34,18 +35,17 @@ from elastic_ckpt.data import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostState:
-    """The state that one host saves: the data state and its logical shards' cursors."""
+    """The state of one host.
+
+    Attributes:
+      data_state: the data state, the same on all hosts.
+      cursors: the cursors of all logical shards that the host runs.
+      saved: those of these shards whose cursors it saves.
+    """
 
     data_state: state.DataState
     cursors: cursors.Cursors
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mark:
-    """The position of a host, with the cursors of all shards that it runs."""
-
-    position: cursors.Position
-    cursors: cursors.Cursors
+    saved: Collection[int]
 
 
 class AwaitedDirectory(Protocol):
@@ -112,10 +112,10 @@ class HostIterator:
           ConfigError: if shards would have to move between hosts, which requires a
             checkpoint; nothing changes then.
         """
-        mark = self.mark()
+        now = self.get_state()
 
         def read(shards: Sequence[int]) -> cursors.Cursors:
-            missing = sorted(set(shards) - mark.cursors.keys())
+            missing = sorted(set(shards) - now.cursors.keys())
             if missing:
                 raise errors.ConfigError(
                     f"changing batches from {self._global_batch_size} rows to"
@@ -123,10 +123,10 @@ class HostIterator:
                     " hosts; choose multiples of num_logical_shards, or change the size"
                     " at a restart"
                 )
-            return {shard: mark.cursors[shard] for shard in shards}
+            return {shard: now.cursors[shard] for shard in shards}
 
         resized = self._begin(global_batch_size)
-        resized.go_to(mark.position, read)
+        resized.go_to(now.data_state.position, read)
         self._rows.close()
         self._rows, self._global_batch_size = resized, global_batch_size
 
@@ -152,35 +152,30 @@ class HostIterator:
             " not have its rows ready"
         )
 
-    def mark(self) -> Mark:
-        """The position after the last batch."""
-        return Mark(
-            position=self._rows.position(),
-            cursors=dict(self._rows.shard_cursors(shared=True)),
-        )
-
-    def return_to(self, mark: Mark) -> None:
-        """Moves back to a mark."""
-        self._rows.go_to(
-            mark.position, lambda shards: {s: mark.cursors[s] for s in shards}
-        )
-
-    def get_state(self, mark: Mark | None = None) -> HostState:
-        """The state after the last batch, or at a mark."""
-        mark = mark or self.mark()
-        data_state = state.DataState(
-            engine=self._data.engine, position=mark.position, pipeline=self._identity
-        )
-        saved = self._rows.shard_cursors()
+    def get_state(self) -> HostState:
+        """The state after the last batch."""
         return HostState(
-            data_state=data_state,
-            cursors={shard: mark.cursors[shard] for shard in saved},
+            data_state=state.DataState(
+                engine=self._data.engine,
+                position=self._rows.position(),
+                pipeline=self._identity,
+            ),
+            cursors=dict(self._rows.shard_cursors(shared=True)),
+            saved=self._rows.shard_cursors().keys(),
+        )
+
+    def set_state(self, taken: HostState) -> None:
+        """Moves back to a state since the last load or change of size."""
+        self._rows.go_to(
+            taken.data_state.position,
+            lambda shards: {shard: taken.cursors[shard] for shard in shards},
         )
 
     def write(self, directory: epath.PathLike, taken: HostState) -> None:
         """Writes this host's part of the state `taken` into `directory`."""
         if self._writes_cursors:
-            cursors.write(directory, taken.cursors, taken.data_state.position)
+            saved = {shard: taken.cursors[shard] for shard in taken.saved}
+            cursors.write(directory, saved, taken.data_state.position)
         if self._writes_state:
             state.write(directory, taken.data_state)
 
@@ -198,13 +193,10 @@ class HostIterator:
         def read(shards: Sequence[int]) -> cursors.Cursors:
             return cursors.read(directory, shards, saved.position)
 
-        if data is self._data:
-            self._rows.go_to(saved.position, read)
-            return
-        renamed = self._begin(self._global_batch_size, data)
-        renamed.go_to(saved.position, read)
+        loaded = self._begin(self._global_batch_size, data)
+        loaded.go_to(saved.position, read)
         self._rows.close()
-        self._data, self._identity, self._rows = data, identity, renamed
+        self._data, self._identity, self._rows = data, identity, loaded
 
     def _begin(
         self, global_batch_size: int, data: elastic_data.ElasticData | None = None
@@ -214,7 +206,12 @@ class HostIterator:
         placement = rows.Placement(row_hosts=held.row_hosts(), host=group)
         return prefetch.Prefetched(
             (data or self._data).host_batches(placement),
-            make=_Placer(self._sharding, global_batch_size, held.groups[group]),
+            make=functools.partial(
+                _placed,
+                sharding=self._sharding,
+                global_batch_size=global_batch_size,
+                host_rows=held.groups[group],
+            ),
             read_ahead=self._read_ahead,
         )
 
@@ -223,42 +220,38 @@ class HostIterator:
 _NARROWED = {np.dtype("int64"): "int32", np.dtype("uint64"): "uint32"}
 
 
-class _Placer:
+def _placed(
+    loaded: dict[str, np.ndarray],
+    *,
+    sharding: NamedSharding,
+    global_batch_size: int,
+    host_rows: tuple[int, ...],
+) -> elastic_data.Batch:
     """Puts a host's rows on its devices, in the same way for every batch."""
 
-    def __init__(
-        self,
-        sharding: NamedSharding,
-        global_batch_size: int,
-        host_rows: tuple[int, ...],
-    ) -> None:
-        self._sharding = sharding
-        self._global_batch_size = global_batch_size
-        self._host_rows = host_rows
+    def part(feature: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        start, stop, _ = index[0].indices(global_batch_size)
+        # The rows of a device are consecutive among those of its host.
+        first = bisect.bisect_left(host_rows, start)
+        return feature[first : first + stop - start, *index[1:]]
 
-    def __call__(self, loaded: dict[str, np.ndarray]) -> elastic_data.Batch:
-        for name, feature in loaded.items():
-            _check_fits(name, feature)
-        return {name: self._place(name, feature) for name, feature in loaded.items()}
-
-    def _place(self, name: str, feature: np.ndarray) -> jax.Array:
-        if len(feature) != len(self._host_rows):
+    for name, feature in loaded.items():
+        _check_fits(name, feature)
+        if len(feature) != len(host_rows):
             raise errors.DataError(
-                f"this host loads {len(self._host_rows)} of the"
-                f" {self._global_batch_size} rows of a batch, but its iterator yielded"
-                f" {len(feature)}"
+                f"this host loads {len(host_rows)} of the {global_batch_size} rows of a"
+                f" batch, but its iterator yielded {len(feature)}"
             )
-
-        def part_at(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            start, stop, _ = index[0].indices(self._global_batch_size)
-            # The rows of a device are consecutive among those of its host.
-            first = bisect.bisect_left(self._host_rows, start)
-            return feature[first : first + stop - start, *index[1:]]
-
-        shape = (self._global_batch_size, *feature.shape[1:])
-        sharding = delivery.feature_sharding(self._sharding, name, shape)
-        return jax.make_array_from_callback(shape, sharding, part_at)
+    shapes = {name: (global_batch_size, *f.shape[1:]) for name, f in loaded.items()}
+    return {
+        name: jax.make_array_from_callback(
+            shapes[name],
+            delivery.feature_sharding(sharding, name, shapes[name]),
+            functools.partial(part, feature),
+        )
+        for name, feature in loaded.items()
+    }
 
 
 def _check_fits(name: str, feature: np.ndarray) -> None:

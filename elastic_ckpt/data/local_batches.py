@@ -129,21 +129,17 @@ class LocalBatches:
                 f"{saved!r} is no state of LocalBatches; load the result of its"
                 " get_state or state_dict, or a list of the results of all ranks"
             )
-        data, identity = self._data, self._identity
-        position, at_end = self._rows.position(), False
+        checked = [_checked(each, rank) for rank, each in enumerate(ranks)]
+        position = checked[0]["position"]
+        data = self._data.continuing(checked[0]["pipeline"])
+        identity = self._identity if data is self._data else data.identity()
         by_shard: dict[int, cursors.Cursor] = {}
-        for rank, rank_state in enumerate(ranks):
-            fields = _checked(rank_state, rank)
+        for rank, fields in enumerate(checked):
             data_state = state.DataState(
                 **{key: fields[key] for key in ("engine", "position", "pipeline")}
             )
-            if not rank:
-                data = self._data.continuing(data_state.pipeline)
-                identity = self._identity if data is self._data else data.identity()
             state.check_same_pipeline(data_state, data.engine, identity)
-            if not rank:
-                position, at_end = data_state.position, bool(fields.get("at_end"))
-            elif data_state.position != position:
+            if data_state.position != position:
                 raise errors.DataError(
                     f"the state of rank {rank} has position {data_state.position}, and"
                     f" that of rank 0 {position}; load states that were saved at the"
@@ -167,12 +163,11 @@ class LocalBatches:
                 )
             return {shard: by_shard[shard] for shard in shards}
 
-        batches = self._rows if data is self._data else self._begin(data)
-        batches.go_to(position, read)
-        if data is not self._data:
-            self._rows.close()
-            self._data, self._identity, self._rows = data, identity, batches
-        self._at_end = at_end
+        loaded = self._begin(data)
+        loaded.go_to(position, read)
+        self._rows.close()
+        self._data, self._identity, self._rows = data, identity, loaded
+        self._at_end = bool(checked[0].get("at_end"))
 
     def state_dict(self) -> StateDict:
         """`get_state` under torchdata's name."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from elastic_ckpt.core import background, errors
 from elastic_ckpt.data import cursors, elastic_data
@@ -73,98 +73,72 @@ class Prefetched(Generic[T]):
         read_ahead: ReadAhead,
     ) -> None:
         self._rows = rows
-        self._making = _Making(rows, make)
+        self._source = _Source(rows, make)
         self._read_ahead = read_ahead
-        self._calls: background.BackgroundCalls[_Made[T]] | None = None
         self._is_first = True
-        self._open = _Open(rows)
-        background.close_with(self, self._open.close)
+        background.close_with(self, self._source.close)
 
     def __next__(self) -> T:
-        if self._calls is None:
-            what = next(self._making)
+        calls = self._source.calls
+        if calls is None:
+            what = next(self._source)
             if self._is_first:
                 self._is_first = False
-                self._read_on(self._making.batch_bytes)
+                self._read_on()
             return what
-        made = self._calls.take()
+        made = calls.take()
         self._position = made.position
         self._cursors.update(made.changed)
         return made.what
 
     def num_ready(self) -> int:
         """The number of batches that can be taken without waiting."""
-        return self._calls.num_ready() if self._calls else 0
+        return self._source.calls.num_ready() if self._source.calls else 0
 
     def position(self) -> cursors.Position:
         """The position after the last batch taken."""
-        if self._calls:
+        if self._source.calls:
             return self._position
-        self._making.check_made()
+        self._source.check_made()
         return self._rows.position()
 
     def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
         """The cursors after the last batch taken; see `HostBatches.shard_cursors`."""
-        if self._calls is None:
+        if self._source.calls is None:
             return self._rows.shard_cursors(shared=shared)
         shards = self._cursors if shared else self._saves
         return {shard: self._cursors[shard] for shard in shards}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         """Moves to a position; see `HostBatches.go_to`."""
-        if self._calls is None:
+        calls = self._source.calls
+        if calls is None:
             self._rows.go_to(position, read)
         else:
             # This runs between two reads. If it fails, the batches read stay valid.
-            self._calls.submit(lambda: self._rows.go_to(position, read)).result()
-            self._open.stop()
-            self._calls = None
-        self._making.clear()
+            calls.submit(lambda: self._rows.go_to(position, read)).result()
+        self._source.stop()
         self._is_first = True
 
     def close(self) -> None:
         """Stops reading ahead; waits for a read that hangs for at most 10 s."""
-        self._open.close(wait=True)
+        self._source.close(wait=True)
 
-    def _read_on(self, batch_bytes: int) -> None:
-        depth = self._read_ahead.depth(batch_bytes)
+    def _read_on(self) -> None:
+        depth = self._read_ahead.depth(self._source.batch_bytes)
         if not depth:
             return
         self._position = self._rows.position()
         self._cursors = dict(self._rows.shard_cursors(shared=True))
         self._saves = list(self._rows.shard_cursors())
-        self._rows.changed()
-        self._calls = self._open.start(self._making.with_state, depth)
+        self._source.start(depth)
 
 
-class _Open:
-    """The resources of a `Prefetched`: its rows, and the thread if it has one."""
+class _Source(Generic[T]):
+    """Converts rows, in a thread once it is started.
 
-    def __init__(self, rows: elastic_data.HostBatches) -> None:
-        self._rows = rows
-        self._calls: background.BackgroundCalls[Any] | None = None
-
-    def start(
-        self, call: Callable[[], Any], depth: int
-    ) -> background.BackgroundCalls[Any]:
-        self._calls = background.BackgroundCalls(call, depth=depth)
-        return self._calls
-
-    def stop(self) -> None:
-        if self._calls:
-            self._calls.close()
-        self._calls = None
-
-    def close(self, *, wait: bool) -> None:
-        if self._calls is None:
-            self._rows.close()
-            return
-        # Closes the rows in the thread, which may be reading them.
-        self._calls.close(self._rows.close, wait=wait)
-
-
-class _Making(Generic[T]):
-    """Converts rows; rows for which that failed are tried again."""
+    Rows for which that failed are tried again.
+    """
 
     def __init__(
         self,
@@ -175,6 +149,7 @@ class _Making(Generic[T]):
         self._make = make
         self._unmade: dict[str, np.ndarray] | None = None
         self.batch_bytes = 0
+        self.calls: background.BackgroundCalls[_Made[T]] | None = None
 
     def __next__(self) -> T:
         if self._unmade is None:
@@ -184,7 +159,23 @@ class _Making(Generic[T]):
         self._unmade = None
         return what
 
-    def with_state(self) -> _Made[T]:
+    def start(self, depth: int) -> None:
+        self.calls = background.BackgroundCalls(self._with_state, depth=depth)
+
+    def stop(self) -> None:
+        """Ends the thread, and forgets what is read."""
+        if self.calls:
+            self.calls.close()
+        self.calls, self._unmade = None, None
+
+    def close(self, *, wait: bool) -> None:
+        if self.calls is None:
+            self._rows.close()
+        else:
+            # Closes the rows in the thread, which may be reading them.
+            self.calls.close(self._rows.close, wait=wait)
+
+    def _with_state(self) -> _Made[T]:
         what = next(self)
         position, changed = self._rows.position(), self._rows.changed()
         return _Made(what=what, position=position, changed=changed)
@@ -195,6 +186,3 @@ class _Making(Generic[T]):
                 "the last batch was read, but the iterator failed before it returned"
                 " it; request the batch again before you save"
             )
-
-    def clear(self) -> None:
-        self._unmade = None

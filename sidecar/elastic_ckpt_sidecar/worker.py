@@ -76,12 +76,12 @@ class _HostWorker:
           The batch on the mesh of `call`, and seconds, float32 `[devices]`.
         """
         host = self._on(call)
-        if not self._marks:
-            self._marks.append((0, host.mark()))
+        if not self._states:
+            self._states.append((0, host.get_state()))
         batch = host.next()
         self._count += 1
         # The head may not have given the newest to the loop yet.
-        self._marks.append((self._count, host.mark()))
+        self._states.append((self._count, host.get_state()))
         if host.waited_secs > _SHORT_SECS:
             return batch, messages.on_each(call, host.waited_secs)
         if self._no_wait is None:
@@ -92,10 +92,9 @@ class _HostWorker:
     def take_state(self, call: jax.Array) -> jax.Array:
         """Keeps the state after so many batches, under the ticket that `call` names."""
         content = messages.decode(call)
-        host = self._on(call)
-        mark = self._mark_after(content["batches"])
+        self._on(call)
         ticket = content["ticket"]
-        self._taken[ticket] = host.get_state(mark)
+        self._taken[ticket] = self._state_after(content["batches"])
         # The state of an abandoned save is never requested.
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call
@@ -148,7 +147,7 @@ class _HostWorker:
         content = messages.decode(call)
         host = self._on(call)
         if content["batches"] < self._count:
-            host.return_to(self._mark_after(content["batches"]))
+            host.set_state(self._state_after(content["batches"]))
         self._begin_to_count()
         host.resize(content["global_batch_size"])
         return call
@@ -161,16 +160,15 @@ class _HostWorker:
 
     def _begin_to_count(self) -> None:
         self._count = 0
-        self._marks: collections.deque[tuple[int, iterator.Mark]] = collections.deque(
-            maxlen=HEAD_AHEAD + 2
-        )
+        self._states: collections.deque[tuple[int, iterator.HostState]]
+        self._states = collections.deque(maxlen=HEAD_AHEAD + 2)
 
-    def _mark_after(self, batches: int) -> iterator.Mark:
+    def _state_after(self, batches: int) -> iterator.HostState:
         assert self._iterator is not None
-        if not self._marks:
+        if not self._states:
             assert not batches
-            return self._iterator.mark()
-        return dict(self._marks)[batches]
+            return self._iterator.get_state()
+        return dict(self._states)[batches]
 
     def _on(self, call: jax.Array) -> iterator.HostIterator:
         if self._iterator is None:

@@ -158,8 +158,8 @@ class Counting:
 
 def settle(one):
     """Waits until everything that may be read ahead was."""
-    if one._calls:
-        one._calls.submit(lambda: None).result()
+    if one._source.calls:
+        one._source.calls.submit(lambda: None).result()
 
 
 def number(batch):

@@ -75,14 +75,14 @@ def test_the_bytes_bound_the_reading_ahead(remote, valve):
 def test_batches_lie_on_the_devices_of_the_workers_before_they_are_asked_for(
     remote, monkeypatch
 ):
-    placed, place = [], iterator._Placer.__call__
+    placed, place = [], iterator._placed
 
-    def placing(self, loaded):
-        batch = place(self, loaded)
+    def placing(loaded, **how):
+        batch = place(loaded, **how)
         placed.append((threading.current_thread().name, batch))
         return batch
 
-    monkeypatch.setattr(iterator._Placer, "__call__", placing)
+    monkeypatch.setattr(iterator, "_placed", placing)
     next(batches_of(remote, batches=2))
     wait_until(lambda: len(placed) == 4)
     sharding = topology.batch_sharding(topology.mesh_of(topology.present(2)))
