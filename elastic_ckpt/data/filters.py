@@ -9,13 +9,13 @@ rejected the most.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grain
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import records
+from elastic_ckpt.data import records, shard_steps
 
 # How many consecutive elements may be rejected: at least this many even if an epoch has
 # fewer, and the second number if the length of an epoch is unknown.
@@ -39,7 +39,7 @@ class Filters:
           dataset: the pipeline; it must not have been iterated over before.
           endless: whether it is an error if a filter rejects all of two epochs.
         """
-        for node in _nodes(dataset):
+        for node in reversed(shard_steps.datasets(dataset)):
             function = getattr(node, _FUNCTION, None)
             if function is None:
                 continue
@@ -92,22 +92,11 @@ class _Counted:
         )
 
 
-def _nodes(dataset: Any) -> Iterator[Any]:
-    # A dataset and all datasets that it reads from.
-    seen, waiting = set(), [dataset]
-    while waiting:
-        node = waiting.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            waiting += getattr(node, "parents", ())
-            yield node
-
-
 def _epoch(dataset: Any) -> int:
     # The number of elements in one pass over the sources of a filter.
     total = 0
-    for node in _nodes(dataset):
-        if getattr(node, "parents", ()):
+    for node in shard_steps.datasets(dataset):
+        if shard_steps.parents(node):
             continue
         if isinstance(node, records.Records):
             total += node.epoch_records()

@@ -9,6 +9,7 @@ Each stage is a Grain dataset that saves its position, so the whole pipeline doe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,11 +23,11 @@ from elastic_ckpt.data import (
     elastic_data,
     language,
     mixing,
+    pipeline_changes,
     positional,
     records,
     sharded_data,
     shuffling,
-    state,
     token_blocks,
     tokenizers,
     units,
@@ -38,6 +39,8 @@ _SOURCES: dict[str, Any] = {
     "parquet": parquet.Parquet,
     "tfrecord": tfrecord.TFRecord,
 }
+# The key of the training data's files, unless there is a file with a mixture.
+_TRAIN_FILES = "grain_train_files"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ class LanguagePipeline:
                 max_examples=self.max_examples,
             )
         else:
-            rows = examples.map(self._pad)
+            rows = examples.map(functools.partial(language.padded, length=self.length))
         compared = self.vocab_size and not self.documents.tokenizer
         return rows.map(self._in_vocabulary) if compared else rows
 
@@ -130,7 +133,7 @@ class LanguagePipeline:
         # Older states lack this setting: it is included only if there is a limit.
         limit = {"max_segments_per_seq": self.max_examples} if self.max_examples else {}
         return {
-            state.DATASETS: {
+            pipeline_changes.DATASETS: {
                 part.name: {"weight": part.weight, **self._source_identity(part)}
                 for part in self.parts
             },
@@ -144,7 +147,7 @@ class LanguagePipeline:
             "grain_shuffle_buffer_size": self.window,
             "enable_data_shuffling": self.reading.shuffle_seed is not None,
             "data_shuffle_seed": self.seed,
-            state.NUM_EPOCH: self.reading.num_epochs or 0,
+            pipeline_changes.NUM_EPOCH: self.reading.num_epochs or 0,
             **limit,
         }
 
@@ -180,9 +183,6 @@ class LanguagePipeline:
                 )
         return row
 
-    def _pad(self, example: language.Example) -> language.Example:
-        return language.padded(example, self.length)
-
 
 def from_config(
     data: schema.DataSection, *, vocab_size: int = 0
@@ -209,13 +209,7 @@ def from_config(
                 f"{data.num_logical_shards}: Grain's elastic iterator does not support"
                 " shards; reset one of them"
             )
-        return _sharded(
-            data,
-            mixture=_datasets(data),
-            num_epochs=data.num_epoch,
-            num_workers=data.grain_worker_count,
-            vocab_size=vocab_size,
-        )
+        return _sharded(data, vocab_size=vocab_size)
     needs = _needs_shards(data)
     if needs:
         raise errors.ConfigError(
@@ -235,15 +229,10 @@ def eval_from_config(
         enable_data_shuffling=False,
         drop_remainder=False,
         num_logical_shards=data.num_logical_shards or global_batch_size,
+        num_epoch=1,
+        grain_worker_count=0,
     )
-    return _sharded(
-        ordered,
-        mixture=datasets.from_list(data.grain_eval_files, key="grain_eval_files"),
-        key="grain_eval_files",
-        num_epochs=1,
-        num_workers=0,
-        vocab_size=vocab_size,
-    )
+    return _sharded(ordered, key="grain_eval_files", vocab_size=vocab_size)
 
 
 def vocab_size(data: schema.DataSection) -> int:
@@ -253,12 +242,11 @@ def vocab_size(data: schema.DataSection) -> int:
 
 def describe(data: schema.DataSection) -> str:
     """A description of the training data: each dataset as a tree, with its share."""
-    mixture = _datasets(data)
-    total = sum(dataset.weight for dataset in mixture)
+    parts = _parts(data)
+    total = sum(part.weight for part in parts)
     return "\n".join(
-        f"{dataset.name}, {dataset.weight / total:.1%}\n"
-        + source.tree(_source(data, dataset))
-        for dataset in mixture
+        f"{part.name}, {part.weight / total:.1%}\n{source.tree(part.source)}"
+        for part in parts
     )
 
 
@@ -270,20 +258,28 @@ def _check_vocabulary(data: schema.DataSection, rows: int) -> None:
         )
 
 
-def _datasets(data: schema.DataSection) -> list[datasets.Dataset]:
-    if data.grain_train_mixture_config_path:
-        return datasets.from_file(data.grain_train_mixture_config_path)
-    return datasets.from_list(data.grain_train_files, key="grain_train_files")
+def _parts(data: schema.DataSection, *, key: str = _TRAIN_FILES) -> tuple[Part, ...]:
+    # The datasets with the files that the configuration key `key` lists.
+    if key == _TRAIN_FILES and data.grain_train_mixture_config_path:
+        mixture = datasets.from_file(data.grain_train_mixture_config_path)
+    else:
+        mixture = datasets.from_list(getattr(data, key), key=key)
+    settings: dict[str, Any] = {"columns": (data.train_data_columns,)}
+    if data.grain_file_type != "parquet":
+        settings["record_format"] = data.grain_record_format
+    make_source = functools.partial(_SOURCES[data.grain_file_type], **settings)
+    return tuple(
+        Part(
+            name=dataset.name,
+            source=make_source(files=files.find_files(dataset.patterns, key=key)),
+            weight=dataset.weight,
+        )
+        for dataset in mixture
+    )
 
 
 def _sharded(
-    data: schema.DataSection,
-    *,
-    mixture: list[datasets.Dataset],
-    key: str = "grain_train_files",
-    num_epochs: int,
-    num_workers: int,
-    vocab_size: int,
+    data: schema.DataSection, *, key: str = _TRAIN_FILES, vocab_size: int
 ) -> sharded_data.ShardedData:
     shuffle = data.enable_data_shuffling
     packing = data.grain_packing_type if data.packing else ""
@@ -294,14 +290,11 @@ def _sharded(
             " is full; set it to 0, or pack by first_fit or best_fit"
         )
     pipeline = LanguagePipeline(
-        parts=tuple(
-            Part(name=d.name, source=_source(data, d, key), weight=d.weight)
-            for d in mixture
-        ),
+        parts=_parts(data, key=key),
         num_shards=data.num_logical_shards,
         reading=records.Reading(
             shuffle_seed=data.data_shuffle_seed if shuffle else None,
-            num_epochs=num_epochs or None,
+            num_epochs=data.num_epoch or None,
             skip_corrupt=data.corrupt_records == "skip",
         ),
         documents=language.Documents(
@@ -317,7 +310,7 @@ def _sharded(
         max_examples=data.max_segments_per_seq if packing else 0,
         seed=data.data_shuffle_seed,
         tokenizer_threads=data.tokenizer_threads,
-        num_processes=max(num_workers, 1),
+        num_processes=max(data.grain_worker_count, 1),
         vocab_size=vocab_size,
     )
     end = elastic_data.End.DROPPED if data.drop_remainder else elastic_data.End.PADDED
@@ -325,20 +318,10 @@ def _sharded(
         make_shard=pipeline,
         num_shards=data.num_logical_shards,
         pipeline=pipeline.identity(),
-        end=end if num_epochs else elastic_data.End.NEVER,
-        num_workers=num_workers,
+        end=end if data.num_epoch else elastic_data.End.NEVER,
+        num_workers=data.grain_worker_count,
         per_worker_batches=data.grain_per_worker_buffer_size,
     )
-
-
-def _source(
-    data: schema.DataSection, dataset: datasets.Dataset, key: str = "grain_train_files"
-) -> source.Source:
-    settings: dict[str, Any] = {"columns": (data.train_data_columns,)}
-    if data.grain_file_type != "parquet":
-        settings["record_format"] = data.grain_record_format
-    paths = files.find_files(dataset.patterns, key=key)
-    return _SOURCES[data.grain_file_type](files=paths, **settings)
 
 
 def _tokenizer(data: schema.DataSection) -> tokenizers.Tokenizer | None:

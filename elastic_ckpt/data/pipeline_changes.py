@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_ckpt.core import storage
+from elastic_ckpt.data import cursors
 
 # The field with the datasets of a mixture by name.
 DATASETS = "datasets"
@@ -117,7 +118,9 @@ def _changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:
 def _dataset_changes(prefix: str, before: Any, now: Any, ends: bool) -> list[str]:
     common = before.keys() & now.keys()
     others = before.keys() ^ now.keys()
-    if others and before and now and (ends or _ends(now) or not common):
+    # Records may be read for a number of epochs inside a dataset, too.
+    ends = ends or any(part.get("num_epochs") for part in cursors.parts(now))
+    if others and before and now and (ends or not common):
         return [f"{prefix}: saved {sorted(before)}, now {sorted(now)}"]
     changed = [
         f"{prefix}: {old} is now named {new}, with the same files and steps; restore"
@@ -132,13 +135,6 @@ def _dataset_changes(prefix: str, before: Any, now: Any, ends: bool) -> list[str
 def _entry_changes(prefix: str, before: Any, now: Any) -> list[str]:
     weightless = [{**entry, "weight": None} for entry in (before, now)]
     return _changes(prefix, *weightless, ends=False)
-
-
-def _ends(value: Any) -> bool:
-    # Whether a description has records that are read for a number of epochs.
-    if isinstance(value, dict):
-        return bool(value.get("num_epochs")) or any(map(_ends, value.values()))
-    return isinstance(value, list) and any(map(_ends, value))
 
 
 def _step_changes(prefix: str, before: Any, now: Any, *, ends: bool) -> list[str]:

@@ -152,7 +152,18 @@ class PositionalData:
         return example
 
 
-class _InPlaceBatches:
+class _Cursorless:
+    """Batches whose state is a position without cursors."""
+
+    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
+        del shared  # there are none
+        return {}
+
+    def changed(self) -> cursors.Cursors:
+        return {}
+
+
+class _InPlaceBatches(_Cursorless):
     """The examples in the rows of one host."""
 
     def __init__(
@@ -186,13 +197,6 @@ class _InPlaceBatches:
 
     def position(self) -> cursors.Position:
         return {_POSITION: self._next_index}
-
-    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
-        del shared  # there are none
-        return {}
-
-    def changed(self) -> cursors.Cursors:
-        return {}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         del read  # there are none
@@ -238,8 +242,8 @@ class _RowExamples(grain.MapDataset):
         return _padding(first)
 
 
-class _ElasticBatches:
-    """Grain's elastic iterator, whose state is a position without cursors."""
+class _ElasticBatches(_Cursorless):
+    """Grain's elastic iterator."""
 
     def __init__(self, elastic: grain.DatasetIterator) -> None:
         self._elastic = elastic
@@ -258,13 +262,6 @@ class _ElasticBatches:
 
     def position(self) -> cursors.Position:
         return dict(self._elastic.get_state())
-
-    def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
-        del shared  # there are none
-        return {}
-
-    def changed(self) -> cursors.Cursors:
-        return {}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
         del read  # there are none

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import weakref
 from multiprocessing import connection, parent_process
 from typing import Protocol
 
@@ -24,8 +23,8 @@ from elastic_ckpt.data import cursors, elastic_data, shard_rows
 class Reader(Protocol):
     """Reads a task: the rows of one host."""
 
-    def __next__(self) -> shard_rows.Rows:
-        """The rows of the next batch."""
+    def __next__(self) -> shard_rows.Loaded:
+        """The rows of the next batch, without cursors."""
 
     def changed(self) -> cursors.Cursors:
         """The cursors of the shards that yielded rows since the last call."""
@@ -45,25 +44,7 @@ def reader(task: shard_rows.Task, *, num_workers: int, per_worker: int) -> Reade
     num_workers = min(num_workers, len(task.start))
     if num_workers:
         return _Workers(task, num_workers, max(per_worker, 1))
-    return _InCaller(task)
-
-
-class _InCaller:
-    def __init__(self, task: shard_rows.Task) -> None:
-        self._rows = shard_rows.ShardRowsIterator(task)
-        # This also runs at the end of the program, before modules are unloaded.
-        self._close = weakref.finalize(self, self._rows.close)
-
-    def __next__(self) -> shard_rows.Rows:
-        loaded = next(self._rows).rows
-        assert loaded is not None
-        return loaded
-
-    def changed(self) -> cursors.Cursors:
-        return self._rows.changed()
-
-    def close(self) -> None:
-        self._close()
+    return shard_rows.ShardRowsIterator(task)
 
 
 class _Workers:
@@ -90,10 +71,9 @@ class _Workers:
         self._shares = [sorted(task.start)[w::num_workers] for w in range(num_workers)]
         self._position = task.position
         self._loaded = iter(workers)
-        self._close = weakref.finalize(self, self._loaded.close)
         self._changed: dict[int, cursors.Cursor] = {}
 
-    def __next__(self) -> shard_rows.Rows:
+    def __next__(self) -> shard_rows.Loaded:
         shards, keep = self._task.row_shards(self._position)
         kept = shards[keep]
         row_numbers, parts, over = [], [], False
@@ -112,14 +92,14 @@ class _Workers:
         }
         if over:
             rows[elastic_data.MASK][:] = False
-        return rows
+        return shard_rows.Loaded(rows=rows, cursors={}, over=over)
 
     def changed(self) -> cursors.Cursors:
         changed, self._changed = self._changed, {}
         return changed
 
     def close(self) -> None:
-        self._close()
+        self._loaded.close()
 
 
 def _end_with_parent(worker: int, num_workers: int) -> None:

@@ -116,13 +116,11 @@ class HostRows:
       shards: the shards that the host runs, ascending; it discards their rows that are
         not in `rows`.
       writes: the shards whose cursors the host saves; each shard has one such host.
-      in_place: whether `rows` are those that the host's devices hold.
     """
 
     rows: np.ndarray
     shards: np.ndarray
     writes: np.ndarray
-    in_place: bool
 
 
 def stream_rows(batch: BatchRows, position: int) -> np.ndarray:
@@ -153,8 +151,7 @@ def assign(batch: BatchRows, row_hosts: np.ndarray, position: int) -> list[HostR
     """
     num_hosts = int(row_hosts.max()) + 1
     rows = np.argsort(row_hosts, kind="stable")
-    in_place = exchanged(batch, row_hosts) is None
-    if in_place:
+    if exchanged(batch, row_hosts) is None:
         hosts, shards, writes = _in_place(batch, row_hosts, position)
     else:
         rows = _every_nth(rows.size, num_hosts)
@@ -165,7 +162,7 @@ def assign(batch: BatchRows, row_hosts: np.ndarray, position: int) -> list[HostR
         writes = np.ones(batch.num_shards, bool)
     ends = np.arange(1, num_hosts)
     return [
-        HostRows(rows=loads, shards=runs, writes=saves, in_place=in_place)
+        HostRows(rows=loads, shards=runs, writes=saves)
         for loads, runs, saves in zip(
             np.split(rows, ends * (rows.size // num_hosts)),
             np.split(shards, np.searchsorted(hosts, ends)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import grain
@@ -18,9 +18,9 @@ from elastic_ckpt.data import (
     filters,
     records,
     rows,
+    shard_steps,
 )
 
-MakeShard = Callable[[int], grain.IterDataset]
 Rows = dict[str, np.ndarray]
 
 # Marks a JSON list that was a tuple.
@@ -60,7 +60,7 @@ class Task:
       track: whether to return cursors with each batch.
     """
 
-    make_shard: MakeShard
+    make_shard: shard_steps.MakeShard
     batch: rows.BatchRows
     keep: np.ndarray
     position: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grain
@@ -106,7 +106,7 @@ class CheckedShards:
           ConfigError: if it is not an `IterDataset`, or reads another shard.
         """
         made = made_for(self.make_shard, shard)
-        for step in _datasets(made):
+        for step in datasets(made):
             if not isinstance(step, Step):
                 continue
             wrong = step.shard not in (None, shard)
@@ -147,42 +147,42 @@ def made_for(make_shard: MakeShard, shard: int) -> grain.IterDataset:
 
 def numbers_of_shards(made: grain.IterDataset) -> set[int]:
     """The values of S in the steps of a pipeline."""
-    given = (step.num_shards for step in _datasets(made) if isinstance(step, Step))
+    given = (step.num_shards for step in datasets(made) if isinstance(step, Step))
     return {number for number in given if number is not None}
 
 
 def own_code(made: grain.IterDataset) -> list[str]:
     """The datasets of a pipeline that run the user's own code, as strings."""
-    return [str(dataset) for dataset in _datasets(made) if _settings(dataset) is None]
+    return [str(dataset) for dataset in datasets(made) if _settings(dataset) is None]
 
 
 def step_descriptions(
     made: grain.IterDataset | grain.MapDataset,
 ) -> list[dict[str, storage.Json]]:
     """The steps of a pipeline, first to last, each with its name and settings."""
-    parents = _parents(made)
+    inputs = parents(made)
     if isinstance(made, Step) and made.describes_parents:
-        parents = ()
-    before = step_descriptions(parents[0]) if len(parents) == 1 else []
+        inputs = ()
+    before = step_descriptions(inputs[0]) if len(inputs) == 1 else []
     name = type(made).__name__
     if _is_grains(made) and name in _GRAIN_PASSING:
         return before
     step: dict[str, storage.Json] = {STEP: name, **(_settings(made) or {})}
     if isinstance(made, Step):
         step |= made.settings()
-    if len(parents) > 1:
-        step["parents"] = [step_descriptions(parent) for parent in parents]
+    if len(inputs) > 1:
+        step["parents"] = [step_descriptions(parent) for parent in inputs]
     return [*before, step]
 
 
-def _datasets(made: Any) -> Iterator[Any]:
-    # The datasets of a pipeline, first to last.
-    for parent in _parents(made):
-        yield from _datasets(parent)
-    yield made
+def datasets(made: Any) -> list[Any]:
+    """The datasets of a pipeline, first to last, each once."""
+    before = {id(each): each for parent in parents(made) for each in datasets(parent)}
+    return [*before.values(), made]
 
 
-def _parents(dataset: Any) -> Sequence[Any]:
+def parents(dataset: Any) -> Sequence[Any]:
+    """The datasets that a dataset reads from."""
     # A user's source may not have called the constructor of its base class.
     return getattr(dataset, "_parents", ())
 

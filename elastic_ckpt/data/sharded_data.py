@@ -12,6 +12,7 @@ state is the same in both cases.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,10 +29,9 @@ from elastic_ckpt.data import (
     rows,
     shard_rows,
     shard_steps,
-    state,
 )
 
-MakeShard = shard_rows.MakeShard
+MakeShard = shard_steps.MakeShard
 
 
 @runtime_checkable
@@ -91,7 +91,7 @@ class ShardedData:
         """The settings that determine the order of examples."""
         settings: dict[str, storage.Json] = {"num_logical_shards": self.num_shards}
         if isinstance(self.make_shard, shard_steps.CheckedShards):
-            settings[state.STEPS] = self.make_shard.steps()
+            settings[pipeline_changes.STEPS] = self.make_shard.steps()
         if isinstance(self.pipeline, dict):
             return settings | self.pipeline
         return settings | {"pipeline": self.pipeline}
@@ -105,8 +105,8 @@ class ShardedData:
         if not isinstance(self.make_shard, Renamable):
             return self
         assert isinstance(self.pipeline, dict)
-        datasets = self.pipeline[state.DATASETS]
-        saved: Any = pipeline.get(state.DATASETS) or {}
+        datasets = self.pipeline[pipeline_changes.DATASETS]
+        saved: Any = pipeline.get(pipeline_changes.DATASETS) or {}
         names = pipeline_changes.kept_names(saved, datasets)
         if not names:
             return self
@@ -115,7 +115,7 @@ class ShardedData:
         return dataclasses.replace(
             self,
             make_shard=self.make_shard.renamed(names),
-            pipeline=self.pipeline | {state.DATASETS: kept},
+            pipeline=self.pipeline | {pipeline_changes.DATASETS: kept},
         )
 
     def row_order(self, row_hosts: np.ndarray) -> np.ndarray | None:
@@ -239,7 +239,7 @@ class _HostBatches:
 
     def close(self) -> None:
         if self._reader:
-            self._reader.close()
+            self._close_reader()
         self._reader = None
 
     def _read(self) -> shard_rows.Rows:
@@ -257,7 +257,11 @@ class _HostBatches:
             self._reader = readers.reader(
                 task, num_workers=data.num_workers, per_worker=data.per_worker_batches
             )
-        return next(self._reader)
+            # This also runs at the end of the program, before modules are unloaded.
+            self._close_reader = weakref.finalize(self, self._reader.close)
+        loaded = next(self._reader).rows
+        assert loaded is not None
+        return loaded
 
     def _check_whole(self) -> None:
         if self._error is not None:

@@ -23,10 +23,6 @@ from elastic_ckpt.data import pipeline_changes
 FILE_NAME = "data_state.json"
 VERSION = 1
 
-DATASETS = pipeline_changes.DATASETS
-NUM_EPOCH = pipeline_changes.NUM_EPOCH
-STEPS = pipeline_changes.STEPS
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataState:
@@ -45,12 +41,7 @@ class DataState:
 
 def to_bytes(state: DataState) -> bytes:
     """The content of the state's file."""
-    fields: dict[str, storage.Json] = {
-        "engine": state.engine,
-        "position": state.position,
-        "pipeline": state.pipeline,
-    }
-    return checked_json.to_bytes(fields, version=VERSION)
+    return checked_json.to_bytes(vars(state), version=VERSION)
 
 
 def write(directory: epath.PathLike, state: DataState) -> None:

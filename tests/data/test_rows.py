@@ -72,7 +72,6 @@ def test_every_row_is_loaded_once_and_where_it_is_held_but_for_an_exchange(
         held = np.flatnonzero(row_hosts == number).tolist()
         every_nth = list(range(number, len(row_hosts), num_hosts))
         assert host.rows.tolist() == (held if in_place else every_nth)
-        assert host.in_place == in_place
     loaded = np.concatenate([host.rows for host in hosts])
     assert sorted(loaded) == list(range(len(row_hosts)))
 
@@ -144,7 +143,7 @@ def test_hosts_run_the_same_shards_until_the_batch_size_changes(layout, position
 def assert_nothing_is_moved_or_discarded(batch, num_hosts, position):
     row_hosts = in_order(num_hosts, batch.global_batch_size)
     hosts = rows.assign(batch, row_hosts, position)
-    assert all(host.in_place for host in hosts)
+    assert rows.exchanged(batch, row_hosts) is None
     assert sum(len(host.shards) for host in hosts) == batch.num_shards
 
 
@@ -188,10 +187,11 @@ def test_the_arrangement_depends_on_shards_and_rows_alone(
 def test_rows_follow_a_sharding_that_gives_hosts_alternating_blocks():
     # Two slices of two hosts, whose blocks of rows the mesh lays out slice by slice.
     batch = rows.BatchRows(num_shards=4, global_batch_size=8)
-    hosts = rows.assign(batch, np.array([0, 0, 1, 1, 0, 0, 1, 1]), 0)
+    row_hosts = np.array([0, 0, 1, 1, 0, 0, 1, 1])
+    hosts = rows.assign(batch, row_hosts, 0)
     assert [host.shards.tolist() for host in hosts] == [[0, 2], [1, 3]]
     assert [host.rows.tolist() for host in hosts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert all(host.in_place for host in hosts)
+    assert rows.exchanged(batch, row_hosts) is None
 
 
 def test_a_shard_whose_rows_lie_on_two_hosts_runs_on_both_and_the_first_saves_it():

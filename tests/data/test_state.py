@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.data import state
+from elastic_ckpt.data import pipeline_changes, state
 
 STATE = state.DataState(
     engine="positional",
@@ -114,7 +114,7 @@ def source(*files, **more):
 
 
 def mixed(**datasets):
-    return {"seed": 1, state.DATASETS: datasets}
+    return {"seed": 1, pipeline_changes.DATASETS: datasets}
 
 
 def check(before, now):
