@@ -37,7 +37,7 @@ def to_bytes(values: Sequence[Cursor], position: Position) -> bytes:
 
 def write(directory: epath.PathLike, cursors: Cursors, position: Position) -> None:
     """Writes the cursors of a host, one file for each run of consecutive shards."""
-    for shards in _runs(sorted(cursors)):
+    for shards in runs(sorted(cursors)):
         name = f"shards-{shards[0]:05d}-{shards[-1]:05d}.json"
         content = to_bytes([cursors[shard] for shard in shards], position)
         storage.write_atomic(epath.Path(directory) / name, content)
@@ -94,17 +94,18 @@ def parts(cursor: Any) -> Iterator[dict[str, Any]]:
             yield from parts(value)
 
 
+def runs(shards: Iterable[int]) -> list[list[int]]:
+    """The runs of consecutive numbers among ascending shards."""
+    consecutive: list[list[int]] = []
+    for shard in shards:
+        if consecutive and shard == consecutive[-1][-1] + 1:
+            consecutive[-1].append(shard)
+        else:
+            consecutive.append([shard])
+    return consecutive
+
+
 def _files(directory: epath.PathLike) -> list[tuple[epath.Path, int, int]]:
     named = [(_NAME.fullmatch(p.name), p) for p in epath.Path(directory).iterdir()]
     files = [(path, int(name[1]), int(name[2])) for name, path in named if name]
     return sorted(files, key=lambda file: file[1:])
-
-
-def _runs(shards: list[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for shard in shards:
-        if runs and shard == runs[-1][-1] + 1:
-            runs[-1].append(shard)
-        else:
-            runs.append([shard])
-    return runs

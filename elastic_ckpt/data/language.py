@@ -136,20 +136,16 @@ class Examples(grain.IterDataset[Example]):
         self._truncate = truncate
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
-        return _ExamplesIterator(
-            iter(self._parent), self._length, max_chunks=1 if self._truncate else None
-        )
+        return _ExamplesIterator(self, iter(self._parent))
 
 
 class _ExamplesIterator(grain.DatasetIterator[Example]):
     """Keeps the parent's state before the document, and the number of chunks taken."""
 
-    def __init__(
-        self, parent: grain.DatasetIterator, length: int, *, max_chunks: int | None
-    ) -> None:
+    def __init__(self, dataset: Examples, parent: grain.DatasetIterator) -> None:
         super().__init__(parent)
-        self._length = length
-        self._max_chunks = max_chunks
+        self._length = dataset._length
+        self._max_chunks = 1 if dataset._truncate else None
         self._before = parent.get_state()
         # The parent's current state, if it was computed since the last document.
         self._now: Any = None

@@ -168,15 +168,14 @@ class Mixture(shard_steps.Step):
         # Sorted by name, so that the order of the list does not matter.
         self._parts = {name: parts[name] for name in sorted(parts)}
         super().__init__(list(self._parts.values()))
-        self._given = {name: weights[name] for name in self._parts}
-        self._weights = {name: weight for name, weight in self._given.items() if weight}
+        self._weights = {name: weights[name] for name in self._parts}
         self._shard = self.shard = shard
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _MixtureIterator(self._parts, self._weights, self._shard)
+        return _MixtureIterator(self)
 
     def __str__(self) -> str:
-        return f"Mixture(shard={self.shard}, {sorted(self._given)})"
+        return f"Mixture(shard={self.shard}, {sorted(self._weights)})"
 
     def settings(self) -> dict[str, storage.Json]:
         """The weight and the steps of each dataset, by its name."""
@@ -186,22 +185,16 @@ class Mixture(shard_steps.Step):
                     "weight": weight,
                     "steps": shard_steps.step_descriptions(self._parts[name]),
                 }
-                for name, weight in self._given.items()
+                for name, weight in self._weights.items()
             }
         }
 
 
 class _MixtureIterator(grain.DatasetIterator):
-    def __init__(
-        self,
-        parts: dict[str, grain.IterDataset],
-        weights: dict[str, float],
-        shard: int,
-    ) -> None:
+    def __init__(self, mixture: Mixture) -> None:
         super().__init__()
-        self._parts = parts
-        self._weights = weights
-        self._shard = shard
+        self._parts, self._shard = mixture._parts, mixture._shard
+        self._weights = {name: each for name, each in mixture._weights.items() if each}
         self._turn = 0
         self._opened: dict[str, grain.DatasetIterator] = {}
         self._taken: dict[str, int] = {}
@@ -210,7 +203,7 @@ class _MixtureIterator(grain.DatasetIterator):
         # The current state, if `get_state` was called.
         self._state: dict[str, Any] | None = None
         # Stages of other weights that are read again, and last the current stage.
-        self._schedule = _continued([], turn=0, weights=weights)
+        self._schedule = _continued([], turn=0, weights=self._weights)
         self._now = self._schedule[-1]
         self._read_again_until = 0
         self._begin(0)

@@ -53,9 +53,7 @@ class ConcatThenSplit(shard_steps.Step[Example]):
         self._length = length
 
     def __iter__(self) -> grain.DatasetIterator[Example]:
-        return _ConcatThenSplitIterator(
-            iter(self._parent), features=self._features, length=self._length
-        )
+        return _ConcatThenSplitIterator(self, iter(self._parent))
 
     def settings(self) -> dict[str, storage.Json]:
         """The features that are packed, and the length of a row."""
@@ -63,14 +61,11 @@ class ConcatThenSplit(shard_steps.Step[Example]):
 
 
 class _ConcatThenSplitIterator(grain.DatasetIterator[Example]):
-    def __init__(
-        self, parent: grain.DatasetIterator, *, features: tuple[str, ...], length: int
-    ) -> None:
+    def __init__(self, dataset: ConcatThenSplit, parent: grain.DatasetIterator) -> None:
         super().__init__(parent)
         self._source = parent
-        self._features = features
-        self._length = length
-        self._indices = np.arange(length, dtype=np.int32)
+        self._features, self._length = dataset._features, dataset._length
+        self._indices = np.arange(self._length, dtype=np.int32)
         # The example in which the next row begins, the parent's state before it, and
         # how many of its tokens are already in rows.
         self._columns: list[np.ndarray] = []

@@ -86,9 +86,7 @@ class Records(shard_steps.Step[source.Element]):
         self._reading = reading or Reading()
 
     def __iter__(self) -> grain.DatasetIterator[source.Element]:
-        return _RecordsIterator(
-            self._source, self._shard, self._num_shards, self._reading
-        )
+        return _RecordsIterator(self)
 
     def epoch_records(self) -> int:
         """The number of records in an epoch, over all shards."""
@@ -109,15 +107,11 @@ class Records(shard_steps.Step[source.Element]):
 
 
 class _RecordsIterator(grain.DatasetIterator[source.Element]):
-    def __init__(
-        self, files: source.Source, shard: int, num_shards: int, reading: Reading
-    ) -> None:
+    def __init__(self, records: Records) -> None:
         super().__init__()
-        self._source = files
-        self._shard = shard
-        self._num_shards = num_shards
-        self._reading = reading
-        self._units = source.cut(files, num_shards)
+        self._source, self._reading = records._source, records._reading
+        self._shard, self._num_shards = records._shard, records._num_shards
+        self._units = source.cut(self._source, self._num_shards)
         self._turn, self._taken, self._skipped = 0, 0, 0
         self._open: Iterator[source.Read] | None = None
         self._first_record = 0

@@ -6,6 +6,7 @@ of at least 2**16 numbers: 174 us for each element with a window of 100.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import grain
@@ -40,9 +41,7 @@ class WindowShuffle(shard_steps.Step):
         self._seed = seed
 
     def __iter__(self) -> grain.DatasetIterator:
-        return _WindowShuffleIterator(
-            iter(self._parent), window_size=self._window_size, seed=self._seed
-        )
+        return _WindowShuffleIterator(self, iter(self._parent))
 
     def settings(self) -> dict[str, storage.Json]:
         """The window size and the seed."""
@@ -50,12 +49,9 @@ class WindowShuffle(shard_steps.Step):
 
 
 class _WindowShuffleIterator(grain.DatasetIterator):
-    def __init__(
-        self, parent: grain.DatasetIterator, *, window_size: int, seed: int
-    ) -> None:
+    def __init__(self, dataset: WindowShuffle, parent: grain.DatasetIterator) -> None:
         super().__init__(parent)
-        self._window_size = window_size
-        self._seed = seed
+        self._window_size, self._seed = dataset._window_size, dataset._seed
         self._window_number = -1
         self._window: list[Any] = []
         self._taken = 0
@@ -89,12 +85,7 @@ class _WindowShuffleIterator(grain.DatasetIterator):
 
     def _fill(self, number: int) -> None:
         at_begin = self._parent.get_state()
-        held = []
-        for _ in range(self._window_size):
-            try:
-                held.append(next(self._parent))
-            except StopIteration:
-                break
+        held = list(itertools.islice(self._parent, self._window_size))
         if not held:
             raise StopIteration
         order = np.random.default_rng([self._seed, number]).permutation(len(held))

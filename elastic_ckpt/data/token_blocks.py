@@ -69,19 +69,13 @@ class Tokens(grain.IterDataset[np.ndarray]):
         self._num_threads = num_threads
 
     def __iter__(self) -> grain.DatasetIterator[np.ndarray]:
-        return _TokensIterator(iter(self._parent), self._documents, self._num_threads)
+        return _TokensIterator(self, iter(self._parent))
 
 
 class _TokensIterator(grain.DatasetIterator[np.ndarray]):
-    def __init__(
-        self,
-        parent: grain.DatasetIterator,
-        documents: language.Documents,
-        num_threads: int,
-    ) -> None:
+    def __init__(self, dataset: Tokens, parent: grain.DatasetIterator) -> None:
         super().__init__(parent)
-        self._documents = documents
-        self._num_threads = num_threads
+        self._documents, self._num_threads = dataset._documents, dataset._num_threads
         self._block: _Block | None = None
         self._next_block: _Block | None = None
         # The parent's state before the block, and the documents taken from the block.
