@@ -90,12 +90,9 @@ def _verdict(outlook: plan.Outlook) -> str:
 
 
 def _ranges(shards: Sequence[int]) -> str:
-    ranges: list[list[int]] = []
-    for shard in shards:
-        if ranges and shard == ranges[-1][1] + 1:
-            ranges[-1][1] = shard
-        else:
-            ranges.append([shard, shard])
+    from elastic_ckpt.data import cursors
+
+    ranges = [(run[0], run[-1]) for run in cursors.runs(shards)]
     shown = [f"{a}-{b}" if a < b else f"{a}" for a, b in ranges[:_SHOWN_RANGES]]
     more = [f"... {len(shards)} in all"] if len(ranges) > _SHOWN_RANGES else []
     return ", ".join(shown + more)

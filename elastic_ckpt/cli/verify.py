@@ -57,10 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
                     ]
                 )
             )
-        progress = _Progress() if sys.stderr.isatty() else _silent
+        progress = _Progress()
         result = verification.verify(tiers, steps, progress=progress)
-        if isinstance(progress, _Progress):
-            progress.end()
+        progress.show("")
     passed = result.passed(strict=arguments.strict)
     if arguments.json:
         print(json.dumps(_content(name, result, passed), indent=2))
@@ -105,7 +104,7 @@ def _content(
 
 
 class _Progress:
-    # One line on a terminal that moves.
+    # One line that moves, if there is a terminal.
 
     def __init__(self) -> None:
         self._shown_secs = 0.0
@@ -115,13 +114,9 @@ class _Progress:
         if now - self._shown_secs >= _PROGRESS_SECS:
             self._shown_secs = now
             gib = 2**30
-            sys.stderr.write(f"\r\033[Kread {done / gib:.2f} of {total / gib:.2f} GiB")
+            self.show(f"read {done / gib:.2f} of {total / gib:.2f} GiB")
+
+    def show(self, text: str) -> None:
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{text}")
             sys.stderr.flush()
-
-    def end(self) -> None:
-        sys.stderr.write("\r\033[K")
-        sys.stderr.flush()
-
-
-def _silent(done: int, total: int) -> None:
-    del done, total

@@ -163,7 +163,7 @@ class _Source(Generic[T]):
         self.calls = background.BackgroundCalls(self._with_state, depth=depth)
 
     def stop(self) -> None:
-        """Ends the thread, and forgets what is read."""
+        """Ends the thread, and discards rows that are not converted yet."""
         if self.calls:
             self.calls.close()
         self.calls, self._unmade = None, None

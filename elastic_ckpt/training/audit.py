@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,16 +92,18 @@ def audit(
     steps = [lineage[step] for step in sorted(lineage)]
     used: collections.Counter[int] = collections.Counter()
     expected: collections.Counter[int] = collections.Counter()
-    compared = _Compared()
+    compared: list[_Compared] = []
     oracle = _OneHost(data_of)
     for number, record in enumerate(steps):
         one_host = oracle.next(record)
         expected.update(row for row, _ in one_host)
         used.update(record.ids)
-        compared.add(number, record, one_host, in_order=is_in_order(record.attempt))
+        in_order = is_in_order(record.attempt)
+        compared.append(_compared(number, record, one_host, in_order=in_order))
     oracle.close()
-    if not compared.difference and num_saved_steps > len(steps):
-        compared.difference = (
+    difference = next(filter(None, (each.difference for each in compared)), "")
+    if not difference and num_saved_steps > len(steps):
+        difference = (
             f"step {len(steps)} is missing from the step log, whose end was lost:"
             f" checkpoint {num_saved_steps} was saved after it"
         )
@@ -114,12 +117,12 @@ def audit(
         num_epochs=num_examples / num_records if num_records else None,
         num_lost=(expected - used).total(),
         num_repeated=(used - expected).total(),
-        num_batch_identical_steps=compared.num_batch_identical,
-        num_row_identical_steps=compared.num_row_identical,
-        num_row_promised_steps=compared.num_row_promised,
+        num_batch_identical_steps=sum(not each.in_batch for each in compared),
+        num_row_identical_steps=sum(not each.in_rows for each in compared),
+        num_row_promised_steps=sum(each.is_in_order for each in compared),
         num_redone_steps=num_logged - len(steps),
         hosts=tuple(attempt.hosts for attempt in attempts),
-        first_difference=compared.difference,
+        first_difference=difference,
         missing_checkpoint=missing_checkpoint,
     )
 
@@ -156,34 +159,32 @@ def missing_checkpoint(
     )
 
 
-class _Compared:
-    """The steps so far, compared with those of the one-host run."""
+class _Compared(NamedTuple):
+    """A step, compared with that of the one-host run.
 
-    def __init__(self) -> None:
-        self.num_batch_identical = 0
-        self.num_row_identical = 0
-        self.num_row_promised = 0
-        self.difference = ""
+    The first two fields describe how the batch or its rows differ; empty if not.
+    """
 
-    def add(
-        self,
-        number: int,
-        record: step_log.StepRecord,
-        one_host: list[tuple[int, int]],
-        *,
-        in_order: bool,
-    ) -> None:
-        """Compares step `number` of the one-host run with the record in its place."""
-        in_batch, in_rows = _difference(record, one_host), _misplaced(record, one_host)
-        self.num_batch_identical += not in_batch
-        self.num_row_identical += not (in_batch or in_rows)
-        self.num_row_promised += in_order
-        if self.difference:
-            return
-        if record.step != number:
-            self.difference = f"step {number} is missing from the step log"
-        else:
-            self.difference = in_batch or (in_rows if in_order else "")
+    in_batch: str
+    in_rows: str
+    is_in_order: bool
+    difference: str
+
+
+def _compared(
+    number: int,
+    record: step_log.StepRecord,
+    one_host: list[tuple[int, int]],
+    *,
+    in_order: bool,
+) -> _Compared:
+    # Compares step `number` of the one-host run with the record in its place.
+    in_batch = _difference(record, one_host)
+    in_rows = in_batch or _misplaced(record, one_host)
+    difference = in_rows if in_order else in_batch
+    if record.step != number:
+        difference = f"step {number} is missing from the step log"
+    return _Compared(in_batch, in_rows, in_order, difference)
 
 
 class _OneHost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -135,17 +136,12 @@ def check_step(state: TrainState, step: int) -> None:
 def _summed_loss(
     config: schema.Config, mesh: Mesh
 ) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, jax.Array]]:
-    def gather(params: transformer.Params) -> transformer.Params:
-        return jax.lax.with_sharding_constraint(params, topology.replicated(mesh))
-
-    def summed_loss(
-        params: transformer.Params, batch: elastic_data.Batch
-    ) -> tuple[jax.Array, jax.Array]:
-        return transformer.loss(
-            params, batch, head_dim=config.model.head_dim, gather=gather
-        )
-
-    return summed_loss
+    gather = functools.partial(
+        jax.lax.with_sharding_constraint, shardings=topology.replicated(mesh)
+    )
+    return functools.partial(
+        transformer.loss, head_dim=config.model.head_dim, gather=gather
+    )
 
 
 def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
