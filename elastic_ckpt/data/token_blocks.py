@@ -190,16 +190,16 @@ class _Part:
     ) -> None:
         self._values = values
         self._tokenize = tokenize
-        self._threads = _threads
+        self._process = os.getpid()
         self._tokens: list[np.ndarray] | None = None
         self._future: futures.Future[list[np.ndarray]] | None = None
         if num_threads:
-            self._future = _threads.pool(num_threads).submit(tokenize, values)
+            self._future = _pool(num_threads).submit(tokenize, values)
 
     def tokens(self) -> list[np.ndarray]:
         if self._tokens is None:
             # A forked process does not have the threads, so it tokenises by itself.
-            future = self._future if self._threads is _threads else None
+            future = self._future if self._process == os.getpid() else None
             self._tokens = future.result() if future else self._tokenize(self._values)
         return self._tokens
 
@@ -208,28 +208,16 @@ class _Part:
             self._future.cancel()
 
 
-class _Threads:
-    """The tokenizer threads of this process, started with the first task."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, futures.ThreadPoolExecutor] = {}
-
-    def pool(self, num_threads: int) -> futures.ThreadPoolExecutor:
-        if num_threads not in self._pools:
-            pool = futures.ThreadPoolExecutor(num_threads, "elastic_ckpt-tokens")
-            self._pools.setdefault(num_threads, pool)
-        return self._pools[num_threads]
+# The tokenizer threads of this process, by their number, started with the first task.
+_pools: dict[int, futures.ThreadPoolExecutor] = {}
+os.register_at_fork(after_in_child=_pools.clear)
 
 
-_threads = _Threads()
-
-
-def _reset_after_fork() -> None:
-    global _threads
-    _threads = _Threads()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
+def _pool(num_threads: int) -> futures.ThreadPoolExecutor:
+    if num_threads not in _pools:
+        pool = futures.ThreadPoolExecutor(num_threads, "elastic_ckpt-tokens")
+        _pools.setdefault(num_threads, pool)
+    return _pools[num_threads]
 
 
 def _num_cores() -> int:

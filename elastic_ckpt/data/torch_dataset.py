@@ -5,7 +5,6 @@ This is the only module that imports torch, and no other module of ours imports 
 
 from __future__ import annotations
 
-import dataclasses
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,37 +13,6 @@ from torch.utils import data as torch_data
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import local_batches
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _LoaderFrames:
-    """Properties of the loader that iterates, determined from the frames on the stack.
-
-    PyTorch gives a dataset no access to its loader except the number of workers.
-
-    Attributes:
-      is_stateful: whether it is torchdata's, which saves the state of its workers.
-      batches_again: whether it makes batches of the elements of the dataset.
-    """
-
-    is_stateful: bool
-    batches_again: bool
-
-    @classmethod
-    def from_stack(cls) -> _LoaderFrames:
-        """The properties of the calling loader, if any."""
-        frames = [
-            (frame.f_globals.get("__name__", "").partition(".")[0], frame)
-            for frame, _ in traceback.walk_stack(None)
-        ]
-        return cls(
-            is_stateful=any(package == "torchdata" for package, _ in frames),
-            batches_again=any(
-                frame.f_locals.get("auto_collation") is True
-                for package, frame in frames
-                if package in ("torch", "torchdata")
-            ),
-        )
 
 
 class TorchDataset(torch_data.IterableDataset):
@@ -72,14 +40,23 @@ class TorchDataset(torch_data.IterableDataset):
                 " use num_workers=0 or 1, and num_workers of the data for more"
                 " processes"
             )
-        loader = _LoaderFrames.from_stack()
-        if info is not None and not loader.is_stateful:
+        # PyTorch gives a dataset no access to its loader except the number of workers.
+        frames = [
+            (frame.f_globals.get("__name__", "").partition(".")[0], frame)
+            for frame, _ in traceback.walk_stack(None)
+        ]
+        is_stateful = any(package == "torchdata" for package, _ in frames)
+        if info is not None and not is_stateful:
             raise errors.ConfigError(
                 "a DataLoader's state_dict would not contain the position of its"
                 " worker; use torchdata's StatefulDataLoader, or num_workers=0, and"
                 " num_workers of the data for more processes"
             )
-        if loader.batches_again:
+        if any(
+            frame.f_locals.get("auto_collation") is True
+            for package, frame in frames
+            if package in ("torch", "torchdata")
+        ):
             raise errors.ConfigError(
                 "the dataset yields whole batches, and the loader would batch them"
                 " again; set its batch_size=None"

@@ -43,10 +43,10 @@ class InThreads:
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch):
     """Threads of the test's own, which end with it."""
-    threads = token_blocks._Threads()
-    monkeypatch.setattr(token_blocks, "_threads", threads)
-    yield threads
-    for pool in threads._pools.values():
+    pools = {}
+    monkeypatch.setattr(token_blocks, "_pools", pools)
+    yield pools
+    for pool in pools.values():
         pool.shutdown()
 
 
@@ -135,9 +135,9 @@ def test_no_thread_starts_before_the_first_document_and_the_caller_makes_none(
     tokenizer = InThreads()
     elements = iter(tokens(tokenizer=tokenizer, num_threads=2))
     elements.get_state()
-    assert not own_threads._pools
+    assert not own_threads
     assert lists(elements) == EXPECTED
-    assert own_threads._pools.keys() == {2}
+    assert own_threads.keys() == {2}
     assert 1 <= len(tokenizer.threads) <= 2
     assert threading.current_thread() not in tokenizer.threads
 

@@ -23,7 +23,7 @@ _MAX_OPEN = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ArrayRecord:
+class ArrayRecord(record_format.RecordFiles):
     """ArrayRecord files, in blocks of 1,024 records.
 
     Attributes:
@@ -32,21 +32,10 @@ class ArrayRecord:
       record_format: the content of a record: `bytes` or `tf_example`.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
-    record_format: str = record_format.BYTES
-
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-        record_format.check(self.record_format, source_name="ArrayRecord")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {
-            "format": "arrayrecord",
-            "record_format": self.record_format,
-            "columns": list(self.columns),
-        }
+    @property
+    def file_type(self) -> str:
+        """The name of the format."""
+        return "arrayrecord"
 
     def index(self, file: str) -> source.FileIndex:
         """Counts the records."""
@@ -84,17 +73,9 @@ class ArrayRecordFiles:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
+        self._indexes = source.current_indexes(ArrayRecord(files=tuple(paths)))
+        self.records_per_file = tuple(index.num_records for index in self._indexes)
         self._files = tuple(map(files.local_copy, paths))
-        self._contents = tuple(
-            files.retried(functools.partial(files.content, file), file, at_start=True)
-            for file in self._files
-        )
-        self.records_per_file = tuple(_count(file) for file in self._files)
-        if not sum(self.records_per_file):
-            raise errors.DataError(
-                f"{', '.join(self._files)}: not one record; write them again with"
-                " `elastic-ckpt data DIRECTORY FILE`"
-            )
         filled = [
             file
             for file, count in zip(self._files, self.records_per_file, strict=True)
@@ -125,10 +106,13 @@ class ArrayRecordFiles:
     def identity(self) -> list[storage.Json]:
         """Name, bytes, records and sample of the content of each file, in order."""
         return [
-            [os.path.basename(file), content.num_bytes, count, content.sample]
-            for file, content, count in zip(
-                self._files, self._contents, self.records_per_file, strict=True
-            )
+            [
+                os.path.basename(file),
+                index.content.num_bytes,
+                index.num_records,
+                index.content.sample,
+            ]
+            for file, index in zip(self._files, self._indexes, strict=True)
         ]
 
 

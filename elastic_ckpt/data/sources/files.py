@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import glob
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, TypeVar
 
 import fsspec
@@ -61,7 +61,7 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
       DataError: if a pattern matches nothing; names it.
     """
     paths: list[str] = []
-    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+    for pattern in _patterns(patterns):
         matches = _matches(pattern)
         if not matches:
             raise errors.DataError(
@@ -100,10 +100,9 @@ def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ..
 
 def absolute(patterns: str) -> str:
     """Comma-separated patterns, with local ones as absolute paths."""
-    parts = filter(None, (part.strip() for part in patterns.split(",")))
     return ",".join(
         os.path.abspath(os.path.expanduser(part)) if storage.is_local(part) else part
-        for part in parts
+        for part in _patterns(patterns)
     )
 
 
@@ -154,16 +153,12 @@ def forget_all() -> None:
         clear()
 
 
-@contextlib.contextmanager
-def opened(file: str) -> Iterator[BinaryIO]:
+def opened(file: str) -> AbstractContextManager[BinaryIO]:
     """`file` open for reading, seekable."""
     if storage.is_local(file):
-        with open(file, "rb") as local:
-            yield local
-        return
+        return open(file, "rb")
     system, path = fsspec.url_to_fs(file)
-    with system.open(path, "rb") as remote:
-        yield remote
+    return system.open(path, "rb")
 
 
 def local_copy(file: str) -> str:
@@ -203,6 +198,10 @@ def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
             f"{place}: cannot be read, in {len(_PAUSES_SECS) + 1} tries ({error});"
             " restore the file or the access to it, and start the run again"
         ) from error
+
+
+def _patterns(text: str) -> Iterable[str]:
+    return filter(None, (part.strip() for part in text.split(",")))
 
 
 def _matches(pattern: str) -> list[str]:

@@ -6,12 +6,12 @@ open row group. Shards that read parts of the same row group share its table.
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import dataclasses
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -146,17 +146,17 @@ def _next(rows: _OpenRows) -> pa.RecordBatch:
     import pyarrow as pa
 
     try:
-        batch = next(_OPEN.get(rows, rows.open))
+        batch = next(_open_batches(rows))
     except StopIteration:
         raise _CorruptPage("fewer rows than in the footer") from None
     except (pa.ArrowInvalid, pa.ArrowException, OSError, EOFError) as error:
-        _OPEN.drop(rows)
+        _close(rows)
         if _is_from_outside(error):
             raise
         raise _CorruptPage(error) from None
     rows.advance(batch.num_rows)
     if not rows.stays_open:
-        _OPEN.drop(rows)
+        _close(rows)
     return batch
 
 
@@ -217,58 +217,46 @@ def _shared_table(parquet: Parquet, unit: units.Unit) -> pa.Table | None:
         return table
 
 
-class _Open:
-    """A cache of recently used open row groups, by reader."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._batches: collections.OrderedDict[int, Any] = collections.OrderedDict()
-
-    def get(
-        self, rows: _OpenRows, make: Callable[[], Iterator[pa.RecordBatch]]
-    ) -> Iterator[pa.RecordBatch]:
-        """The open batches of `rows`, or new ones."""
-        with self._lock:
-            batches = self._batches.get(id(rows))
-            if batches is not None:
-                self._batches.move_to_end(id(rows))
-                return batches
-        made = make()
-        with self._lock:
-            weakref.finalize(rows, self._batches.pop, id(rows), None)
-            self._batches[id(rows)] = made
-            while len(self._batches) > _MAX_OPEN:
-                self._batches.popitem(last=False)
-        return made
-
-    def drop(self, rows: _OpenRows) -> None:
-        """Closes the batches of `rows`."""
-        with self._lock:
-            self._batches.pop(id(rows), None)
+def _open_batches(rows: _OpenRows) -> Iterator[pa.RecordBatch]:
+    with _OPEN_LOCK:
+        batches = _OPEN.pop(rows, None)
+    if batches is None:
+        batches = rows.open()
+    with _OPEN_LOCK:
+        _OPEN[rows] = batches
+        while len(_OPEN) > _MAX_OPEN:
+            _OPEN.pop(next(iter(_OPEN)))
+    return batches
 
 
-_OPEN = _Open()
+def _close(rows: _OpenRows) -> None:
+    with _OPEN_LOCK:
+        _OPEN.pop(rows, None)
+
+
+# The open row groups, the least recently used first.
+_OPEN_LOCK = threading.Lock()
+_OPEN: weakref.WeakKeyDictionary[_OpenRows, Any] = weakref.WeakKeyDictionary()
 _TABLES_LOCK = threading.Lock()
 _TABLES: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
-def _open(file: str, *, buffered: bool) -> pq.ParquetFile:
+@contextlib.contextmanager
+def _open(file: str, *, buffered: bool) -> Iterator[pq.ParquetFile]:
     # A memory-mapped local file needs neither buffers nor copies.
     local = storage.is_local(file)
-    opened: Any = file
-    if not local:
-        import fsspec
-
-        system, path = fsspec.url_to_fs(file)
-        opened = system.open(path, "rb")
-    return library().ParquetFile(
-        opened,
-        memory_map=local,
-        metadata=_metadata(file),
-        buffer_size=_BUFFER_BYTES if buffered and not local else 0,
-        pre_buffer=False,
-        page_checksum_verification=True,
-    )
+    with (
+        contextlib.nullcontext(file) if local else files.opened(file) as stream,
+        library().ParquetFile(
+            stream,
+            memory_map=local,
+            metadata=_metadata(file),
+            buffer_size=_BUFFER_BYTES if buffered and not local else 0,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        ) as opened,
+    ):
+        yield opened
 
 
 @functools.lru_cache(maxsize=1024)

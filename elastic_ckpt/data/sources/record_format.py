@@ -6,14 +6,22 @@ requires only protobuf.
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+from google.protobuf import (
+    descriptor_pb2,
+    descriptor_pool,
+    message,
+    message_factory,
+    text_format,
+)
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data.sources import source
 
 BYTES = "bytes"
@@ -23,20 +31,43 @@ FORMATS = (BYTES, TF_EXAMPLE)
 # The column of a raw record.
 RAW_COLUMN = "text"
 
-_PACKAGE = "elastic_ckpt.tensorflow"
-# The lists of values: name, field number in `Feature`, and protobuf type of the values.
-_LISTS = (("bytes_list", 1, 12), ("float_list", 2, 2), ("int64_list", 3, 3))
-
 Decode = Callable[[bytes], source.Element]
 
 
-def check(record_format: str, *, source_name: str) -> None:
-    """Raises a ConfigError unless `record_format` is one of `FORMATS`."""
-    if record_format not in FORMATS:
-        raise errors.ConfigError(
-            f"{source_name}: record_format={record_format!r}; choose one of"
-            f" {', '.join(FORMATS)}"
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordFiles(abc.ABC):
+    """Files of records of bytes: what sources of such formats have in common.
+
+    Attributes:
+      files: their paths or URIs.
+      columns: the columns to keep, see `decoder`.
+      record_format: the content of a record: `bytes` or `tf_example`.
+    """
+
+    files: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    record_format: str = BYTES
+
+    def __post_init__(self) -> None:
+        source.take_names(self, required="files", optional="columns")
+        if self.record_format not in FORMATS:
+            raise errors.ConfigError(
+                f"{type(self).__name__}: record_format={self.record_format!r}; choose"
+                f" one of {', '.join(FORMATS)}"
+            )
+
+    @property
+    @abc.abstractmethod
+    def file_type(self) -> str:
+        """The format of the files, as in `grain_file_type`."""
+
+    def settings(self) -> dict[str, storage.Json]:
+        """The format and the columns that are read."""
+        return {
+            "format": self.file_type,
+            "record_format": self.record_format,
+            "columns": list(self.columns),
+        }
 
 
 def decoder(record_format: str, columns: tuple[str, ...]) -> Decode:
@@ -113,36 +144,32 @@ def _value(feature: Any) -> Any:
 
 @functools.cache
 def _example_class() -> Any:
-    file = descriptor_pb2.FileDescriptorProto(
-        name="elastic_ckpt/example.proto", package=_PACKAGE, syntax="proto3"
-    )
-    feature = descriptor_pb2.DescriptorProto(name="Feature")
-    feature.oneof_decl.add(name="kind")
-    for name, number, type_number in _LISTS:
-        kind = name.title().replace("_", "")
-        file.message_type.add(name=kind).field.add(
-            name="value", number=1, label=3, type=type_number
-        )
-        feature.field.add(
-            name=name, number=number, label=1, type=11, oneof_index=0,
-            type_name=f".{_PACKAGE}.{kind}",
-        )  # fmt: skip
-    file.message_type.append(feature)
-    features = file.message_type.add(name="Features")
-    entry = features.nested_type.add(name="FeatureEntry")
-    entry.options.map_entry = True
-    entry.field.add(name="key", number=1, label=1, type=9)
-    entry.field.add(
-        name="value", number=2, label=1, type=11, type_name=f".{_PACKAGE}.Feature"
-    )
-    features.field.add(
-        name="feature", number=1, label=3, type=11,
-        type_name=f".{_PACKAGE}.Features.FeatureEntry",
-    )  # fmt: skip
-    file.message_type.add(name="Example").field.add(
-        name="features", number=1, label=1, type=11, type_name=f".{_PACKAGE}.Features"
-    )
+    file = descriptor_pb2.FileDescriptorProto()
+    text_format.Parse(_EXAMPLE_PROTO, file)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    name = f"{_PACKAGE}.Example"
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+    example = pool.FindMessageTypeByName("elastic_ckpt.tensorflow.Example")
+    return message_factory.GetMessageClass(example)
+
+
+# The descriptor of the file, as `protoc` would make it.
+_EXAMPLE_PROTO = """
+name: "elastic_ckpt/example.proto" package: "elastic_ckpt.tensorflow" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type_name: "BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type_name: "FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type_name: "Int64List" oneof_index: 0 } }
+message_type { name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: "FeatureEntry" }
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 type: TYPE_STRING }
+    field { name: "value" number: 2 type_name: "Feature" } } }
+message_type { name: "Example"
+  field { name: "features" number: 1 type_name: "Features" } }
+"""

@@ -144,9 +144,18 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
         file_indexes = tuple(pool.map(read, source.files))
     if not any(index.num_records for index in file_indexes):
         raise errors.DataError(
-            f"{', '.join(source.files)}: not one record; write them again"
+            f"{', '.join(source.files)}: not one record; write them again with"
+            " `elastic-ckpt data DIRECTORY FILE`"
         )
     return file_indexes
+
+
+def current_indexes(source: Source) -> tuple[FileIndex, ...]:
+    """The index of each file; if one has changed since, all are indexed again."""
+    versions = [index.content.version for index in indexes(source)]
+    if any(map(files.has_changed, source.files, versions)):
+        files.forget_all()
+    return indexes(source)
 
 
 def num_records(source: Source) -> int:
@@ -164,16 +173,12 @@ def identity(source: Source, *, sampled: bool = True) -> dict[str, storage.Json]
     """The properties that determine the records: settings, and files without paths.
 
     Args:
-      source: the files; if one has changed since it was indexed, all are indexed again.
+      source: the files, as they are now.
       sampled: whether to include a sample of their content.
     """
-    file_indexes = indexes(source)
-    if any(map(_has_changed, source.files, file_indexes)):
-        files.forget_all()
-        file_indexes = indexes(source)
     entries: list[storage.Json] = [
         _entry(file, index, sampled)
-        for file, index in zip(source.files, file_indexes, strict=True)
+        for file, index in zip(source.files, current_indexes(source), strict=True)
     ]
     return {**source.settings(), "files": _folded(entries)}
 
@@ -206,10 +211,6 @@ def tree(source: Source, *, max_files: int = 8) -> str:
 
 files.register_cache(indexes.cache_clear)
 files.register_cache(cut.cache_clear)
-
-
-def _has_changed(file: str, index: FileIndex) -> bool:
-    return files.has_changed(file, index.content.version)
 
 
 def _entry(file: str, index: FileIndex, sampled: bool) -> list[storage.Json]:

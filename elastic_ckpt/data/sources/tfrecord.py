@@ -33,7 +33,7 @@ _INDEX_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TFRecord:
+class TFRecord(record_format.RecordFiles):
     """Uncompressed TFRecord files, in blocks of 1,024 records.
 
     Attributes:
@@ -42,21 +42,12 @@ class TFRecord:
       record_format: the content of a record: `bytes` or `tf_example`.
     """
 
-    files: tuple[str, ...]
-    columns: tuple[str, ...] = ()
     record_format: str = record_format.TF_EXAMPLE
 
-    def __post_init__(self) -> None:
-        source.take_names(self, required="files", optional="columns")
-        record_format.check(self.record_format, source_name="TFRecord")
-
-    def settings(self) -> dict[str, storage.Json]:
-        """The format and the columns that are read."""
-        return {
-            "format": "tfrecord",
-            "record_format": self.record_format,
-            "columns": list(self.columns),
-        }
+    @property
+    def file_type(self) -> str:
+        """The name of the format."""
+        return "tfrecord"
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""

@@ -115,7 +115,7 @@ class TestParquet(source_contract.SourceContract):
 
         def noted(rows):
             batch = next_batch(rows)
-            num_open.append(len(parquet._OPEN._batches))
+            num_open.append(len(parquet._OPEN))
             return batch
 
         monkeypatch.setattr(parquet, "_next", noted)
@@ -347,7 +347,7 @@ def test_a_table_is_dropped_with_its_last_shard(dataset, tables):
     del shard, shards
     gc.collect()
     assert len(parquet._TABLES) == 0
-    assert len(parquet._OPEN._batches) == 0
+    assert len(parquet._OPEN) == 0
     assert len(tables) == 2
 
 
