@@ -16,11 +16,7 @@ _Lines = Callable[[dataclasses.Field[Any], Value], list[str]]
 
 def sections() -> dict[str, Any]:
     """The default values of each section, by the section's name."""
-    defaults = schema.Config()
-    return {
-        field.name: getattr(defaults, field.name)
-        for field in dataclasses.fields(schema.Config)
-    }
+    return dict(vars(schema.Config()))
 
 
 def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
@@ -36,8 +32,9 @@ def keys() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
 def values(config: schema.Config) -> dict[str, Value]:
     """`config` as a flat dictionary of every key."""
     return {
-        name: getattr(getattr(config, section), name)
-        for name, (section, _) in keys().items()
+        name: value
+        for section in vars(config).values()
+        for name, value in vars(section).items()
     }
 
 
@@ -90,8 +87,7 @@ def base_yaml() -> str:
 def _by_section(config: schema.Config, lines: _Lines, *, heading: str) -> str:
     # The lines of each key, below the titles of the sections.
     text: list[str] = []
-    for name in sections():
-        section = getattr(config, name)
+    for section in vars(config).values():
         text += ["", heading + (type(section).__doc__ or "").splitlines()[0]]
         for field in dataclasses.fields(section):
             text += lines(field, getattr(section, field.name))

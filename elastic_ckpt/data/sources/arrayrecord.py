@@ -32,10 +32,7 @@ class ArrayRecord(record_format.RecordFiles):
       record_format: the content of a record: `bytes` or `tf_example`.
     """
 
-    @property
-    def file_type(self) -> str:
-        """The name of the format."""
-        return "arrayrecord"
+    file_type = "arrayrecord"
 
     def index(self, file: str) -> source.FileIndex:
         """Counts the records."""

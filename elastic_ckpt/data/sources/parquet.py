@@ -125,7 +125,7 @@ class _OpenRows:
     def __init__(self, parquet: Parquet, unit: units.Unit, skip: int) -> None:
         self._parquet = parquet
         self._unit = unit
-        self._row = unit.first + skip
+        self.row = unit.first + skip
         is_small = _row_group_bytes(parquet, unit) <= _SMALL_BYTES
         self.stays_open = not is_small or _is_small_part(unit)
 
@@ -134,12 +134,8 @@ class _OpenRows:
         unit = self._unit
         table = _shared_table(self._parquet, unit) if _is_small_part(unit) else None
         if table is not None:
-            return _skipped(_shared(table, unit), self._row - unit.first)
-        return _skipped(_streamed(self._parquet, unit), self._row)
-
-    def advance(self, num_rows: int) -> None:
-        """Counts rows that were taken."""
-        self._row += num_rows
+            return _skipped(_shared(table, unit), self.row - unit.first)
+        return _skipped(_streamed(self._parquet, unit), self.row)
 
 
 def _next(rows: _OpenRows) -> pa.RecordBatch:
@@ -154,7 +150,7 @@ def _next(rows: _OpenRows) -> pa.RecordBatch:
         if _is_from_outside(error):
             raise
         raise _CorruptPage(error) from None
-    rows.advance(batch.num_rows)
+    rows.row += batch.num_rows
     if not rows.stays_open:
         _close(rows)
     return batch

@@ -6,11 +6,10 @@ requires only protobuf.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from google.protobuf import (
@@ -35,15 +34,17 @@ Decode = Callable[[bytes], source.Element]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordFiles(abc.ABC):
+class RecordFiles:
     """Files of records of bytes: what sources of such formats have in common.
 
     Attributes:
       files: their paths or URIs.
       columns: the columns to keep, see `decoder`.
       record_format: the content of a record: `bytes` or `tf_example`.
+      file_type: the format of the files, which each subclass sets.
     """
 
+    file_type: ClassVar[str]
     files: tuple[str, ...]
     columns: tuple[str, ...] = ()
     record_format: str = BYTES
@@ -55,11 +56,6 @@ class RecordFiles(abc.ABC):
                 f"{type(self).__name__}: record_format={self.record_format!r}; choose"
                 f" one of {', '.join(FORMATS)}"
             )
-
-    @property
-    @abc.abstractmethod
-    def file_type(self) -> str:
-        """The format of the files, as in `grain_file_type`."""
 
     def settings(self) -> dict[str, storage.Json]:
         """The format and the columns that are read."""

@@ -42,12 +42,8 @@ class TFRecord(record_format.RecordFiles):
       record_format: the content of a record: `bytes` or `tf_example`.
     """
 
+    file_type = "tfrecord"
     record_format: str = record_format.TF_EXAMPLE
-
-    @property
-    def file_type(self) -> str:
-        """The name of the format."""
-        return "tfrecord"
 
     def index(self, file: str) -> source.FileIndex:
         """The offsets of the blocks, from the cache or from a pass over the file."""
