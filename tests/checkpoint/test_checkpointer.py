@@ -18,6 +18,7 @@ from elastic_ckpt.core import errors, events
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
 from tests import shared_memory
+from tests.tiers import served
 
 MESH = jax.make_mesh((4, 2), ("a", "b"))
 SPEC = PartitionSpec("a", "b")
@@ -396,7 +397,7 @@ def test_what_is_in_ram_is_its_owners_alone(make):
 def test_a_machine_without_the_secret_reports_the_agents_that_refuse_it(make, tmp_path):
     make(local="idle").save(3, state(3))
     service = agent.Service(root=str(tmp_path / "idle"))
-    with agent.serving(service) as address:
+    with served.serving(service) as address:
         recorded = RecordedEvents()
         new = make(Peers(known=(address.url,)), emit=recorded, local="new")
         assert new.latest is None

@@ -18,6 +18,7 @@ from elastic_ckpt.core import topology
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
 from tests import shared_memory
+from tests.tiers import served
 
 
 class Machines:
@@ -43,7 +44,7 @@ class Machines:
             os.makedirs(directory, exist_ok=True)
             self._agents[number] = contextlib.ExitStack()
             self._agents[number].enter_context(
-                agent.serving(agent.Service(root=directory))
+                served.serving(agent.Service(root=directory))
             )
         return directory
 

@@ -1,16 +1,19 @@
 """RAM disks to serve, agents in separate processes, and raw requests to them."""
 
+import asyncio
 import contextlib
 import pathlib
 import socket
 import subprocess
 import sys
 import urllib.parse
+from concurrent import futures
 
 import numpy as np
 
 from elastic_ckpt.core import digest
 from elastic_ckpt.manifests import layout, manifest, manifest_file
+from elastic_ckpt.tiers.peers import agent
 
 RUN = "run-7"
 MACHINE = "0123456789abcdef"
@@ -48,6 +51,27 @@ def manifest_of(step, files, *, slot="0", run=RUN):
             for number, (path, content) in enumerate(sorted(files.items()))
         ),
     )
+
+
+@contextlib.contextmanager
+def serving(service):
+    """An agent in a thread of this process; yields its address."""
+    ended = asyncio.Event()
+    announced = futures.Future()
+    serve = agent.serve(service, announce=announced.set_result, ended=ended)
+    with (
+        futures.ThreadPoolExecutor(1, "agent") as executor,
+        contextlib.closing(asyncio.new_event_loop()) as loop,
+    ):
+        agent_ended = executor.submit(loop.run_until_complete, serve)
+        futures.wait([agent_ended, announced], return_when=futures.FIRST_COMPLETED)
+        if not announced.done():
+            agent_ended.result()
+        try:
+            yield announced.result()
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+            agent_ended.result()
 
 
 @contextlib.contextmanager

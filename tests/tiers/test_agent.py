@@ -35,7 +35,7 @@ def service(root):
 
 @pytest.fixture
 def url(service):
-    with agent.serving(service) as address:
+    with served.serving(service) as address:
         yield address.url
 
 
@@ -137,7 +137,7 @@ class TestLists:
             }
 
     def test_a_root_without_hosts_has_no_steps(self, tmp_path):
-        with agent.serving(agent.Service(root=str(tmp_path))) as address:
+        with served.serving(agent.Service(root=str(tmp_path))) as address:
             known = secret.read_or_create(tmp_path)
             assert served.ask(address.url, "/v1/steps", known) == (200, b"[]")
 
@@ -275,7 +275,7 @@ class TestAttacks:
         self, service, monkeypatch
     ):
         monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 0.1)
-        with agent.serving(service) as address:
+        with served.serving(service) as address:
             for begun in (b"", b"GET /v1/steps HTTP/1.1\r\nHost: "):
                 with served.connect(address.url) as connection:
                     connection.sendall(begun)
@@ -285,7 +285,7 @@ class TestAttacks:
         self, root, service, monkeypatch
     ):
         monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.1)
-        with agent.serving(service) as address:
+        with served.serving(service) as address:
             for begun in (b"", b"GET /v1/steps HTTP/1.1\r\nHost: "):
                 connection = None
                 while connection is None:
@@ -301,7 +301,7 @@ class TestAttacks:
         (root / "hosts/0/30-0/data/big").write_bytes(bytes(2**26))
         monkeypatch.setattr(agent_connections, "PATIENCE_SECS", 0.2)
         # It is logged nowhere, and the file does not stay open.
-        with agent.serving(service) as address, served.connect(address.url) as slow:
+        with served.serving(service) as address, served.connect(address.url) as slow:
             known = secret.read_or_create(root)
             request = f"GET {PART[:-4]}big HTTP/1.1\r\nHost: there\r\n"
             slow.sendall(f"{request}Authorization: Bearer {known}\r\n\r\n".encode())
@@ -314,7 +314,7 @@ class TestAttacks:
 class TestLimits:
     def test_one_client_gets_so_many_connections_and_others_get_theirs(self, root):
         limits = {"max_connections": 3, "max_connections_of_client": 2}
-        with agent.serving(agent.Service(root=str(root), **limits)) as address:
+        with served.serving(agent.Service(root=str(root), **limits)) as address:
             one, two = (alive(address.url, root) for _ in range(2))
             with served.connect(address.url) as third:
                 assert served.until_closed(third) == b""
@@ -334,7 +334,7 @@ class TestLimits:
         monkeypatch.setattr(agent_connections, "SECRET_WITHIN_SECS", 600.0)
         limits = {"max_connections": 3, "max_connections_of_client": 2}
         with (
-            agent.serving(agent.Service(root=str(root), **limits)) as address,
+            served.serving(agent.Service(root=str(root), **limits)) as address,
             contextlib.ExitStack() as idle,
         ):
             strangers = [
@@ -359,7 +359,7 @@ class TestLimits:
             bandwidth.Bandwidth, "take", lambda _, n: taken.append(n) or 0
         )
         service = agent.Service(root=str(root), max_bytes_per_sec=32 * 100)
-        with agent.serving(service) as address:
+        with served.serving(service) as address:
             known = secret.read_or_create(root)
             assert served.ask(address.url, PART, known) == (200, CONTENT)
         assert sum(taken) == len(CONTENT)
@@ -413,13 +413,13 @@ class TestSecret:
     def test_a_file_elsewhere_can_hold_it(self, root, tmp_path):
         (tmp_path / "mounted").write_text("given-by-the-cluster\n")
         service = agent.Service(root=str(root), secret_file=str(tmp_path / "mounted"))
-        with agent.serving(service) as address:
+        with served.serving(service) as address:
             assert served.ask(address.url, PART, "given-by-the-cluster")[0] == 200
 
 
 class TestLife:
     def test_it_says_where_it_listens_as_long_as_it_does(self, root, service):
-        with agent.serving(service) as address:
+        with served.serving(service) as address:
             assert agent.find(root) == address
             assert address.machine == machine.machine_id(root)
             assert address.pid == os.getpid()
@@ -430,13 +430,13 @@ class TestLife:
     def test_a_second_agent_of_a_root_is_refused(self, service, url):
         with (
             pytest.raises(errors.RunError, match=f"another agent serves .*{url}"),
-            agent.serving(service),
+            served.serving(service),
         ):
             pass
 
     def test_a_root_can_be_served_again(self, service, root):
         for _ in range(2):
-            with agent.serving(service) as address:
+            with served.serving(service) as address:
                 known = secret.read_or_create(root)
                 assert served.ask(address.url, PART, known)[0] == 200
 
@@ -445,7 +445,7 @@ class TestLife:
         service = agent.Service(root=str(root), interface=interface)
         with (
             pytest.raises(errors.RunError, match="every network of this machine"),
-            agent.serving(service),
+            served.serving(service),
         ):
             pass
 
@@ -455,13 +455,13 @@ class TestLife:
             service = agent.Service(root=str(root), port=port)
             with (
                 pytest.raises(errors.RunError, match=f"127.0.0.1, port {port}"),
-                agent.serving(service),
+                served.serving(service),
             ):
                 pass
 
     def test_its_end_ends_transfers_and_idle_connections(self, root, service):
         (root / "hosts/0/30-0/data/big").write_bytes(bytes(2**26))
-        with agent.serving(service) as address:
+        with served.serving(service) as address:
             idle = alive(address.url, root)
             known = secret.read_or_create(root)
             busy = served.connect(address.url)

@@ -52,7 +52,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def url(root):
-    with agent.serving(agent.Service(root=str(root))) as address:
+    with served.serving(agent.Service(root=str(root))) as address:
         yield address.url
 
 
@@ -114,7 +114,7 @@ class TestPeerSource(read_contract.ReadContract):
     @pytest.fixture
     def file_source(self, root, client):
         served.save(root, 30, read_contract.FILES)
-        with agent.serving(agent.Service(root=str(root))) as address:
+        with served.serving(agent.Service(root=str(root))) as address:
             yield source_at(address.url, client)
 
 
@@ -617,7 +617,7 @@ class TestPeers:
         served.save(other, 30, FILES, slot="2")
         served.save(other, 20, FILES, slot="2")
         with (
-            agent.serving(agent.Service(root=str(other))) as address,
+            served.serving(agent.Service(root=str(other))) as address,
             ScriptedPeer(lambda c, _: c.sendall(b"?\r\n")) as broken,
         ):
             peers = peer.Peers(
@@ -659,7 +659,7 @@ class TestTls:
         def serve(certificate):
             file = str(authority / f"{certificate}.pem")
             service = agent.Service(root=str(root), tls_certificate=file, tls_key=file)
-            with agent.serving(service) as address:
+            with served.serving(service) as address:
                 assert address.url.startswith("https://")
                 yield address
 
@@ -748,7 +748,7 @@ class TestTls:
         service = agent.Service(
             root=str(root), tls_certificate=file, max_connections_of_client=2
         )
-        with agent.serving(service) as address:
+        with served.serving(service) as address:
             with served.connect(address.url) as silent:
                 assert served.until_closed(silent) == b""
             # One that needs its place ends it at once.
@@ -775,7 +775,7 @@ class TestTls:
         service = agent.Service(root=str(root), tls_certificate=file)
         with (
             pytest.raises(errors.RunError, match=r"cannot use the certificate .*none"),
-            agent.serving(service),
+            served.serving(service),
         ):
             pass
 

@@ -4,13 +4,12 @@ It is a separate process (`elastic-ckpt agent DIRECTORY`; where that is not inst
 `python -m elastic_ckpt.tiers.peers.agent_command DIRECTORY`), so that a new world can
 read the machine's steps before, while and after a training process runs there. It only
 serves bytes, has no policy, and writes only `<root>/agent.json`, which holds its
-address. For a single controller, and for tests, it runs in a thread (`serving`).
+address.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
@@ -117,29 +116,6 @@ def wait_for(root: epath.PathLike, *, within_secs: float = 30) -> Address:
     return address
 
 
-@contextlib.contextmanager
-def serving(service: Service) -> Iterator[Address]:
-    """Serves in a thread of this process, and yields the address.
-
-    Raises:
-      RunError: as `run`.
-    """
-    ended = asyncio.Event()
-    with (
-        _listening(service) as (address, listening),
-        concurrent.futures.ThreadPoolExecutor(1, "agent") as executor,
-        contextlib.closing(asyncio.new_event_loop()) as loop,
-    ):
-        serve = _serve(service, address, listening, ended)
-        served = executor.submit(loop.run_until_complete, serve)
-        try:
-            with _published(service, address):
-                yield address
-        finally:
-            loop.call_soon_threadsafe(ended.set)
-            served.result()
-
-
 def run(
     service: Service,
     *,
@@ -159,7 +135,7 @@ def run(
         port or the certificate cannot be had, or the secret is not private.
     """
 
-    async def main(address: Address, listening: socket.socket) -> None:
+    async def main() -> None:
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -168,35 +144,44 @@ def run(
             threading.Thread(
                 target=_at_end_of_stdin, args=(loop, ended), daemon=True
             ).start()
-        with _published(service, address):
-            announce(address)
-            await _serve(service, address, listening, ended)
+        await serve(service, announce=announce, ended=ended)
 
-    with _listening(service) as (address, listening):
-        asyncio.run(main(address, listening))
+    asyncio.run(main())
 
 
-async def _serve(
-    service: Service, address: Address, listening: socket.socket, ended: asyncio.Event
+async def serve(
+    service: Service, *, announce: Callable[[Address], None], ended: asyncio.Event
 ) -> None:
-    # Hosts import this module, and need none of the HTTP server that it imports.
-    from elastic_ckpt.tiers.peers import agent_server
+    """Serves until `ended` is set.
 
+    Args:
+      service: what to serve.
+      announce: called with the address once the agent serves.
+      ended: set by another task.
+
+    Raises:
+      RunError: as `run`.
+    """
     rate = service.max_bytes_per_sec
-    answers = agent_server.Answers(
-        service.root,
-        machine=address.machine,
-        known=secret.Watched(service.secret_file or secret.path(service.root)),
-        bandwidth_bound=bandwidth.Bandwidth(rate) if rate else None,
-    )
-    await agent_server.serve(
-        answers,
-        listening=listening,
-        tls=_tls(service),
-        most_connections=service.max_connections,
-        most_connections_of_client=service.max_connections_of_client,
-        ended=ended,
-    )
+    with _listening(service) as (address, listening), _published(service, address):
+        announce(address)
+        # Hosts import this module, and need none of the HTTP server that it imports.
+        from elastic_ckpt.tiers.peers import agent_server
+
+        answers = agent_server.Answers(
+            service.root,
+            machine=address.machine,
+            known=secret.Watched(service.secret_file or secret.path(service.root)),
+            bandwidth_bound=bandwidth.Bandwidth(rate) if rate else None,
+        )
+        await agent_server.serve(
+            answers,
+            listening=listening,
+            tls=_tls(service),
+            most_connections=service.max_connections,
+            most_connections_of_client=service.max_connections_of_client,
+            ended=ended,
+        )
 
 
 @contextlib.contextmanager
