@@ -7,8 +7,10 @@ devices that take part. A worker replies with an array that has a row per device
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +21,8 @@ from elastic_ckpt.core import storage
 
 # The shortest message; the length of each is a power of two of them.
 _MIN_BYTES = 512
+# The longest pause between two questions whether workers are done.
+_POLL_SECS = 0.2
 
 
 def encode(content: storage.Json, sharding: NamedSharding) -> jax.Array:
@@ -60,6 +64,26 @@ def reply(call: jax.Array, row: Callable[[jax.Device], np.ndarray]) -> jax.Array
         return row(devices[number])[None]
 
     return jax.make_array_from_callback(shape, sharding, of_index)
+
+
+def pauses() -> Iterator[None]:
+    """Sleeps before each value: at first briefly, then ever longer, up to a limit."""
+    pause = 0.001
+    while True:
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECS)
+        yield
+
+
+def release(worker: Any) -> None:
+    """Releases a worker, an object of a colocated class.
+
+    The wrapper of a colocated class is in reference cycles, and its finalizer fails,
+    with an error in the log, if it first runs in an interpreter that ends. So the
+    cycles are broken before.
+    """
+    vars(worker).clear()
+    gc.collect()
 
 
 def rows(array: jax.Array) -> np.ndarray:

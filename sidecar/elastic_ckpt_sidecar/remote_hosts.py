@@ -7,7 +7,6 @@ multi-controller world. Requests and answers are messages; arrays stay on their 
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import json
 import time
@@ -45,9 +44,6 @@ from elastic_ckpt_sidecar.head_arrays import HostDevices
 
 AnswerT = TypeVar("AnswerT")
 ColocatedRequest = Request[HostEndpoint[ColocatedTiers], AnswerT]
-
-# The longest pause between two questions whether hosts have answered.
-_POLL_SECS = 0.2
 
 
 def hosts_of(mesh: Mesh) -> list[HostDevices]:
@@ -173,7 +169,7 @@ class RemoteHosts:
         try:
             self.all(world_requests.CloseHost())
         finally:
-            _release(self._agent, wait=True)
+            messages.release(self._agent)
 
     def _layout(self, groups: tuple[Group, ...]) -> int:
         known = self._layouts.get(groups)
@@ -192,15 +188,14 @@ class RemoteHosts:
         limit_secs = COLOCATED_PHASES.limit_secs(request)
         until_secs = time.monotonic() + limit_secs
         lengths = self._call(self._agent.begin, content, sharding)
-        pause = 0.001
+        pauses = messages.pauses()
         while (lengths == host_agent.UNDER_WAY).any():
             if time.monotonic() > until_secs:
                 raise errors.RunError(
                     f"hosts have not answered {type(request).__name__} for"
                     f" {limit_secs:g} s; look at their logs, and start the run again"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_SECS)
+            next(pauses)
             lengths = self._call(self._agent.lengths, {"call": call}, sharding)
         chunks = []
         longest = int(lengths.max())
@@ -238,6 +233,4 @@ def _specified(abstract: list[Any], *_: Any) -> list[Any]:
 
 def _release(agent: Any, *, wait: bool) -> None:
     del wait
-    # As for the data iterator's workers: see `remote_iterator`.
-    vars(agent).clear()
-    gc.collect()
+    messages.release(agent)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import gc
 import itertools
 import time
 from collections.abc import Awaitable
@@ -23,8 +22,6 @@ from elastic_ckpt_sidecar import failures, messages, worker
 
 # How long a worker may take to go to the beginning, or to another batch size.
 _ANSWER_SECS = 60.0
-# The longest pause between two questions whether the state is written.
-_POLL_SECS = 0.2
 
 
 class RemoteIterator:
@@ -158,10 +155,9 @@ class RemoteIterator:
 
     def _write(self, ticket: int, directory: epath.Path) -> None:
         self._call(self._worker.write_state, ticket=ticket, directory=str(directory))
-        pause = 0.001
+        pauses = messages.pauses()
         while not all(self._call(self._worker.is_written, ticket=ticket)):
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_SECS)
+            next(pauses)
 
     def _check_compatibility(self, mesh: Mesh) -> None:
         head = [compatibility.local_facts(self._data, role="the head")]
@@ -273,8 +269,4 @@ def _release(
     workers: Any, calls: background.BackgroundCalls[_Fetched], *, wait: bool
 ) -> None:
     calls.close(wait=wait)
-    # The wrapper of a colocated class sits in reference cycles, and its finalizer
-    # fails, loudly, when it first runs in a dying interpreter: so break the cycles
-    # before.
-    vars(workers).clear()
-    gc.collect()
+    messages.release(workers)
