@@ -6,10 +6,10 @@ from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt import data
-    from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
     from elastic_ckpt.checkpoint.response import Response, SaveResponse
     from elastic_ckpt.frontend.batches import batches
     from elastic_ckpt.frontend.checkpointer import Checkpointer
+    from elastic_ckpt.host.answers import CheckpointMetadata
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
 
 __version__ = "0.1.0"

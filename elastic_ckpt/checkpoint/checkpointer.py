@@ -13,11 +13,11 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
 from elastic_ckpt.checkpoint.saved_steps import SavedSteps
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.host.answers import CheckpointMetadata
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import read_json
 

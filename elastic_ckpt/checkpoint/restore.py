@@ -16,11 +16,10 @@ from absl import logging
 
 from elastic_ckpt.checkpoint import asked_trees, components, foreign_steps
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.host import read_requests
-from elastic_ckpt.host.answers import HostsFailedError
+from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.read_plan import NEARNESS
 
@@ -89,12 +88,7 @@ def find(
                 f"no step is complete in RAM, and {outcome.out_of_reach}"
             )
         emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
-    checkpoint = (
-        None
-        if outcome.complete_step is None
-        else CheckpointMetadata.from_step(outcome.complete_step)
-    )
-    return Search(checkpoint=checkpoint, newest_save=outcome.newest_save)
+    return Search(checkpoint=outcome.complete_step, newest_save=outcome.newest_save)
 
 
 def restore(

@@ -27,12 +27,11 @@ from typing import TypeVar
 from absl import logging
 
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import HostsFailedError, Readiness
+from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Readiness
 from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests.line import Line
 

@@ -11,7 +11,6 @@ from typing import Any
 from elastic_ckpt.checkpoint import components, restore, step_errors
 from elastic_ckpt.checkpoint import metadata as metadata_of
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.checkpoint.response import SaveResponse
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import Schedule
@@ -23,7 +22,7 @@ from elastic_ckpt.host import (
     save_requests,
     world_requests,
 )
-from elastic_ckpt.host.answers import Due
+from elastic_ckpt.host.answers import CheckpointMetadata, Due
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -71,12 +70,7 @@ class SavedSteps:
 
     def complete(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers."""
-        return list(
-            map(
-                CheckpointMetadata.from_step,
-                self._hosts.first(read_requests.ListSteps()),
-            )
-        )
+        return list(self._hosts.first(read_requests.ListSteps()))
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
         """Whether a tier is due at `step`, and it is newer than all others.

@@ -11,11 +11,10 @@ from etils import epath
 
 from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.checkpoint.metadata import CheckpointMetadata
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import Written
+from elastic_ckpt.host.answers import CheckpointMetadata, Written
 from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests import line
 

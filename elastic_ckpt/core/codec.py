@@ -1,7 +1,8 @@
 """Encodes values of declared types as JSON, and decodes them strictly.
 
 The types are dataclasses, tuples, mappings with text as keys, enums, bytes (in
-base64), numbers, texts, None, unions of these, and `Any` for what is JSON already.
+base64), paths, numbers, texts, None, unions of these, and `Any` for what is JSON
+already.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import types
 import typing
 from collections.abc import Mapping
 from typing import Any
+
+from etils import epath
 
 from elastic_ckpt.core import storage
 
@@ -37,6 +40,8 @@ def encode(value: Any) -> storage.Json:
         return value
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
+    if isinstance(value, epath.Path):
+        return str(value)
     if isinstance(value, list | tuple):
         return [encode(each) for each in value]
     if isinstance(value, Mapping):
@@ -76,6 +81,8 @@ def decode(kind: Any, encoded: storage.Json, *, name: str = "value") -> Any:
         return _decode_dataclass(kind, encoded, name)
     if kind is float and type(encoded) is int:
         return float(encoded)
+    if kind is epath.Path:
+        return epath.Path(_checked(str, encoded, name))
     if kind in _SCALARS:
         return _checked(kind, encoded, name)
     try:

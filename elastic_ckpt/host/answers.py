@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Mapping
 from typing import Any
+
+from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.manifests.manifest import Host
@@ -120,28 +123,57 @@ class BackedUp:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompleteStep:
-    """A step that can be restored.
+class CheckpointMetadata:
+    """A complete step, with the attributes of Orbax's class of this name.
 
     Attributes:
       step: the training step.
       save: which save of it; empty if Orbax alone saved it.
       line: the steps, with their saves, from which later saves of its line went on,
         oldest first, and last this one.
-      path: the directory that it has in persistent storage once it is backed up; None
-        if there is no persistent tier.
+      path: its directory in persistent storage, once it is backed up; None if there is
+        no persistent tier.
       metrics: that it was saved with; None if there are none.
-      custom_metadata: that a user added; None if there is nothing.
+      custom_metadata: added by the user; None if there is none.
       commit_timestamp_nsecs: when it was committed, since 1970.
+      init_timestamp_nsecs: when its save began, since 1970, if that is known.
+      metadata: by the name of each checkpointable, the tree with abstract leaves, or
+        None for a component; or the tree of the one that was asked for. A text is
+        `"string"`. If Orbax alone saved the step, Orbax's metadata. None where only
+        steps are listed.
     """
 
     step: int
     save: str
     line: tuple[tuple[int, str], ...] = ()
-    path: str | None = None
-    metrics: Any = None
-    custom_metadata: Any = None
-    commit_timestamp_nsecs: int | None = None
+    path: epath.Path | None = dataclasses.field(default=None, compare=False)
+    metrics: Any = dataclasses.field(default=None, compare=False)
+    custom_metadata: Any = dataclasses.field(default=None, compare=False)
+    commit_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
+    init_timestamp_nsecs: int | None = dataclasses.field(default=None, compare=False)
+    metadata: Any = None
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was committed."""
+        return _time(self.commit_timestamp_nsecs or 0)
+
+    @property
+    def commit_timestamp(self) -> datetime.datetime | None:
+        """When it was committed, if that is known."""
+        nsecs = self.commit_timestamp_nsecs
+        return None if nsecs is None else _time(nsecs)
+
+    @property
+    def init_timestamp(self) -> datetime.datetime | None:
+        """When its save began, if that is known."""
+        nsecs = self.init_timestamp_nsecs
+        return None if nsecs is None else _time(nsecs)
+
+    def before(self) -> tuple[tuple[int, str], ...]:
+        """The parents of a save that replaces this step: the line without it."""
+        *parents, (step, save) = self.line
+        return (*parents, (step - 1, save)) if step else tuple(parents)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +188,7 @@ class SearchOutcome:
       refusing: peers that may have steps and refuse this host, a sentence each.
     """
 
-    complete_step: CompleteStep | None
+    complete_step: CheckpointMetadata | None
     newest_save: str
     passed_over: tuple[tuple[int, str], ...]
     out_of_reach: str | None
@@ -193,3 +225,7 @@ class HostsFailedError(errors.CheckpointError):
         self.of_host = dict(of_host)
         problems = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
         super().__init__(problems)
+
+
+def _time(nsecs: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ckpt.host.answers import BackedUp
-from elastic_ckpt.host.save_requests import OfStep
+from elastic_ckpt.host.step_notes import OfStep
 from elastic_ckpt.host.world_requests import AnyHost
 from elastic_ckpt.manifests.line import Line
 

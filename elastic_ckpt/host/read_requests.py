@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from elastic_ckpt.host.answers import BadCopyReport, CompleteStep, SearchOutcome
-from elastic_ckpt.host.save_requests import OfStep
+from elastic_ckpt.host.answers import BadCopyReport, CheckpointMetadata, SearchOutcome
+from elastic_ckpt.host.step_notes import OfStep
 from elastic_ckpt.host.world_requests import AnyHost
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Contents
@@ -37,7 +37,7 @@ class FindStep:
 class ListSteps:
     """Asks for the complete steps, ascending."""
 
-    def run(self, host: AnyHost) -> tuple[CompleteStep, ...]:
+    def run(self, host: AnyHost) -> tuple[CheckpointMetadata, ...]:
         """See `HostReader.complete_steps`."""
         return tuple(host.tiers.reader.complete_steps())
 

@@ -16,7 +16,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.host import recovery, trees, verified_read
-from elastic_ckpt.host.answers import BadCopyReport, CompleteStep, SearchOutcome
+from elastic_ckpt.host.answers import BadCopyReport, CheckpointMetadata, SearchOutcome
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import line, read_plan
 from elastic_ckpt.manifests.manifest import Contents
@@ -85,7 +85,7 @@ class HostReader:
             refusing=tuple(self._refusing(tiers)),
         )
 
-    def complete_steps(self) -> list[CompleteStep]:
+    def complete_steps(self) -> list[CheckpointMetadata]:
         """The steps that are complete, ascending, without those that are abandoned.
 
         Those that Orbax alone saved are among them.
@@ -256,9 +256,11 @@ class HostReader:
             for url in tier.refusing()
         ]
 
-    def _foreign_step(self, step: int, foreign: Mapping[int, str]) -> CompleteStep:
+    def _foreign_step(
+        self, step: int, foreign: Mapping[int, str]
+    ) -> CheckpointMetadata:
         assert self._world.persistent is not None
-        return CompleteStep(
+        return CheckpointMetadata(
             step=step,
             save="",
             line=line.after(step, foreign[step], ()),
@@ -266,10 +268,10 @@ class HostReader:
             **self._world.persistent.notes(step),
         )
 
-    def _complete(self, step_found: FoundStep) -> CompleteStep:
+    def _complete(self, step_found: FoundStep) -> CheckpointMetadata:
         step = step_found.step
         contents = step.holdings.contents
-        return CompleteStep(
+        return CheckpointMetadata(
             step=step.step,
             save=step.save,
             line=line.after(step.step, step.save, contents.parents),
@@ -279,9 +281,9 @@ class HostReader:
             commit_timestamp_nsecs=1_000_000 * contents.time_ms,
         )
 
-    def _path(self, step: int) -> str | None:
+    def _path(self, step: int) -> epath.Path | None:
         root = self._world.root
-        return None if root is None else str(root.final(step))
+        return None if root is None else root.final(step)
 
     def _files(self) -> epath.Path:
         # Under one controller the path has to be the same on all machines.

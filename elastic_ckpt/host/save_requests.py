@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from elastic_ckpt.host.answers import Replicated, Written
-from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.host.step_notes import OfStep, OfWrittenStep
 from elastic_ckpt.host.world_requests import AnyHost
-
-Parts = Mapping[str, Mapping[str, int]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OfStep:
-    """Fields of requests about one save of one step.
-
-    Attributes:
-      step: the training step.
-      save: which save of it.
-    """
-
-    step: int
-    save: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,25 +38,12 @@ class ListWritten(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfWrittenStep(OfStep):
-    """Fields of requests about a step that all hosts have written.
-
-    Attributes:
-      parts: by component and file, the number of the part that a file is.
-      notes: of the step.
-    """
-
-    parts: Parts
-    notes: StepNotes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class HoldStep(OfWrittenStep):
     """Keeps the captured values, so that a backup reads them instead of a RAM disk."""
 
     def run(self, host: AnyHost) -> None:
         """See `HostSaver.hold`."""
-        host.tiers.saver.hold(self.step, self.save, self.parts, self.notes)
+        host.tiers.saver.hold(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +52,7 @@ class CommitStep(OfWrittenStep):
 
     def run(self, host: AnyHost) -> None:
         """See `HostSaver.commit`."""
-        host.tiers.saver.commit(self.step, self.save, self.parts, self.notes)
+        host.tiers.saver.commit(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

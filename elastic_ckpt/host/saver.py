@@ -23,7 +23,7 @@ from elastic_ckpt.host import (
     views,
 )
 from elastic_ckpt.host.answers import Replicated, Written
-from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.host.step_notes import OfWrittenStep
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, placement, retention
 from elastic_ckpt.manifests.holdings import Holdings, Offer
@@ -131,55 +131,27 @@ class HostSaver:
             raise errors.CheckpointError("components have not written their files")
         return self._files(saving)
 
-    def hold(
-        self,
-        step: int,
-        save: str,
-        parts: Mapping[str, Mapping[str, int]],
-        notes: StepNotes,
-    ) -> None:
-        """Makes a backup read the captured values, until `abandon`.
-
-        Args:
-          step: the training step.
-          save: which save of it.
-          parts: as for `commit`.
-          notes: likewise.
-        """
+    def hold(self, written: OfWrittenStep) -> None:
+        """Makes a backup read the captured values, until `abandon`."""
+        step, save = written.step, written.save
         saving = self._saving[step, save]
-        contents = _contents(saving, parts, notes)
-        files = {
-            file: saving.contents[file.path] for file in _component_files(saving, parts)
-        }
+        files = _component_files(saving, written)
         self._world.captured[step, save] = captured_step.CapturedStep(
             saving.captured,
-            contents,
-            files,
+            _contents(saving, written),
+            {file: saving.contents[file.path] for file in files},
             is_own=saving.owners.is_own,
             identity=(self._world.run, step, save),
             host=self._world.own.host,
         )
 
-    def commit(
-        self,
-        step: int,
-        save: str,
-        parts: Mapping[str, Mapping[str, int]],
-        notes: StepNotes,
-    ) -> None:
-        """Commits this host's part of the step.
-
-        Args:
-          step: the training step.
-          save: which save of it.
-          parts: by component and file, the number of the part that a file is.
-          notes: of the step.
-        """
-        saving = self._saving.pop((step, save))
+    def commit(self, written: OfWrittenStep) -> None:
+        """Commits this host's part of the step."""
+        saving = self._saving.pop((written.step, written.save))
         assert saving.writer is not None
-        contents = _contents(saving, parts, notes)
+        contents = _contents(saving, written)
         saving.release()
-        files = _component_files(saving, parts)
+        files = _component_files(saving, written)
         saving.writer.commit(files, contents=contents)
 
     def abandon(self, step: int, save: str) -> None:
@@ -345,23 +317,19 @@ class _Saving:
             storage.remove(self.staging.parent)
 
 
-def _contents(
-    saving: _Saving, parts: Mapping[str, Mapping[str, int]], notes: StepNotes
-) -> Contents:
+def _contents(saving: _Saving, written: OfWrittenStep) -> Contents:
     return Contents(
         leaves=saving.captured.leaves,
-        components={component: len(files) for component, files in parts.items()},
-        **vars(notes),
+        components={name: len(files) for name, files in written.parts.items()},
+        **vars(written.notes),
     )
 
 
-def _component_files(
-    saving: _Saving, parts: Mapping[str, Mapping[str, int]]
-) -> list[ComponentFile]:
+def _component_files(saving: _Saving, written: OfWrittenStep) -> list[ComponentFile]:
     files = []
     for file in saving.written:
         component, _, name = file.path.partition("/")
-        part = parts[component][name]
+        part = written.parts[component][name]
         files.append(
             ComponentFile(
                 component=component,

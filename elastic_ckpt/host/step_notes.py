@@ -1,8 +1,11 @@
-"""Notes of a step: what the driver records of it besides values and files."""
+"""A step that hosts have written: its name, its parts, and the notes of the driver."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+
+Parts = Mapping[str, Mapping[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,3 +40,29 @@ class StepNotes:
     trees: str | None
     parents: tuple[tuple[int, str], ...]
     time_ms: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfStep:
+    """Fields of requests about one save of one step.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+    """
+
+    step: int
+    save: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfWrittenStep(OfStep):
+    """Fields of requests about a step that all hosts have written.
+
+    Attributes:
+      parts: by component and file, the number of the part that a file is.
+      notes: of the step.
+    """
+
+    parts: Parts
+    notes: StepNotes

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.host.phases import PHASES, Phases, limits_secs
-from elastic_ckpt.host.save_requests import OfStep
+from elastic_ckpt.host.step_notes import OfStep
 from elastic_ckpt_sidecar import component_files
 from elastic_ckpt_sidecar.array_layout import GroupDescription
 from elastic_ckpt_sidecar.colocated_tiers import ColocatedTiers

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 
 import pytest
+from etils import epath
 
 from elastic_ckpt.core import codec
 
@@ -26,6 +27,7 @@ class Outer:
     inner: Inner | None
     by_name: Mapping[str, Inner]
     content: bytes
+    path: epath.Path | None
     color: Color
     axes: tuple[str | tuple[str, ...] | None, ...]
 
@@ -35,6 +37,7 @@ OUTER = Outer(
     inner=INNER,
     by_name={"x": INNER},
     content=b"\0\xff",
+    path=epath.Path("gs://bucket/file"),
     color=Color.BLUE,
     axes=("a", None, ("b", "c")),
 )
@@ -64,6 +67,7 @@ def spoilt(change):
         (lambda e: e.update(by_name=[]), "by_name is a list, not a dict"),
         (lambda e: e.update(color="green"), "value.color: 'green' is not"),
         (lambda e: e.update(content="?"), "value.content: "),
+        (lambda e: e.update(path=1), "is a int, not a str"),
         (lambda e: e.update(axes=[1]), "is a int, not a str; .*not a list; .*NoneType"),
     ],
 )
