@@ -16,6 +16,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.host import recovery, verified_read
 from elastic_ckpt.host.answers import BackedUp
 from elastic_ckpt.host.captured_step import CapturedStep
+from elastic_ckpt.host.step_notes import OfBackup
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, retention, uploads
 from elastic_ckpt.manifests.holdings import Holdings, Offer
@@ -97,21 +98,15 @@ class HostBackup:
             )
         return self._chunks(holdings, step, save)
 
-    def back_up(
-        self, step: int, save: str, names: Mapping[str, tuple[str, str]]
-    ) -> BackedUp:
+    def back_up(self, backup: OfBackup) -> BackedUp:
         """Writes this host's share of a step to persistent storage.
 
         The host's bad copies are read from another holder, and repaired.
 
-        Args:
-          step: the training step.
-          save: which save of it.
-          names: by the path of a leaf, the checkpointable and name that Orbax uses.
-
         Raises:
           CheckpointError: if holders disagree about values, or storage fails.
         """
+        step, save = backup.step, backup.save
         sources, holdings = self._holdings or self._read(step, save)
         if len(holdings.diverged):
             # A later reader could not detect the wrong one.
@@ -120,9 +115,7 @@ class HostBackup:
                 f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
             )
         uploading = upload.Upload(
-            self._root(),
-            self._saved_step(holdings, step, save, names),
-            self._world.own.host,
+            self._root(), self._saved_step(holdings, backup), self._world.own.host
         )
         reader = verified_read.VerifiedReader(sources)
         own = self._world.own
@@ -138,27 +131,20 @@ class HostBackup:
         recovery.put_right(holdings, reader, own, map(recovery.report, reader.bad))
         return BackedUp(num_bytes=num_bytes, bad=bad)
 
-    def commit(
-        self,
-        step: int,
-        save: str,
-        names: Mapping[str, tuple[str, str]],
-        orbax_files: Mapping[str, str],
-    ) -> None:
+    def commit(self, backup: OfBackup, orbax_files: Mapping[str, str]) -> None:
         """Makes a checkpoint of what all hosts have uploaded; one host does it.
 
         Args:
-          step: the training step.
-          save: which save of it.
-          names: as for `back_up`.
+          backup: of the step.
           orbax_files: what Orbax adds to the values, by path.
         """
+        step, save = backup.step, backup.save
         _, holdings = self._holdings or self._read(step, save)
         self._holdings = None
         with self._writing.committing():
             commit.commit(
                 self._root(),
-                self._saved_step(holdings, step, save, names),
+                self._saved_step(holdings, backup),
                 hosts=[host.id for host in self._world.hosts],
                 orbax_files={path: text.encode() for path, text in orbax_files.items()},
                 make_way=lambda: self._arrange(holdings.contents, step, save),
@@ -256,24 +242,18 @@ class HostBackup:
         captured = self._world.captured.get((step, save))
         return _chunk_shapes(holdings) if captured is None else captured.chunk_shapes
 
-    def _saved_step(
-        self,
-        holdings: Holdings,
-        step: int,
-        save: str,
-        names: Mapping[str, tuple[str, str]],
-    ) -> upload.SavedStep:
-        chunks = self._chunks(holdings, step, save)
+    def _saved_step(self, holdings: Holdings, backup: OfBackup) -> upload.SavedStep:
+        chunks = self._chunks(holdings, backup.step, backup.save)
         return upload.SavedStep(
             run=self._world.run,
-            step=step,
-            save=save,
+            step=backup.step,
+            save=backup.save,
             contents=holdings.contents,
             arrays={
                 path: ocdbt.StoredArray(
                     checkpointable=checkpointable, name=name, chunk=chunks[path]
                 )
-                for path, (checkpointable, name) in names.items()
+                for path, (checkpointable, name) in backup.names.items()
             },
         )
 

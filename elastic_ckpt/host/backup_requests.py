@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from elastic_ckpt.host.answers import BackedUp
-from elastic_ckpt.host.step_notes import OfStep
+from elastic_ckpt.host.step_notes import OfBackup, OfStep
 from elastic_ckpt.host.world_requests import AnyHost
 from elastic_ckpt.manifests.line import Line
 
@@ -51,35 +51,27 @@ class GetChunkShapes(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BackUpStep(OfStep):
-    """Uploads a host's share of a step.
-
-    Attributes:
-      names: by the path of a leaf, the checkpointable and name that Orbax uses.
-    """
-
-    names: Mapping[str, tuple[str, str]]
+class BackUpStep(OfBackup):
+    """Uploads a host's share of a step."""
 
     def run(self, host: AnyHost) -> BackedUp:
         """See `HostBackup.back_up`."""
-        return host.tiers.backup.back_up(self.step, self.save, self.names)
+        return host.tiers.backup.back_up(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CommitBackup(OfStep):
+class CommitBackup(OfBackup):
     """Makes a checkpoint of what all hosts have uploaded.
 
     Attributes:
-      names: as in `BackUpStep`.
       orbax_files: the texts of the files that Orbax adds to the values, by path.
     """
 
-    names: Mapping[str, tuple[str, str]]
     orbax_files: Mapping[str, str]
 
     def run(self, host: AnyHost) -> None:
         """See `HostBackup.commit`."""
-        host.tiers.backup.commit(self.step, self.save, self.names, self.orbax_files)
+        host.tiers.backup.commit(self, self.orbax_files)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

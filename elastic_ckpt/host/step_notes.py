@@ -66,3 +66,14 @@ class OfWrittenStep(OfStep):
 
     parts: Parts
     notes: StepNotes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfBackup(OfStep):
+    """Fields of requests about the backup of a step.
+
+    Attributes:
+      names: by the path of a leaf, the checkpointable and name that Orbax uses.
+    """
+
+    names: Mapping[str, tuple[str, str]]
