@@ -323,7 +323,7 @@ def _run(
 ) -> list[Samples]:
     # The measurements of each host.
     os.makedirs(place.results)
-    supervisor.World(
+    supervisor.HostProcesses(
         functools.partial(program, place=place),
         num_hosts=num_hosts,
         log_directory=f"{place.results}/logs",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -29,6 +28,8 @@ def assemble(
     world: topology.Topology,
     *,
     devices: Sequence[jax.Device] | None = None,
+    slice_name: str | None = None,
+    microbatches: int = 1,
     emit: events.Emit = events.nobody,
 ) -> job.Job:
     """The job of a run on `world`; every host of it calls this.
@@ -37,6 +38,8 @@ def assemble(
       config: of the run; the files of its data exist.
       world: the hosts, slices and devices to train on.
       devices: those of `world`; by default all that JAX has.
+      slice_name: the slice of this host; by default its number in the mesh.
+      microbatches: equal parts in which a device computes its rows of a batch.
       emit: called for each event of the run.
 
     Raises:
@@ -54,10 +57,22 @@ def assemble(
         mesh=mesh,
         global_batch_size=sizes.at(0),
     )
-    program = train_step.build(config, mesh, vocab_size=vocab_size)
+    program = train_step.build(
+        config, mesh, vocab_size=vocab_size, microbatches=microbatches
+    )
     evaluated = _evaluation(config, world, program, mesh, vocab_size, emit)
     with contextlib.ExitStack() as on_error:
-        saver = _saver(config, world, mesh, batches, emit=emit, on_error=on_error)
+        saver = None
+        if config.checkpoint.enable_checkpointing:
+            checkpointer = Checkpointer(
+                configured_tiers.tiers(config, persistent=_directory(config)),
+                mesh=mesh,
+                run=config.run.run_name,
+                slice_name=slice_name or topology.slice_of_this_host(world.slices),
+                emit=emit,
+            )
+            on_error.enter_context(checkpointer)
+            saver = run_saver.RunSaver(checkpointer, config.checkpoint, data=batches)
         start_step = _start_step(config, saver.latest_step if saver else None)
         if sizes.at(start_step) != sizes.at(0):
             batches.resize(sizes.at(start_step))
@@ -76,28 +91,8 @@ def assemble(
     )
 
 
-def _saver(
-    config: schema.Config,
-    world: topology.Topology,
-    mesh: Mesh,
-    batches: Any,
-    *,
-    emit: events.Emit,
-    on_error: contextlib.ExitStack,
-) -> run_saver.RunSaver | None:
-    section = config.checkpoint
-    if not section.enable_checkpointing:
-        return None
-    directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
-    checkpointer = Checkpointer(
-        configured_tiers.tiers(config, persistent=directory),
-        mesh=mesh,
-        run=config.run.run_name,
-        slice_name=topology.slice_of_this_host(world.slices),
-        emit=emit,
-    )
-    on_error.enter_context(checkpointer)
-    return run_saver.RunSaver(checkpointer, section, data=batches)
+def _directory(config: schema.Config) -> str:
+    return os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
 
 
 def _evaluation(

@@ -9,30 +9,39 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from elastic_ckpt.application import journal, listeners
 from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, topology
 from elastic_ckpt.elastic import termination
+from elastic_ckpt.elastic.world import World
 
 
-def run(config: schema.Config, emit: events.Emit) -> bool:
+def train(config: schema.Config, world: World) -> bool:
     """Trains on this host, a member of a world that all of its hosts have joined.
 
     Args:
       config: of the run; the files of its data exist.
-      emit: called for each event of the run; on the primary host alone.
+      world: of this host; its events are emitted on the primary host alone.
 
     Returns:
-      Whether the run was asked to end before its last step.
+      Whether the hosts left before the last step.
     """
     began_secs = time.monotonic()
-    emit = emit if topology.is_primary() else events.nobody
+    emit = world.emit if topology.is_primary() else events.nobody
+    config = _at(config, world)
     with listeners.started(config):
-        job = assemble(config, topology.present(config.world.slices), emit=emit)
+        job = assemble(
+            config,
+            world.topology,
+            slice_name=world.slice_name,
+            microbatches=world.microbatches,
+            emit=emit,
+        )
         emit(
             "run_started",
             run=config.run.run_name,
@@ -41,9 +50,8 @@ def run(config: schema.Config, emit: events.Emit) -> bool:
             steps=config.run.steps,
         )
         state = job.restore_or_init()
-        with _stopping(config, int(state["step"]), emit) as is_stopping:
-            ended = job.run(state, is_stopping=is_stopping)
-            job.close()
+        ended = job.run(state, is_stopping=world.is_leaving)
+        job.close()
         if ended.is_stopped:
             emit("run_stopped", step=ended.step, saved=job.checkpointer is not None)
         else:
@@ -52,19 +60,51 @@ def run(config: schema.Config, emit: events.Emit) -> bool:
     return ended.is_stopped
 
 
-def _stopping(
-    config: schema.Config, start_step: int, emit: events.Emit
-) -> contextlib.AbstractContextManager[Callable[[int], bool]]:
+@contextlib.contextmanager
+def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
+    """The world of this process, if no supervisor has started it.
+
+    SIGTERM ends the run while the block runs: before the first step at once.
+    """
     grace_secs = termination.grace_secs(config.deploy)
+    has_trained = threading.Event()
 
     def expire() -> None:
         assert isinstance(emit, journal.Journal)
         emit.stopped_without_a_save()
         os._exit(termination.EXIT_CODE)
 
-    return termination.agreed(
-        start_step=start_step,
+    def request() -> None:
+        if not has_trained.is_set():
+            os.write(2, b"elastic-ckpt train: ended by SIGTERM before the first step\n")
+            expire()
+        emit("stop_requested", within_secs=grace_secs)
+
+    def leave(step: int) -> bool:
+        has_trained.set()
+        return is_leaving(step)
+
+    with termination.agreed(
         grace_secs=grace_secs,
-        requested=lambda: emit("stop_requested", within_secs=grace_secs),
+        requested=request,
         expired=expire,
-    )
+    ) as is_leaving:
+        slices = config.world.slices
+        yield World(
+            number=1,
+            slices=tuple(range(slices)),
+            slice_name=topology.slice_of_this_host(slices),
+            emit=emit,
+            is_leaving=leave,
+        )
+
+
+def _at(config: schema.Config, world: World) -> schema.Config:
+    # The configuration for the slices of a world, and for the memory of this one.
+    tiers = config.tiers
+    if world.ram_directory is not None:
+        tiers = dataclasses.replace(
+            tiers, local_checkpoint_directory=world.ram_directory
+        )
+    section = dataclasses.replace(config.world, slices=len(world.slices))
+    return dataclasses.replace(config, world=section, tiers=tiers)

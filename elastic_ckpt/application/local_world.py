@@ -5,15 +5,22 @@ It imports JAX only where it is used, so that the fork server starts at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from elastic_ckpt.application import listeners, run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import member, supervisor, termination
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import faults, processes, runtime, supervisor, termination
+from elastic_ckpt.elastic.decision import Batch, Policy, Work
+from elastic_ckpt.elastic.world import World
+
+if TYPE_CHECKING:
+    from elastic_ckpt.core.topology import Topology
 
 # The fork server imports it, and with it all that a host needs.
 _HOST_PROGRAM = "elastic_ckpt.application.host_program"
@@ -26,7 +33,6 @@ def warm_up() -> None:
 
 def check(config: schema.Config) -> None:
     """Raises a ConfigError if the local launcher cannot start the configured world."""
-    from elastic_ckpt.core import topology
     from elastic_ckpt.data import batch_size
 
     world = config.world
@@ -38,52 +44,108 @@ def check(config: schema.Config) -> None:
                 " JobSet, or set hosts=1"
             )
         return
-    expected = topology.Topology(
-        hosts=world.hosts,
-        slices=world.slices,
-        devices=world.hosts * world.devices_per_host,
-    )
+    expected = _topology(config, world.slices)
     expected.check()
     batch_size.schedule(config.data, expected)
 
 
-def run_host(config: schema.Config, place: member.Member, emit: events.Emit) -> None:
-    """Joins the world as the host `place`, and trains on it."""
+def train(config: schema.Config, world: World) -> None:
+    """Trains on one of several hosts of this machine."""
     from elastic_ckpt.application import host_program
-    from elastic_ckpt.data import token_blocks
-    from elastic_ckpt.elastic import multicontroller
+    from elastic_ckpt.core import topology
 
-    # All of them are on this machine; its cores are shared.
-    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(place.num_hosts)
-    multicontroller.configure(config.world)
-    metrics = listeners.on_one_machine(config.metrics, place.host)
-    with multicontroller.joined(place):
-        host_program.run(dataclasses.replace(config, metrics=metrics), emit)
+    metrics = listeners.on_one_machine(config.metrics, topology.this_host())
+    host_program.train(dataclasses.replace(config, metrics=metrics), world)
 
 
 def run(
     config: schema.Config,
     emit: events.Emit,
     *,
-    program: Callable[[schema.Config, member.Member, events.Emit], None] = run_host,
+    train: Callable[[schema.Config, World], object] = train,
 ) -> None:
-    """Starts the hosts of `config`, and returns when all of them are done.
+    """Trains on hosts of this machine, and returns when the run has ended.
 
     Args:
       config: of the run; the files of its data exist.
       emit: called for each event of the run.
-      program: of each host; picklable.
+      train: of each host; picklable.
 
     Raises:
       RunError: with the first failure of a host; all hosts have ended by then.
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
-    logs = os.path.join(run_directory.path_of(config), run_directory.LOGS)
-    supervisor.World(
-        functools.partial(program, config),
-        num_hosts=config.world.hosts,
-        # A new directory: this may be a second start of a run that is alive.
-        log_directory=storage.make_unique_directory(logs),
-        emit=emit,
-        grace_secs=termination.grace_secs(config.deploy),
-    ).run()
+    section = config.elastic
+    slices = config.world.slices
+    # Otherwise all hosts share one RAM disk, as those of one machine.
+    is_elastic = section.elastic_enabled
+    with contextlib.closing(
+        processes.Processes(
+            config.world,
+            log_directory=os.path.join(
+                run_directory.path_of(config), run_directory.LOGS
+            ),
+            memory=_memory(config) if is_elastic else None,
+            injected=faults.parse(section.faults),
+            grace_secs=termination.grace_secs(config.deploy),
+            emit=emit,
+        )
+    ) as cluster:
+        runtime.run(
+            functools.partial(train, config),
+            cluster=cluster,
+            policy=Policy(
+                min_slices=section.elastic_min_slice_count or slices,
+                max_slices=slices,
+                batch=Batch.KEEP_GLOBAL
+                if config.data.global_batch_size
+                else Batch.KEEP_PER_DEVICE,
+                wait_secs=section.elastic_timeout_seconds,
+                settle_secs=section.elastic_settle_seconds,
+                max_retries=section.elastic_max_retries if is_elastic else 0,
+            ),
+            work=_work(config),
+            objection=functools.partial(_objection, config),
+            emit=emit,
+        )
+
+
+def _memory(config: schema.Config) -> processes.SliceMemory | None:
+    if not config.tiers.enable_multi_tier_checkpointing:
+        return None
+    return processes.SliceMemory(
+        directory=config.tiers.local_checkpoint_directory, run=config.run.run_name
+    )
+
+
+def _topology(config: schema.Config, slices: int) -> Topology:
+    from elastic_ckpt.core import topology
+
+    hosts = config.world.hosts * slices // config.world.slices
+    devices = hosts * config.world.devices_per_host
+    return topology.Topology(hosts=hosts, slices=slices, devices=devices)
+
+
+def _work(config: schema.Config) -> Work:
+    from elastic_ckpt.data import batch_size
+
+    full = _topology(config, config.world.slices)
+    rows = batch_size.global_batch_size(config.data, full)
+    return Work(
+        num_slices=full.slices,
+        rows=rows,
+        devices_per_slice=full.devices // full.slices,
+        max_rows_per_device=rows // full.devices,
+    )
+
+
+def _objection(config: schema.Config, slices: int, rows: int) -> str | None:
+    # Why the data cannot be dealt to a number of slices.
+    from elastic_ckpt.data import batch_size
+
+    del rows
+    try:
+        batch_size.schedule(config.data, _topology(config, slices))
+    except errors.ConfigError as error:
+        return str(error)
+    return None

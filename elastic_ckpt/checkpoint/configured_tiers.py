@@ -10,7 +10,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import failure_domains
+from elastic_ckpt.manifests import failure_domains, layout
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
 
@@ -64,6 +64,20 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoi
 def ram_directory(config: schema.Config) -> str:
     """The directory of a run in the RAM of each of its machines."""
     return os.path.join(config.tiers.local_checkpoint_directory, config.run.run_name)
+
+
+def ram_directories(config: schema.Config) -> list[str]:
+    """All directories of a run in the RAM of this machine, whatever its slices are."""
+    name = config.run.run_name
+    base = config.tiers.local_checkpoint_directory
+    numbers = range(config.world.slices)
+    return [
+        ram_directory(config),
+        *(
+            os.path.join(layout.slice_directory(base, number), name)
+            for number in numbers
+        ),
+    ]
 
 
 def num_bytes(quantity: str) -> int:

@@ -61,8 +61,8 @@ def is_run(path: str) -> bool:
         ) from error
 
 
-def ram_disk(path: str) -> epath.Path | None:
-    """The RAM disk of this machine that has steps of the run at `path`, or None.
+def ram_disks(path: str) -> list[epath.Path]:
+    """The RAM disks of this machine that have steps of the run at `path`.
 
     Raises:
       ConfigError: if the run's configuration cannot be read.
@@ -72,9 +72,9 @@ def ram_disk(path: str) -> epath.Path | None:
 
     config = run_directory.read_config(path)
     if not config.tiers.enable_multi_tier_checkpointing:
-        return None
-    directory = storage.absolute(configured_tiers.ram_directory(config))
-    return directory if tier_locations.is_ram_disk(directory) else None
+        return []
+    directories = map(storage.absolute, configured_tiers.ram_directories(config))
+    return list(filter(tier_locations.is_ram_disk, directories))
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def opened(
     of_runs = {path: os.path.join(path, run_saver.DIRECTORY) for path in paths}
     of_runs = {path: steps for path, steps in of_runs.items() if is_run(path)}
     # A run's steps in the RAM of this machine are shown with its directory.
-    in_ram = list(filter(None, map(ram_disk, of_runs)))
+    in_ram = [disk for path in of_runs for disk in ram_disks(path)]
     in_tiers = [of_runs.get(path, path) for path in paths]
     in_tiers += [path for path in in_ram if path not in map(storage.absolute, paths)]
     run = arguments.run

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from elastic_ckpt.core import events, storage
@@ -101,6 +101,30 @@ class Progress:
         # Begins a phase that is not a step.
         self._phase, self._phase_secs = phase, self._clock()
         self._recent_secs.clear()
+
+    def _on_world_started(self, **event: Any) -> None:
+        if event["world"] > 1:
+            spares = _numbers(event["spares"], ", spare: {}")
+            self._line(
+                f"world {event['world']} starts on slices"
+                f" {_numbers(event['slices'])}{spares}"
+            )
+            self._begin(f"starting world {event['world']}")
+
+    def _on_world_left(self, **event: Any) -> None:
+        self._line(f"left after step {event['step']}, for other slices")
+
+    def _on_slice_lost(self, **event: Any) -> None:
+        self._line(f"slice {event['slice']} is lost: {event['why']}")
+
+    def _on_slice_returned(self, **event: Any) -> None:
+        self._line(f"slice {event['slice']} is back")
+
+    def _on_waiting_for_slices(self, **event: Any) -> None:
+        self._line(
+            f"waiting for slices, for up to {event['within_secs']:.0f} s: {event['why']}"
+        )
+        self._begin("waiting for slices")
 
     def _on_run_started(self, **event: Any) -> None:
         self._world = (
@@ -246,6 +270,10 @@ def _bytes(number: float) -> str:
             return f"{number:.4g} {unit}"
         number /= 1024
     return f"{number:.4g} TiB"
+
+
+def _numbers(numbers: Sequence[int], text: str = "{}") -> str:
+    return text.format(", ".join(map(str, numbers))) if numbers else ""
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -82,9 +82,13 @@ def _run_here(config: schema.Config, shown: progress.Progress) -> bool:
     config = _with_files(config)
     if not topology.is_primary():
         shown.close()
-        return host_program.run(config, events.nobody)
-    with journal.kept(config, shown) as emit:
-        return host_program.run(config, emit)
+        with host_program.alone(config, events.nobody) as world:
+            return host_program.train(config, world)
+    with (
+        journal.kept(config, shown) as emit,
+        host_program.alone(config, emit) as world,
+    ):
+        return host_program.train(config, world)
 
 
 def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:

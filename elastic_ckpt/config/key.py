@@ -16,6 +16,7 @@ def key(
     at_least: float | None = None,
     off: int | None = None,
     listed: bool = False,
+    nested: bool = False,
 ) -> Any:
     """A dataclass field of a section that defines one key.
 
@@ -26,6 +27,7 @@ def key(
       at_least: the smallest allowed number.
       off: another number, as in MaxText, that means the default.
       listed: whether a list with one text, as in MaxText, is accepted, too.
+      nested: whether a list of any values is accepted, too, and kept as its JSON text.
     """
     metadata = {
         "doc": doc,
@@ -33,5 +35,6 @@ def key(
         "at_least": at_least,
         "off": off,
         "listed": listed,
+        "nested": nested,
     }
     return dataclasses.field(default=default, metadata=metadata)

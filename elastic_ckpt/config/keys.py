@@ -98,4 +98,6 @@ def render(value: Value) -> str:
     """`value` in YAML."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return f'"{value}"' if '"' not in value else f"'{value}'"
+    return repr(value)

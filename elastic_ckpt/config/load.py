@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import json
 import pathlib
 import typing
 from collections.abc import Sequence
@@ -170,6 +171,8 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
         value = ""
     if field.metadata["listed"] and isinstance(value, list) and len(value) == 1:
         (value,) = value
+    if field.metadata["nested"] and isinstance(value, list):
+        value = json.dumps(value)
     off = field.metadata["off"]
     if off is not None and type(value) is int and value == off:
         value = field.default

@@ -215,6 +215,42 @@ class TiersSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticSection:
+    """Elastic runs: slices that are lost, and slices that come back."""
+
+    elastic_enabled: bool = key(
+        False,
+        "Continue on the slices that are left when one is lost, and on more when one"
+        " comes back. Otherwise the run ends with its first host.",
+    )
+    elastic_min_slice_count: int = key(
+        0, "The least number of slices to train on; 0 takes all.", at_least=0, off=-1
+    )
+    elastic_timeout_seconds: int = key(
+        300,
+        "How long to wait for that many slices before the run ends.",
+        at_least=0,
+    )
+    elastic_max_retries: int = key(
+        10,
+        "How often the run continues without a new step since the last loss; then it"
+        " ends with the first cause.",
+        at_least=0,
+    )
+    elastic_settle_seconds: float = key(
+        10.0,
+        "How long a slice has to be back before the run continues on it.",
+        at_least=0,
+    )
+    faults: str = key(
+        "",
+        "Faults to inject, for tests and demonstrations, such as [{kill_slice: 1,"
+        " at_step: 40}, {return_slice: 1, at_step: 80}]; also kill_host and hang_host.",
+        nested=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsSection:
     """Outputs of metrics besides the JSON lines in the run's `metrics/`."""
 
@@ -305,5 +341,6 @@ class Config:
     data: DataSection = dataclasses.field(default_factory=DataSection)
     checkpoint: CheckpointSection = CheckpointSection()
     tiers: TiersSection = TiersSection()
+    elastic: ElasticSection = ElasticSection()
     metrics: MetricsSection = MetricsSection()
     deploy: DeploySection = DeploySection()

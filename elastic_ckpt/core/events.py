@@ -13,6 +13,11 @@ from elastic_ckpt.core import storage
 # Every event of a run with the fields that it carries. Users see these names in
 # `events.jsonl`, so a golden file in the tests freezes them.
 NAMES: dict[str, tuple[str, ...]] = {
+    "world_started": ("world", "slices", "spares"),
+    "world_left": ("step",),
+    "slice_lost": ("slice", "why"),
+    "slice_returned": ("slice",),
+    "waiting_for_slices": ("why", "within_secs"),
     "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),
     "step_interrupted": ("step", "path", "resume_step"),
     "compile_started": ("step",),

@@ -1,1 +1,12 @@
-"""Worlds: starting and joining host processes, and handling their failures."""
+"""Elastic runs: worlds of hosts, and another world when slices are lost or return."""
+
+from etils import epy
+
+with epy.lazy_api_imports(globals()):
+    from elastic_ckpt.elastic.cluster import Cluster
+    from elastic_ckpt.elastic.decision import Policy, Work
+    from elastic_ckpt.elastic.processes import Processes
+    from elastic_ckpt.elastic.runtime import run
+    from elastic_ckpt.elastic.world import World
+
+__all__ = ["Cluster", "Policy", "Processes", "Work", "World", "run"]

@@ -39,6 +39,7 @@ class Policy:
       batch: what stays the same.
       wait_secs: how long to wait for `min_slices` before the run ends.
       settle_secs: how long a slice has to be there before the run grows.
+      max_retries: how many worlds may be lost in a row without a new step.
     """
 
     min_slices: int = 1
@@ -46,6 +47,7 @@ class Policy:
     batch: Batch = Batch.KEEP_GLOBAL
     wait_secs: float = 600.0
     settle_secs: float = 10.0
+    max_retries: int = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,13 +66,24 @@ class Work:
     devices_per_slice: int
     max_rows_per_device: int
 
+    @classmethod
+    def of_any_rows(cls, devices_per_slice: int) -> Work:
+        """The work of a run that chooses its rows itself, on any number of slices."""
+        return cls(
+            num_slices=1,
+            rows=0,
+            devices_per_slice=devices_per_slice,
+            max_rows_per_device=1,
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slices:
     """The slices that a run may use.
 
     Attributes:
-      current: of the world that runs, or ran last; empty at the start.
+      current: of the world that runs, or ran last, without those that were lost; empty
+        at the start.
       present_secs: by slice that is alive, how long it has been.
       quarantined: alive, and not to be used.
     """
@@ -82,17 +95,17 @@ class Slices:
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.
 
-        A slice that has just come back counts only once it has settled, except at the
-        start, when there is nothing that it could disturb.
+        A slice that has just come back counts only once it has settled, unless there is
+        no training that it could disturb: at the start, and below `min_slices`.
         """
-        usable = [
+        healthy = self.present_secs.keys() - self.quarantined
+        settled = {
             number
-            for number, secs in self.present_secs.items()
-            if number not in self.quarantined
-            and (
-                number in self.current or not self.current or secs >= policy.settle_secs
-            )
-        ]
+            for number in healthy
+            if number in self.current or self.present_secs[number] >= policy.settle_secs
+        }
+        is_training = self.current and len(settled) >= policy.min_slices
+        usable = settled if is_training else healthy
         return sorted(usable, key=lambda number: (number not in self.current, number))
 
 
@@ -137,6 +150,9 @@ class Stop:
     why: str
 
 
+Decision = Train | Wait | Stop
+
+
 def decide(
     slices: Slices,
     policy: Policy,
@@ -144,7 +160,7 @@ def decide(
     *,
     waited_secs: float = 0.0,
     objection: Objection = lambda *_: None,
-) -> Train | Wait | Stop:
+) -> Decision:
     """Decides for as many slices as there are and fit.
 
     A lost slice is replaced by a spare, so that the mesh has the same shape and the
@@ -207,7 +223,7 @@ def _parts(rows: int, max_rows: int) -> int:
     # The least number of equal parts of `rows` that are at most `max_rows`.
     return next(
         parts
-        for parts in range(1, rows + 1)
+        for parts in range(1, max(rows, 1) + 1)
         if rows % parts == 0 and rows // parts <= max(max_rows, 1)
     )
 

@@ -10,6 +10,7 @@ time is over.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import socket
 import threading
@@ -92,7 +93,6 @@ def release() -> None:
 @contextlib.contextmanager
 def agreed(
     *,
-    start_step: int,
     grace_secs: float,
     requested: Callable[[], None],
     expired: Callable[[], None],
@@ -102,7 +102,6 @@ def agreed(
     Every host calls it after each step, and gets the same result.
 
     Args:
-      start_step: the number of steps that are done already.
       grace_secs: in a single process, the time limit of the block after the signal;
         otherwise the supervisor or the launcher sets the limit.
       requested: called, in another thread, when the signal arrives.
@@ -113,10 +112,13 @@ def agreed(
 
     if jax.distributed.is_initialized():
         # The service counts from 0 and ends all hosts one call after the most advanced
-        # of them. Steps are therefore counted from the first one of this world: a
-        # signal before that step ends the run after it.
+        # of them. Calls are therefore counted, and not the steps of the run: a signal
+        # before the first call ends the run after it.
+        calls = itertools.count(1)
+
         def is_reached(step: int) -> bool:
-            return multihost_utils.reached_preemption_sync_point(step - start_step)
+            del step
+            return multihost_utils.reached_preemption_sync_point(next(calls))
 
         yield is_reached
         return

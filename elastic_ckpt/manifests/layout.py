@@ -164,3 +164,8 @@ def _safe(part: str) -> str:
     if len(quoted) > _NAME_BYTES:
         quoted = f"{quoted[:_NAME_BYTES]}%{digest.name_hash(part):016x}"
     return quoted
+
+
+def slice_directory(base: str, number: int) -> str:
+    """The RAM disk of one of the slices that share a machine."""
+    return f"{base}/slice-{number}"

@@ -35,6 +35,10 @@ class StepReport(NamedTuple):
     row_digests: jax.Array
 
 
+# `(params, batch) -> (loss, targets)`: the sum over targets in nats, and their number.
+SummedLoss = Callable[
+    [transformer.Params, elastic_data.Batch], tuple[jax.Array, jax.Array]
+]
 Step = Callable[[TrainState, elastic_data.Batch], tuple[TrainState, StepReport]]
 
 
@@ -58,8 +62,19 @@ class Program:
     evaluate: Callable[[TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]]
 
 
-def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
-    """Builds the program: weights are sharded over `fsdp`, rows over both axes."""
+def build(
+    config: schema.Config, mesh: Mesh, *, vocab_size: int, microbatches: int = 1
+) -> Program:
+    """Builds the program: weights are sharded over `fsdp`, rows over both axes.
+
+    Args:
+      config: of the run.
+      mesh: with the axes `slice` and `fsdp`.
+      vocab_size: rows of the embedding.
+      microbatches: equal parts in which a device computes its rows of a batch; their
+        losses and gradients are summed before the update, so that the step is the same
+        but for the order of float32 sums.
+    """
     optimizer = _optimizer(config)
 
     def init() -> TrainState:
@@ -77,10 +92,14 @@ def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
         total, count = summed_loss(params, batch)
         return total / jnp.maximum(count, 1)
 
+    differentiated = jax.value_and_grad(mean_loss)
+    if microbatches > 1:
+        differentiated = _accumulated(summed_loss, microbatches, mesh)
+
     def step(
         state: TrainState, batch: elastic_data.Batch
     ) -> tuple[TrainState, StepReport]:
-        loss, gradients = jax.value_and_grad(mean_loss)(state["params"], batch)
+        loss, gradients = differentiated(state["params"], batch)
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
         )
@@ -116,6 +135,40 @@ def build(config: schema.Config, mesh: Mesh, *, vocab_size: int) -> Program:
     )
 
 
+def _accumulated(
+    summed_loss: SummedLoss, microbatches: int, mesh: Mesh
+) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, Any]]:
+    # The mean loss of a batch and its gradients, from the sums over its parts.
+    differentiated = jax.value_and_grad(summed_loss, has_aux=True)
+
+    def accumulate(
+        params: transformer.Params, batch: elastic_data.Batch
+    ) -> tuple[jax.Array, Any]:
+        def add(sums: Any, part: elastic_data.Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, differentiated(params, part)), None
+
+        parts = jax.tree.map(
+            lambda rows: _microbatches(rows, microbatches, mesh), batch
+        )
+        part = jax.tree.map(lambda rows: rows[0], parts)
+        shapes = jax.eval_shape(differentiated, params, part)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        ((total, count), gradients), _ = jax.lax.scan(add, zeros, parts)
+        count = jnp.maximum(count, 1)
+        return total / count, jax.tree.map(lambda leaf: leaf / count, gradients)
+
+    return accumulate
+
+
+def _microbatches(rows: jax.Array, number: int, mesh: Mesh) -> jax.Array:
+    # `[B, ...]` to `[number, B / number, ...]`: each part has rows of every device, in
+    # place.
+    by_device = rows.reshape(mesh.size, number, -1, *rows.shape[1:])
+    parts = by_device.swapaxes(0, 1).reshape(number, -1, *rows.shape[1:])
+    spec = PartitionSpec(None, topology.BATCH_AXES)
+    return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
+
+
 def _abstract(
     leaf: jax.ShapeDtypeStruct, sharding: NamedSharding
 ) -> jax.ShapeDtypeStruct:
@@ -133,9 +186,7 @@ def check_step(state: TrainState, step: int) -> None:
         )
 
 
-def _summed_loss(
-    config: schema.Config, mesh: Mesh
-) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, jax.Array]]:
+def _summed_loss(config: schema.Config, mesh: Mesh) -> SummedLoss:
     gather = functools.partial(
         jax.lax.with_sharding_constraint, shardings=topology.replicated(mesh)
     )

@@ -193,7 +193,7 @@ def test_every_host_of_a_world_that_differs_says_which_host_has_what(
     tmp_path, colocated, differs
 ):
     reported = {}
-    supervisor.World(
+    supervisor.HostProcesses(
         functools.partial(meet, colocated=colocated, differs=differs),
         num_hosts=2,
         log_directory=tmp_path,

@@ -26,7 +26,7 @@ class RecordedEvents:
 
 def run(program, tmp_path, num_hosts=2):
     recorded = RecordedEvents()
-    supervisor.World(
+    supervisor.HostProcesses(
         program, num_hosts=num_hosts, log_directory=tmp_path, emit=recorded
     ).run()
     return recorded.events
@@ -101,7 +101,7 @@ def test_a_failed_host_ends_the_world_with_its_own_words(tmp_path, how, message)
 )
 def test_a_host_that_dies_without_a_report_leaves_an_event(tmp_path, how, why):
     recorded = RecordedEvents()
-    world = supervisor.World(
+    world = supervisor.HostProcesses(
         functools.partial(fail, host=1, how=how),
         num_hosts=2,
         log_directory=tmp_path,
@@ -124,7 +124,7 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path):
         events.append((name, fields))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    world = supervisor.World(
+    world = supervisor.HostProcesses(
         report_and_sleep, num_hosts=2, log_directory=tmp_path, emit=emit, grace_secs=0.2
     )
     with pytest.raises(
@@ -158,7 +158,7 @@ def take_the_signal(place, emit):
     with (
         multicontroller.joined(place),
         termination.agreed(
-            start_step=step, grace_secs=600, requested=no_call, expired=no_call
+            grace_secs=600, requested=no_call, expired=no_call
         ) as is_stopping,
     ):
         while not is_stopping(step):
@@ -179,7 +179,7 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path)
         if [name for name, _ in recorded.events].count("save_started") == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    supervisor.World(
+    supervisor.HostProcesses(
         take_the_signal, num_hosts=2, log_directory=tmp_path, emit=emit, grace_secs=600
     ).run()
     first, second = [fields for name, fields in recorded.events if name == "saved"]
@@ -213,7 +213,7 @@ def recorded(name, **fields):
 
 if __name__ == "__main__":
     local_world.warm_up()
-    supervisor.World(
+    supervisor.HostProcesses(
         warm_host.look_around, num_hosts=1, log_directory=sys.argv[1], emit=recorded
     ).run()
 """
@@ -255,7 +255,7 @@ def recorded(name, **fields):
     print(name, flush=True)
 
 if __name__ == "__main__":
-    supervisor.World(
+    supervisor.HostProcesses(
         test_supervisor.sleep, num_hosts=2, log_directory=sys.argv[1], emit=recorded
     ).run()
 """

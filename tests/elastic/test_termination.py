@@ -58,7 +58,6 @@ class Calls:
 
     def agreed(self, grace_secs):
         return termination.agreed(
-            start_step=0,
             grace_secs=grace_secs,
             requested=self.requested.set,
             expired=self.expired.set,

@@ -101,7 +101,7 @@ class Lives:
             pids=str(pids),
             storage=str(self._path / "steps"),
         )
-        world = supervisor.World(
+        world = supervisor.HostProcesses(
             functools.partial(
                 killed_tiers.live,
                 directories=[self._ram.directory(n) for n in self._numbers],

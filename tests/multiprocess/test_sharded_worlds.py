@@ -100,7 +100,7 @@ def run_world(directory, tmp_path, num_hosts, size, **options):
     def record(_, **fields):
         recorded.append((fields["path"], fields["resume_step"]))
 
-    supervisor.World(
+    supervisor.HostProcesses(
         functools.partial(train, directory=str(directory), size=size, **options),
         num_hosts=num_hosts,
         log_directory=tmp_path / f"logs-{num_hosts}-{time.monotonic_ns()}",
@@ -198,7 +198,7 @@ def test_save_change_the_host_count_load_gives_byte_identical_batches(tmp_path, 
         recorded.append((fields["step"], fields["path"]))
 
     for number, num_hosts in enumerate(HOST_COUNTS):
-        supervisor.World(
+        supervisor.HostProcesses(
             functools.partial(train_all, directory=str(tmp_path / "s"), corpus=corpus),
             num_hosts=num_hosts,
             log_directory=tmp_path / f"logs-{number}",

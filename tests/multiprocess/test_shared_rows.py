@@ -177,7 +177,7 @@ def check(layouts, tmp_path, corpus):
         def record(_, *, recorded=recorded, **fields):
             recorded.append((fields["step"], *json.loads(fields["path"])))
 
-        supervisor.World(
+        supervisor.HostProcesses(
             functools.partial(
                 train, directory=str(tmp_path / "s"), corpus=corpus, layout=layout
             ),

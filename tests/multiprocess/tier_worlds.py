@@ -160,7 +160,7 @@ def run(work, *, num_hosts, directories, logs, **options):
     def emit(name, **fields):
         events.append({"event": name, **fields})
 
-    supervisor.World(
+    supervisor.HostProcesses(
         functools.partial(host, directories=directories, work=work, **options),
         num_hosts=num_hosts,
         log_directory=logs,

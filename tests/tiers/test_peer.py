@@ -415,7 +415,7 @@ class TestPatience:
             with pytest.raises(source.ReadError, match="timed out"):
                 read(hasty, silent.url)
             for _ in range(3):
-                with pytest.raises(source.ReadError, match="asked again in"):
+                with pytest.raises(source.ReadError, match="is left alone for"):
                     read(hasty, silent.url)
             assert silent.num_connections == 1
 
@@ -464,7 +464,7 @@ class TestPatience:
             pass
         with pytest.raises(source.ReadError, match="refused"):
             read(client, gone.url)
-        with pytest.raises(source.ReadError, match="asked again in"):
+        with pytest.raises(source.ReadError, match="is left alone for"):
             read(client, gone.url)
 
 

@@ -1,0 +1,78 @@
+"""A cluster: the slices that a run can use, and worlds on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from elastic_ckpt.core import events
+from elastic_ckpt.elastic.decision import Slices, Train
+from elastic_ckpt.elastic.world import World
+
+TrainFunction = Callable[[World], object]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The world that a cluster runs next.
+
+    Attributes:
+      number: of the world, from 1 at each start of a run.
+      work: the slices and the rows of a batch.
+    """
+
+    number: int
+    work: Train
+
+
+class Cluster(Protocol):
+    """Slices, and worlds on them; `run` drives it from one thread."""
+
+    @property
+    def devices_per_slice(self) -> int:
+        """The devices of each slice."""
+        ...
+
+    def slices(self, current: frozenset[int]) -> Slices:
+        """The slices that are alive now.
+
+        Args:
+          current: the slices of the world that runs, or ran last.
+        """
+        ...
+
+    def run_world(
+        self,
+        train: TrainFunction,
+        assignment: Assignment,
+        *,
+        emit: events.Emit,
+        has_changed: Callable[[], bool],
+    ) -> bool:
+        """Calls `train` on all hosts of a new world, and returns when it has ended.
+
+        Args:
+          train: the training loop.
+          assignment: the world.
+          emit: called for the events of the hosts.
+          has_changed: whether the run should continue on other slices; called often.
+            Once it returns True, the hosts leave after a step that they agree on.
+
+        Returns:
+          Whether the run is over; False if the hosts left for another world.
+
+        Raises:
+          WorldLostError: if hosts or devices were lost; `slices` then lacks theirs.
+          StoppedError: if the run was asked to end and did not within its time.
+          RunError: if `train` raised, with its error.
+        """
+        ...
+
+    def wait(self, secs: float) -> None:
+        """Returns when the slices may have changed, or after `secs`."""
+        ...
+
+    def close(self) -> None:
+        """Ends what outlives worlds."""
+        ...

@@ -1,0 +1,254 @@
+"""A cluster of processes of this machine: each slice is a group of host processes.
+
+The supervisor (this process) owns what outlives worlds: the agents that serve the RAM
+of each slice, and the state of the slices. Each world is a set of fresh processes. A
+slice has its own directory on the RAM disk, as if it were a machine of its own, so that
+it can be lost together with its memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import events, storage
+from elastic_ckpt.elastic import faults, supervisor
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.decision import Slices
+from elastic_ckpt.elastic.member import Member
+from elastic_ckpt.elastic.world import World
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.tiers.peers import agent, agent_process
+
+# The longest time between two looks at the slices.
+_LOOK_SECS = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceMemory:
+    """The RAM disk of each slice.
+
+    Attributes:
+      directory: for the directories of the slices.
+      run: the name of the run, the last part of each path.
+    """
+
+    directory: str
+    run: str
+
+    def of_slice(self, number: int) -> str:
+        """The directory to which hosts of a slice add the run's name."""
+        return layout.slice_directory(self.directory, number)
+
+    def root(self, number: int) -> str:
+        """The directory of the run in the RAM of a slice."""
+        return os.path.join(self.of_slice(number), self.run)
+
+
+class Processes:
+    """Slices of host processes on this machine.
+
+    Args:
+      hardware: the slices and hosts, and the devices of each host.
+      log_directory: the directory for the logs of each world's hosts.
+      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      injected: faults, by their steps.
+      grace_secs: the time limit for hosts to save and end after SIGTERM.
+      emit: called when a slice is lost or comes back.
+    """
+
+    def __init__(
+        self,
+        hardware: schema.WorldSection,
+        *,
+        log_directory: str,
+        memory: SliceMemory | None = None,
+        injected: Sequence[faults.Fault] = (),
+        grace_secs: float = 60,
+        emit: events.Emit = events.nobody,
+    ) -> None:
+        self._hardware = hardware
+        self._hosts_per_slice = hardware.hosts // hardware.slices
+        self._log_directory = log_directory
+        self._memory = memory
+        self._faults = list(injected)
+        self._grace_secs = grace_secs
+        self._emit = emit
+        began_secs = time.monotonic()
+        # By slice that is alive, since when.
+        self._since = dict.fromkeys(range(hardware.slices), began_secs)
+        # The slices that were lost since they were last in a world.
+        self._lost: set[int] = set()
+        self._step = 0
+        self._agents: dict[int, agent_process.AgentProcess] = {}
+        for number in self._since:
+            self._serve(number)
+
+    @property
+    def devices_per_slice(self) -> int:
+        """See `Cluster`."""
+        return self._hosts_per_slice * self._hardware.devices_per_host
+
+    def slices(self, current: frozenset[int]) -> Slices:
+        """See `Cluster`."""
+        now_secs = time.monotonic()
+        present = {number: now_secs - since for number, since in self._since.items()}
+        return Slices(current=current - self._lost, present_secs=present)
+
+    def run_world(
+        self,
+        train: TrainFunction,
+        assignment: Assignment,
+        *,
+        emit: events.Emit,
+        has_changed: Callable[[], bool],
+    ) -> bool:
+        """See `Cluster`; runs in the main thread."""
+        slices = assignment.work.slices
+        self._lost -= set(slices)
+
+        def receive(name: str, **fields: storage.Json) -> None:
+            if name == "run_stopped" and hosts.is_left:
+                name, fields = "world_left", {"step": fields["step"]}
+            emit(name, **fields)
+            if name == "step":
+                self._step = int(str(fields["step"]))
+
+        def watch(running: supervisor.HostProcesses) -> None:
+            self._inject(running, slices)
+            if has_changed():
+                running.leave()
+
+        hosts = supervisor.HostProcesses(
+            functools.partial(
+                _run_host,
+                train,
+                self._hardware,
+                assignment,
+                self._memory,
+                self._grace_secs,
+            ),
+            num_hosts=len(slices) * self._hosts_per_slice,
+            # A new directory: this may be a second start of a run that is alive.
+            log_directory=storage.make_unique_directory(self._log_directory),
+            emit=receive,
+            grace_secs=self._grace_secs,
+            watch=watch,
+        )
+        try:
+            hosts.run()
+        except supervisor.WorldLostError as error:
+            lost = {self._slice_of(host, slices) for host in error.hosts}
+            for number in sorted(lost):
+                self._lose(number, why=str(error).partition("\n")[0])
+            raise
+        return not hosts.is_left
+
+    def wait(self, secs: float) -> None:
+        """See `Cluster`."""
+        time.sleep(min(secs, _LOOK_SECS))
+
+    def close(self) -> None:
+        """Ends the agents."""
+        for number in list(self._agents):
+            self._agents.pop(number).close()
+
+    def _slice_of(self, host: int, slices: Sequence[int]) -> int:
+        return slices[host // self._hosts_per_slice]
+
+    def _hosts_of(self, number: int, slices: Sequence[int]) -> range:
+        if number not in slices:
+            return range(0)
+        first = slices.index(number) * self._hosts_per_slice
+        return range(first, first + self._hosts_per_slice)
+
+    def _lose(self, number: int, *, why: str) -> None:
+        self._lost.add(number)
+        if number in self._since:
+            # It is there again at once, and has to settle.
+            self._since[number] = time.monotonic()
+        self._emit("slice_lost", slice=number, why=why)
+
+    def _inject(self, running: supervisor.HostProcesses, slices: Sequence[int]) -> None:
+        for fault in faults.due(self._faults, self._step):
+            self._faults.remove(fault)
+            match fault.kind:
+                case faults.Kind.KILL_SLICE:
+                    self._since.pop(fault.target, None)
+                    running.send_signal(
+                        self._hosts_of(fault.target, slices), signal.SIGKILL
+                    )
+                    self._drop_memory(fault.target)
+                case faults.Kind.RETURN_SLICE:
+                    self._serve(fault.target)
+                    self._since[fault.target] = time.monotonic()
+                    self._emit("slice_returned", slice=fault.target)
+                case faults.Kind.KILL_HOST:
+                    running.send_signal([fault.target], signal.SIGKILL)
+                case faults.Kind.HANG_HOST:
+                    running.send_signal([fault.target], signal.SIGSTOP)
+
+    def _serve(self, number: int) -> None:
+        # The agent outlives worlds, so that the next one reads from it at once.
+        if self._memory is None or number in self._agents:
+            return
+        root = self._memory.root(number)
+        storage.make_directory(root)
+        self._agents[number] = agent_process.AgentProcess(agent.Service(root=root))
+
+    def _drop_memory(self, number: int) -> None:
+        if self._memory is None:
+            return
+        if number in self._agents:
+            self._agents.pop(number).close()
+        storage.remove(self._memory.of_slice(number))
+
+
+def _run_host(
+    train: TrainFunction,
+    hardware: schema.WorldSection,
+    assignment: Assignment,
+    memory: SliceMemory | None,
+    grace_secs: float,
+    member: Member,
+    channel: supervisor.HostChannel,
+) -> None:
+    from elastic_ckpt.data import token_blocks
+    from elastic_ckpt.elastic import multicontroller, termination
+
+    # All hosts are on this machine; its cores are shared.
+    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(member.num_hosts)
+    slices = assignment.work.slices
+    number = member.host * len(slices) // member.num_hosts
+    multicontroller.configure(hardware)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(multicontroller.joined(member))
+        agreed = termination.agreed(
+            grace_secs=grace_secs, requested=_nothing, expired=_nothing
+        )
+        is_leaving = stack.enter_context(agreed)
+        train(
+            World(
+                number=assignment.number,
+                slices=slices,
+                slice_name=str(slices[number]),
+                ram_directory=None
+                if memory is None
+                else memory.of_slice(slices[number]),
+                rows=assignment.work.rows,
+                microbatches=assignment.work.accumulated,
+                emit=channel if member.host == 0 else events.nobody,
+                is_leaving=is_leaving,
+                is_left=lambda: channel.is_left,
+            )
+        )
+
+
+def _nothing() -> None:
+    """The supervisor reports requests to stop, and watches the time."""

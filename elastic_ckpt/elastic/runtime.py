@@ -1,0 +1,147 @@
+"""The loop of an elastic run: a world, and another when slices are lost or come back.
+
+    def train(world: ec.elastic.World) -> None: ...
+
+    ec.elastic.run(train, cluster=cluster, policy=ec.elastic.Policy(min_slices=2))
+
+The training function is called anew for each world. It restores the newest step,
+trains, and returns when it is done, or when `world.is_leaving(step)` returns True.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic.cluster import Assignment, Cluster, TrainFunction
+from elastic_ckpt.elastic.decision import (
+    Decision,
+    Objection,
+    Policy,
+    Stop,
+    Train,
+    Work,
+    decide,
+)
+from elastic_ckpt.elastic.supervisor import WorldLostError
+
+
+def run(
+    train: TrainFunction,
+    *,
+    cluster: Cluster,
+    policy: Policy | None = None,
+    work: Work | None = None,
+    objection: Objection = lambda *_: None,
+    emit: events.Emit = events.nobody,
+) -> None:
+    """Trains on the slices that are there, until `train` returns.
+
+    Args:
+      train: called on every host of each world; picklable.
+      cluster: the slices.
+      policy: when to train, to wait and to stop.
+      work: the rows of a batch; None if `train` chooses them.
+      objection: see `decision.decide`.
+      emit: called for each event of the run.
+
+    Raises:
+      RunError: if `train` raised; if slices are missing for too long; or, with the
+        first cause, if worlds are lost again and again without a new step.
+      StoppedError: if the run was asked to end and did not within its time.
+    """
+    policy = policy or Policy()
+    retries = _Retries(policy.max_retries, emit)
+    decided = functools.partial(
+        decide,
+        policy=policy,
+        work=work or Work.of_any_rows(cluster.devices_per_slice),
+        objection=objection,
+    )
+    current: frozenset[int] = frozenset()
+    for number in itertools.count(1):
+        chosen = _await_slices(cluster, current, decided, emit)
+        current = frozenset(chosen.slices)
+        emit(
+            "world_started",
+            world=number,
+            slices=list(chosen.slices),
+            spares=list(chosen.spares),
+        )
+
+        def has_changed(chosen: Train = chosen) -> bool:
+            now = decided(cluster.slices(frozenset(chosen.slices)))
+            return isinstance(now, Train) and now.slices != chosen.slices
+
+        try:
+            is_over = cluster.run_world(
+                train,
+                Assignment(number=number, work=chosen),
+                emit=retries,
+                has_changed=has_changed,
+            )
+        except WorldLostError as error:
+            retries.note(error)
+        else:
+            if is_over:
+                return
+
+
+def _await_slices(
+    cluster: Cluster,
+    current: frozenset[int],
+    decided: Callable[..., Decision],
+    emit: events.Emit,
+) -> Train:
+    began_secs = time.monotonic()
+    waiting_for = ""
+    while True:
+        waited_secs = time.monotonic() - began_secs
+        now = decided(cluster.slices(current), waited_secs=waited_secs)
+        if isinstance(now, Train):
+            return now
+        if isinstance(now, Stop):
+            raise errors.RunError(
+                f"{now.why}; bring slices back and start the run once more, or lower"
+                " elastic_min_slice_count"
+            )
+        if now.why != waiting_for:
+            emit("waiting_for_slices", why=now.why, within_secs=now.within_secs)
+            waiting_for = now.why
+        cluster.wait(now.within_secs)
+
+
+class _Retries:
+    """Counts the worlds that were lost since the last new step; an `Emit`."""
+
+    def __init__(self, most: int, emit: events.Emit) -> None:
+        self._most = most
+        self._emit = emit
+        self._newest_step = -1
+        self._lost: list[WorldLostError] = []
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Passes an event on."""
+        if name == "step" and int(str(fields["step"])) > self._newest_step:
+            self._newest_step = int(str(fields["step"]))
+            self._lost.clear()
+        self._emit(name, **fields)
+
+    def note(self, error: WorldLostError) -> None:
+        """Notes that a world was lost.
+
+        Raises:
+          RunError: if there were too many of them without a new step.
+        """
+        self._lost.append(error)
+        first = self._lost[0]
+        if not self._most:
+            raise first
+        if len(self._lost) > self._most:
+            raise errors.RunError(
+                f"{len(self._lost)} worlds were lost without a new step, the first one"
+                f" because {first}"
+            ) from first

@@ -1,0 +1,77 @@
+"""A world as the training function receives it: the hosts that train together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from elastic_ckpt.core import events
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+    from elastic_ckpt.core.topology import Topology
+    from elastic_ckpt.tiers.choices import TierChoice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """The hosts that train together until one is lost or another is added.
+
+    Every host of a world has one.
+
+    Attributes:
+      number: of the world, from 1 at each start of the run.
+      slices: the numbers of its slices, in the order of the mesh.
+      slice_name: the slice of this host.
+      rows: of a global batch; 0 if the training function chooses it.
+      ram_directory: the RAM disk of this host's slice; None if its machine has one RAM
+        disk.
+      microbatches: equal parts in which a device computes its rows of a batch, so that
+        they fit into its memory; their gradients are summed.
+      emit: called for each event of the run.
+      is_leaving: called with the number of steps done, after each step, on all hosts;
+        returns whether to save and return now, the same on all hosts.
+      is_left: called when the training ends; whether the run continues in another
+        world, so that backups are left to that world.
+    """
+
+    number: int
+    slices: tuple[int, ...]
+    slice_name: str
+    rows: int = 0
+    ram_directory: str | None = None
+    microbatches: int = 1
+    emit: events.Emit = events.nobody
+    is_leaving: Callable[[int], bool] = lambda _: False
+    is_left: Callable[[], bool] = lambda: False
+
+    @property
+    def topology(self) -> Topology:
+        """The hosts, slices and devices of this world."""
+        from elastic_ckpt.core import topology
+
+        return topology.present(len(self.slices))
+
+    @property
+    def mesh(self) -> Mesh:
+        """A mesh with the axes `slice` and `fsdp` over all devices of the world."""
+        from elastic_ckpt.core import topology
+
+        return topology.mesh_of(self.topology)
+
+    def checkpointer(
+        self, tiers: Sequence[TierChoice], *, run: str | None = None
+    ) -> Checkpointer:
+        """A checkpointer that all hosts of this world make; see `ec.Checkpointer`."""
+        from elastic_ckpt.frontend import checkpointer
+
+        return checkpointer.Checkpointer(
+            tiers,
+            mesh=self.mesh,
+            run=run,
+            slice_name=self.slice_name,
+            emit=self.emit,
+        )
