@@ -50,7 +50,7 @@ def train(config: schema.Config, world: World) -> bool:
             steps=config.run.steps,
         )
         state = job.restore_or_init()
-        ended = job.run(state, is_stopping=world.is_leaving)
+        ended = job.run(state, compiled=world.compiled, is_stopping=world.is_leaving)
         job.close()
         if ended.is_stopped:
             emit("run_stopped", step=ended.step, saved=job.checkpointer is not None)

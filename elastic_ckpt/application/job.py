@@ -14,6 +14,7 @@ from elastic_ckpt.checkpoint import allgather, run_saver
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, topology
 from elastic_ckpt.data import batch_size
+from elastic_ckpt.elastic import executables
 from elastic_ckpt.training import evaluation, loop, step_log, train_step
 
 # If a host dies meanwhile, the coordination service ends the others.
@@ -80,12 +81,14 @@ class Job:
         self,
         state: train_step.TrainState,
         *,
+        compiled: loop.Compile | None = None,
         is_stopping: Callable[[int], bool] = lambda _: False,
     ) -> loop.Ended:
         """Trains from `state` to the last step, or until asked to stop.
 
         Args:
           state: from `restore_or_init`; its buffers are donated.
+          compiled: compiles the step; by default anew in each world.
           is_stopping: called after each step; whether to save and end there, the same
             on all hosts.
         """
@@ -99,6 +102,8 @@ class Job:
             saver=self.checkpointer,
             evaluation=self.evaluation,
             emit=self.emit,
+            compiled=compiled
+            or executables.Executables(kept=None, emit=self.emit).compiled,
             barrier=functools.partial(
                 allgather.of_this_world().gather,
                 "compiled",

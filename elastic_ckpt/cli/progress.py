@@ -121,9 +121,8 @@ class Progress:
         self._line(f"slice {event['slice']} is back")
 
     def _on_waiting_for_slices(self, **event: Any) -> None:
-        self._line(
-            f"waiting for slices, for up to {event['within_secs']:.0f} s: {event['why']}"
-        )
+        secs = event["within_secs"]
+        self._line(f"waiting for slices, for up to {secs:.0f} s: {event['why']}")
         self._begin("waiting for slices")
 
     def _on_run_started(self, **event: Any) -> None:
@@ -142,6 +141,13 @@ class Progress:
 
     def _on_compiled(self, **event: Any) -> None:
         self._begin(f"step {event['step']}")
+
+    def _on_executable_loaded(self, **event: Any) -> None:
+        self._line(f"loaded the program for step {event['step']}")
+        self._begin(f"step {event['step']}")
+
+    def _on_executable_refused(self, **event: Any) -> None:
+        self._line(f"{event['path']} is refused: {event['why']}; compiling instead")
 
     def _on_step_interrupted(self, **event: Any) -> None:
         self._line(

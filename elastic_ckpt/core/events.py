@@ -22,6 +22,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "step_interrupted": ("step", "path", "resume_step"),
     "compile_started": ("step",),
     "compiled": ("step", "secs"),
+    "executable_loaded": ("step", "secs"),
+    "executable_refused": ("path", "why"),
     "step": ("step", "steps", "loss", "secs"),
     "save_started": ("step",),
     "saved": ("step", "secs"),

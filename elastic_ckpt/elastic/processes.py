@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, storage
-from elastic_ckpt.elastic import faults, supervisor
+from elastic_ckpt.elastic import faults, kept_executables, supervisor
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.decision import Slices
 from elastic_ckpt.elastic.member import Member
@@ -80,6 +80,8 @@ class Processes:
         self._faults = list(injected)
         self._grace_secs = grace_secs
         self._emit = emit
+        self._resources = contextlib.ExitStack()
+        self._kept = self._resources.enter_context(kept_executables.kept())
         began_secs = time.monotonic()
         # By slice that is alive, since when.
         self._since = dict.fromkeys(range(hardware.slices), began_secs)
@@ -132,6 +134,7 @@ class Processes:
                 self._hardware,
                 assignment,
                 self._memory,
+                self._kept,
                 self._grace_secs,
             ),
             num_hosts=len(slices) * self._hosts_per_slice,
@@ -155,7 +158,8 @@ class Processes:
         time.sleep(min(secs, _LOOK_SECS))
 
     def close(self) -> None:
-        """Ends the agents."""
+        """Ends the agents, and removes the executables."""
+        self._resources.close()
         for number in list(self._agents):
             self._agents.pop(number).close()
 
@@ -215,6 +219,7 @@ def _run_host(
     hardware: schema.WorldSection,
     assignment: Assignment,
     memory: SliceMemory | None,
+    kept: kept_executables.KeptExecutables,
     grace_secs: float,
     member: Member,
     channel: supervisor.HostChannel,
@@ -243,6 +248,7 @@ def _run_host(
                 else memory.of_slice(slices[number]),
                 rows=assignment.work.rows,
                 microbatches=assignment.work.accumulated,
+                kept=kept,
                 emit=channel if member.host == 0 else events.nobody,
                 is_leaving=is_leaving,
                 is_left=lambda: channel.is_left,

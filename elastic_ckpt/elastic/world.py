@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core import events
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from elastic_ckpt.checkpoint.checkpointer import Checkpointer
     from elastic_ckpt.core.topology import Topology
+    from elastic_ckpt.elastic.kept_executables import KeptExecutables
     from elastic_ckpt.tiers.choices import TierChoice
 
 
@@ -31,6 +32,7 @@ class World:
         disk.
       microbatches: equal parts in which a device computes its rows of a batch, so that
         they fit into its memory; their gradients are summed.
+      kept: the place of executables that outlive this world; None if there is none.
       emit: called for each event of the run.
       is_leaving: called with the number of steps done, after each step, on all hosts;
         returns whether to save and return now, the same on all hosts.
@@ -44,9 +46,25 @@ class World:
     rows: int = 0
     ram_directory: str | None = None
     microbatches: int = 1
+    kept: KeptExecutables | None = None
     emit: events.Emit = events.nobody
     is_leaving: Callable[[int], bool] = lambda _: False
     is_left: Callable[[], bool] = lambda: False
+
+    def compiled(
+        self, jitted: Any, *arguments: Any, step: int = 0
+    ) -> Callable[..., Any]:
+        """Compiles a jitted function, or loads what an earlier world has compiled.
+
+        Args:
+          jitted: a function of `jax.jit`; the same on all hosts.
+          arguments: positional, arrays or their abstract values, with shardings.
+          step: the step that it is compiled for, for the events.
+        """
+        from elastic_ckpt.elastic import executables
+
+        keeper = executables.Executables(kept=self.kept, emit=self.emit)
+        return keeper.compiled(jitted, *arguments, step=step)
 
     @property
     def topology(self) -> Topology:

@@ -1,4 +1,6 @@
-"""The directory of one world for files of components, where there is no RAM disk.
+"""A directory that ends with the processes that use it.
+
+Worlds without a RAM disk have files of components in one, and supervisors executables.
 
 Each process of the world holds a shared lock in it until it ends, and the last one
 removes it, also when an exception ends the program. If that process is killed, the next
@@ -22,10 +24,10 @@ _NAME = re.compile(r"elastic_ckpt-([0-9]+)-[0-9a-f]{8}")
 _LOCK = "in-use.lock"
 
 
-def new_path() -> str:
-    """A path for a new directory."""
+def new_path(parent: str | None = None) -> str:
+    """A path for a new directory, by default beside other temporary files."""
     name = f"elastic_ckpt-{os.getpid()}-{secrets.token_hex(4)}"
-    return os.path.join(tempfile.gettempdir(), name)
+    return os.path.join(parent or tempfile.gettempdir(), name)
 
 
 class WorkingDirectory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from elastic_ckpt.core import events
 from elastic_ckpt.data import batch_size, elastic_data
@@ -30,6 +30,13 @@ class Batches(Protocol):
 
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size."""
+
+
+class Compile(Protocol):
+    """Compiles a jitted step."""
+
+    def __call__(self, jitted: Any, *arguments: Any, step: int) -> Callable[..., Any]:
+        """The compiled `jitted` for `arguments`, as the program of step `step`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,8 @@ class Loop:
       saver: None trains without checkpoints.
       evaluation: None trains without evaluation.
       emit: called for each step, and before and after compiling.
+      compiled: compiles the step for its arguments, given the number of the step; emits
+        the events.
       barrier: returns when all hosts have called it. It is called after
         compiling, because a collective on CPU fails if a host is more than 30 s late.
       is_stopping: called after each step; returns whether to save and end now, the same
@@ -72,6 +81,7 @@ class Loop:
     saver: Saver | None
     evaluation: evaluation.Evaluation | None
     emit: events.Emit
+    compiled: Compile
     barrier: Callable[[], object] = lambda: None
     is_stopping: Callable[[int], bool] = lambda _: False
 
@@ -121,11 +131,7 @@ class Loop:
     def _compiled(
         self, number: int, state: train_step.TrainState, batch: elastic_data.Batch
     ) -> train_step.Step:
-        self.emit("compile_started", step=number)
-        began_secs = time.monotonic()
-        step = self.program.compile(state, batch)
-        secs = time.monotonic() - began_secs
-        self.emit("compiled", step=number, secs=secs)
+        step = self.compiled(self.program.step, state, batch, step=number)
         self.barrier()
         return step
 

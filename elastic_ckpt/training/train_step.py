@@ -50,7 +50,6 @@ class Program:
       abstract_state: shapes, dtypes and shardings of the train state.
       init: makes the initial state, sharded.
       step: `(state, batch) -> (state, StepReport)`; donates the state.
-      compile: compiles `step` for a state and a batch, without running it.
       evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats, and the
         number of its targets.
     """
@@ -58,7 +57,6 @@ class Program:
     abstract_state: TrainState
     init: Callable[[], TrainState]
     step: Step
-    compile: Callable[[TrainState, elastic_data.Batch], Step]
     evaluate: Callable[[TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]]
 
 
@@ -127,7 +125,6 @@ def build(
         abstract_state=jax.tree.map(_abstract, shapes, shardings),
         init=jax.jit(init, out_shardings=shardings),
         step=jitted_step,
-        compile=lambda state, batch: jitted_step.lower(state, batch).compile(),
         evaluate=jax.jit(
             lambda state, batch: summed_loss(state["params"], batch),
             out_shardings=topology.replicated(mesh),

@@ -23,6 +23,9 @@ from elastic_ckpt.tiers.peers import bandwidth, peer_connection
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.
 RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
+# The longest of these waits for an address at which nothing listens: an agent that is
+# started anew usually has another address.
+_MOST_REFUSED_SECS = 0.2
 # How long a peer is left alone after it has failed.
 SKIPPED_SECS = 30.0
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
@@ -181,7 +184,8 @@ class Endpoint:
                 if progress() > before:
                     waits = iter(RETRY_SECS)
                 wait = next(waits, None)
-                if wait is None:
+                refused = isinstance(error, ConnectionRefusedError)
+                if wait is None or (refused and wait > _MOST_REFUSED_SECS):
                     raise self._failed(str(error)) from None
                 time.sleep(wait)
             except http.client.HTTPException as error:
@@ -195,10 +199,10 @@ class Endpoint:
 
     def _check_not_skipped(self) -> None:
         skipped = self._skipped
-        if skipped and (left := skipped[0] - time.monotonic()) > 0:
+        if skipped and skipped[0] > time.monotonic():
             raise source.ReadError(
-                f"was not asked for: {self.url} has failed ({skipped[1]}), and is asked"
-                f" again in {left:.0f} s"
+                f"was not asked for: {self.url} has failed ({skipped[1]}), and is left"
+                f" alone for {SKIPPED_SECS:.0f} s"
             )
 
     @contextlib.contextmanager

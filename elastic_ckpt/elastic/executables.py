@@ -1,0 +1,199 @@
+"""Compiled steps, kept for the next world on this machine's RAM disk.
+
+A world that has had its shape before loads its executables and traces nothing: a
+change of slices then costs milliseconds in place of XLA's seconds. JAX's compilation
+cache cannot do that for several processes on CPU: its key depends on the process, and
+process 0 alone writes.
+
+Loading an executable unpickles, and runs code. So executables are read only from a
+private directory on this machine's RAM disk, never from peers or storage, and only
+after a MAC (HMAC-SHA-256) under a key of the supervisor, which is in no file. Both the
+directory and the key end with the supervisor. One that does not fit the program, the
+mesh, the arguments, the host or the versions has another name; one that is altered is
+refused, with an event, and compiled anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import io
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import jax
+import jaxlib
+from absl import logging
+from jax.experimental import serialize_executable
+
+from elastic_ckpt.core import events, storage, topology
+from elastic_ckpt.elastic.kept_executables import KeptExecutables
+
+_MAC_BYTES = hashlib.sha256().digest_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Executables:
+    """Compiles jitted functions, or loads what an earlier world has compiled.
+
+    Attributes:
+      kept: the directory and the key; None compiles always.
+      emit: called before and after compiling, and when an executable is loaded.
+    """
+
+    kept: KeptExecutables | None
+    emit: events.Emit = events.nobody
+
+    def compiled(
+        self, jitted: Any, *arguments: Any, step: int = 0
+    ) -> Callable[..., Any]:
+        """The compiled `jitted` for these arguments, under their shardings.
+
+        Args:
+          jitted: a function of `jax.jit`.
+          arguments: positional, arrays or their abstract values.
+          step: the step that it is compiled for, for the events.
+        """
+        began_secs = time.monotonic()
+        path = None if self.kept is None else self._path(jitted, arguments)
+        if path is not None:
+            loaded = self._loaded(path, _devices(arguments))
+            if loaded is not None:
+                secs = time.monotonic() - began_secs
+                self.emit("executable_loaded", step=step, secs=secs)
+                return loaded
+        self.emit("compile_started", step=step)
+        compiled = jitted.lower(*arguments).compile()
+        secs = time.monotonic() - began_secs
+        self.emit("compiled", step=step, secs=secs)
+        if path is not None:
+            self._keep(path, compiled)
+        return compiled
+
+    def _path(self, jitted: Any, arguments: Any) -> str | None:
+        # None if the function has parts that cannot be compared.
+        assert self.kept is not None
+        try:
+            modules = _changed_modules(self.kept.began_ns)
+            circumstances = [*_circumstances(), modules]
+            name = _digest((jitted.__wrapped__, _abstract(arguments), circumstances))
+        except Exception as error:
+            # Pickling calls methods of whatever the function refers to.
+            logging.warning("the executable of %r is not kept: %r", jitted, error)
+            return None
+        return os.path.join(self.kept.directory, name)
+
+    def _loaded(
+        self, path: str, devices: Sequence[jax.Device]
+    ) -> Callable[..., Any] | None:
+        assert self.kept is not None
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+        except FileNotFoundError:
+            return None
+        mac, payload = content[:_MAC_BYTES], content[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(path, payload)):
+            self._refuse(path, "it was not written by this run, or was altered")
+            return None
+        try:
+            # The MAC shows that this run's own hosts have written it.
+            parts = pickle.loads(payload)  # noqa: S301
+            return serialize_executable.deserialize_and_load(
+                *parts, execution_devices=devices
+            )
+        except Exception as error:
+            # The backend raises whatever it finds unfit.
+            self._refuse(path, f"{type(error).__name__}: {error}".partition("\n")[0])
+            return None
+
+    def _keep(self, path: str, compiled: Any) -> None:
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+            storage.write_atomic(path, self._mac(path, payload) + payload, mode=0o600)
+        except (ValueError, NotImplementedError, OSError) as error:
+            # The run is as fast as without it, and the next world compiles again.
+            logging.warning("an executable is not kept: %s", error)
+
+    def _mac(self, path: str, payload: bytes) -> bytes:
+        assert self.kept is not None
+        name = os.path.basename(path).encode()
+        return hmac.digest(self.kept.key, name + payload, "sha256")
+
+    def _refuse(self, path: str, why: str) -> None:
+        self.emit("executable_refused", path=path, why=why)
+        storage.remove(path)
+
+
+def _devices(arguments: Any) -> list[jax.Device]:
+    # In the order of the mesh; XLA aborts the process if they are not the program's.
+    (devices,) = {
+        tuple(leaf.sharding.mesh.devices.flat) for leaf in jax.tree.leaves(arguments)
+    }
+    return list(devices)
+
+
+def _abstract(arguments: Any) -> list[Any]:
+    leaves, structure = jax.tree.flatten(arguments)
+    return [
+        str(structure),
+        _devices(arguments),
+        [(leaf.shape, str(leaf.dtype), leaf.sharding) for leaf in leaves],
+    ]
+
+
+def _circumstances() -> list[Any]:
+    # The executable also depends on the host's place in its world, on the versions,
+    # and on the settings.
+    return [
+        topology.this_host(),
+        topology.num_hosts(),
+        [(d.id, d.process_index, d.device_kind) for d in jax.devices()],
+        jax.devices()[0].client.platform_version,
+        jax.__version__,
+        jaxlib.__version__,
+        sys.version,
+        sorted((name, str(value)) for name, value in jax.config.values.items()),
+        [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")],
+    ]
+
+
+def _changed_modules(since_ns: int) -> list[tuple[str, int, int]]:
+    # Functions of modules are pickled by name, and a module that is imported later may
+    # have another code by then.
+    files = {
+        str(getattr(module, "__file__", None)) for module in list(sys.modules.values())
+    }
+    stats = [(file, os.stat(file)) for file in sorted(files) if os.path.isfile(file)]
+    return [
+        (file, stat.st_mtime_ns, stat.st_size)
+        for file, stat in stats
+        if stat.st_mtime_ns > since_ns
+    ]
+
+
+def _digest(value: Any) -> str:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return hashlib.sha256(file.getvalue()).hexdigest()
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles functions by their code and closures, and devices by their numbers."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        """A comparable stand-in for values of JAX that cannot be pickled."""
+        if isinstance(obj, jax.Device):
+            return ("device", obj.id, obj.process_index)
+        if isinstance(obj, jax.Array):
+            raise pickle.PicklingError("it closes over an array")
+        wrapped = getattr(obj, "__wrapped__", None)
+        if wrapped is not None and type(obj).__name__ == "PjitFunction":
+            return ("jit", _digest(wrapped))
+        return None

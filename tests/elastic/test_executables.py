@@ -1,0 +1,154 @@
+"""An executable of an earlier world is loaded if it fits and this run made it."""
+
+import dataclasses
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from elastic_ckpt.elastic import executables, kept_executables
+
+ROWS = 8
+
+
+class Events:
+    def __init__(self):
+        self.names = []
+
+    def __call__(self, name, **_):
+        self.names.append(name)
+
+
+@pytest.fixture
+def kept():
+    with kept_executables.kept() as kept:
+        yield kept
+    assert not os.path.exists(kept.directory)
+
+
+def arguments(num_devices=4, rows=ROWS):
+    mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.device_put(np.arange(rows, dtype=np.float32), sharding)
+
+
+def step_of(scale):
+    @jax.jit
+    def step(x):
+        return jnp.cumsum(x * scale), (x * x).sum()
+
+    return step
+
+
+def run(kept, *, scale=3.0, num_devices=4, rows=ROWS):
+    """Runs a new jitted function, as a new world does; returns results and events."""
+    emit = Events()
+    x = arguments(num_devices, rows)
+    keeper = executables.Executables(kept=kept, emit=emit)
+    compiled = keeper.compiled(step_of(scale), x, step=1)
+    return [np.asarray(each) for each in compiled(x)], emit.names
+
+
+def files(kept):
+    return sorted(
+        path for path in pathlib.Path(kept.directory).iterdir() if len(path.name) == 64
+    )
+
+
+COMPILED = ["compile_started", "compiled"]
+LOADED = ["executable_loaded"]
+
+
+def test_what_was_compiled_is_loaded_and_has_the_same_bits(kept):
+    first, names = run(kept)
+    assert names == COMPILED
+    second, names = run(kept)
+    assert names == LOADED
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_without_a_directory_it_is_compiled_each_time():
+    assert run(None)[1] == run(None)[1] == COMPILED
+
+
+@pytest.mark.parametrize("change", [{"scale": 4.0}, {"num_devices": 2}, {"rows": 16}])
+def test_another_program_mesh_or_argument_is_compiled(kept, change):
+    run(kept)
+    results, names = run(kept, **change)
+    assert names == COMPILED
+    for one, other in zip(results, run(None, **change)[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_another_setting_of_jax_is_compiled(kept):
+    run(kept)
+    with jax.default_matmul_precision("highest"):
+        pass
+    before = jax.config.jax_debug_nans
+    jax.config.update("jax_debug_nans", not before)
+    try:
+        assert run(kept)[1] == COMPILED
+    finally:
+        jax.config.update("jax_debug_nans", before)
+
+
+def test_files_are_private(kept):
+    run(kept)
+    (file,) = files(kept)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert pathlib.Path(kept.directory).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("at", [0, 40, -1])
+def test_an_altered_executable_is_refused_and_compiled_anew(kept, at, monkeypatch):
+    first, _ = run(kept)
+    (file,) = files(kept)
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+    monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
+    second, names = run(kept)
+    assert names == ["executable_refused", *COMPILED]
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+    monkeypatch.undo()
+    assert run(kept)[1] == LOADED
+
+
+def refuse_to_unpickle(_):
+    raise AssertionError("an altered executable was unpickled")
+
+
+def test_an_executable_of_another_run_is_refused(kept, monkeypatch):
+    run(kept)
+    other = dataclasses.replace(kept, key=bytes(32))
+    with monkeypatch.context() as patched:
+        patched.setattr(executables.pickle, "loads", refuse_to_unpickle)
+        assert run(other)[1] == ["executable_refused", *COMPILED]
+    assert run(other)[1] == LOADED
+
+
+def test_an_executable_under_the_name_of_another_is_refused(kept, monkeypatch):
+    run(kept)
+    (first,) = files(kept)
+    run(kept, scale=4.0)
+    (second,) = set(files(kept)) - {first}
+    second.write_bytes(first.read_bytes())
+    monkeypatch.setattr(executables.pickle, "loads", refuse_to_unpickle)
+    assert run(kept, scale=4.0)[1] == ["executable_refused", *COMPILED]
+
+
+def test_a_function_over_an_array_is_compiled_each_time(kept):
+    constant = jnp.arange(ROWS, dtype=jnp.float32)
+    x = arguments()
+    for _ in range(2):
+        emit = Events()
+        keeper = executables.Executables(kept=kept, emit=emit)
+        keeper.compiled(jax.jit(lambda x: x + constant), x)
+        assert emit.names == COMPILED
+    assert files(kept) == []
