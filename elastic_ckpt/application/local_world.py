@@ -44,7 +44,20 @@ def check(config: schema.Config) -> None:
                 " JobSet, or set hosts=1"
             )
         return
-    expected = _topology(config, world.slices)
+    section = config.elastic
+    if section.elastic_enabled and world.slices > world.hosts:
+        raise errors.ConfigError(
+            f"elastic_enabled=true with slices={world.slices} on hosts={world.hosts}:"
+            " a slice that is lost is made of whole hosts; set hosts to a multiple of"
+            " slices"
+        )
+    if section.elastic_min_slice_count > world.slices:
+        raise errors.ConfigError(
+            f"elastic_min_slice_count={section.elastic_min_slice_count} is more than"
+            f" slices={world.slices}; lower it"
+        )
+    faults.parse(section.faults)
+    expected = _topology(config, _num_groups(config))
     expected.check()
     batch_size.schedule(config.data, expected)
 
@@ -76,7 +89,6 @@ def run(
       StoppedError: if SIGTERM arrived, and the hosts did not end in time.
     """
     section = config.elastic
-    slices = config.world.slices
     # Otherwise all hosts share one RAM disk, as those of one machine.
     is_elastic = section.elastic_enabled
     with contextlib.closing(
@@ -95,8 +107,7 @@ def run(
             functools.partial(train, config),
             cluster=cluster,
             policy=Policy(
-                min_slices=section.elastic_min_slice_count or slices,
-                max_slices=slices,
+                min_slices=section.elastic_min_slice_count or _num_groups(config),
                 batch=Batch.KEEP_GLOBAL
                 if config.data.global_batch_size
                 else Batch.KEEP_PER_DEVICE,
@@ -118,34 +129,43 @@ def _memory(config: schema.Config) -> processes.SliceMemory | None:
     )
 
 
-def _topology(config: schema.Config, slices: int) -> Topology:
+def _num_groups(config: schema.Config) -> int:
+    # A host that simulates several slices is lost with all of them.
+    return min(config.world.hosts, config.world.slices)
+
+
+def _topology(config: schema.Config, groups: int) -> Topology:
     from elastic_ckpt.core import topology
 
-    hosts = config.world.hosts * slices // config.world.slices
-    devices = hosts * config.world.devices_per_host
-    return topology.Topology(hosts=hosts, slices=slices, devices=devices)
+    hosts = config.world.hosts * groups // _num_groups(config)
+    return topology.Topology(
+        hosts=hosts,
+        slices=config.world.slices * groups // _num_groups(config),
+        devices=hosts * config.world.devices_per_host,
+    )
 
 
 def _work(config: schema.Config) -> Work:
     from elastic_ckpt.data import batch_size
 
-    full = _topology(config, config.world.slices)
+    groups = _num_groups(config)
+    full = _topology(config, groups)
     rows = batch_size.global_batch_size(config.data, full)
     return Work(
-        num_slices=full.slices,
+        num_slices=groups,
         rows=rows,
-        devices_per_slice=full.devices // full.slices,
+        devices_per_slice=full.devices // groups,
         max_rows_per_device=rows // full.devices,
     )
 
 
-def _objection(config: schema.Config, slices: int, rows: int) -> str | None:
+def _objection(config: schema.Config, groups: int, rows: int) -> str | None:
     # Why the data cannot be dealt to a number of slices.
     from elastic_ckpt.data import batch_size
 
     del rows
     try:
-        batch_size.schedule(config.data, _topology(config, slices))
+        batch_size.schedule(config.data, _topology(config, groups))
     except errors.ConfigError as error:
         return str(error)
     return None

@@ -51,11 +51,27 @@ class SliceMemory:
         return os.path.join(self.of_slice(number), self.run)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owned:
+    """The things of a supervisor that its hosts use, and that outlive worlds.
+
+    Attributes:
+      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      kept: the place of executables; None compiles in each world.
+      grace_secs: the time limit for hosts to save and end after SIGTERM.
+    """
+
+    memory: SliceMemory | None
+    kept: kept_executables.KeptExecutables | None
+    grace_secs: float
+
+
 class Processes:
     """Slices of host processes on this machine.
 
     Args:
-      hardware: the slices and hosts, and the devices of each host.
+      hardware: the slices and hosts, and the devices of each host. A host that
+        simulates several slices is one slice here.
       log_directory: the directory for the logs of each world's hosts.
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       injected: faults, by their steps.
@@ -74,17 +90,17 @@ class Processes:
         emit: events.Emit = events.nobody,
     ) -> None:
         self._hardware = hardware
-        self._hosts_per_slice = hardware.hosts // hardware.slices
+        num_slices = min(hardware.hosts, hardware.slices)
+        self._hosts_per_slice = hardware.hosts // num_slices
         self._log_directory = log_directory
-        self._memory = memory
         self._faults = list(injected)
-        self._grace_secs = grace_secs
         self._emit = emit
         self._resources = contextlib.ExitStack()
-        self._kept = self._resources.enter_context(kept_executables.kept())
+        kept = self._resources.enter_context(kept_executables.kept())
+        self._owned = Owned(memory=memory, kept=kept, grace_secs=grace_secs)
         began_secs = time.monotonic()
         # By slice that is alive, since when.
-        self._since = dict.fromkeys(range(hardware.slices), began_secs)
+        self._since = dict.fromkeys(range(num_slices), began_secs)
         # The slices that were lost since they were last in a world.
         self._lost: set[int] = set()
         self._step = 0
@@ -128,20 +144,12 @@ class Processes:
                 running.leave()
 
         hosts = supervisor.HostProcesses(
-            functools.partial(
-                _run_host,
-                train,
-                self._hardware,
-                assignment,
-                self._memory,
-                self._kept,
-                self._grace_secs,
-            ),
+            functools.partial(run_host, train, self._hardware, assignment, self._owned),
             num_hosts=len(slices) * self._hosts_per_slice,
             # A new directory: this may be a second start of a run that is alive.
             log_directory=storage.make_unique_directory(self._log_directory),
             emit=receive,
-            grace_secs=self._grace_secs,
+            grace_secs=self._owned.grace_secs,
             watch=watch,
         )
         try:
@@ -200,55 +208,68 @@ class Processes:
 
     def _serve(self, number: int) -> None:
         # The agent outlives worlds, so that the next one reads from it at once.
-        if self._memory is None or number in self._agents:
+        if self._owned.memory is None or number in self._agents:
             return
-        root = self._memory.root(number)
+        root = self._owned.memory.root(number)
         storage.make_directory(root)
         self._agents[number] = agent_process.AgentProcess(agent.Service(root=root))
 
     def _drop_memory(self, number: int) -> None:
-        if self._memory is None:
+        if self._owned.memory is None:
             return
         if number in self._agents:
             self._agents.pop(number).close()
-        storage.remove(self._memory.of_slice(number))
+        storage.remove(self._owned.memory.of_slice(number))
 
 
-def _run_host(
+def run_host(
     train: TrainFunction,
     hardware: schema.WorldSection,
     assignment: Assignment,
-    memory: SliceMemory | None,
-    kept: kept_executables.KeptExecutables,
-    grace_secs: float,
+    owned: Owned,
     member: Member,
     channel: supervisor.HostChannel,
 ) -> None:
+    """Joins a world as one of its hosts, and trains.
+
+    Args:
+      train: the training loop.
+      hardware: the devices of each host.
+      assignment: the world.
+      owned: what outlives the world.
+      member: this host.
+      channel: to the supervisor.
+    """
     from elastic_ckpt.data import token_blocks
     from elastic_ckpt.elastic import multicontroller, termination
 
     # All hosts are on this machine; its cores are shared.
     os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(member.num_hosts)
-    slices = assignment.work.slices
-    number = member.host * len(slices) // member.num_hosts
+    simulated = max(1, hardware.slices // hardware.hosts)
+    slices = tuple(
+        number * simulated + part
+        for number in assignment.work.slices
+        for part in range(simulated)
+    )
+    number = slices[member.host * len(slices) // member.num_hosts]
     multicontroller.configure(hardware)
     with contextlib.ExitStack() as stack:
         stack.enter_context(multicontroller.joined(member))
         agreed = termination.agreed(
-            grace_secs=grace_secs, requested=_nothing, expired=_nothing
+            grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
         )
         is_leaving = stack.enter_context(agreed)
         train(
             World(
                 number=assignment.number,
                 slices=slices,
-                slice_name=str(slices[number]),
+                slice_name=str(number),
                 ram_directory=None
-                if memory is None
-                else memory.of_slice(slices[number]),
+                if owned.memory is None
+                else owned.memory.of_slice(number),
                 rows=assignment.work.rows,
                 microbatches=assignment.work.accumulated,
-                kept=kept,
+                kept=owned.kept,
                 emit=channel if member.host == 0 else events.nobody,
                 is_leaving=is_leaving,
                 is_left=lambda: channel.is_left,

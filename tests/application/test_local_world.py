@@ -2,11 +2,16 @@
 
 import contextlib
 
-from elastic_ckpt.application import host_program, local_world
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import events
 from elastic_ckpt.data import token_blocks
-from elastic_ckpt.elastic import member, multicontroller
+from elastic_ckpt.elastic import (
+    cluster,
+    decision,
+    member,
+    multicontroller,
+    processes,
+    supervisor,
+)
 
 
 def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
@@ -15,10 +20,15 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
     monkeypatch.setattr(multicontroller, "configure", lambda *_: None)
     monkeypatch.setattr(multicontroller, "joined", lambda *_: contextlib.nullcontext())
     threads = []
-    monkeypatch.setattr(
-        host_program, "run", lambda *_: threads.append(token_blocks.num_threads(0))
-    )
     for num_hosts in (1, 3):
         place = member.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=0)
-        local_world.run_host(schema.Config(), place, events.nobody)
+        work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
+        processes.run_host(
+            lambda _: threads.append(token_blocks.num_threads(0)),
+            schema.WorldSection(hosts=num_hosts),
+            cluster.Assignment(number=1, work=work),
+            processes.Owned(memory=None, kept=None, grace_secs=60),
+            place,
+            supervisor.HostChannel(None),
+        )
     assert threads == [12, 4]

@@ -14,6 +14,7 @@ import sys
 from elastic_ckpt.application import journal, local_world, training_files
 from elastic_ckpt.cli import progress
 from elastic_ckpt.config import load
+from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import supervisor
 
 
@@ -80,7 +81,7 @@ def _points():
     }
 
 
-def _armed(point, occurrence, victim, config, place, emit):
+def _armed(point, occurrence, victim, config, world):
     # The given call at this point, on the host that acts there, is the last one.
     left = [occurrence]
 
@@ -92,10 +93,10 @@ def _armed(point, occurrence, victim, config, place, emit):
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if place.host == (0 if victim == "all" else int(victim)):
+    if topology.this_host() == (0 if victim == "all" else int(victim)):
         owner, name, when = _points()[point]
         _wrap(owner, name, kill, **when)
-    local_world.run_host(config, place, emit)
+    local_world.train(config, world)
 
 
 def main():
@@ -107,7 +108,7 @@ def main():
         progress.Progress(config.run.log_period) as shown,
         journal.kept(config, shown) as emit,
     ):
-        local_world.run(config, emit, program=armed)
+        local_world.run(config, emit, train=armed)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ class Journal:
 
     def __init__(self, due=()):
         self.calls = []
-        self.compiling = []
+        self.compilations = []
         self._due = due
 
     def step(self, state, batch):
@@ -20,9 +20,11 @@ class Journal:
         )
         return state + 1, report
 
-    def compile(self, state, batch):
+    def compiled(self, jitted, state, batch, *, step):
         del state, batch
-        return self.step
+        assert jitted == self.step
+        self.compilations.append(step)
+        return jitted
 
     def is_due(self, step, *, last):
         return step in self._due or last
@@ -41,9 +43,6 @@ class Journal:
     def emit(self, name, **fields):
         if name == "data_ended":
             self.calls.append(f"ended {fields['step']}")
-            return
-        if name in ("compile_started", "compiled"):
-            self.compiling.append((name, fields["step"]))
             return
         assert name == "step"
         self.calls.append(f"emit {fields['step']}/{fields['steps']}: {fields['loss']}")
@@ -76,7 +75,9 @@ def run(journal, **changes):
         "saver": journal,
         "evaluation": None,
     } | changes
-    loop_ = loop.Loop(program=journal, emit=journal.emit, **parts)
+    loop_ = loop.Loop(
+        program=journal, emit=journal.emit, compiled=journal.compiled, **parts
+    )
     ended = loop_.run(0, start_step=0, steps=3)
     assert ended.is_stopped == ("is_stopping" in changes)
     return ended.state, ended.step
@@ -145,18 +146,23 @@ def test_the_batch_size_changes_before_the_step_that_it_is_of(journal):
     assert journal.calls == ["step 0", "resize 16", "step 1", "resize 24", "step 2"]
 
 
-def test_compiling_is_announced_at_the_first_step_and_at_each_new_batch_size(journal):
+def test_the_first_step_is_compiled_and_the_first_of_each_new_batch_size(journal):
     run(journal)
-    assert journal.compiling == [("compile_started", 1), ("compiled", 1)]
-    journal.compiling.clear()
+    assert journal.compilations == [1]
+    journal.compilations.clear()
     run(journal, sizes=batch_size.Schedule(stages=((0, 8), (2, 16))))
-    assert [step for name, step in journal.compiling if name == "compiled"] == [1, 3]
+    assert journal.compilations == [1, 3]
 
 
 def test_hosts_meet_when_they_have_compiled_and_before_they_step(journal):
     calls = journal.calls
-    compile_ = journal.compile
-    journal.compile = lambda *dataset: calls.append("compile") or compile_(*dataset)
+    compiled = journal.compiled
+
+    def noted(*arguments, step):
+        calls.append("compile")
+        return compiled(*arguments, step=step)
+
+    journal.compiled = noted
     run(journal, barrier=lambda: calls.append("barrier"))
     assert calls[:4] == ["compile", "barrier", "step 0", "step 1"]
     assert calls.count("barrier") == 1
@@ -179,6 +185,7 @@ def test_the_last_step_is_not_stopped(journal):
     ended = loop.Loop(
         program=journal,
         emit=journal.emit,
+        compiled=journal.compiled,
         batches=Batches(journal, 100),
         sizes=batch_size.Schedule(stages=((0, 8),)),
         log=journal,

@@ -1,0 +1,157 @@
+"""The loop of an elastic run, over a cluster whose slices come and go by a script."""
+
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.elastic import decision, runtime
+from elastic_ckpt.elastic.supervisor import WorldLostError
+
+SETTLED = 1e6
+
+
+class ScriptedCluster:
+    """Worlds end as listed: with the slices that are lost, or with a change."""
+
+    devices_per_slice = 2
+
+    def __init__(self, present, worlds):
+        self.present = dict.fromkeys(present, SETTLED)
+        self.worlds = list(worlds)
+        self.ran = []
+        self.lost = set()
+        self.waited = []
+
+    def slices(self, current):
+        return decision.Slices(
+            current=current - self.lost, present_secs=dict(self.present)
+        )
+
+    def run_world(self, train, assignment, *, emit, has_changed):
+        del train
+        self.emit, self.has_changed = emit, has_changed
+        self.ran.append((assignment.number, assignment.work.slices))
+        self.lost -= set(assignment.work.slices)
+        assert not has_changed()
+        return self.worlds.pop(0)(self)
+
+    def wait(self, secs):
+        self.waited.append(secs)
+
+    def close(self):
+        pass
+
+
+def ends(cluster):
+    del cluster
+    return True
+
+
+def loses(*numbers, returned_secs=None, step=None):
+    def world(cluster):
+        if step is not None:
+            cluster.emit("step", step=step, steps=9, loss=1.0, secs=0.1)
+        for number in numbers:
+            cluster.lost.add(number)
+            del cluster.present[number]
+            if returned_secs is not None:
+                cluster.present[number] = returned_secs
+        raise WorldLostError(f"the loss of {numbers}", hosts=frozenset(numbers))
+
+    return world
+
+
+def grows(number):
+    def world(cluster):
+        cluster.present[number] = 0.0
+        assert not cluster.has_changed(), "it has to settle"
+        cluster.present[number] = SETTLED
+        assert cluster.has_changed()
+        return False
+
+    return world
+
+
+def run(cluster, events=None, **policy):
+    def emit(name, **fields):
+        if events is not None:
+            events.append((name, fields))
+
+    runtime.run(
+        lambda _: None,
+        cluster=cluster,
+        policy=decision.Policy(**policy),
+        work=decision.Work(
+            num_slices=4, rows=24, devices_per_slice=2, max_rows_per_device=3
+        ),
+        emit=emit,
+    )
+
+
+def test_a_run_that_ends_has_one_world():
+    cluster = ScriptedCluster(range(4), [ends])
+    run(cluster)
+    assert cluster.ran == [(1, (0, 1, 2, 3))]
+
+
+def test_a_lost_slice_is_left_out_and_taken_in_again_when_it_has_settled():
+    cluster = ScriptedCluster(range(4), [loses(1), grows(1), ends])
+    events = []
+    run(cluster, events, min_slices=2)
+    assert cluster.ran == [(1, (0, 1, 2, 3)), (2, (0, 2, 3)), (3, (0, 1, 2, 3))]
+    assert [fields["world"] for name, fields in events] == [1, 2, 3]
+
+
+def test_a_slice_that_is_back_at_once_has_to_settle_as_well():
+    cluster = ScriptedCluster(range(4), [loses(1, returned_secs=0.0), ends])
+    run(cluster, min_slices=2)
+    assert cluster.ran[1] == (2, (0, 2, 3))
+
+
+def test_below_the_least_number_a_slice_that_is_back_is_taken_at_once():
+    cluster = ScriptedCluster(range(2), [loses(1, returned_secs=0.0), ends])
+    run(cluster, min_slices=2)
+    assert cluster.ran[1] == (2, (0, 1))
+
+
+def test_a_run_waits_for_slices_and_ends_if_none_comes():
+    cluster = ScriptedCluster(range(2), [loses(0)])
+    events = []
+    message = r"slices \[1\] usable, and min_slices=2, for 0 s; bring slices back"
+    with pytest.raises(errors.RunError, match=message):
+        run(cluster, events, min_slices=2, wait_secs=0.02)
+    assert cluster.waited
+    waiting = [fields for name, fields in events if name == "waiting_for_slices"]
+    assert len(waiting) == 1
+
+
+def test_worlds_that_are_lost_without_a_new_step_end_the_run_with_the_first_cause():
+    cluster = ScriptedCluster(range(4), [loses(0), loses(1), loses(2), ends])
+    message = r"3 worlds were lost without a new step, the first one because the loss"
+    with pytest.raises(errors.RunError, match=message) as error:
+        run(cluster, max_retries=2)
+    assert "(0,)" in str(error.value)
+    assert len(cluster.ran) == 3
+
+
+def test_new_steps_give_new_retries():
+    worlds = [loses(0, step=1), loses(1, step=1), loses(2, step=2), ends]
+    cluster = ScriptedCluster(range(4), worlds)
+    run(cluster, max_retries=2)
+    assert len(cluster.ran) == 4
+
+
+def test_without_retries_the_loss_itself_is_raised():
+    cluster = ScriptedCluster(range(4), [loses(3)])
+    with pytest.raises(WorldLostError, match="the loss of"):
+        run(cluster, max_retries=0)
+
+
+def test_an_error_of_the_training_is_not_retried():
+    def raises(cluster):
+        del cluster
+        raise errors.RunError("ZeroDivisionError")
+
+    cluster = ScriptedCluster(range(4), [raises, ends])
+    with pytest.raises(errors.RunError, match="ZeroDivisionError"):
+        run(cluster, max_retries=5)
+    assert len(cluster.ran) == 1
