@@ -193,6 +193,9 @@ class _Pickler(cloudpickle.Pickler):
             return ("device", obj.id, obj.process_index)
         if isinstance(obj, jax.Array):
             raise pickle.PicklingError("it closes over an array")
+        if isinstance(obj, type) and "<locals>" not in obj.__qualname__:
+            # Otherwise a class that cannot be imported gets a random name.
+            return ("class", obj.__module__, obj.__qualname__)
         wrapped = getattr(obj, "__wrapped__", None)
         if wrapped is not None and type(obj).__name__ == "PjitFunction":
             return ("jit", _digest(wrapped))

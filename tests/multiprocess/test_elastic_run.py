@@ -1,0 +1,122 @@
+"""A live run loses slices with their memory, and takes them in again, by itself."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.training import step_log
+from tests import runs, shared_memory
+
+# Float32 sums over another number of devices, in another order.
+LOSS_RTOL = 1e-5
+
+
+@pytest.fixture
+def ram():
+    with shared_memory.directory("elastic") as directory:
+        yield directory
+
+
+def configured(directory, corpus, ram, **settings):
+    directory.mkdir(exist_ok=True)
+    values = {
+        "hosts": 4,
+        "slices": 4,
+        "steps": 60,
+        "global_batch_size": 24,
+        "elastic_enabled": True,
+        "elastic_min_slice_count": 2,
+        "elastic_settle_seconds": 0,
+        "enable_multi_tier_checkpointing": True,
+        "local_checkpoint_directory": ram,
+        "local_checkpoint_period": 2,
+        "multi_tier_checkpointing_backup_interval_steps": 20,
+        **settings,
+    }
+    return runs.write_config(directory, corpus, **values)
+
+
+def trained(config, *settings):
+    ended = runs.cli("train", config, *settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return config.parent / "tiny"
+
+
+def worlds(run):
+    return [each["slices"] for each in runs.events(run, "world_started")]
+
+
+def names(run):
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [json.loads(line)["event"] for line in lines]
+
+
+def losses(run):
+    return np.array([record.loss for record in runs.steps(run)])
+
+
+@pytest.mark.slow(minutes=1.5)
+@pytest.mark.parametrize("lost", [1, 0])
+def test_a_run_loses_a_slice_with_its_memory_and_gets_it_back(
+    tmp_path, corpus, ram, lost
+):
+    faults = [
+        {"kill_slice": lost, "at_step": 5},
+        {"return_slice": lost, "at_step": 9},
+    ]
+    run = trained(configured(tmp_path / "faults", corpus, ram, faults=faults))
+    others = sorted({0, 1, 2, 3} - {lost})
+    assert worlds(run) == [[0, 1, 2, 3], others, [0, 1, 2, 3]]
+    assert [each["slice"] for each in runs.events(run, "slice_lost")] == [lost]
+    assert names(run).count("world_left") == 1
+    assert names(run)[-1] == "run_finished"
+    # A planned change loses no step.
+    attempts = step_log.read(run)
+    (left,) = runs.events(run, "world_left")
+    assert attempts[2].start_step == left["step"]
+    assert "PASSED" in runs.verb("audit", run)
+    # The second world of four slices loads what the first one has compiled.
+    assert names(run).count("executable_loaded") == 1
+    assert names(run).count("compiled") == 2
+    other = os.path.join(ram, "other")
+    undisturbed = trained(configured(tmp_path / "calm", corpus, other))
+    np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=LOSS_RTOL)
+
+
+@pytest.mark.slow(minutes=0.8)
+def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
+    faults = [{"kill_host": 1, "at_step": 5}]
+    settings = {"hosts": 2, "slices": 2, "faults": faults}
+    run = trained(configured(tmp_path, corpus, ram, **settings))
+    # Both slices are needed, so the run goes on when the second is there again.
+    assert worlds(run) == [[0, 1], [0, 1]]
+    assert [each["slice"] for each in runs.events(run, "slice_lost")] == [1]
+    (restored,) = runs.events(run, "restored_from")
+    assert restored["persistent_bytes"] == 0
+    assert "PASSED" in runs.verb("audit", run)
+
+
+@pytest.mark.slow(minutes=0.3)
+def test_a_run_that_is_not_elastic_ends_with_its_first_host(tmp_path, corpus, ram):
+    faults = [{"kill_host": 1, "at_step": 3}]
+    settings = {"hosts": 2, "slices": 2, "faults": faults, "elastic_enabled": False}
+    config = configured(tmp_path, corpus, ram, **settings)
+    ended = runs.cli("train", config)
+    assert ended.returncode == 1
+    assert "host 1 failed: killed by SIGKILL" in ended.stderr
+    assert names(tmp_path / "tiny")[-1] == "run_failed"
+
+
+def test_settings_that_cannot_work_are_refused_before_the_start(tmp_path, corpus):
+    for settings, message in (
+        ({"slices": 4, "hosts": 2}, "a slice that is lost is made of whole hosts"),
+        ({"elastic_min_slice_count": 5}, "is more than slices=4; lower it"),
+        ({"faults": [{"burn": 1}]}, "an entry is one of"),
+    ):
+        config = configured(tmp_path, corpus, "/nowhere", **settings)
+        ended = runs.cli("train", config)
+        assert ended.returncode == 1
+        assert message in ended.stderr
+        assert not (tmp_path / "tiny" / "checkpoints").exists()
