@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from elastic_ckpt.application import job, run_directory
+from elastic_ckpt.checkpoint import checkpointer as checkpointer_of_tiers
 from elastic_ckpt.checkpoint import configured_tiers, run_saver
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, topology
@@ -64,13 +65,7 @@ def assemble(
     with contextlib.ExitStack() as on_error:
         saver = None
         if config.checkpoint.enable_checkpointing:
-            checkpointer = Checkpointer(
-                configured_tiers.tiers(config, persistent=_directory(config)),
-                mesh=mesh,
-                run=config.run.run_name,
-                slice_name=slice_name or topology.slice_of_this_host(world.slices),
-                emit=emit,
-            )
+            checkpointer = _checkpointer(config, world, mesh, slice_name, emit)
             on_error.enter_context(checkpointer)
             saver = run_saver.RunSaver(checkpointer, config.checkpoint, data=batches)
         start_step = _start_step(config, saver.latest_step if saver else None)
@@ -91,8 +86,21 @@ def assemble(
     )
 
 
-def _directory(config: schema.Config) -> str:
-    return os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
+def _checkpointer(
+    config: schema.Config,
+    world: topology.Topology,
+    mesh: Mesh,
+    slice_name: str | None,
+    emit: events.Emit,
+) -> checkpointer_of_tiers.Checkpointer:
+    directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
+    return Checkpointer(
+        configured_tiers.tiers(config, persistent=directory),
+        mesh=mesh,
+        run=config.run.run_name,
+        slice_name=slice_name or topology.slice_of_this_host(world.slices),
+        emit=emit,
+    )
 
 
 def _evaluation(

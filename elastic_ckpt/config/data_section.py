@@ -37,7 +37,7 @@ class DataSection:
         "text",
         "The column, or feature of a tf.Example, that has the text or tokens; a list of"
         " one column, as in MaxText, is accepted.",
-        listed=True,
+        lists="one",
     )
     text_directory: str = key(
         "",

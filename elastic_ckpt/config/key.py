@@ -15,8 +15,7 @@ def key(
     choices: tuple[Value, ...] = (),
     at_least: float | None = None,
     off: int | None = None,
-    listed: bool = False,
-    nested: bool = False,
+    lists: str = "",
 ) -> Any:
     """A dataclass field of a section that defines one key.
 
@@ -26,15 +25,14 @@ def key(
       choices: the allowed values; empty allows all.
       at_least: the smallest allowed number.
       off: another number, as in MaxText, that means the default.
-      listed: whether a list with one text, as in MaxText, is accepted, too.
-      nested: whether a list of any values is accepted, too, and kept as its JSON text.
+      lists: whether a list is accepted in place of a text, too: `one` if it has one
+        text, as in MaxText, and `any` to keep its JSON.
     """
     metadata = {
         "doc": doc,
         "choices": choices,
         "at_least": at_least,
         "off": off,
-        "listed": listed,
-        "nested": nested,
+        "lists": lists,
     }
     return dataclasses.field(default=default, metadata=metadata)

@@ -169,9 +169,10 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
             value = float(value)
     if expected is str and value is None:
         value = ""
-    if field.metadata["listed"] and isinstance(value, list) and len(value) == 1:
+    lists = field.metadata["lists"]
+    if lists == "one" and isinstance(value, list) and len(value) == 1:
         (value,) = value
-    if field.metadata["nested"] and isinstance(value, list):
+    if lists == "any" and isinstance(value, list):
         value = json.dumps(value)
     off = field.metadata["off"]
     if off is not None and type(value) is int and value == off:

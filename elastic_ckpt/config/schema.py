@@ -246,7 +246,7 @@ class ElasticSection:
         "",
         "Faults to inject, for tests and demonstrations, such as [{kill_slice: 1,"
         " at_step: 40}, {return_slice: 1, at_step: 80}]; also kill_host and hang_host.",
-        nested=True,
+        lists="any",
     )
 
 

@@ -25,7 +25,7 @@ from elastic_ckpt.core import errors
 
 
 class Kind(enum.Enum):
-    """What fails, or comes back."""
+    """The kinds of faults, and the return of a slice."""
 
     KILL_SLICE = "kill_slice"
     RETURN_SLICE = "return_slice"

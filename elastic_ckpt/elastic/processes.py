@@ -2,7 +2,7 @@
 
 The supervisor (this process) owns what outlives worlds: the agents that serve the RAM
 of each slice, and the state of the slices. Each world is a set of fresh processes. A
-slice has its own directory on the RAM disk, as if it were a machine of its own, so that
+slice has its own directory on the RAM disk, like a separate machine, so that
 it can be lost together with its memory.
 """
 
@@ -18,7 +18,13 @@ from collections.abc import Callable, Sequence
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, storage
-from elastic_ckpt.elastic import faults, kept_executables, supervisor
+from elastic_ckpt.elastic import (
+    faults,
+    host_failure,
+    host_process,
+    kept_executables,
+    supervisor,
+)
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.decision import Slices
 from elastic_ckpt.elastic.member import Member
@@ -154,7 +160,7 @@ class Processes:
         )
         try:
             hosts.run()
-        except supervisor.WorldLostError as error:
+        except host_failure.WorldLostError as error:
             lost = {self._slice_of(host, slices) for host in error.hosts}
             for number in sorted(lost):
                 self._lose(number, why=str(error).partition("\n")[0])
@@ -228,7 +234,7 @@ def run_host(
     assignment: Assignment,
     owned: Owned,
     member: Member,
-    channel: supervisor.HostChannel,
+    channel: host_process.HostChannel,
 ) -> None:
     """Joins a world as one of its hosts, and trains.
 

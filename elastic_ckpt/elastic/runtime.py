@@ -26,7 +26,7 @@ from elastic_ckpt.elastic.decision import (
     Work,
     decide,
 )
-from elastic_ckpt.elastic.supervisor import WorldLostError
+from elastic_ckpt.elastic.host_failure import WorldLostError
 
 
 def run(

@@ -12,23 +12,19 @@ the same without ending the run. Hosts never outlive the supervisor.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
 import pathlib
 import signal
 import socket
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection, forkserver, process
-from typing import Any
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import termination
+from elastic_ckpt.elastic import host_failure, host_process, termination
+from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
 
 # An exception may be the consequence of a death: how long to wait for further reports.
@@ -37,99 +33,7 @@ _GRACE_SECS = 0.5
 _WATCH_SECS = 0.1
 # The message to hosts that leave so that the run continues in another world.
 _LEAVE = b"leave"
-# JAX aborts a process whose coordination service, on host 0, is gone.
-_CONSEQUENCES = (signal.SIGABRT,)
 _SHOWN_LOG_LINES = 15
-
-
-class HostChannel:
-    """The channel of a host to its supervisor; an `Emit` for the supervisor's events.
-
-    Args:
-      pipe: to the supervisor.
-    """
-
-    def __init__(self, pipe: connection.Connection) -> None:
-        self._pipe = pipe
-
-    def __call__(self, name: str, **fields: storage.Json) -> None:
-        """Sends an event."""
-        events.check(name, fields)
-        self.send({"event": name, "fields": fields})
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, as JSON."""
-        self._pipe.send_bytes(json.dumps(message).encode())
-
-    @property
-    def is_left(self) -> bool:
-        """Whether this host stops because the run continues in another world."""
-        return self._pipe.poll()
-
-
-# The program of a host; it joins the world as the given member.
-Program = Callable[[Member, HostChannel], None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostFailure:
-    """The reason why a host stopped.
-
-    Attributes:
-      host: the host's number.
-      message: the message for the user.
-      is_ours: whether it is an ElasticCkptError, whose message has a remedy.
-      is_of_devices: whether JAX raised it, for devices that failed or are gone.
-      is_signal: whether the process died by a signal.
-      is_silent: whether it ended without reporting a failure.
-      is_consequence: whether it died as hosts do when host 0 is gone.
-      at_secs: the time, on the machine's monotonic clock.
-    """
-
-    host: int
-    message: str
-    is_ours: bool = False
-    is_of_devices: bool = False
-    is_signal: bool = False
-    is_silent: bool = False
-    is_consequence: bool = False
-    at_secs: float
-
-
-def first_failure(failures: list[HostFailure]) -> HostFailure:
-    """The failure that caused the others.
-
-    An ElasticCkptError is never a consequence of another host's death, and death by a
-    signal is never a consequence of an exception. Among equals the earliest is first.
-    """
-    return min(failures, key=lambda f: (not f.is_ours, not f.is_signal, f.at_secs))
-
-
-class WorldLostError(errors.RunError):
-    """A world ended because hosts or devices were lost; another world may go on.
-
-    Attributes:
-      hosts: the hosts that died; empty if devices failed and all processes lived.
-    """
-
-    def __init__(self, message: str, *, hosts: frozenset[int]) -> None:
-        super().__init__(message)
-        self.hosts = hosts
-
-
-def lost_hosts(failures: list[HostFailure]) -> frozenset[int] | None:
-    """The hosts whose death ended a world; None if the program itself failed.
-
-    A host that JAX aborts has lost the coordination service, and is not a cause if
-    another host died otherwise.
-    """
-    silent = [failure for failure in failures if failure.is_silent]
-    causes = [failure for failure in silent if not failure.is_consequence] or silent[:1]
-    if causes:
-        return frozenset(failure.host for failure in causes)
-    if failures and all(failure.is_of_devices for failure in failures):
-        return frozenset()
-    return None
 
 
 class HostProcesses:
@@ -150,7 +54,7 @@ class HostProcesses:
 
     def __init__(
         self,
-        program: Program,
+        program: host_process.Program,
         *,
         num_hosts: int,
         log_directory: str | os.PathLike[str],
@@ -193,12 +97,12 @@ class HostProcesses:
             self._kill()
             reserved.close()
         if self._failures:
-            failure = first_failure(self._failures)
+            failure = host_failure.first_failure(self._failures)
             if failure.is_silent:
                 self._emit("host_lost", host=failure.host, why=failure.message)
-            lost = lost_hosts(self._failures)
+            lost = host_failure.lost_hosts(self._failures)
             if lost is not None:
-                raise WorldLostError(self._describe(failure), hosts=lost)
+                raise host_failure.WorldLostError(self._describe(failure), hosts=lost)
             raise errors.RunError(self._describe(failure))
         if self._channels:
             raise errors.StoppedError(self._describe_stop())
@@ -233,7 +137,7 @@ class HostProcesses:
             member = Member(address=address, num_hosts=self._num_hosts, host=host)
             arguments = (self._program, member, str(log), sender)
             child = context.Process(
-                target=_host_main, args=arguments, name=f"host-{host}"
+                target=host_process.run, args=arguments, name=f"host-{host}"
             )
             child.start()
             sender.close()
@@ -267,7 +171,7 @@ class HostProcesses:
             child = self._processes[host]
             child.join()
             if child.exitcode and all(f.host != host for f in self._failures):
-                self._fail(_silent_death(host, child.exitcode))
+                self._fail(host_failure.silent_death(host, child.exitcode))
             return
         if "failure" in message:
             self._fail(HostFailure(host=host, **message["failure"]))
@@ -343,23 +247,6 @@ def warm_up(modules: Sequence[str]) -> None:
         forkserver.ensure_running()
 
 
-def _silent_death(host: int, exit_code: int) -> HostFailure:
-    killed = exit_code < 0
-    message = (
-        f"killed by {signal.Signals(-exit_code).name}"
-        if killed
-        else f"ended with exit code {exit_code}"
-    )
-    return HostFailure(
-        host=host,
-        message=message,
-        is_signal=killed,
-        is_silent=True,
-        is_consequence=killed and -exit_code in _CONSEQUENCES,
-        at_secs=time.monotonic(),
-    )
-
-
 def _reserve_port() -> tuple[socket.socket, str]:
     # The OS chooses the port and reserves it while this socket is open. gRPC servers
     # also bind with SO_REUSEPORT, and only a listening socket accepts connections.
@@ -367,62 +254,3 @@ def _reserve_port() -> tuple[socket.socket, str]:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     reserved.bind(("127.0.0.1", 0))
     return reserved, f"127.0.0.1:{reserved.getsockname()[1]}"
-
-
-def _host_main(
-    program: Program,
-    member: Member,
-    log: str,
-    pipe: connection.Connection,
-) -> None:
-    _die_with_supervisor()
-    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _redirect_output(log)
-
-    channel = HostChannel(pipe)
-    try:
-        program(member, channel)
-    except BaseException as error:
-        # The root of the process: the error is reported here or never.
-        traceback.print_exc()
-        ours = isinstance(error, errors.ElasticCkptError)
-        summary = traceback.format_exception_only(error)[-1].strip()
-        failure = HostFailure(
-            host=member.host,
-            message=str(error) if ours else summary,
-            is_ours=ours,
-            is_of_devices=_is_of_devices(error),
-            at_secs=time.monotonic(),
-        )
-        fields: dict[str, Any] = dataclasses.asdict(failure)
-        del fields["host"]
-        channel.send({"failure": fields})
-        sys.stdout.flush()
-        # Skips JAX's shutdown, which would wait for hosts that hang.
-        os._exit(1)
-    sys.stdout.flush()
-
-
-def _is_of_devices(error: BaseException) -> bool:
-    # JAX was imported by whatever could raise it.
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
-
-
-def _redirect_output(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
-    os.close(descriptor)
-
-
-def _die_with_supervisor() -> None:
-    supervisor = multiprocessing.parent_process()
-    assert supervisor is not None
-
-    def watch() -> None:
-        connection.wait([supervisor.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="die-with-supervisor", daemon=True).start()

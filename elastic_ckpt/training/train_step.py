@@ -69,9 +69,7 @@ def build(
       config: of the run.
       mesh: with the axes `slice` and `fsdp`.
       vocab_size: rows of the embedding.
-      microbatches: equal parts in which a device computes its rows of a batch; their
-        losses and gradients are summed before the update, so that the step is the same
-        but for the order of float32 sums.
+      microbatches: equal parts of a device's rows, computed one after the other.
     """
     optimizer = _optimizer(config)
 
@@ -85,14 +83,7 @@ def build(
         return {"params": params, "opt_state": optimizer.init(params), "step": step}
 
     summed_loss = _summed_loss(config, mesh)
-
-    def mean_loss(params: transformer.Params, batch: elastic_data.Batch) -> jax.Array:
-        total, count = summed_loss(params, batch)
-        return total / jnp.maximum(count, 1)
-
-    differentiated = jax.value_and_grad(mean_loss)
-    if microbatches > 1:
-        differentiated = _accumulated(summed_loss, microbatches, mesh)
+    differentiated = _differentiated(summed_loss, microbatches, mesh)
 
     def step(
         state: TrainState, batch: elastic_data.Batch
@@ -116,15 +107,14 @@ def build(
 
     shapes = jax.eval_shape(init)
     shardings = jax.tree.map(lambda leaf: _state_sharding(leaf.shape, mesh), shapes)
-    jitted_step = jax.jit(
-        step,
-        out_shardings=(shardings, topology.replicated(mesh)),
-        donate_argnums=0,
-    )
     return Program(
         abstract_state=jax.tree.map(_abstract, shapes, shardings),
         init=jax.jit(init, out_shardings=shardings),
-        step=jitted_step,
+        step=jax.jit(
+            step,
+            out_shardings=(shardings, topology.replicated(mesh)),
+            donate_argnums=0,
+        ),
         evaluate=jax.jit(
             lambda state, batch: summed_loss(state["params"], batch),
             out_shardings=topology.replicated(mesh),
@@ -132,10 +122,23 @@ def build(
     )
 
 
+def _differentiated(
+    summed_loss: SummedLoss, microbatches: int, mesh: Mesh
+) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, Any]]:
+    # The mean loss of a batch and its gradients.
+    def mean_loss(params: transformer.Params, batch: elastic_data.Batch) -> jax.Array:
+        total, count = summed_loss(params, batch)
+        return total / jnp.maximum(count, 1)
+
+    if microbatches == 1:
+        return jax.value_and_grad(mean_loss)
+    return _accumulated(summed_loss, microbatches, mesh)
+
+
 def _accumulated(
     summed_loss: SummedLoss, microbatches: int, mesh: Mesh
 ) -> Callable[[transformer.Params, elastic_data.Batch], tuple[jax.Array, Any]]:
-    # The mean loss of a batch and its gradients, from the sums over its parts.
+    # As `_differentiated`, from the sums over the parts of a batch.
     differentiated = jax.value_and_grad(summed_loss, has_aux=True)
 
     def accumulate(

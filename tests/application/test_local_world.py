@@ -7,10 +7,10 @@ from elastic_ckpt.data import token_blocks
 from elastic_ckpt.elastic import (
     cluster,
     decision,
+    host_process,
     member,
     multicontroller,
     processes,
-    supervisor,
 )
 
 
@@ -29,6 +29,6 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
             cluster.Assignment(number=1, work=work),
             processes.Owned(memory=None, kept=None, grace_secs=60),
             place,
-            supervisor.HostChannel(None),
+            host_process.HostChannel(None),
         )
     assert threads == [12, 4]

@@ -4,7 +4,7 @@ import pytest
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import decision, runtime
-from elastic_ckpt.elastic.supervisor import WorldLostError
+from elastic_ckpt.elastic.host_failure import WorldLostError
 
 SETTLED = 1e6
 

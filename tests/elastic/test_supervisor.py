@@ -13,7 +13,12 @@ from jax.experimental import multihost_utils
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, topology
-from elastic_ckpt.elastic import multicontroller, supervisor, termination
+from elastic_ckpt.elastic import (
+    host_failure,
+    multicontroller,
+    supervisor,
+    termination,
+)
 
 
 class RecordedEvents:
@@ -234,15 +239,15 @@ def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
 
 
 def failure(host, at_secs, **kind):
-    return supervisor.HostFailure(host=host, message="", at_secs=at_secs, **kind)
+    return host_failure.HostFailure(host=host, message="", at_secs=at_secs, **kind)
 
 
 def test_the_first_failure_is_ours_then_a_signal_then_the_earliest():
     early, late = failure(0, 1.0), failure(1, 2.0)
     killed, ours = failure(2, 3.0, is_signal=True), failure(3, 4.0, is_ours=True)
-    assert supervisor.first_failure([late, early]) == early
-    assert supervisor.first_failure([early, killed, late]) == killed
-    assert supervisor.first_failure([early, killed, ours]) == ours
+    assert host_failure.first_failure([late, early]) == early
+    assert host_failure.first_failure([early, killed, late]) == killed
+    assert host_failure.first_failure([early, killed, ours]) == ours
 
 
 SLEEPING_WORLD = """

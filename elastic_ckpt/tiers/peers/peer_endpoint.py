@@ -23,7 +23,7 @@ from elastic_ckpt.tiers.peers import bandwidth, peer_connection
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.
 RETRY_SECS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)
-# The longest of these waits for an address at which nothing listens: an agent that is
+# The longest of these waits for an address that refuses connections: an agent that is
 # started anew usually has another address.
 _MOST_REFUSED_SECS = 0.2
 # How long a peer is left alone after it has failed.

@@ -1,0 +1,91 @@
+"""The failure of a host, and which failure of several is the cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+
+from elastic_ckpt.core import errors
+
+# JAX aborts a process whose coordination service, on host 0, is gone.
+_CONSEQUENCES = (signal.SIGABRT,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostFailure:
+    """The reason why a host stopped.
+
+    Attributes:
+      host: the host's number.
+      message: the message for the user.
+      is_ours: whether it is an ElasticCkptError, whose message has a remedy.
+      is_of_devices: whether JAX raised it, for devices that failed or are gone.
+      is_signal: whether the process died by a signal.
+      is_silent: whether it ended without reporting a failure.
+      is_consequence: whether it died as hosts do when host 0 is gone.
+      at_secs: the time, on the machine's monotonic clock.
+    """
+
+    host: int
+    message: str
+    is_ours: bool = False
+    is_of_devices: bool = False
+    is_signal: bool = False
+    is_silent: bool = False
+    is_consequence: bool = False
+    at_secs: float
+
+
+def silent_death(host: int, exit_code: int) -> HostFailure:
+    """The failure of a host that ended without a report."""
+    killed = exit_code < 0
+    message = (
+        f"killed by {signal.Signals(-exit_code).name}"
+        if killed
+        else f"ended with exit code {exit_code}"
+    )
+    return HostFailure(
+        host=host,
+        message=message,
+        is_signal=killed,
+        is_silent=True,
+        is_consequence=killed and -exit_code in _CONSEQUENCES,
+        at_secs=time.monotonic(),
+    )
+
+
+def first_failure(failures: list[HostFailure]) -> HostFailure:
+    """The failure that caused the others.
+
+    An ElasticCkptError is never a consequence of another host's death, and death by a
+    signal is never a consequence of an exception. Among equals the earliest is first.
+    """
+    return min(failures, key=lambda f: (not f.is_ours, not f.is_signal, f.at_secs))
+
+
+class WorldLostError(errors.RunError):
+    """A world ended because hosts or devices were lost; another world may go on.
+
+    Attributes:
+      hosts: the hosts that died; empty if devices failed and all processes lived.
+    """
+
+    def __init__(self, message: str, *, hosts: frozenset[int]) -> None:
+        super().__init__(message)
+        self.hosts = hosts
+
+
+def lost_hosts(failures: list[HostFailure]) -> frozenset[int] | None:
+    """The hosts whose death ended a world; None if the program itself failed.
+
+    A host that JAX aborts has lost the coordination service, and is not a cause if
+    another host died otherwise.
+    """
+    silent = [failure for failure in failures if failure.is_silent]
+    causes = [failure for failure in silent if not failure.is_consequence] or silent[:1]
+    if causes:
+        return frozenset(failure.host for failure in causes)
+    if failures and all(failure.is_of_devices for failure in failures):
+        return frozenset()
+    return None

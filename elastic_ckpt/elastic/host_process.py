@@ -1,0 +1,116 @@
+"""The process of a host, and its channel to the supervisor."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection
+from typing import Any
+
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic.host_failure import HostFailure
+from elastic_ckpt.elastic.member import Member
+
+
+class HostChannel:
+    """The channel of a host to its supervisor; an `Emit` for the supervisor's events.
+
+    Args:
+      pipe: to the supervisor.
+    """
+
+    def __init__(self, pipe: connection.Connection) -> None:
+        self._pipe = pipe
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Sends an event."""
+        events.check(name, fields)
+        self.send({"event": name, "fields": fields})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message, as JSON."""
+        self._pipe.send_bytes(json.dumps(message).encode())
+
+    @property
+    def is_left(self) -> bool:
+        """Whether this host stops because the run continues in another world."""
+        return self._pipe.poll()
+
+
+# The program of a host; it joins the world as the given member.
+Program = Callable[[Member, HostChannel], None]
+
+
+def run(
+    program: Program,
+    member: Member,
+    log: str,
+    pipe: connection.Connection,
+) -> None:
+    """Runs `program` in a new process, which ends with the supervisor.
+
+    Args:
+      program: of the host.
+      member: the host.
+      log: the file for its output.
+      pipe: to the supervisor.
+    """
+    _die_with_supervisor()
+    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _redirect_output(log)
+
+    channel = HostChannel(pipe)
+    try:
+        program(member, channel)
+    except BaseException as error:
+        # The root of the process: the error is reported here or never.
+        traceback.print_exc()
+        ours = isinstance(error, errors.ElasticCkptError)
+        summary = traceback.format_exception_only(error)[-1].strip()
+        failure = HostFailure(
+            host=member.host,
+            message=str(error) if ours else summary,
+            is_ours=ours,
+            is_of_devices=_is_of_devices(error),
+            at_secs=time.monotonic(),
+        )
+        fields: dict[str, Any] = dataclasses.asdict(failure)
+        del fields["host"]
+        channel.send({"failure": fields})
+        sys.stdout.flush()
+        # Skips JAX's shutdown, which would wait for hosts that hang.
+        os._exit(1)
+    sys.stdout.flush()
+
+
+def _is_of_devices(error: BaseException) -> bool:
+    # JAX was imported by whatever could raise it.
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def _redirect_output(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
+
+
+def _die_with_supervisor() -> None:
+    supervisor = multiprocessing.parent_process()
+    assert supervisor is not None
+
+    def watch() -> None:
+        connection.wait([supervisor.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-supervisor", daemon=True).start()
