@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 import functools
 import time
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 import jax
@@ -40,12 +40,10 @@ class HostState:
     Attributes:
       data_state: the data state, the same on all hosts.
       cursors: the cursors of all logical shards that the host runs.
-      saved: those of these shards whose cursors it saves.
     """
 
     data_state: state.DataState
     cursors: cursors.Cursors
-    saved: Collection[int]
 
 
 class AwaitedDirectory(Protocol):
@@ -161,8 +159,12 @@ class HostIterator:
                 pipeline=self._identity,
             ),
             cursors=dict(self._rows.shard_cursors(shared=True)),
-            saved=self._rows.shard_cursors().keys(),
         )
+
+    def to_save(self, taken: HostState) -> HostState:
+        """The part of a state that this host saves; one host saves each cursor."""
+        own = {shard: taken.cursors[shard] for shard in self._rows.shard_cursors()}
+        return dataclasses.replace(taken, cursors=own)
 
     def set_state(self, taken: HostState) -> None:
         """Moves back to a state since the last load or change of size."""
@@ -172,10 +174,9 @@ class HostIterator:
         )
 
     def write(self, directory: epath.PathLike, taken: HostState) -> None:
-        """Writes this host's part of the state `taken` into `directory`."""
+        """Writes what `to_save` returned into `directory`."""
         if self._writes_cursors:
-            saved = {shard: taken.cursors[shard] for shard in taken.saved}
-            cursors.write(directory, saved, taken.data_state.position)
+            cursors.write(directory, taken.cursors, taken.data_state.position)
         if self._writes_state:
             state.write(directory, taken.data_state)
 
@@ -324,7 +325,7 @@ class Batches:
         """Captures the state; the awaitable writes it into Orbax's directory."""
         began = time.monotonic()
         with metrics.DATA_SAVE_BLOCK.timed():
-            taken = self._host.get_state()
+            taken = self._host.to_save(self._host.get_state())
 
         async def write() -> None:
             path = await directory.await_creation()

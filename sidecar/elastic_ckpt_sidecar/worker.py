@@ -92,9 +92,9 @@ class _HostWorker:
     def take_state(self, call: jax.Array) -> jax.Array:
         """Keeps the state after so many batches, under the ticket that `call` names."""
         content = messages.decode(call)
-        self._on(call)
+        host = self._on(call)
         ticket = content["ticket"]
-        self._taken[ticket] = self._state_after(content["batches"])
+        self._taken[ticket] = host.to_save(self._state_after(content["batches"]))
         # The state of an abandoned save is never requested.
         self._taken.pop(ticket - _SAVES_AT_ONCE, None)
         return call

@@ -169,7 +169,7 @@ def written(as_host, directory, sharding, num_hosts):
         host = host_of_twelve_shards(sharding, 24)
         own = directory / str(number)
         own.mkdir()
-        host.write(own, host.get_state())
+        host.write(own, host.to_save(host.get_state()))
         writers.append(sorted(path.name for path in own.iterdir()))
     return writers
 

@@ -53,8 +53,8 @@ def _points():
     # The same ones in colocated Python and in the training process.
     host = iterator.HostIterator
     return {
-        "before_the_state_is_taken": (host, "get_state", {"before": True}),
-        "after_the_state_is_taken": (host, "get_state", {"before": False}),
+        "before_the_state_is_taken": (host, "to_save", {"before": True}),
+        "after_the_state_is_taken": (host, "to_save", {"before": False}),
         "before_the_state_is_written": (host, "write", {"before": True}),
         "with_the_cursors_half_written": (
             os,
