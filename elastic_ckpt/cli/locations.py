@@ -124,12 +124,11 @@ def opened(
         if arguments.peer:
             from elastic_ckpt.tiers.peers import peer, peer_client, secret
 
-            client = closing.enter_context(
-                peer_client.PeerClient(
-                    secret.read(_secret_file(arguments, in_tiers)),
-                    tls_ca=arguments.tls_authority,
-                )
+            client = peer_client.PeerClient(
+                secret.read(_secret_file(arguments, in_tiers)),
+                tls_ca=arguments.tls_authority,
             )
+            closing.callback(client.close)
             locations += [peer.Peer(url, client, run) for url in arguments.peer]
         yield run, tier_locations.Locations(locations)
 

@@ -168,10 +168,13 @@ class HostIterator:
 
     def set_state(self, taken: HostState) -> None:
         """Moves back to a state since the last load or change of size."""
-        self._rows.go_to(
+        moved = self._begin(self._global_batch_size)
+        moved.go_to(
             taken.data_state.position,
             lambda shards: {shard: taken.cursors[shard] for shard in shards},
         )
+        self._rows.close()
+        self._rows = moved
 
     def write(self, directory: epath.PathLike, taken: HostState) -> None:
         """Writes what `to_save` returned into `directory`."""

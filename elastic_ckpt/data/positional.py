@@ -128,7 +128,8 @@ class PositionalData:
             prefetch_buffer_size=self.prefetch_records if self.num_threads else 0,
         )
         if self.in_place:
-            return _InPlaceBatches(self.examples(), placement, read_options)
+            in_place = _InPlaceIterator(self.examples(), placement, read_options)
+            return _HostBatches(in_place)
         elastic = grain_experimental.ElasticIterator(
             self.examples(),
             len(placement.row_hosts),
@@ -137,7 +138,7 @@ class PositionalData:
             ),
             read_options=read_options,
         )
-        return _ElasticBatches(iter(elastic))
+        return _HostBatches(iter(elastic))
 
     def _example(self, record: tuple[int, bytes]) -> Example:
         number, text = record
@@ -152,8 +153,24 @@ class PositionalData:
         return example
 
 
-class _Cursorless:
-    """Batches whose state is a position without cursors."""
+class _HostBatches:
+    """The rows of one host, from an iterator whose state is a position."""
+
+    def __init__(self, batches: grain.DatasetIterator) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Example:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            return _padding(self._first())
+        except BaseException:  # Ctrl-C too
+            # Some rows of this batch were already taken: start the batch again.
+            self._batches.set_state(self._batches.get_state())
+            raise
+
+    def position(self) -> cursors.Position:
+        return dict(self._batches.get_state())
 
     def shard_cursors(self, *, shared: bool = False) -> cursors.Cursors:
         del shared  # there are none
@@ -162,8 +179,23 @@ class _Cursorless:
     def changed(self) -> cursors.Cursors:
         return {}
 
+    def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
+        del read  # there are none
+        self._batches.set_state(position)
 
-class _InPlaceBatches(_Cursorless):
+    def close(self) -> None:
+        self._batches.close()
+
+    def _first(self) -> Example:
+        # A batch, used only for its shapes.
+        at_end = self._batches.get_state()
+        self._batches.set_state({_POSITION: 0})
+        first = next(self._batches)
+        self._batches.set_state(at_end)
+        return first
+
+
+class _InPlaceIterator(grain.DatasetIterator[Example]):
     """The examples in the rows of one host."""
 
     def __init__(
@@ -172,6 +204,7 @@ class _InPlaceBatches(_Cursorless):
         placement: rows.Placement,
         read_options: grain.ReadOptions,
     ) -> None:
+        super().__init__()
         self._examples = examples
         self._rows = np.flatnonzero(placement.row_hosts == placement.host)
         self._global_batch_size = len(placement.row_hosts)
@@ -186,24 +219,16 @@ class _InPlaceBatches(_Cursorless):
             )
             reader = mine.to_iter_dataset(self._read_options)
             self._batches = iter(reader.batch(len(self._rows)))
-        try:
-            batch = next(self._batches)
-        except BaseException:  # Ctrl-C too
-            # Some rows of this batch were already taken: start the batch again.
-            self.close()
-            raise
+        batch = next(self._batches)
         self._next_index += self._global_batch_size
         return batch
 
-    def position(self) -> cursors.Position:
+    def get_state(self) -> dict[str, Any]:
         return {_POSITION: self._next_index}
 
-    def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        del read  # there are none
-        next_index = position[_POSITION]
-        assert isinstance(next_index, int)
+    def set_state(self, state: dict[str, Any]) -> None:
         self.close()
-        self._next_index = next_index
+        self._next_index = state[_POSITION]
 
     def close(self) -> None:
         if self._batches is not None:
@@ -240,43 +265,6 @@ class _RowExamples(grain.MapDataset):
         first = self._parent[0]
         assert first is not None
         return _padding(first)
-
-
-class _ElasticBatches(_Cursorless):
-    """Grain's elastic iterator."""
-
-    def __init__(self, elastic: grain.DatasetIterator) -> None:
-        self._elastic = elastic
-        self._last: Example = {}
-
-    def __next__(self) -> Example:
-        try:
-            self._last = next(self._elastic)
-        except StopIteration:
-            return _padding(self._last or self._reread())
-        except BaseException:  # Ctrl-C too
-            # Some rows of this batch were already taken: start the batch again.
-            self._elastic.set_state(self._elastic.get_state())
-            raise
-        return self._last
-
-    def position(self) -> cursors.Position:
-        return dict(self._elastic.get_state())
-
-    def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        del read  # there are none
-        self._elastic.set_state(position)
-
-    def close(self) -> None:
-        self._elastic.close()
-
-    def _reread(self) -> Example:
-        # A batch, used only for its shapes.
-        at_end = self._elastic.get_state()
-        self._elastic.set_state({_POSITION: 0})
-        first = next(self._elastic)
-        self._elastic.set_state(at_end)
-        return first
 
 
 def _padding(example: Example) -> Example:

@@ -75,16 +75,13 @@ class Prefetched(Generic[T]):
         self._rows = rows
         self._source = _Source(rows, make)
         self._read_ahead = read_ahead
-        self._is_first = True
         background.close_with(self, self._source.close)
 
     def __next__(self) -> T:
         calls = self._source.calls
         if calls is None:
             what = next(self._source)
-            if self._is_first:
-                self._is_first = False
-                self._read_on()
+            self._read_on()
             return what
         made = calls.take()
         self._position = made.position
@@ -110,15 +107,9 @@ class Prefetched(Generic[T]):
         return {shard: self._cursors[shard] for shard in shards}
 
     def go_to(self, position: cursors.Position, read: elastic_data.ReadCursors) -> None:
-        """Moves to a position; see `HostBatches.go_to`."""
-        calls = self._source.calls
-        if calls is None:
-            self._rows.go_to(position, read)
-        else:
-            # This runs between two reads. If it fails, the batches read stay valid.
-            calls.submit(lambda: self._rows.go_to(position, read)).result()
-        self._source.stop()
-        self._is_first = True
+        """Moves to a position before the first batch; see `HostBatches.go_to`."""
+        assert not self._source.batch_bytes
+        self._rows.go_to(position, read)
 
     def close(self) -> None:
         """Stops reading ahead; waits for a read that hangs for at most 10 s."""
@@ -161,12 +152,6 @@ class _Source(Generic[T]):
 
     def start(self, depth: int) -> None:
         self.calls = background.BackgroundCalls(self._with_state, depth=depth)
-
-    def stop(self) -> None:
-        """Ends the thread, and discards rows that are not converted yet."""
-        if self.calls:
-            self.calls.close()
-        self.calls, self._unmade = None, None
 
     def close(self, *, wait: bool) -> None:
         if self.calls is None:

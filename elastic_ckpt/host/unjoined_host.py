@@ -72,9 +72,8 @@ class UnjoinedHost:
             **failure_domains.of_environment(),
             **config.peer_tier.domains,
         }
-        own = self._resources.enter_context(
-            local.LocalHost(disk, slot=slot, domains=domains, number=config.number)
-        )
+        own = local.LocalHost(disk, slot=slot, domains=domains, number=config.number)
+        self._resources.callback(own.close)
         address = None
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot == 0 and config.chosen.local is not None and not is_alone:
@@ -129,13 +128,12 @@ class HostInSlot:
         # Only now: hosts that are alive have their slots, so none of theirs is cleaned.
         self.own.clean()
         known_agents.write(disk.root, agents)
-        client = self.resources.enter_context(
-            peer_client.PeerClient(
-                secret.read(secret.path(disk.root)),
-                tls_ca=None if peers.tls is None else peers.tls.authority,
-                max_bytes_per_sec=peers.max_bytes_per_sec,
-            )
+        client = peer_client.PeerClient(
+            secret.read(secret.path(disk.root)),
+            tls_ca=None if peers.tls is None else peers.tls.authority,
+            max_bytes_per_sec=peers.max_bytes_per_sec,
         )
+        self.resources.callback(client.close)
         certificates: dict[str, str | None] = {
             each["url"]: each.get("certificate_sha256")
             for machine, each in agents.items()

@@ -208,11 +208,7 @@ def _tier_of_step(tier: str, offers: Sequence[Offer]) -> TierOfStep:
         tier=tier,
         problem=None if step.complete else step.lacking(),
         holders=tuple(sorted(each.host.id for each in offers)),
-        num_bytes=sum(
-            int(each.manifest.fragments.stored_bytes.sum())
-            + sum(file.stored_bytes for file in each.manifest.component_files)
-            for each in offers
-        ),
+        num_bytes=sum(each.manifest.stored_bytes for each in offers),
     )
 
 

@@ -228,6 +228,12 @@ class Manifest:
     fragments: Fragments
     component_files: tuple[ComponentFile, ...]
 
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all fragments and files that the host holds."""
+        of_files = sum(file.stored_bytes for file in self.component_files)
+        return int(self.fragments.stored_bytes.sum()) + of_files
+
 
 def escaped(key: str) -> str:
     """A key of a tree as a part of a leaf's path, in which `/` joins the parts."""

@@ -101,9 +101,7 @@ class StepLog:
                 "version": VERSION,
                 "attempt": attempt,
                 "start_step": start_step,
-                "hosts": world.hosts,
-                "slices": world.slices,
-                "devices": world.devices,
+                **dataclasses.asdict(world),
                 "data": data,
             }
         )

@@ -28,7 +28,9 @@ def save(root, rows, *, step=3, copies=(), **domains):
         leaves=(manifest.Leaf(path="state/w", shape=(4, 8), dtype="float32"),),
         components={},
     )
-    with local.LocalHost(disk, slot=0, domains=domains, number=0) as host:
+    with contextlib.closing(
+        local.LocalHost(disk, slot=0, domains=domains, number=0)
+    ) as host:
         writer = host.begin(step, "0", contents, num_bytes=1000)
         captured = capture.capture({"state/w": STATE["w"]}, host_memory.Pool())
         (part,) = captured.parts

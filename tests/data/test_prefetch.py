@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import background, errors
-from elastic_ckpt.data import prefetch, rows, sharded_data
+from elastic_ckpt.data import local_batches, prefetch, rows, sharded_data
 from tests import pipelines, worlds
 
 NUM_SHARDS = 12
@@ -54,7 +54,11 @@ def saved(one):
     """The whole state, through JSON."""
     state = [one.position(), sorted(one.shard_cursors().items())]
     shared = sorted(one.shard_cursors(shared=True).items())
-    return json.loads(json.dumps([*state, shared]))
+    return through_json([*state, shared])
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
 
 
 def go_to(one, state):
@@ -89,8 +93,8 @@ def test_every_state_saved_while_reading_ahead_can_be_continued_from(
     for _ in range(8):
         states.append(saved(one))
         batches.append(next_of(one))
-    other = read_ahead(host_batches(sharded(name)), batches=depth)
     for number in (7, 0, 3, 6, 1):
+        other = read_ahead(host_batches(sharded(name)), batches=depth)
         go_to(other, states[number])
         assert saved(other) == states[number]
         assert [next_of(other) for _ in batches[number:]] == batches[number:]
@@ -194,23 +198,33 @@ def test_batches_of_no_bytes_are_read_ahead_too(read_ahead):
     assert [number(next(one)) for _ in range(4)] == [0, 1, 2, 3]
 
 
-def refuse(shards):
-    raise errors.DataError(f"no cursors of {shards}")
+def local(dataset, depth, size=SIZE):
+    return local_batches.LocalBatches(
+        dataset,
+        global_batch_size=size,
+        read_ahead=prefetch.ReadAhead(batches=depth),
+    )
+
+
+def without_cursors(state):
+    """A state whose position can be read, and whose cursors are missing."""
+    fields = {key: state[key] for key in ("engine", "pipeline", "position")}
+    return {**fields, "position": {"stream_row": 120}, "cursors": {}, "version": 1}
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_going_elsewhere_in_vain_leaves_it_where_it_was(read_ahead, depth, taken):
-    plain = host_batches(sharded())
-    one = read_ahead(host_batches(sharded()), batches=depth)
+def test_going_elsewhere_in_vain_leaves_it_where_it_was(depth, taken):
+    plain, one = local(sharded(), 0), local(sharded(), depth)
     for _ in range(taken):
         assert next_of(one) == next_of(plain)
-    with pytest.raises(errors.DataError, match="no cursors of"):
-        one.go_to({"stream_row": 120}, refuse)
-    assert saved(one) == saved(plain)
+    with pytest.raises(errors.DataError, match="lacks logical shards"):
+        one.set_state(without_cursors(one.get_state()))
+    assert one.get_state() == plain.get_state()
     for _ in range(4):
         assert next_of(one) == next_of(plain)
-        assert saved(one) == saved(plain)
+        assert one.get_state() == plain.get_state()
+    one.close()
 
 
 def test_an_error_ahead_is_raised_when_its_batch_is_due_and_not_before(read_ahead):
@@ -241,32 +255,26 @@ def spoilt(shard, *, error):
 
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=type)
 @pytest.mark.parametrize("depth", [0, 1, 4])
-def test_after_a_batch_that_was_broken_off_a_saved_state_has_to_be_loaded(
-    read_ahead, depth, error
-):
+def test_after_a_batch_that_was_broken_off_a_saved_state_has_to_be_loaded(depth, error):
     data = sharded_data.sharded(
         functools.partial(spoilt, error=error),
         num_shards=NUM_SHARDS,
         pipeline="spoilt",
     )
-    one = read_ahead(host_batches(data), batches=depth)
+    one, other = local(data, depth), local(data, 0)
     states = []
     for _ in range(2):
         next(one)
-        states.append(saved(one))
+        states.append(one.get_state())
     with pytest.raises(type(error)):
         next(one)
     with pytest.raises(errors.DataError, match="in the middle of a batch; load a s"):
         next(one)
-    go_to(one, states[0])
-    assert next_of(one)[0] == next_of(host_batches_at(data, states[0]))[0]
-    assert saved(one) == states[1]
-
-
-def host_batches_at(data, state):
-    one = host_batches(data)
-    go_to(one, state)
-    return one
+    one.set_state(states[0])
+    other.set_state(states[0])
+    assert next_of(one) == next_of(other)
+    assert one.get_state() == states[1]
+    one.close()
 
 
 def test_what_is_made_of_rows_is_made_in_the_thread(read_ahead):
@@ -319,14 +327,32 @@ class Plain:
     """The engine with no reading ahead, and what was saved of it."""
 
     def __init__(self, size):
-        self.size = size
         self.host = host_batches(sharded("first_fit"), size=size)
 
     def resize(self, size):
         state = saved(self.host)
-        self.size = size
         self.host = host_batches(sharded("first_fit"), size=size)
         go_to(self.host, state)
+
+
+class Iterator:
+    """`LocalBatches` that reads ahead."""
+
+    def __init__(self, depth, size):
+        self._depth = depth
+        self.rows = local(sharded("first_fit"), depth, size)
+
+    def resize(self, size):
+        state = self.rows.get_state()
+        self.rows.close()
+        self.rows = local(sharded("first_fit"), self._depth, size)
+        self.rows.set_state(state)
+
+    def state(self):
+        """The same as `saved`."""
+        state = through_json(self.rows.get_state())
+        cursors = sorted([int(s), cursor] for s, cursor in state["cursors"].items())
+        return [state["position"], cursors, cursors]
 
 
 ACTIONS = st.one_of(
@@ -341,36 +367,26 @@ ACTIONS = st.one_of(
 @settings(max_examples=40)
 @given(st.integers(0, 4), st.lists(ACTIONS, min_size=3, max_size=12))
 def test_whatever_is_done_it_is_the_plain_engine(depth, actions):
-    def begin(size):
-        return prefetch.Prefetched(
-            host_batches(sharded("first_fit"), size=size),
-            make=dict,
-            read_ahead=prefetch.ReadAhead(batches=depth),
-        )
-
-    plain, one = Plain(SIZE), begin(SIZE)
-    states = [saved(one)]
+    plain, one = Plain(SIZE), Iterator(depth, SIZE)
+    states = [(saved(plain.host), one.rows.get_state())]
     for action, amount in actions:
         if action == "next":
             for _ in range(amount):
-                assert next_of(one) == next_of(plain.host)
+                assert next_of(one.rows) == next_of(plain.host)
         elif action == "save":
-            states.append(saved(one))
+            states.append((saved(plain.host), one.rows.get_state()))
         elif action == "go_to":
-            state = states[amount % len(states)]
-            go_to(one, state)
-            go_to(plain.host, state)
+            of_plain, of_one = states[amount % len(states)]
+            one.rows.set_state(of_one)
+            go_to(plain.host, of_plain)
         elif action == "fail":
             with pytest.raises(errors.DataError):
-                one.go_to({"stream_row": 0}, refuse)
+                one.rows.set_state(without_cursors(one.rows.get_state()))
         else:
-            state = saved(one)
-            one.close()
-            one = begin(amount)
-            go_to(one, state)
+            one.resize(amount)
             plain.resize(amount)
-        assert saved(one) == saved(plain.host)
-    one.close()
+        assert one.state() == saved(plain.host)
+    one.rows.close()
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import os
@@ -35,7 +36,9 @@ def disk(tmp_path):
 
 @pytest.fixture
 def host(disk):
-    with local.LocalHost(disk, slot=0, domains={"slice": "s0"}, number=0) as host:
+    with contextlib.closing(
+        local.LocalHost(disk, slot=0, domains={"slice": "s0"}, number=0)
+    ) as host:
         yield host
 
 
@@ -146,7 +149,9 @@ def test_the_directories_of_two_hosts_together_are_one_array(disk, host, tmp_pat
     values = random_bits("float32", 512).reshape(16, 32)
     array = {"params/w": sharded(values, "a", "b")}
     save(host, array, slot_of=lambda n: n % 2 == 0)
-    with local.LocalHost(disk, slot=1, domains={}, number=1) as other:
+    with contextlib.closing(
+        local.LocalHost(disk, slot=1, domains={}, number=1)
+    ) as other:
         save(other, array, slot_of=lambda n: n % 2 == 1)
     for slot in (0, 1):
         directory = disk.step_directory(slot, 3, "0")
@@ -304,8 +309,12 @@ def test_the_limit_counts_all_slots_and_what_they_are_about_to_write(disk, host)
     limited = ram_disk.RamDisk(disk.root, run=RUN, limit_bytes=3 * 2**20)
     contents = manifest.Contents(leaves=(), components={})
     with (
-        local.LocalHost(limited, slot=1, domains={}, number=1) as one,
-        local.LocalHost(limited, slot=2, domains={}, number=2) as two,
+        contextlib.closing(
+            local.LocalHost(limited, slot=1, domains={}, number=1)
+        ) as one,
+        contextlib.closing(
+            local.LocalHost(limited, slot=2, domains={}, number=2)
+        ) as two,
     ):
         writer = one.begin(4, "0", contents, num_bytes=2**20)
         with pytest.raises(errors.CheckpointError) as refused:
@@ -445,7 +454,9 @@ def test_cleaning_leaves_what_is_committed_or_being_written(disk, host):
     killed_host.save(host, 3)
     contents = manifest.Contents(leaves=(), components={})
     writer = host.begin(4, "0", contents, num_bytes=9)
-    with local.LocalHost(disk, slot=1, domains={}, number=1) as alive:
+    with contextlib.closing(
+        local.LocalHost(disk, slot=1, domains={}, number=1)
+    ) as alive:
         alive.begin(4, "0", contents, num_bytes=9)
         dead = local.LocalHost(disk, slot=2, domains={}, number=2)
         dead.begin(4, "0", contents, num_bytes=9)
@@ -501,7 +512,9 @@ def test_a_kill_at_any_point_loses_no_committed_step_and_leaves_no_half_one(
                     assert into == killed_host.cursors(step)
 
     check()
-    with local.LocalHost(disk, slot=0, domains={}, number=0) as host:
+    with contextlib.closing(
+        local.LocalHost(disk, slot=0, domains={}, number=0)
+    ) as host:
         host.clean()
         check()
         assert disk.steps() == steps
@@ -522,10 +535,14 @@ def test_old_steps_in_slots_of_dead_processes_go_and_those_of_live_ones_stay(
     disk, host
 ):
     state = {"w": np.arange(6.0)}
-    with local.LocalHost(disk, slot=1, domains={}, number=1) as gone:
+    with contextlib.closing(
+        local.LocalHost(disk, slot=1, domains={}, number=1)
+    ) as gone:
         for step in (1, 2, 3, 4):
             save(gone, state, step=step)
-    with local.LocalHost(disk, slot=2, domains={}, number=2) as alive:
+    with contextlib.closing(
+        local.LocalHost(disk, slot=2, domains={}, number=2)
+    ) as alive:
         save(alive, state, step=1)
         of_line = line.Line(save="0", parents=())
         host.remove_idle(of_line, before=4, preserved=[2])

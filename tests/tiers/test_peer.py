@@ -59,13 +59,15 @@ def url(root):
 @pytest.fixture
 def client():
     # No test of anything else waits for it, however busy the machine is.
-    with peer_client.PeerClient(SECRET, timeout_secs=600) as made:
+    with contextlib.closing(peer_client.PeerClient(SECRET, timeout_secs=600)) as made:
         yield made
 
 
 @pytest.fixture
 def hasty():
-    with peer_client.PeerClient(SECRET, timeout_secs=SHORT_SECS) as made:
+    with contextlib.closing(
+        peer_client.PeerClient(SECRET, timeout_secs=SHORT_SECS)
+    ) as made:
         yield made
 
 
@@ -347,7 +349,9 @@ class TestLies:
             connection.shutdown(2)
 
         with (
-            peer_client.PeerClient(SECRET, timeout_secs=600) as client,
+            contextlib.closing(
+                peer_client.PeerClient(SECRET, timeout_secs=600)
+            ) as client,
             ScriptedPeer(respond) as lying,
             pytest.raises(source.ReadError),
         ):
@@ -528,7 +532,9 @@ class TestBreaks:
 
         with (
             ScriptedPeer(respond) as busy,
-            peer_client.PeerClient(SECRET, max_connections=3) as client,
+            contextlib.closing(
+                peer_client.PeerClient(SECRET, max_connections=3)
+            ) as client,
             concurrent.futures.ThreadPoolExecutor(12) as executor,
         ):
             endpoint = client.endpoint(busy.url)
@@ -565,14 +571,16 @@ class TestSharing:
         monkeypatch.setattr(
             bandwidth.Bandwidth, "take", lambda _, n: taken.append(n) or 0
         )
-        with peer_client.PeerClient(SECRET, max_bytes_per_sec=32 * 2**16) as client:
+        with contextlib.closing(
+            peer_client.PeerClient(SECRET, max_bytes_per_sec=32 * 2**16)
+        ) as client:
             assert read(client, url) == CONTENT
         assert sum(taken) == len(CONTENT)
         assert max(taken) == 2**16
 
     def test_the_secret_may_be_another_one_later(self, root, url):
         known = iter([SECRET, "wrong", "agreed-by-the-new-world"])
-        with peer_client.PeerClient(lambda: next(known)) as client:
+        with contextlib.closing(peer_client.PeerClient(lambda: next(known))) as client:
             assert read(client, url) == CONTENT
             with pytest.raises(
                 source.ReadError, match="does not take the run's secret"
@@ -667,7 +675,7 @@ class TestTls:
 
     @staticmethod
     def content(address, ca, certificate_sha256=None):
-        with peer_client.PeerClient(SECRET, tls_ca=ca) as client:
+        with contextlib.closing(peer_client.PeerClient(SECRET, tls_ca=ca)) as client:
             endpoint = client.endpoint(
                 address.url, certificate_sha256=certificate_sha256
             )
@@ -725,7 +733,9 @@ class TestTls:
     def test_a_run_with_tls_tells_nothing_to_a_peer_without(self, authority):
         with (
             ScriptedPeer(lambda *_: None) as plain,
-            peer_client.PeerClient(SECRET, tls_ca=authority / "ca.pem") as client,
+            contextlib.closing(
+                peer_client.PeerClient(SECRET, tls_ca=authority / "ca.pem")
+            ) as client,
         ):
             with pytest.raises(source.ReadError, match="does not encrypt"):
                 read(client, plain.url)
@@ -735,7 +745,7 @@ class TestTls:
         with serve("ca-127.0.0.1") as address:
             plain = address.url.replace("https", "http")
             with (
-                peer_client.PeerClient(SECRET) as client,
+                contextlib.closing(peer_client.PeerClient(SECRET)) as client,
                 pytest.raises(source.ReadError),
             ):
                 read(client, plain)

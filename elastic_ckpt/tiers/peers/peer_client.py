@@ -14,8 +14,6 @@ from elastic_ckpt.tiers.peers import bandwidth, peer_endpoint
 class PeerClient:
     """Reads from the agents of other machines; one a process, for any thread.
 
-    As the subject of a `with` statement it is closed at its end.
-
     Args:
       secret: the run's, or a function that returns the current one.
       tls_ca: a PEM file with the authority that signs the agents' certificates; with
@@ -90,9 +88,3 @@ class PeerClient:
             made.check_hostname = check_hostname
             self._contexts[check_hostname] = made
         return self._contexts[check_hostname]
-
-    def __enter__(self) -> PeerClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

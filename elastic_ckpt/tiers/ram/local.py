@@ -70,12 +70,6 @@ class LocalHost:
         self._held = contextlib.ExitStack()
         self._held.enter_context(self._locked(slot))
 
-    def __enter__(self) -> LocalHost:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Frees the slot; what is in it stays."""
         self._held.close()
@@ -289,10 +283,8 @@ class LocalHost:
         # Reserved before it is measured: two processes that start together and do not
         # both fit cannot both find room.
         directory = self.disk.step_directory(self.slot, manifest.step, manifest.save)
-        held = int(manifest.fragments.stored_bytes.sum())
-        held += sum(file.stored_bytes for file in manifest.component_files)
         try:
-            reserved = str(held + num_bytes).encode()
+            reserved = str(manifest.stored_bytes + num_bytes).encode()
             storage.write_atomic(directory / ram_disk.RESERVED, reserved)
             free = self.disk.free_bytes()
         except OSError:
