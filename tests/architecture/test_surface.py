@@ -10,7 +10,12 @@ from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import events, metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
-PUBLIC = ["elastic_ckpt", "elastic_ckpt.data", "elastic_ckpt_sidecar"]
+PUBLIC = [
+    "elastic_ckpt",
+    "elastic_ckpt.data",
+    "elastic_ckpt.elastic",
+    "elastic_ckpt_sidecar",
+]
 
 
 def test_public_names(golden):
