@@ -111,6 +111,20 @@ class Progress:
             )
             self._begin(f"starting world {event['world']}")
 
+    def _on_world_joined(self, **event: Any) -> None:
+        pass
+
+    def _on_recovered(self, **event: Any) -> None:
+        phases = ", ".join(
+            f"{name.removesuffix('_secs')} {secs:.1f}"
+            for name, secs in event.items()
+            if name.endswith("_secs") and secs >= 0.05
+        )
+        self._line(
+            f"went on after {event['secs']:.1f} s ({phases});"
+            f" {_count(event['steps_lost'], 'step')} to train again"
+        )
+
     def _on_world_left(self, **event: Any) -> None:
         self._line(f"left after step {event['step']}, for other slices")
 

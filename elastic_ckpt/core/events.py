@@ -14,7 +14,20 @@ from elastic_ckpt.core import storage
 # `events.jsonl`, so a golden file in the tests freezes them.
 NAMES: dict[str, tuple[str, ...]] = {
     "world_started": ("world", "slices", "spares"),
+    "world_joined": ("world",),
     "world_left": ("step",),
+    "recovered": (
+        "world",
+        "steps_lost",
+        "secs",
+        "end_secs",
+        "decide_secs",
+        "start_secs",
+        "prepare_secs",
+        "restore_secs",
+        "compile_secs",
+        "step_secs",
+    ),
     "slice_lost": ("slice", "why"),
     "slice_returned": ("slice",),
     "waiting_for_slices": ("why", "within_secs"),

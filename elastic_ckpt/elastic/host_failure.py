@@ -69,11 +69,13 @@ class WorldLostError(errors.RunError):
 
     Attributes:
       hosts: the hosts that died; empty if devices failed and all processes lived.
+      at_secs: the time of the first failure, on the machine's monotonic clock.
     """
 
-    def __init__(self, message: str, *, hosts: frozenset[int]) -> None:
+    def __init__(self, message: str, *, hosts: frozenset[int], at_secs: float) -> None:
         super().__init__(message)
         self.hosts = hosts
+        self.at_secs = at_secs
 
 
 def lost_hosts(failures: list[HostFailure]) -> frozenset[int] | None:

@@ -265,6 +265,8 @@ def run_host(
             grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
         )
         is_leaving = stack.enter_context(agreed)
+        emit = channel if member.host == 0 else events.nobody
+        emit("world_joined", world=assignment.number)
         train(
             World(
                 number=assignment.number,
@@ -276,7 +278,7 @@ def run_host(
                 rows=assignment.work.rows,
                 microbatches=assignment.work.accumulated,
                 kept=owned.kept,
-                emit=channel if member.host == 0 else events.nobody,
+                emit=emit,
                 is_leaving=is_leaving,
                 is_left=lambda: channel.is_left,
             )

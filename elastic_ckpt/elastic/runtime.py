@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ from elastic_ckpt.elastic.decision import (
     decide,
 )
 from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.timeline import Timeline
 
 
 def run(
@@ -54,7 +56,8 @@ def run(
       StoppedError: if the run was asked to end and did not within its time.
     """
     policy = policy or Policy()
-    retries = _Retries(policy.max_retries, emit)
+    timeline = Timeline(emit)
+    retries = _Retries(policy.max_retries, timeline)
     decided = functools.partial(
         decide,
         policy=policy,
@@ -63,31 +66,45 @@ def run(
     )
     current: frozenset[int] = frozenset()
     for number in itertools.count(1):
-        chosen = _await_slices(cluster, current, decided, emit)
+        chosen = _await_slices(cluster, current, decided, timeline)
         current = frozenset(chosen.slices)
-        emit(
-            "world_started",
-            world=number,
-            slices=list(chosen.slices),
-            spares=list(chosen.spares),
-        )
-
-        def has_changed(chosen: Train = chosen) -> bool:
-            now = decided(cluster.slices(frozenset(chosen.slices)))
-            return isinstance(now, Train) and now.slices != chosen.slices
-
+        slices, spares = list(chosen.slices), list(chosen.spares)
+        timeline("world_started", world=number, slices=slices, spares=spares)
+        change = _Change(cluster, chosen, decided)
         try:
             is_over = cluster.run_world(
                 train,
                 Assignment(number=number, work=chosen),
                 emit=retries,
-                has_changed=has_changed,
+                has_changed=change,
             )
         except WorldLostError as error:
+            timeline.begin(since_secs=error.at_secs)
             retries.note(error)
         else:
             if is_over:
                 return
+            timeline.begin(since_secs=change.since_secs)
+
+
+class _Change:
+    """Returns whether a run should continue on other slices than those of its world."""
+
+    def __init__(
+        self, cluster: Cluster, chosen: Train, decided: Callable[..., Decision]
+    ) -> None:
+        self._cluster = cluster
+        self._slices = chosen.slices
+        self._decided = decided
+        # Since when it should, by the monotonic clock.
+        self.since_secs = math.inf
+
+    def __call__(self) -> bool:
+        now = self._decided(self._cluster.slices(frozenset(self._slices)))
+        has_changed = isinstance(now, Train) and now.slices != self._slices
+        if has_changed:
+            self.since_secs = min(self.since_secs, time.monotonic())
+        return has_changed
 
 
 def _await_slices(

@@ -75,7 +75,7 @@ class HostProcesses:
         self._processes: list[process.BaseProcess] = []
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
-        self._is_running = False  # whether a host has reported anything
+        self._is_running = False  # whether a host has reported more than joining
         # The time limit for hosts to end, or to report their failures after the first.
         self._deadline_secs: float | None = None
 
@@ -102,7 +102,11 @@ class HostProcesses:
                 self._emit("host_lost", host=failure.host, why=failure.message)
             lost = host_failure.lost_hosts(self._failures)
             if lost is not None:
-                raise host_failure.WorldLostError(self._describe(failure), hosts=lost)
+                raise host_failure.WorldLostError(
+                    self._describe(failure),
+                    hosts=lost,
+                    at_secs=min(each.at_secs for each in self._failures),
+                )
             raise errors.RunError(self._describe(failure))
         if self._channels:
             raise errors.StoppedError(self._describe_stop())
@@ -176,7 +180,8 @@ class HostProcesses:
         if "failure" in message:
             self._fail(HostFailure(host=host, **message["failure"]))
         else:
-            self._is_running = True
+            # A world that has only joined has nothing to save.
+            self._is_running |= message["event"] != "world_joined"
             self._emit(message["event"], **message["fields"])
 
     def _fail(self, failure: HostFailure) -> None:

@@ -1,5 +1,7 @@
 """The loop of an elastic run, over a cluster whose slices come and go by a script."""
 
+import time
+
 import pytest
 
 from elastic_ckpt.core import errors
@@ -55,7 +57,9 @@ def loses(*numbers, returned_secs=None, step=None):
             del cluster.present[number]
             if returned_secs is not None:
                 cluster.present[number] = returned_secs
-        raise WorldLostError(f"the loss of {numbers}", hosts=frozenset(numbers))
+        lost = frozenset(numbers)
+        at_secs = time.monotonic()
+        raise WorldLostError(f"the loss of {numbers}", hosts=lost, at_secs=at_secs)
 
     return world
 

@@ -1,0 +1,66 @@
+"""The seconds of a change are divided among its phases."""
+
+import pytest
+
+from elastic_ckpt.elastic import timeline
+
+
+class Clock:
+    def __init__(self):
+        self.secs = 100.0
+
+    def __call__(self):
+        return self.secs
+
+
+STARTED = {"run": "r", "hosts": 3, "slices": 3, "devices": 6, "steps": 40}
+STEP = {"steps": 40, "loss": 1.0, "secs": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("program", "secs"), [("compiled", 2.0), ("executable_loaded", 0.25)]
+)
+def test_each_phase_has_its_seconds(program, secs):
+    clock, emitted = Clock(), []
+
+    def emit(name, **fields):
+        emitted.append((name, fields))
+
+    line = timeline.Timeline(emit, clock=clock)
+    line("world_started", world=1, slices=[0, 1, 2, 3], spares=[])
+    line("step", step=12, **STEP)
+    line.begin(since_secs=99.5)
+    for passed, name, fields in (
+        (0.125, "world_started", {"world": 2, "slices": [0, 2, 3], "spares": []}),
+        (1.0, "world_joined", {"world": 2}),
+        (0.5, "run_started", {"start_step": 10, **STARTED}),
+        (0.25, "restored_from", {}),
+        (secs, program, {"step": 11, "secs": secs}),
+        (0.0625, "step", {"step": 11, **STEP}),
+    ):
+        clock.secs += passed
+        line(name, **fields)
+    line("step", step=12, **STEP)
+    (recovered,) = [fields for name, fields in emitted if name == "recovered"]
+    assert recovered == {
+        "world": 2,
+        "steps_lost": 2,
+        "secs": 0.5 + 0.125 + 1.0 + 0.5 + 0.25 + secs + 0.0625,
+        "end_secs": 0.5,
+        "decide_secs": 0.125,
+        "start_secs": 1.0,
+        "prepare_secs": 0.5,
+        "restore_secs": 0.25,
+        "compile_secs": secs,
+        "step_secs": 0.0625,
+    }
+    # The event comes at once, before the next step.
+    assert [name for name, _ in emitted][-2:] == ["recovered", "step"]
+
+
+def test_a_first_world_recovers_from_nothing():
+    emitted = []
+    line = timeline.Timeline(lambda name, **_: emitted.append(name))
+    line("world_started", world=1, slices=[0], spares=[])
+    line("step", step=1, **STEP)
+    assert emitted == ["world_started", "step"]
