@@ -136,11 +136,14 @@ class Processes:
         """See `Cluster`; runs in the main thread."""
         slices = assignment.work.slices
         self._lost -= set(slices)
+        has_left = False
 
         def receive(name: str, **fields: storage.Json) -> None:
-            if name == "run_stopped" and hosts.is_left:
-                name, fields = "world_left", {"step": fields["step"]}
-            emit(name, **fields)
+            nonlocal has_left
+            has_left |= name == "world_left"
+            # Hosts that leave report both, and one of them is the reason.
+            if name != ("run_stopped" if hosts.is_left else "world_left"):
+                emit(name, **fields)
             if name == "step":
                 self._step = int(str(fields["step"]))
 
@@ -165,7 +168,8 @@ class Processes:
             for number in sorted(lost):
                 self._lose(number, why=str(error).partition("\n")[0])
             raise
-        return not hosts.is_left
+        # The training may have ended before the hosts could leave.
+        return not (has_left and hosts.is_left)
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
@@ -251,12 +255,7 @@ def run_host(
 
     # All hosts are on this machine; its cores are shared.
     os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(member.num_hosts)
-    simulated = max(1, hardware.slices // hardware.hosts)
-    slices = tuple(
-        number * simulated + part
-        for number in assignment.work.slices
-        for part in range(simulated)
-    )
+    slices = _simulated(assignment.work.slices, hardware)
     number = slices[member.host * len(slices) // member.num_hosts]
     multicontroller.configure(hardware)
     with contextlib.ExitStack() as stack:
@@ -267,6 +266,13 @@ def run_host(
         is_leaving = stack.enter_context(agreed)
         emit = channel if member.host == 0 else events.nobody
         emit("world_joined", world=assignment.number)
+        left: list[int] = []
+
+        def leave(step: int) -> bool:
+            if is_leaving(step):
+                left.append(step)
+            return bool(left)
+
         train(
             World(
                 number=assignment.number,
@@ -279,10 +285,18 @@ def run_host(
                 microbatches=assignment.work.accumulated,
                 kept=owned.kept,
                 emit=emit,
-                is_leaving=is_leaving,
+                is_leaving=leave,
                 is_left=lambda: channel.is_left,
             )
         )
+        if left:
+            emit("world_left", step=left[-1])
+
+
+def _simulated(slices: Sequence[int], hardware: schema.WorldSection) -> tuple[int, ...]:
+    # A host may be several slices of the mesh.
+    parts = max(1, hardware.slices // hardware.hosts)
+    return tuple(number * parts + part for number in slices for part in range(parts))
 
 
 def _nothing() -> None:
