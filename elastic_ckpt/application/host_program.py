@@ -17,7 +17,7 @@ from elastic_ckpt.application import journal, listeners
 from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, topology
-from elastic_ckpt.elastic import termination
+from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import World
 
 
@@ -35,6 +35,7 @@ def train(config: schema.Config, world: World) -> bool:
     emit = world.emit if topology.is_primary() else events.nobody
     config = _at(config, world)
     with listeners.started(config):
+        world.begin("prepare")
         job = assemble(
             config,
             world.topology,
@@ -49,8 +50,15 @@ def train(config: schema.Config, world: World) -> bool:
             start_step=job.start_step,
             steps=config.run.steps,
         )
+        world.begin("restore")
         state = job.restore_or_init()
-        ended = job.run(state, compiled=world.compiled, is_stopping=world.is_leaving)
+        ended = job.run(
+            state,
+            compiled=world.compiled,
+            begin=world.begin,
+            is_stopping=world.is_leaving,
+        )
+        world.begin(watch.CLOSE)
         job.close()
         if ended.is_stopped:
             emit("run_stopped", step=ended.step, saved=job.checkpointer is not None)

@@ -82,6 +82,7 @@ class Job:
         state: train_step.TrainState,
         *,
         compiled: loop.Compile | None = None,
+        begin: Callable[[str], None] = lambda _: None,
         is_stopping: Callable[[int], bool] = lambda _: False,
     ) -> loop.Ended:
         """Trains from `state` to the last step, or until asked to stop.
@@ -89,6 +90,7 @@ class Job:
         Args:
           state: from `restore_or_init`; its buffers are donated.
           compiled: compiles the step; by default anew in each world.
+          begin: called with the name of each phase that begins.
           is_stopping: called after each step; whether to save and end there, the same
             on all hosts.
         """
@@ -104,6 +106,7 @@ class Job:
             emit=self.emit,
             compiled=compiled
             or executables.Executables(kept=None, emit=self.emit).compiled,
+            begin=begin,
             barrier=functools.partial(
                 allgather.of_this_world().gather,
                 "compiled",

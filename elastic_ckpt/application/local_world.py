@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from elastic_ckpt.application import listeners, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import faults, processes, runtime, supervisor, termination
+from elastic_ckpt.elastic import (
+    faults,
+    processes,
+    runtime,
+    supervisor,
+    termination,
+    watch,
+)
 from elastic_ckpt.elastic.decision import Batch, Policy, Work
 from elastic_ckpt.elastic.world import World
 
@@ -100,6 +107,12 @@ def run(
             memory=_memory(config) if is_elastic else None,
             injected=faults.parse(section.faults),
             grace_secs=termination.grace_secs(config.deploy),
+            limits=watch.Limits(
+                most_secs=section.elastic_hang_timeout_seconds,
+                heartbeat_secs=section.elastic_heartbeat_timeout_seconds,
+            )
+            if is_elastic
+            else None,
             emit=emit,
         )
     ) as cluster:

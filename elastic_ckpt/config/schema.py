@@ -242,6 +242,17 @@ class ElasticSection:
         "How long a slice has to be back before the run continues on it.",
         at_least=0,
     )
+    elastic_hang_timeout_seconds: float = key(
+        600.0,
+        "The longest that hosts may take without a step; a shorter limit for each phase"
+        " is learned from the run.",
+        at_least=1,
+    )
+    elastic_heartbeat_timeout_seconds: float = key(
+        30.0,
+        "A host that sends no heartbeat for so long, stopped or frozen, is lost.",
+        at_least=2,
+    )
     faults: str = key(
         "",
         "Faults to inject, for tests and demonstrations, such as [{kill_slice: 1,"

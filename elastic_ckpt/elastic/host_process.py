@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -16,8 +18,13 @@ from multiprocessing import connection
 from typing import Any
 
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic import watch
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
+
+# Between two heartbeats, and at least between two reports of the same phase.
+_HEARTBEAT_SECS = 1.0
+_PHASE_SECS = 0.2
 
 
 class HostChannel:
@@ -29,6 +36,9 @@ class HostChannel:
 
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
+        self._lock = threading.Lock()
+        self._phase = watch.TRAIN
+        self._phase_secs = 0.0
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Sends an event."""
@@ -36,8 +46,17 @@ class HostChannel:
         self.send({"event": name, "fields": fields})
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message, as JSON."""
-        self._pipe.send_bytes(json.dumps(message).encode())
+        """Sends a message, as JSON; from any thread."""
+        with self._lock:
+            self._pipe.send_bytes(json.dumps(message).encode())
+
+    def begin(self, phase: str | None = None) -> None:
+        """Reports that the program begins a phase; None begins the same once more."""
+        phase = phase or self._phase
+        now_secs = time.monotonic()
+        if phase != self._phase or now_secs - self._phase_secs > _PHASE_SECS:
+            self._phase, self._phase_secs = phase, now_secs
+            self.send({"phase": phase})
 
     @property
     def is_left(self) -> bool:
@@ -69,6 +88,11 @@ def run(
     _redirect_output(log)
 
     channel = HostChannel(pipe)
+    # The supervisor asks for the stacks of hosts that hang.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(
+        target=_send_heartbeats, args=(channel,), name="heartbeats", daemon=True
+    ).start()
     try:
         program(member, channel)
     except BaseException as error:
@@ -90,6 +114,14 @@ def run(
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
     sys.stdout.flush()
+
+
+def _send_heartbeats(channel: HostChannel) -> None:
+    # The supervisor's end is closed when it is about to kill this process.
+    with contextlib.suppress(OSError):
+        while True:
+            channel.send({"heartbeat": True})
+            time.sleep(_HEARTBEAT_SECS)
 
 
 def _is_of_devices(error: BaseException) -> bool:

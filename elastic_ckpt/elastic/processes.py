@@ -24,6 +24,7 @@ from elastic_ckpt.elastic import (
     host_process,
     kept_executables,
     supervisor,
+    watch,
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.decision import Slices
@@ -82,6 +83,7 @@ class Processes:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       injected: faults, by their steps.
       grace_secs: the time limit for hosts to save and end after SIGTERM.
+      limits: how long hosts may hang; None does not look.
       emit: called when a slice is lost or comes back.
     """
 
@@ -93,6 +95,7 @@ class Processes:
         memory: SliceMemory | None = None,
         injected: Sequence[faults.Fault] = (),
         grace_secs: float = 60,
+        limits: watch.Limits | None = None,
         emit: events.Emit = events.nobody,
     ) -> None:
         self._hardware = hardware
@@ -101,6 +104,7 @@ class Processes:
         self._log_directory = log_directory
         self._faults = list(injected)
         self._emit = emit
+        self._limits = limits
         self._resources = contextlib.ExitStack()
         kept = self._resources.enter_context(kept_executables.kept())
         self._owned = Owned(memory=memory, kept=kept, grace_secs=grace_secs)
@@ -147,7 +151,7 @@ class Processes:
             if name == "step":
                 self._step = int(str(fields["step"]))
 
-        def watch(running: supervisor.HostProcesses) -> None:
+        def look(running: supervisor.HostProcesses) -> None:
             self._inject(running, slices)
             if has_changed():
                 running.leave()
@@ -159,7 +163,8 @@ class Processes:
             log_directory=storage.make_unique_directory(self._log_directory),
             emit=receive,
             grace_secs=self._owned.grace_secs,
-            watch=watch,
+            limits=self._limits,
+            watch=look,
         )
         try:
             hosts.run()
@@ -258,17 +263,17 @@ def run_host(
     slices = _simulated(assignment.work.slices, hardware)
     number = slices[member.host * len(slices) // member.num_hosts]
     multicontroller.configure(hardware)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(multicontroller.joined(member))
-        agreed = termination.agreed(
-            grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
-        )
-        is_leaving = stack.enter_context(agreed)
+    agreed = termination.agreed(
+        grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
+    )
+    with multicontroller.joined(member), agreed as is_leaving:
         emit = channel if member.host == 0 else events.nobody
         emit("world_joined", world=assignment.number)
+        channel.begin()
         left: list[int] = []
 
         def leave(step: int) -> bool:
+            channel.begin()
             if is_leaving(step):
                 left.append(step)
             return bool(left)
@@ -287,6 +292,7 @@ def run_host(
                 emit=emit,
                 is_leaving=leave,
                 is_left=lambda: channel.is_left,
+                begin=channel.begin,
             )
         )
         if left:

@@ -24,6 +24,7 @@ from multiprocessing import connection, forkserver, process
 
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import host_failure, host_process, termination
+from elastic_ckpt.elastic import watch as hang_watch
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
 
@@ -31,6 +32,8 @@ from elastic_ckpt.elastic.member import Member
 _GRACE_SECS = 0.5
 # The longest time between two calls of `watch`.
 _WATCH_SECS = 0.1
+# How long hosts that hang have to write their stacks.
+_STACKS_SECS = 0.5
 # The message to hosts that leave so that the run continues in another world.
 _LEAVE = b"leave"
 _SHOWN_LOG_LINES = 15
@@ -46,6 +49,7 @@ class HostProcesses:
       emit: called for the events of every host, and for `host_lost` and
         `stop_requested`.
       grace_secs: the time limit for hosts to save and end after SIGTERM.
+      limits: how long hosts may hang; None does not look.
       watch: called between events, every 0.1 s at least, in the thread of `run`.
 
     Attributes:
@@ -60,8 +64,12 @@ class HostProcesses:
         log_directory: str | os.PathLike[str],
         emit: events.Emit,
         grace_secs: float = 60,
+        limits: hang_watch.Limits | None = None,
         watch: Callable[[HostProcesses], None] | None = None,
     ) -> None:
+        self._hangs = hang_watch.Watch(
+            limits or hang_watch.UNLIMITED, num_hosts, now_secs=time.monotonic()
+        )
         self.is_left = False
         self._on_watch = watch
         self._program = program
@@ -155,8 +163,9 @@ class HostProcesses:
                 wait_secs = self._deadline_secs - time.monotonic()
                 if wait_secs <= 0:
                     return
-            elif self._on_watch is not None:
-                self._on_watch(self)
+            else:
+                if self._on_watch is not None:
+                    self._on_watch(self)
                 wait_secs = _WATCH_SECS
             channels = [*self._channels, notice.fileno()]
             for ready in connection.wait(channels, wait_secs):
@@ -164,6 +173,9 @@ class HostProcesses:
                     self._receive(ready)
                 elif notice.received():
                     self._stop()
+            # Only now: messages may have waited while this process was busy.
+            if self._deadline_secs is None:
+                self._find_hang()
 
     def _receive(self, channel: connection.Connection) -> None:
         host = self._channels[channel]
@@ -172,12 +184,18 @@ class HostProcesses:
         except (EOFError, OSError):
             # The host has ended, without a message or in the middle of one.
             del self._channels[channel]
+            self._hangs.end(host)
             child = self._processes[host]
             child.join()
             if child.exitcode and all(f.host != host for f in self._failures):
                 self._fail(host_failure.silent_death(host, child.exitcode))
             return
-        if "failure" in message:
+        now_secs = time.monotonic()
+        if "heartbeat" in message:
+            self._hangs.heartbeat(host, now_secs=now_secs)
+        elif "phase" in message:
+            self._hangs.begin(host, message["phase"], now_secs=now_secs)
+        elif "failure" in message:
             self._fail(HostFailure(host=host, **message["failure"]))
         else:
             # A world that has only joined has nothing to save.
@@ -191,6 +209,28 @@ class HostProcesses:
             # Nothing else has caused it; the other hosts hang, or will.
             self._deadline_secs = time.monotonic()
         self._failures.append(failure)
+
+    def _find_hang(self) -> None:
+        now_secs = time.monotonic()
+        hang = self._hangs.hang(now_secs=now_secs)
+        if hang is None:
+            return
+        alive = range(self._num_hosts)
+        self.send_signal(alive, signal.SIGUSR1)
+        self.send_signal(alive, signal.SIGCONT)
+        time.sleep(_STACKS_SECS)
+        message = f"{hang.why}; the stacks of all hosts are in their logs"
+        for host in hang.hosts or [0]:
+            self._fail(
+                HostFailure(
+                    host=host,
+                    message=message,
+                    is_signal=bool(hang.hosts),
+                    is_silent=bool(hang.hosts),
+                    is_of_devices=not hang.hosts,
+                    at_secs=now_secs,
+                )
+            )
 
     def _stop(self) -> None:
         if not self._is_running:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.core import events
+from elastic_ckpt.elastic import watch
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -38,6 +39,8 @@ class World:
         returns whether to save and return now, the same on all hosts.
       is_left: called when the training ends; whether the run continues in another
         world, so that backups are left to that world.
+      begin: called with the name of a phase that begins (`restore`, `step`,
+        `evaluate`), or begins once more, so that a hang in it is found sooner.
     """
 
     number: int
@@ -50,6 +53,7 @@ class World:
     emit: events.Emit = events.nobody
     is_leaving: Callable[[int], bool] = lambda _: False
     is_left: Callable[[], bool] = lambda: False
+    begin: Callable[[str], None] = lambda _: None
 
     def compiled(
         self, jitted: Any, *arguments: Any, step: int = 0
@@ -64,7 +68,10 @@ class World:
         from elastic_ckpt.elastic import executables
 
         keeper = executables.Executables(kept=self.kept, emit=self.emit)
-        return keeper.compiled(jitted, *arguments, step=step)
+        self.begin("compile")
+        compiled = keeper.compiled(jitted, *arguments, step=step)
+        self.begin(watch.TRAIN)
+        return compiled
 
     @property
     def topology(self) -> Topology:

@@ -68,6 +68,7 @@ class Loop:
       emit: called for each step, and before and after compiling.
       compiled: compiles the step for its arguments, given the number of the step; emits
         the events.
+      begin: called with the name of each phase that begins: `step`, `evaluate`, `save`.
       barrier: returns when all hosts have called it. It is called after
         compiling, because a collective on CPU fails if a host is more than 30 s late.
       is_stopping: called after each step; returns whether to save and end now, the same
@@ -82,6 +83,7 @@ class Loop:
     evaluation: evaluation.Evaluation | None
     emit: events.Emit
     compiled: Compile
+    begin: Callable[[str], None] = lambda _: None
     barrier: Callable[[], object] = lambda: None
     is_stopping: Callable[[int], bool] = lambda _: False
 
@@ -98,6 +100,7 @@ class Loop:
         stopping = False
         step = self.program.step
         while done < steps and not stopping:
+            self.begin("step")
             is_new_shape = done == start_step
             if self.sizes.at(done) != self.sizes.at(max(done - 1, start_step)):
                 self.batches.resize(self.sizes.at(done))
@@ -115,11 +118,13 @@ class Loop:
             done += 1
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
+                self.begin("evaluate")
                 self.evaluation.run(done, state)
             stopping = done < steps and self.is_stopping(done)
             last = done == steps
             if self.saver and (stopping or self.saver.is_due(done, last=last)):
                 recorder.catch_up()
+                self.begin("save")
                 self.saver.save(done, state, last=last or stopping)
                 saved = done
         recorder.catch_up()

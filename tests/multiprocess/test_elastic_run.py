@@ -98,6 +98,25 @@ def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
     assert "PASSED" in runs.verb("audit", run)
 
 
+@pytest.mark.slow(minutes=0.8)
+def test_a_host_that_is_stopped_is_found_and_its_slice_left_out(tmp_path, corpus, ram):
+    faults = [{"hang_host": 2, "at_step": 5}]
+    settings = {"slices": 4, "faults": faults, "elastic_settle_seconds": 3600}
+    config = configured(
+        tmp_path, corpus, ram, elastic_heartbeat_timeout_seconds=10, **settings
+    )
+    run = trained(config)
+    assert worlds(run) == [[0, 1, 2, 3], [0, 1, 3]]
+    (lost,) = runs.events(run, "slice_lost")
+    assert lost["slice"] == 2
+    assert "no heartbeat for" in lost["why"]
+    assert "PASSED" in runs.verb("audit", run)
+    # The log of each host has the stacks of its threads.
+    logs = sorted((run / "logs").iterdir())[0]
+    for host in range(4):
+        assert "Thread 0x" in (logs / f"host-{host}.log").read_text()
+
+
 @pytest.mark.slow(minutes=0.3)
 def test_a_run_that_is_not_elastic_ends_with_its_first_host(tmp_path, corpus, ram):
     faults = [{"kill_host": 1, "at_step": 3}]

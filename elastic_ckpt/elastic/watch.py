@@ -1,0 +1,134 @@
+"""Finds hosts that hang although their processes live.
+
+Each host sends a heartbeat from a thread, and a note when its program begins a phase or
+a step. A host whose heartbeats stop is stopped, frozen or out of memory. If heartbeats
+go on and no host begins anything new, the world hangs in a phase: in a collective, a
+restore, a compilation. Then the host that is behind the others is the culprit, if there
+is one.
+
+A phase may take `_PATIENCE` times the longest that the run has seen, at least
+`_LEAST_SECS`, and at most a bound that is configured; a phase that is not known yet may
+take as long as that bound. A training function that names no phases is in `TRAIN`,
+which may be anything, so nothing is learned from it. In `CLOSE` hosts wait for uploads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+_PATIENCE = 10
+_LEAST_SECS = 30.0
+TRAIN = "train"
+CLOSE = "close"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hang:
+    """Hosts that hang.
+
+    Attributes:
+      hosts: the culprits; empty if all hosts are equally far.
+      why: what is missing, since when.
+    """
+
+    hosts: frozenset[int]
+    why: str
+
+
+@dataclasses.dataclass(kw_only=True)
+class Limits:
+    """How long phases may take; learned by all worlds of a run.
+
+    Attributes:
+      most_secs: the bound for each phase.
+      heartbeat_secs: the longest time without a heartbeat.
+      longest_secs: of each phase that has ended, the longest.
+    """
+
+    most_secs: float
+    heartbeat_secs: float
+    longest_secs: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def learn(self, phase: str, secs: float) -> None:
+        """Notes how long a phase took."""
+        self.longest_secs[phase] = max(secs, self.longest_secs.get(phase, 0.0))
+
+    def of(self, phase: str) -> float:
+        """How long a phase may take, in seconds."""
+        if phase == CLOSE:
+            return math.inf
+        longest_secs = self.longest_secs.get(phase)
+        if math.isinf(self.most_secs) or longest_secs is None or phase == TRAIN:
+            return self.most_secs
+        return min(self.most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
+
+
+UNLIMITED = Limits(most_secs=math.inf, heartbeat_secs=math.inf)
+
+
+class Watch:
+    """Watches the hosts of one world.
+
+    Args:
+      limits: of the run.
+      hosts: how many there are.
+      now_secs: the time, on any clock that does not go back.
+    """
+
+    def __init__(self, limits: Limits, hosts: int, *, now_secs: float) -> None:
+        self._limits = limits
+        # By host: its last heartbeat, and its phase, how many it began, and when.
+        self._heartbeat_secs: dict[int, float] = {}
+        self._phases = dict.fromkeys(range(hosts), "start")
+        self._counts = dict.fromkeys(range(hosts), 0)
+        self._since_secs = dict.fromkeys(range(hosts), now_secs)
+
+    def heartbeat(self, host: int, *, now_secs: float) -> None:
+        """Notes a heartbeat."""
+        self._heartbeat_secs[host] = now_secs
+
+    def begin(self, host: int, phase: str, *, now_secs: float) -> None:
+        """Notes that a host begins a phase, or the same phase once more."""
+        self._limits.learn(self._phases[host], now_secs - self._since_secs[host])
+        self._phases[host] = phase
+        self._counts[host] += 1
+        self._since_secs[host] = now_secs
+
+    def end(self, host: int) -> None:
+        """Notes that a host has ended."""
+        for each in (
+            self._heartbeat_secs,
+            self._phases,
+            self._counts,
+            self._since_secs,
+        ):
+            each.pop(host, None)
+
+    def hang(self, *, now_secs: float) -> Hang | None:
+        """The hosts that hang; None if none does."""
+        silent = {
+            host: now_secs - last_secs
+            for host, last_secs in self._heartbeat_secs.items()
+            if now_secs - last_secs > self._limits.heartbeat_secs
+        }
+        if silent:
+            phases = sorted({self._phases[host] for host in silent})
+            return Hang(
+                hosts=frozenset(silent),
+                why=f"no heartbeat for {max(silent.values()):.0f} s, in {phases}",
+            )
+        for host, since_secs in self._since_secs.items():
+            secs = now_secs - since_secs
+            if secs > self._limits.of(self._phases[host]):
+                return Hang(
+                    hosts=self._behind(),
+                    why=f"hangs in phase {self._phases[host]!r} for {secs:.0f} s",
+                )
+        return None
+
+    def _behind(self) -> frozenset[int]:
+        least, most = min(self._counts.values()), max(self._counts.values())
+        if least == most:
+            return frozenset()
+        return frozenset(h for h, count in self._counts.items() if count == least)

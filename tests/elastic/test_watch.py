@@ -1,0 +1,125 @@
+"""Hosts that hang are found by what they do not send."""
+
+import pytest
+
+from elastic_ckpt.elastic import watch
+
+
+@pytest.fixture
+def limits():
+    return watch.Limits(most_secs=600.0, heartbeat_secs=20.0)
+
+
+class World:
+    """Three hosts whose clocks, heartbeats and phases the test moves."""
+
+    def __init__(self, limits):
+        self.secs = 1000.0
+        self.watch = watch.Watch(limits, 3, now_secs=self.secs)
+
+    def passes(self, secs, hosts=(0, 1, 2)):
+        self.secs += secs
+        for host in hosts:
+            self.watch.heartbeat(host, now_secs=self.secs)
+
+    def begins(self, phase, hosts=(0, 1, 2)):
+        for host in hosts:
+            self.watch.begin(host, phase, now_secs=self.secs)
+
+    @property
+    def hang(self):
+        return self.watch.hang(now_secs=self.secs)
+
+
+@pytest.fixture
+def world(limits):
+    return World(limits)
+
+
+def test_a_host_without_heartbeats_hangs_in_any_phase(world):
+    world.passes(1)
+    for _ in range(20):
+        world.passes(1, hosts=(0, 2))
+    assert world.hang is None
+    world.passes(1, hosts=(0, 2))
+    assert world.hang.hosts == {1}
+    assert world.hang.why == "no heartbeat for 21 s, in ['start']"
+
+
+def test_a_host_that_has_not_begun_to_send_heartbeats_has_the_time_of_its_phase(world):
+    for _ in range(600):
+        world.passes(1, hosts=(0, 2))
+    assert world.hang is None
+    world.passes(1, hosts=(0, 2))
+    assert "phase 'start'" in world.hang.why
+
+
+def test_a_phase_that_is_not_known_has_the_whole_bound(world):
+    world.begins("compile")
+    world.passes(600)
+    assert world.hang is None
+    world.passes(1)
+    assert world.hang.why == "hangs in phase 'compile' for 601 s"
+
+
+@pytest.mark.parametrize(("step_secs", "limit_secs"), [(0.1, 30), (6, 60), (100, 600)])
+def test_a_phase_that_is_known_has_ten_times_its_longest(world, step_secs, limit_secs):
+    for _ in range(3):
+        world.begins("step")
+        world.passes(step_secs)
+    world.begins("step")
+    world.passes(limit_secs - 0.5)
+    assert world.hang is None
+    world.passes(1)
+    assert "phase 'step'" in world.hang.why
+
+
+def test_the_host_that_is_behind_is_the_culprit(world):
+    world.begins("step")
+    world.passes(1)
+    world.begins("step", hosts=(0, 2))
+    world.passes(601)
+    assert world.hang.hosts == {1}
+
+
+def test_hosts_that_are_equally_far_are_no_culprits(world):
+    world.begins("step")
+    world.passes(601)
+    assert world.hang.hosts == frozenset()
+
+
+def test_a_later_world_knows_the_phases_of_an_earlier_one(limits):
+    first = World(limits)
+    first.begins("restore")
+    first.passes(1)
+    first.begins("step")
+    second = World(limits)
+    second.begins("restore")
+    second.passes(31)
+    assert "phase 'restore'" in second.hang.why
+
+
+def test_nothing_is_learned_from_a_training_that_names_no_phases(world):
+    for _ in range(3):
+        world.begins(watch.TRAIN)
+        world.passes(1)
+    world.begins(watch.TRAIN)
+    world.passes(600)
+    assert world.hang is None
+    world.passes(1)
+    assert "phase 'train'" in world.hang.why
+
+
+def test_uploads_at_the_end_may_take_any_time(world):
+    world.begins(watch.CLOSE)
+    world.passes(100_000)
+    assert world.hang is None
+
+
+def test_a_host_that_has_ended_is_not_waited_for(world):
+    world.begins("step")
+    world.passes(1)
+    for host in range(3):
+        world.watch.end(host)
+    world.passes(1000, hosts=())
+    assert world.hang is None
