@@ -18,7 +18,7 @@ import dataclasses
 import math
 
 _PATIENCE = 10
-_LEAST_SECS = 30.0
+_LEAST_SECS = 60.0
 TRAIN = "train"
 CLOSE = "close"
 

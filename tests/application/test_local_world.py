@@ -1,6 +1,7 @@
 """The share of the machine that hosts of the local launcher get."""
 
 import contextlib
+import multiprocessing
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.data import token_blocks
@@ -20,6 +21,7 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
     monkeypatch.setattr(multicontroller, "configure", lambda *_: None)
     monkeypatch.setattr(multicontroller, "joined", lambda *_: contextlib.nullcontext())
     threads = []
+    _, pipe = multiprocessing.Pipe()
     for num_hosts in (1, 3):
         place = member.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=0)
         work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
@@ -29,6 +31,6 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
             cluster.Assignment(number=1, work=work),
             processes.Owned(memory=None, kept=None, grace_secs=60),
             place,
-            host_process.HostChannel(None),
+            host_process.HostChannel(pipe),
         )
     assert threads == [12, 4]
