@@ -62,7 +62,9 @@ def test_a_phase_that_is_not_known_has_the_whole_bound(world):
     assert world.hang.why == "hangs in phase 'compile' for 601 s"
 
 
-@pytest.mark.parametrize(("step_secs", "limit_secs"), [(0.1, 60), (12, 120), (100, 600)])
+@pytest.mark.parametrize(
+    ("step_secs", "limit_secs"), [(0.1, 60), (12, 120), (100, 600)]
+)
 def test_a_phase_that_is_known_has_ten_times_its_longest(world, step_secs, limit_secs):
     for _ in range(3):
         world.begins("step")

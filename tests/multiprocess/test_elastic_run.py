@@ -24,15 +24,16 @@ def configured(directory, corpus, ram, **settings):
     values = {
         "hosts": 4,
         "slices": 4,
-        "steps": 60,
+        # Many more than hosts train until they have agreed on a step to leave after.
+        "steps": 300,
         "global_batch_size": 24,
         "elastic_enabled": True,
         "elastic_min_slice_count": 2,
         "elastic_settle_seconds": 0,
         "enable_multi_tier_checkpointing": True,
         "local_checkpoint_directory": ram,
-        "local_checkpoint_period": 2,
-        "multi_tier_checkpointing_backup_interval_steps": 20,
+        "local_checkpoint_period": 5,
+        "multi_tier_checkpointing_backup_interval_steps": 100,
         **settings,
     }
     return runs.write_config(directory, corpus, **values)
@@ -63,8 +64,8 @@ def test_a_run_loses_a_slice_with_its_memory_and_gets_it_back(
     tmp_path, corpus, ram, lost
 ):
     faults = [
-        {"kill_slice": lost, "at_step": 5},
-        {"return_slice": lost, "at_step": 9},
+        {"kill_slice": lost, "at_step": 12},
+        {"return_slice": lost, "at_step": 20},
     ]
     run = trained(configured(tmp_path / "faults", corpus, ram, faults=faults))
     others = sorted({0, 1, 2, 3} - {lost})
@@ -87,7 +88,7 @@ def test_a_run_loses_a_slice_with_its_memory_and_gets_it_back(
 
 @pytest.mark.slow(minutes=0.8)
 def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
-    faults = [{"kill_host": 1, "at_step": 5}]
+    faults = [{"kill_host": 1, "at_step": 12}]
     settings = {"hosts": 2, "slices": 2, "faults": faults}
     run = trained(configured(tmp_path, corpus, ram, **settings))
     # Both slices are needed, so the run goes on when the second is there again.
@@ -100,7 +101,7 @@ def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
 
 @pytest.mark.slow(minutes=0.8)
 def test_a_host_that_is_stopped_is_found_and_its_slice_left_out(tmp_path, corpus, ram):
-    faults = [{"hang_host": 2, "at_step": 5}]
+    faults = [{"hang_host": 2, "at_step": 12}]
     settings = {"slices": 4, "faults": faults, "elastic_settle_seconds": 3600}
     config = configured(
         tmp_path, corpus, ram, elastic_heartbeat_timeout_seconds=10, **settings
