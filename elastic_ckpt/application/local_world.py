@@ -106,13 +106,7 @@ def run(
             ),
             memory=_memory(config) if is_elastic else None,
             injected=faults.parse(section.faults),
-            grace_secs=termination.grace_secs(config.deploy),
-            limits=watch.Limits(
-                most_secs=section.elastic_hang_timeout_seconds,
-                heartbeat_secs=section.elastic_heartbeat_timeout_seconds,
-            )
-            if is_elastic
-            else None,
+            limits=_limits(config),
             emit=emit,
         )
     ) as cluster:
@@ -132,6 +126,17 @@ def run(
             objection=functools.partial(_objection, config),
             emit=emit,
         )
+
+
+def _limits(config: schema.Config) -> watch.Limits:
+    grace_secs = termination.grace_secs(config.deploy)
+    if not config.elastic.elastic_enabled:
+        return watch.Limits(grace_secs=grace_secs)
+    return watch.Limits(
+        most_secs=config.elastic.elastic_hang_timeout_seconds,
+        heartbeat_secs=config.elastic.elastic_heartbeat_timeout_seconds,
+        grace_secs=grace_secs,
+    )
 
 
 def _memory(config: schema.Config) -> processes.SliceMemory | None:

@@ -82,8 +82,7 @@ class Processes:
       log_directory: the directory for the logs of each world's hosts.
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       injected: faults, by their steps.
-      grace_secs: the time limit for hosts to save and end after SIGTERM.
-      limits: how long hosts may hang; None does not look.
+      limits: how long hosts may take to save and end after SIGTERM, and may hang.
       emit: called when a slice is lost or comes back.
     """
 
@@ -94,7 +93,6 @@ class Processes:
         log_directory: str,
         memory: SliceMemory | None = None,
         injected: Sequence[faults.Fault] = (),
-        grace_secs: float = 60,
         limits: watch.Limits | None = None,
         emit: events.Emit = events.nobody,
     ) -> None:
@@ -104,10 +102,12 @@ class Processes:
         self._log_directory = log_directory
         self._faults = list(injected)
         self._emit = emit
-        self._limits = limits
         self._resources = contextlib.ExitStack()
         kept = self._resources.enter_context(kept_executables.kept())
-        self._owned = Owned(memory=memory, kept=kept, grace_secs=grace_secs)
+        self._limits = limits or watch.Limits()
+        self._owned = Owned(
+            memory=memory, kept=kept, grace_secs=self._limits.grace_secs
+        )
         began_secs = time.monotonic()
         # By slice that is alive, since when.
         self._since = dict.fromkeys(range(num_slices), began_secs)
@@ -162,7 +162,6 @@ class Processes:
             # A new directory: this may be a second start of a run that is alive.
             log_directory=storage.make_unique_directory(self._log_directory),
             emit=receive,
-            grace_secs=self._owned.grace_secs,
             limits=self._limits,
             watch=look,
         )

@@ -48,8 +48,8 @@ class HostProcesses:
       log_directory: the directory for `host-<n>.log`, the output of each host.
       emit: called for the events of every host, and for `host_lost` and
         `stop_requested`.
-      grace_secs: the time limit for hosts to save and end after SIGTERM.
-      limits: how long hosts may hang; None does not look.
+      limits: how long hosts may take to save and end after SIGTERM, and may hang; by
+        default 60 s, and for any time.
       watch: called between events, every 0.1 s at least, in the thread of `run`.
 
     Attributes:
@@ -63,18 +63,16 @@ class HostProcesses:
         num_hosts: int,
         log_directory: str | os.PathLike[str],
         emit: events.Emit,
-        grace_secs: float = 60,
         limits: hang_watch.Limits | None = None,
         watch: Callable[[HostProcesses], None] | None = None,
     ) -> None:
-        self._hangs = hang_watch.Watch(
-            limits or hang_watch.UNLIMITED, num_hosts, now_secs=time.monotonic()
-        )
+        limits = limits or hang_watch.Limits()
+        self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
         self.is_left = False
         self._on_watch = watch
         self._program = program
         self._num_hosts = num_hosts
-        self._grace_secs = grace_secs
+        self._grace_secs = limits.grace_secs
         self._logs = [
             pathlib.Path(log_directory) / f"host-{host}.log"
             for host in range(num_hosts)

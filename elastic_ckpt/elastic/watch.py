@@ -38,23 +38,25 @@ class Hang:
 
 @dataclasses.dataclass(kw_only=True)
 class Limits:
-    """How long phases may take; learned by all worlds of a run.
+    """How long hosts may take; for phases, learned by all worlds of a run.
 
     Attributes:
       most_secs: the bound for each phase.
       heartbeat_secs: the longest time without a heartbeat.
+      grace_secs: for hosts to save and end after SIGTERM.
       longest_secs: of each phase that has ended, the longest.
     """
 
-    most_secs: float
-    heartbeat_secs: float
+    most_secs: float = math.inf
+    heartbeat_secs: float = math.inf
+    grace_secs: float = 60.0
     longest_secs: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def learn(self, phase: str, secs: float) -> None:
         """Notes how long a phase took."""
         self.longest_secs[phase] = max(secs, self.longest_secs.get(phase, 0.0))
 
-    def of(self, phase: str) -> float:
+    def limit_secs(self, phase: str) -> float:
         """How long a phase may take, in seconds."""
         if phase == CLOSE:
             return math.inf
@@ -62,9 +64,6 @@ class Limits:
         if math.isinf(self.most_secs) or longest_secs is None or phase == TRAIN:
             return self.most_secs
         return min(self.most_secs, max(_LEAST_SECS, _PATIENCE * longest_secs))
-
-
-UNLIMITED = Limits(most_secs=math.inf, heartbeat_secs=math.inf)
 
 
 class Watch:
@@ -120,7 +119,7 @@ class Watch:
             )
         for host, since_secs in self._since_secs.items():
             secs = now_secs - since_secs
-            if secs > self._limits.of(self._phases[host]):
+            if secs > self._limits.limit_secs(self._phases[host]):
                 return Hang(
                     hosts=self._behind(),
                     why=f"hangs in phase {self._phases[host]!r} for {secs:.0f} s",

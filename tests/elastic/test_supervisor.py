@@ -18,6 +18,7 @@ from elastic_ckpt.elastic import (
     multicontroller,
     supervisor,
     termination,
+    watch,
 )
 
 
@@ -130,7 +131,11 @@ def test_hosts_that_do_not_end_in_time_after_sigterm_are_killed(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     world = supervisor.HostProcesses(
-        report_and_sleep, num_hosts=2, log_directory=tmp_path, emit=emit, grace_secs=0.2
+        report_and_sleep,
+        num_hosts=2,
+        log_directory=tmp_path,
+        emit=emit,
+        limits=watch.Limits(grace_secs=0.2),
     )
     with pytest.raises(
         errors.StoppedError, match=r"hosts 0, 1 did not save and end within 0\.2 s"
@@ -185,7 +190,11 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path)
             os.kill(os.getpid(), signal.SIGTERM)
 
     supervisor.HostProcesses(
-        take_the_signal, num_hosts=2, log_directory=tmp_path, emit=emit, grace_secs=600
+        take_the_signal,
+        num_hosts=2,
+        log_directory=tmp_path,
+        emit=emit,
+        limits=watch.Limits(grace_secs=600),
     ).run()
     first, second = [fields for name, fields in recorded.events if name == "saved"]
     assert first == second
