@@ -109,8 +109,9 @@ def spoil_what_is_backed_up_next():
     """All that this host uploads next goes bad in its RAM before."""
     original = backup.HostBackup.back_up
 
-    def back_up(self, step, save, names):
+    def back_up(self, request):
         backup.HostBackup.back_up = original
+        step, save = request.step, request.save
         sources, _ = self._world.in_ram(step, save)
         together = holdings.Holdings.from_offers(list(sources))
         own = self._world.own
@@ -122,7 +123,7 @@ def spoil_what_is_backed_up_next():
             if is_own and item in share and item < len(together.leaf):
                 directory = own.disk.step_directory(own.slot, step, save)
                 spoilt_files.change_first_byte(directory / together.fragment(row).file)
-        return original(self, step, save, names)
+        return original(self, request)
 
     backup.HostBackup.back_up = back_up
 
