@@ -34,6 +34,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 runpy.run_path(str(SITE / "sitecustomize.py"))
 
+# Compiling is half of the time of the tests, and what is compiled runs for moments. The
+# processes that tests start inherit it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
 # Speed is for the benchmarks: no test fails because the machine is busy.
 hypothesis.settings.register_profile(
     "untimed",
