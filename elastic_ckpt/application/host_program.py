@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
-import threading
 import time
 from collections.abc import Iterator
 
@@ -74,36 +72,21 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
 
     SIGTERM ends the run while the block runs: before the first step at once.
     """
-    grace_secs = termination.grace_secs(config.deploy)
-    has_trained = threading.Event()
 
-    def expire() -> None:
+    def ended() -> None:
         assert isinstance(emit, journal.Journal)
         emit.stopped_without_a_save()
-        os._exit(termination.EXIT_CODE)
 
-    def request() -> None:
-        if not has_trained.is_set():
-            os.write(2, b"elastic-ckpt train: ended by SIGTERM before the first step\n")
-            expire()
-        emit("stop_requested", within_secs=grace_secs)
-
-    def leave(step: int) -> bool:
-        has_trained.set()
-        return is_leaving(step)
-
-    with termination.agreed(
-        grace_secs=grace_secs,
-        requested=request,
-        expired=expire,
-    ) as is_leaving:
+    with termination.in_this_process(
+        grace_secs=termination.grace_secs(config.deploy), ended=ended, emit=emit
+    ) as is_ending:
         slices = config.world.slices
         yield World(
             number=1,
             slices=tuple(range(slices)),
             slice_name=topology.slice_of_this_host(slices),
             emit=emit,
-            is_leaving=leave,
+            is_leaving=is_ending,
         )
 
 

@@ -5,8 +5,19 @@ from etils import epy
 with epy.lazy_api_imports(globals()):
     from elastic_ckpt.elastic.cluster import Cluster
     from elastic_ckpt.elastic.decision import Policy, Work
+    from elastic_ckpt.elastic.pathways import Pathways
     from elastic_ckpt.elastic.processes import Processes
     from elastic_ckpt.elastic.runtime import run
+    from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
     from elastic_ckpt.elastic.world import World
 
-__all__ = ["Cluster", "Policy", "Processes", "Work", "World", "run"]
+__all__ = [
+    "Cluster",
+    "Pathways",
+    "Policy",
+    "Processes",
+    "SimulatedSlices",
+    "Work",
+    "World",
+    "run",
+]

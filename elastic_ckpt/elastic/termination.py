@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import signal
 import socket
 import threading
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.core import events
 
 # The exit status that a shell reports for a process ended by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -142,6 +144,41 @@ def agreed(
             ended.set()
             notice.stop()
             watching.join()
+
+
+@contextlib.contextmanager
+def in_this_process(
+    *, grace_secs: float, ended: Callable[[], None], emit: events.Emit
+) -> Iterator[Callable[[int], bool]]:
+    """`agreed`, and this process ends if the run does not within the grace period.
+
+    A signal before the first call of the function ends it at once: there is nothing
+    to save yet.
+
+    Args:
+      grace_secs: see `agreed`.
+      ended: called before the process ends, in another thread.
+      emit: called for `stop_requested`, in another thread.
+    """
+    has_trained = threading.Event()
+
+    def expire() -> None:
+        ended()
+        os._exit(EXIT_CODE)
+
+    def request() -> None:
+        if not has_trained.is_set():
+            os.write(2, b"elastic-ckpt train: ended by SIGTERM before the first step\n")
+            expire()
+        emit("stop_requested", within_secs=grace_secs)
+
+    with agreed(grace_secs=grace_secs, requested=request, expired=expire) as is_reached:
+
+        def is_ending(step: int) -> bool:
+            has_trained.set()
+            return is_reached(step)
+
+        yield is_ending
 
 
 def _do_nothing(number: int, frame: types.FrameType | None) -> None:

@@ -10,6 +10,7 @@ from elastic_ckpt.core import events
 from elastic_ckpt.elastic import watch
 
 if TYPE_CHECKING:
+    import jax
     from jax.sharding import Mesh
 
     from elastic_ckpt.checkpoint.checkpointer import Checkpointer
@@ -29,6 +30,7 @@ class World:
       slices: the numbers of its slices, in the order of the mesh.
       slice_name: the slice of this host.
       rows: of a global batch; 0 if the training function chooses it.
+      devices: of the slices, if a single controller has more; None takes all.
       ram_directory: the RAM disk of this host's slice; None if its machine has one RAM
         disk.
       microbatches: equal parts in which a device computes its rows of a batch, so that
@@ -47,6 +49,7 @@ class World:
     slices: tuple[int, ...]
     slice_name: str
     rows: int = 0
+    devices: tuple[jax.Device, ...] | None = None
     ram_directory: str | None = None
     microbatches: int = 1
     kept: KeptExecutables | None = None
@@ -78,14 +81,14 @@ class World:
         """The hosts, slices and devices of this world."""
         from elastic_ckpt.core import topology
 
-        return topology.present(len(self.slices))
+        return topology.present(len(self.slices), self.devices)
 
     @property
     def mesh(self) -> Mesh:
         """A mesh with the axes `slice` and `fsdp` over all devices of the world."""
         from elastic_ckpt.core import topology
 
-        return topology.mesh_of(self.topology)
+        return topology.mesh_of(self.topology, self.devices)
 
     def checkpointer(
         self, tiers: Sequence[TierChoice], *, run: str | None = None

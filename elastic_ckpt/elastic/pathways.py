@@ -1,0 +1,267 @@
+"""A cluster under Pathways: this process controls the devices of all slices.
+
+pathwaysutils' manager finds out which slices are alive: it computes on those that no
+world uses, in a thread. After an error all are checked. A world is a call of the
+training function in this process, with a mesh over the devices of its slices. A lost
+slice makes that call fail, with any error; the arrays that it had are then unusable,
+and are released before the next world begins.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+from pathwaysutils.elastic import elastic, manager
+
+from elastic_ckpt.core import errors, events, storage, topology
+from elastic_ckpt.elastic import faults, termination
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.decision import Slices
+from elastic_ckpt.elastic.host_failure import WorldLostError
+from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
+from elastic_ckpt.elastic.world import World
+
+# The longest time between two looks at the slices while there are too few.
+_LOOK_SECS = 0.1
+_SHOWN_LINES = 15
+
+
+class Pathways:
+    """Slices that this process controls.
+
+    Args:
+      manager: of the slices; `SimulatedSlices` stands for those of hardware.
+      injected: faults, by their steps; only for simulated slices.
+      poll_secs: between two checks of the slices that no world uses.
+      grace_secs: the time limit to save and end after SIGTERM; then the process ends.
+      ended: called before the process ends so.
+      emit: called when a slice is lost or comes back.
+
+    Raises:
+      ConfigError: if there are faults, and slices are not simulated, or a fault is of
+        a host.
+    """
+
+    def __init__(
+        self,
+        manager: manager.Manager,
+        *,
+        injected: Sequence[faults.Fault] = (),
+        poll_secs: float = 10.0,
+        grace_secs: float = 60.0,
+        ended: Callable[[], None] = lambda: None,
+        emit: events.Emit = events.nobody,
+    ) -> None:
+        self._manager = manager
+        self._simulated = manager if isinstance(manager, SimulatedSlices) else None
+        _check(injected, self._simulated)
+        self._faults = list(injected)
+        self._grace_secs = grace_secs
+        self._ended = ended
+        self._emit = emit
+        # By slice that is alive, since when.
+        self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
+        # The slices that were lost since they were last in a world.
+        self._lost: set[int] = set()
+        manager.start_monitoring(poll_secs)
+
+    @property
+    def devices_per_slice(self) -> int:
+        """See `Cluster`."""
+        return len(next(iter(self._manager.slice_to_devices.values())))
+
+    def slices(self, current: frozenset[int]) -> Slices:
+        """See `Cluster`."""
+        now_secs = time.monotonic()
+        alive = (
+            self._manager.active_slice_indices | self._manager.available_inactive_slices
+        )
+        for number in sorted(alive - self._since.keys()):
+            self._since[number] = now_secs
+            self._emit("slice_returned", slice=number)
+        for number in sorted(self._since.keys() - alive):
+            self._lose(number, why="it does not answer")
+        present = {number: now_secs - since for number, since in self._since.items()}
+        return Slices(current=current - self._lost, present_secs=present)
+
+    def run_world(
+        self,
+        train: TrainFunction,
+        assignment: Assignment,
+        *,
+        emit: events.Emit,
+        has_changed: Callable[[], bool],
+    ) -> bool:
+        """See `Cluster`; runs in the main thread, and `train` as well."""
+        slices = assignment.work.slices
+        self._lost -= set(slices)
+        self._set_active(slices, alive=frozenset(self._since))
+        leaving = _Leaving(self._inject, has_changed)
+        ending = termination.in_this_process(
+            grace_secs=self._grace_secs, ended=self._ended, emit=emit
+        )
+        failure = None
+        try:
+            with ending as leaving.is_ending:
+                emit("world_joined", world=assignment.number)
+                self._train(train, assignment, leaving, emit)
+        except Exception as error:
+            failure = self._failure(error, slices)
+        finally:
+            if self._simulated is not None:
+                self._simulated.end_world()
+        if failure is not None:
+            # Outside of the handler: otherwise the arrays of the world would live as
+            # long as this error.
+            raise failure
+        if leaving.is_left():
+            emit("world_left", step=leaving.step)
+        return not leaving.is_left()
+
+    def wait(self, secs: float) -> None:
+        """See `Cluster`."""
+        time.sleep(min(secs, _LOOK_SECS))
+
+    def close(self) -> None:
+        """Ends the checks of slices."""
+        self._manager.close()
+
+    def _train(
+        self,
+        train: TrainFunction,
+        assignment: Assignment,
+        leaving: _Leaving,
+        emit: events.Emit,
+    ) -> None:
+        def report(name: str, **fields: storage.Json) -> None:
+            # A run that continues in another world has not been stopped.
+            if not (name == "run_stopped" and leaving.is_left()):
+                emit(name, **fields)
+
+        work = assignment.work
+        of_slices = self._manager.slice_to_devices
+        devices = tuple(device for n in work.slices for device in of_slices[n])
+        with jax.default_device(devices[0]):
+            train(
+                World(
+                    number=assignment.number,
+                    slices=work.slices,
+                    slice_name=topology.slice_of_this_host(len(work.slices)),
+                    rows=work.rows,
+                    devices=devices,
+                    microbatches=work.accumulated,
+                    emit=report,
+                    is_leaving=leaving,
+                    is_left=leaving.is_left,
+                )
+            )
+
+    def _set_active(self, active: Sequence[int], *, alive: frozenset[int]) -> None:
+        self._manager.active_slice_indices = alive & frozenset(active)
+        self._manager.available_inactive_slices = alive - frozenset(active)
+
+    def _failure(self, error: Exception, slices: Sequence[int]) -> errors.RunError:
+        at_secs = time.monotonic()
+        shown = traceback.format_exc().splitlines()[-_SHOWN_LINES:]
+        message = traceback.format_exception_only(error)[-1].strip()
+        if self._simulated is not None:
+            alive = self._simulated.alive()
+        else:
+            alive = frozenset(
+                elastic.get_active_slice_indices(self._manager.slice_to_devices)
+            )
+        lost = sorted(set(slices) - alive)
+        if lost or any(map(_is_of_a_slice, _causes(error))):
+            self._set_active(slices, alive=alive)
+            for number in lost:
+                self._lose(number, why=message)
+            traceback.clear_frames(error.__traceback__)
+            return WorldLostError(message, hosts=frozenset(), at_secs=at_secs)
+        if isinstance(error, errors.RunError):
+            return error
+        if not isinstance(error, errors.ElasticCkptError):
+            lines = [f"the training function failed: {message}", *shown]
+            message = "\n  | ".join(lines)
+        else:
+            message = str(error)
+        failure = errors.RunError(message)
+        failure.__cause__ = error
+        return failure
+
+    def _lose(self, number: int, *, why: str) -> None:
+        self._lost.add(number)
+        self._since.pop(number, None)
+        self._emit("slice_lost", slice=number, why=why.partition("\n")[0])
+
+    def _inject(self, step: int) -> None:
+        for fault in faults.due(self._faults, step):
+            assert self._simulated is not None
+            self._faults.remove(fault)
+            if fault.kind is faults.Kind.KILL_SLICE:
+                self._simulated.lose(fault.target)
+            else:
+                self._simulated.give_back(fault.target)
+
+
+class _Leaving:
+    """Returns after each step whether to leave a world, and why it was left.
+
+    Args:
+      inject: called with the steps that are done.
+      has_changed: whether the run should continue on other slices.
+
+    Attributes:
+      is_ending: whether the run was asked to end.
+      step: after which the world is left; None if it is not.
+    """
+
+    def __init__(
+        self, inject: Callable[[int], None], has_changed: Callable[[], bool]
+    ) -> None:
+        self.is_ending: Callable[[int], bool] = lambda _: False
+        self.step: int | None = None
+        self._inject = inject
+        self._has_changed = has_changed
+        self._is_stopped = False
+
+    def __call__(self, step: int) -> bool:
+        self._inject(step)
+        self._is_stopped = self._is_stopped or self.is_ending(step)
+        if self.step is None and (self._is_stopped or self._has_changed()):
+            self.step = step
+        return self.step is not None
+
+    def is_left(self) -> bool:
+        """Whether the run continues in another world."""
+        return self.step is not None and not self._is_stopped
+
+
+def _check(injected: Sequence[faults.Fault], simulated: SimulatedSlices | None) -> None:
+    if injected and simulated is None:
+        raise errors.ConfigError(
+            "faults are injected into slices that are simulated alone, with"
+            " hardware=cpu; remove `faults`"
+        )
+    of_slices = (faults.Kind.KILL_SLICE, faults.Kind.RETURN_SLICE)
+    for fault in injected:
+        if fault.kind not in of_slices:
+            raise errors.ConfigError(
+                f"faults has {fault.kind.value}, and the only host is the process that"
+                " trains; use kill_slice and return_slice, or set `hosts` to the number"
+                " of slices"
+            )
+
+
+def _is_of_a_slice(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and (
+        elastic.is_error_due_to_slice_down(error, log_traceback=False)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,175 @@
+"""The contract of a cluster: the same cases for host processes and for Pathways.
+
+Pathways' stand-in is one process, whose CPU devices are divided into slices. They are
+lost as by pathwaysutils' own fault simulator, and seen by its manager.
+"""
+
+import functools
+import os
+import threading
+
+import jax
+import pytest
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.elastic import decision, faults, pathways, processes, simulated_slices
+from elastic_ckpt.elastic.cluster import Assignment
+from elastic_ckpt.elastic.host_failure import WorldLostError
+from tests.elastic import tiny_hosts
+
+BOTH = frozenset((0, 1))
+# Hosts train on while they agree on a step to leave after.
+MANY = 1_000_000
+
+
+def never():
+    return False
+
+
+class Case:
+    """A cluster of two slices of four devices, and what it has reported."""
+
+    def __init__(self, make, directory):
+        self._make = make
+        self.directory = directory
+        self.events = []
+
+    def open(self, **faults_at):
+        listed = [
+            faults.Fault(kind=faults.Kind(kind), target=1, at_step=step)
+            for kind, step in faults_at.items()
+        ]
+        self.cluster = self._make(self, listed)
+        return self
+
+    def emit(self, name, **fields):
+        self.events.append((name, fields))
+
+    def named(self, name):
+        return [fields for each, fields in self.events if each == name]
+
+    def run(self, *, slices=(0, 1), number=1, has_changed=never, **arguments):
+        work = decision.Train(slices=slices, spares=(), rows=24, accumulated=3)
+        train = functools.partial(
+            tiny_hosts.counts, **{"directory": self.directory, "steps": 3, **arguments}
+        )
+        return self.cluster.run_world(
+            train,
+            Assignment(number=number, work=work),
+            emit=self.emit,
+            has_changed=has_changed,
+        )
+
+    def notes(self, name):
+        return tiny_hosts.notes(self.directory, name)
+
+
+def of_processes(case, listed):
+    return processes.Processes(
+        schema.WorldSection(hosts=2, slices=2, devices_per_host=4),
+        log_directory=str(case.directory / "logs"),
+        injected=listed,
+        emit=case.emit,
+    )
+
+
+def of_pathways(case, listed):
+    return pathways.Pathways(
+        simulated_slices.SimulatedSlices(2), injected=listed, emit=case.emit
+    )
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(of_processes, marks=pytest.mark.slow(minutes=0.1)),
+        of_pathways,
+    ],
+    ids=["processes", "pathways"],
+)
+def case(request, tmp_path):
+    case = Case(request.param, tmp_path)
+    yield case
+    case.cluster.close()
+
+
+def test_a_world_runs_to_its_end(case):
+    assert case.open().run()
+    assert [each["step"] for each in case.named("step")] == [1, 2, 3]
+    assert {each["loss"] for each in case.named("step")} == {8.0}
+    assert case.cluster.devices_per_slice == 4
+    assert case.cluster.slices(BOTH).current == BOTH
+    assert case.cluster.slices(BOTH).present_secs.keys() == BOTH
+
+
+def test_hosts_get_the_world_that_was_decided_on(case):
+    case.open().run(slices=(1,), number=7)
+    assert case.notes("began") == [{"number": 7, "slices": [1]}]
+    assert case.notes("work") == [{"rows": 24, "parts": 3}]
+    # Half of the devices.
+    assert case.named("step")[0]["loss"] == 4.0
+    assert case.named("world_joined") == [{"world": 7}]
+
+
+def test_a_lost_slice_is_reported_and_missing(case):
+    case.open(kill_slice=3)
+    with pytest.raises(WorldLostError):
+        case.run(steps=MANY)
+    assert [each["slice"] for each in case.named("slice_lost")] == [1]
+    left = case.cluster.slices(BOTH)
+    assert (left.current, set(left.present_secs)) == ({0}, {0})
+    assert case.run(slices=(0,), number=2)
+
+
+def test_a_slice_that_returns_is_there_and_new(case):
+    case.open(kill_slice=2, return_slice=4)
+    with pytest.raises(WorldLostError):
+        case.run(steps=MANY)
+
+    def has_changed():
+        return 1 in case.cluster.slices(frozenset({0})).present_secs
+
+    assert not case.run(slices=(0,), number=2, steps=MANY, has_changed=has_changed)
+    assert case.named("slice_returned") == [{"slice": 1}]
+    there = case.cluster.slices(BOTH)
+    # It was lost since, and is a member of the world only when it is in one again.
+    assert there.current == {0}
+    assert there.present_secs[1] < there.present_secs[0]
+    assert case.run(number=3)
+    assert case.cluster.slices(BOTH).current == BOTH
+
+
+def test_hosts_leave_after_the_same_step_and_lose_none(case):
+    assert not case.open().run(steps=MANY, has_changed=lambda: True)
+    (step,) = {each["step"] for each in case.notes("left")}
+    assert all(each["is_left"] for each in case.notes("left"))
+    assert case.named("world_left") == [{"step": step}]
+    assert not case.named("slice_lost")
+    assert set(case.cluster.slices(BOTH).present_secs) == BOTH
+
+
+def test_an_exception_of_the_training_is_the_users(case):
+    case.open()
+    with pytest.raises(errors.RunError, match="ValueError: the number is wrong") as ei:
+        case.run(action="raise", at_step=2)
+    assert not isinstance(ei.value, WorldLostError)
+    assert "tiny_hosts.py" in str(ei.value)
+    assert not case.named("slice_lost")
+
+
+def test_sigterm_ends_the_run_after_a_step(case):
+    case.open()
+    assert case.run(steps=MANY, action=str(os.getpid()), at_step=2)
+    assert case.named("stop_requested")
+    assert not any(each["is_left"] for each in case.notes("left"))
+    assert not case.named("world_left")
+
+
+def test_nothing_is_left_of_a_world_that_was_lost(case):
+    threads, jitted = set(threading.enumerate()), jax.jit
+    case.open(kill_slice=2)
+    with pytest.raises(WorldLostError):
+        case.run(steps=MANY)
+    case.cluster.close()
+    assert set(threading.enumerate()) <= threads
+    assert jax.jit is jitted

@@ -1,0 +1,51 @@
+"""Training functions of a few numbers, for hosts of any cluster."""
+
+import json
+import os
+import pathlib
+import signal
+
+import jax
+import numpy as np
+
+from elastic_ckpt.core import topology
+
+
+def counts(world, *, steps, directory, action="", at_step=0):
+    """Sums over all devices in each step; in one of them host 0 does `action`."""
+    directory = pathlib.Path(directory)
+    note(directory, world, "began", number=world.number, slices=world.slices)
+    note(directory, world, "work", rows=world.rows, parts=world.microbatches)
+    sharding = topology.over_all_devices(world.mesh)
+    ones = jax.make_array_from_callback(
+        (world.mesh.size,), sharding, lambda _: np.ones(1, np.float32)
+    )
+    total = jax.jit(jax.numpy.sum)
+    for step in range(1, steps + 1):
+        loss = float(total(ones))
+        world.emit("step", step=step, steps=steps, loss=loss, secs=0.0)
+        if step == at_step and topology.is_primary():
+            act(action)
+        if world.is_leaving(step):
+            note(directory, world, "left", step=step, is_left=world.is_left())
+            return
+
+
+def act(action):
+    """Fails, or asks the process whose number is given to end."""
+    if action == "raise":
+        raise ValueError("the number is wrong")
+    if action:
+        os.kill(int(action), signal.SIGTERM)
+
+
+def note(directory, world, name, **values):
+    """Writes values of a host into a separate file."""
+    path = directory / f"{name}-{world.number}-{topology.this_host()}.json"
+    path.write_text(json.dumps(values))
+
+
+def notes(directory, name):
+    """The notes of all hosts, by world and host."""
+    paths = sorted(pathlib.Path(directory).glob(f"{name}-*.json"))
+    return [json.loads(path.read_text()) for path in paths]
