@@ -12,11 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 
+from absl import logging
+
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import bucket_clients, errors, events, storage
 
 _MAX_REASON = 500
+# Between two writes of a log in an object store.
+_SYNC_SECS = 10.0
 
 
 class Journal:
@@ -36,6 +40,7 @@ class Journal:
         self._lock = threading.Lock()
         self._has_begun = False
         self._step = 0
+        self._is_changed = False
         self.is_stopped = False
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
@@ -51,6 +56,18 @@ class Journal:
                 self.is_stopped = True
             if name != "step":
                 self._log.append({"time": time.time(), "event": name, **fields})
+                self._is_changed = True
+
+    def sync(self) -> None:
+        """Writes the events so far, unless they are written; a failure is logged."""
+        if not self._is_changed:
+            return
+        self._is_changed = False
+        try:
+            self._log.sync()
+        except bucket_clients.failures() as error:
+            self._is_changed = True
+            logging.warning("the run's events cannot be written now: %s", error)
 
     def stopped_without_a_save(self) -> None:
         """Keeps that the run ended before the state of its last step was saved."""
@@ -65,22 +82,78 @@ class Journal:
 
 
 @contextlib.contextmanager
-def kept(config: schema.Config, emit: events.Emit) -> Iterator[Journal]:
+def kept(
+    config: schema.Config,
+    emit: events.Emit,
+    *,
+    listening: contextlib.AbstractContextManager[None] | None = None,
+) -> Iterator[Journal]:
     """The journal of the run of `config`, which belongs to this process meanwhile.
+
+    Args:
+      config: of the run.
+      emit: shows the events.
+      listening: the listeners of the run's metrics, unless this process has others.
 
     Raises:
       RunError: if another live process is writing the run.
     """
+    from elastic_ckpt.monitoring import run_metrics
+
     directory = run_directory.path_of(config)
     with storage.exclusive_lock(os.path.join(directory, run_directory.LOCK)):
         log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
-        with contextlib.closing(log):
-            journal = Journal(emit, log)
+        with listening or contextlib.nullcontext(), contextlib.closing(log):
+            measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
+            journal = Journal(measured, log)
             try:
-                yield journal
+                with _synced(journal, is_needed=not storage.is_local(directory)):
+                    yield journal
             except (errors.StoppedError, KeyboardInterrupt, SystemExit):
                 journal.stopped_without_a_save()
                 raise
             except Exception as error:
                 journal.failed(error)
                 raise
+
+
+@contextlib.contextmanager
+def _synced(journal: Journal, *, is_needed: bool) -> Iterator[None]:
+    # Writes the log of a run in an object store, where people look at it, at intervals.
+    is_closing = threading.Event()
+
+    def sync() -> None:
+        while not is_closing.wait(_SYNC_SECS):
+            journal.sync()
+
+    if not is_needed:
+        yield
+        return
+    thread = threading.Thread(target=sync, name="events", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_closing.set()
+        thread.join()
+
+
+def _newest_step(directory: str) -> int:
+    # The most steps that earlier starts have done, by their metrics.
+    from elastic_ckpt.core import metrics
+    from elastic_ckpt.monitoring import jsonl
+
+    try:
+        files = jsonl.read(os.path.join(directory, run_directory.METRICS))
+    except errors.DataError as error:
+        logging.warning("steps trained again may count as goodput: %s", error)
+        return 0
+    return max(
+        (
+            int(line["max"])
+            for lines in files.values()
+            for line in lines
+            if line["metric"] == metrics.TRAIN_STEPS.name
+        ),
+        default=0,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import time
 from collections.abc import Iterator
 
 from elastic_ckpt.application import run_directory
@@ -25,15 +24,30 @@ def check(section: schema.MetricsSection) -> None:
 
 
 def on_one_machine(section: schema.MetricsSection, host: int) -> schema.MetricsSection:
-    """`section` for one of several hosts of a machine: each has its own port."""
+    """`section` for one of several processes of a machine: each has its own port.
+
+    Args:
+      section: of the run.
+      host: the number of the host; that of the supervisor follows the last one.
+    """
     if not section.prometheus_port:
         return section
     return dataclasses.replace(section, prometheus_port=section.prometheus_port + host)
 
 
+def of_supervisor(config: schema.Config) -> contextlib.AbstractContextManager[None]:
+    """As `started`, for the process that supervises the hosts of this machine."""
+    section = on_one_machine(config.metrics, config.world.hosts)
+    return started(dataclasses.replace(config, metrics=section), name="run")
+
+
 @contextlib.contextmanager
-def started(config: schema.Config) -> Iterator[None]:
-    """Runs the configured listeners of this host's metrics while the block runs.
+def started(config: schema.Config, *, name: str | None = None) -> Iterator[None]:
+    """Runs the configured listeners of this process's metrics while the block runs.
+
+    Args:
+      config: of the run.
+      name: of the files; None for those of this host.
 
     Raises:
       ConfigError: if Prometheus is to be served and cannot be.
@@ -43,13 +57,12 @@ def started(config: schema.Config) -> Iterator[None]:
 
     section = config.metrics
     directory = run_directory.path_of(config)
-    host = f"host-{topology.this_host():05d}"
+    name = name or f"host-{topology.this_host():05d}"
     sinks: dict[str, summaries.Sink] = {}
-    lines = os.path.join(directory, run_directory.METRICS, f"{host}.jsonl")
+    lines = os.path.join(directory, run_directory.METRICS, f"{name}.jsonl")
     sinks[lines] = jsonl.JsonLines(lines)
     if section.enable_tensorboard:
-        start = time.strftime("%Y%m%d-%H%M%S")
-        board = os.path.join(directory, run_directory.TENSORBOARD, host, start)
+        board = os.path.join(directory, run_directory.TENSORBOARD, name)
         sinks[board] = tensorboard.TensorBoard(board)
     with contextlib.ExitStack() as running:
         if section.prometheus_port:
@@ -57,6 +70,6 @@ def started(config: schema.Config) -> Iterator[None]:
                 port=section.prometheus_port, interface=section.prometheus_interface
             )
             running.callback(served.close)
-        for name, sink in sinks.items():
-            running.callback(summaries.Summaries(sink, name=name).close)
+        for place, sink in sinks.items():
+            running.callback(summaries.Summaries(sink, name=place).close)
         yield

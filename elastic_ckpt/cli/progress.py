@@ -245,6 +245,9 @@ class Progress:
     def _on_save_started(self, **event: Any) -> None:
         self._saved = f"saving step {event['step']}"
 
+    def _on_save_blocked(self, **event: Any) -> None:
+        pass
+
     def _on_saved(self, **event: Any) -> None:
         self._note_saved(f"saved step {event['step']}")
 

@@ -95,7 +95,8 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
     from elastic_ckpt.application import local_world
 
     config = _with_files(config)
-    with journal.kept(config, shown) as emit:
+    listening = listeners.of_supervisor(config)
+    with journal.kept(config, shown, listening=listening) as emit:
         local_world.run(config, emit)
         return emit.is_stopped
 

@@ -273,8 +273,9 @@ class MetricsSection:
     prometheus_port: int = key(
         0,
         "Serve metrics to Prometheus at this port of each host; several hosts that the"
-        " local launcher starts use this port and the next ones. 0 disables it. Needs"
-        " the extra `prometheus`.",
+        " local launcher starts use this port and the next ones, and the launcher,"
+        " which has the metrics of the run as a whole, the one after them. 0 disables"
+        " it. Needs the extra `prometheus`.",
         at_least=0,
     )
     prometheus_interface: str = key(

@@ -160,3 +160,38 @@ CHECKPOINT_BACKUP_SECS = _metric(
     "duration",
     "until a step was committed in persistent storage",
 )
+TRAIN_STEPS = _metric("train/steps", "gauge", "steps done, by the step log")
+TRAIN_LOSS = _metric("train/loss", "gauge", "of the step, over its global batch")
+TRAIN_STEP = _metric(
+    "train/step_secs", "duration", "from one logged step to the next, waits included"
+)
+TRAIN_STEP_RATE = _metric("train/steps_per_sec", "gauge", "one over the step's seconds")
+TRAIN_TOKENS = _metric(
+    "train/tokens", "counter", "targets that a step was trained on, without padding"
+)
+TRAIN_TOKEN_RATE = _metric("train/tokens_per_sec", "gauge", "of the step")
+TRAIN_LEARNING_RATE = _metric("train/learning_rate", "gauge", "of the step's update")
+GOODPUT = _metric(
+    "goodput/percent", "gauge", "the part of this start's time that trained new steps"
+)
+GOODPUT_SECS = {
+    cause: _metric(f"goodput/{cause}_secs", "duration", meaning)
+    for cause, meaning in {
+        "productive": "trained new steps",
+        "again": "trained steps again that were lost",
+        "save": "the loop was blocked by a save",
+        "evaluate": "evaluated",
+        "end": "a world ended: a failure was found, or hosts saved and left",
+        "wait": "waited for slices",
+        "decide": "the slices of a world were chosen",
+        "start": "the processes of a world started and joined",
+        "prepare": "the job was assembled, and the newest step found",
+        "restore": "state and data were restored",
+        "compile": "the step was compiled, or loaded",
+        "first_step": "the first step of a world, logged",
+    }.items()
+}
+LOST_STEPS = _metric("run/lost_steps", "counter", "steps that a change of slices lost")
+LOST_HOSTS = _metric("run/lost_hosts", "counter", "hosts whose loss ended a world")
+LOST_SLICES = _metric("run/lost_slices", "counter", "slices that were lost")
+FAILURES = _metric("run/failures", "counter", "failures that ended the run")

@@ -7,13 +7,15 @@ describes the aggregation:
      "min":16.0,"max":16.0,"last":16.0}
 
 (on one line in the file). `time` is that of the last value, in seconds since the
-epoch. A run that is restarted appends to the same file.
+epoch. `step`, the steps that were done by then, comes last if the process records it.
+A run that is restarted appends to the same file.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 from etils import epath
 
@@ -44,8 +46,20 @@ class JsonLines:
                         "min": summary.min,
                         "max": summary.max,
                         "last": summary.last,
+                        **({} if summary.step is None else {"step": summary.step}),
                     }
                 )
 
     def close(self) -> None:
         """Does nothing: each batch is durable already."""
+
+
+def read(directory: epath.PathLike) -> dict[str, list[dict[str, Any]]]:
+    """The lines of all files in `directory`, by the name of the file; none if absent.
+
+    Raises:
+      DataError: if a file was changed after it was written.
+    """
+    root = storage.absolute(directory)
+    files = sorted(root.glob("*.jsonl")) if root.exists() else []
+    return {file.stem: storage.read_log(file) for file in files}

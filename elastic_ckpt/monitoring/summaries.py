@@ -40,6 +40,8 @@ class Summary:
       metric: the metric.
       time: the time of the last value, in seconds since the epoch.
       number: the number of the last value among all of the metric, from 1.
+      step: how many steps were done at the last value; None if this process does not
+        record it.
       count: how many values are aggregated.
       sum: the sum of the values.
       min: the smallest value.
@@ -50,15 +52,17 @@ class Summary:
     metric: metrics.Metric
     time: float
     number: int
+    step: int | None = None
     count: int
     sum: float
     min: float
     max: float
     last: float
 
-    def add(self, now: float, value: float) -> None:
+    def add(self, now: float, value: float, *, step: int | None = None) -> None:
         """Includes the next value of the metric, recorded at the time `now`."""
         self.time = now
+        self.step = step
         self.number += 1
         self.count += 1
         self.sum += value
@@ -96,6 +100,7 @@ class Summaries:
         self._began_secs = time.monotonic()
         self._lock = threading.Lock()
         self._numbers: collections.Counter[str] = collections.Counter()
+        self._step: int | None = None
         self._pending: dict[str, list[Summary]] = {}
         self._has_warned = False
         self._closing = threading.Event()
@@ -116,15 +121,21 @@ class Summaries:
     def _receive(self, metric: metrics.Metric, value: float) -> None:
         now, value = time.time(), float(value)
         with self._lock:
+            if metric is metrics.TRAIN_STEPS:
+                if value == self._step:
+                    # A process that trains and keeps the journal records it twice.
+                    return
+                self._step = int(value)
             self._numbers[metric.name] += 1
             pending = self._pending.setdefault(metric.name, [])
             if pending and pending[-1].number > NUM_SINGLE:
-                pending[-1].add(now, value)
+                pending[-1].add(now, value, step=self._step)
                 return
             first = Summary(
                 metric=metric,
                 time=now,
                 number=self._numbers[metric.name],
+                step=self._step,
                 count=1,
                 sum=value,
                 min=value,

@@ -1,8 +1,11 @@
 """Metrics as scalars for TensorBoard; needs the extra `tensorboard`.
 
 A metric's tag is its name, `elastic_ckpt/data/wait_secs`. A point is the mean of the
-values of a summary, usually a single one. Its step is the number of values so far: for
-metrics recorded once in each training step, the steps since this start.
+values of a summary, usually a single one. Its step is the number of training steps
+done, or in a process that does not record that the number of values so far.
+
+Each start, and each world, adds a file to the directory. It begins with a mark that has
+TensorBoard drop the points of steps which are trained again, so the series goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class TensorBoard:
     """A sink that writes an event file.
 
     Args:
-      directory: the directory of the file, different for each start and host.
+      directory: the directory of the file, different for each host.
 
     Raises:
       ConfigError: if the extra is not installed.
@@ -37,6 +40,7 @@ class TensorBoard:
         # disk, even at the end of the program.
         self._make_writer = _module("event_file_writer").EventsWriter
         self._event = _module("proto.event_pb2").Event
+        self._session_log = _module("proto.event_pb2").SessionLog
         self._summary = _module("proto.summary_pb2").Summary
         self._writer: Any = None
 
@@ -45,6 +49,9 @@ class TensorBoard:
         if self._writer is None:
             directory = storage.make_directory(self._directory)
             self._writer = self._make_writer(str(directory / "events"))
+            first = min(map(_step, batch))
+            mark = self._session_log(status=self._session_log.START)
+            self._writer.write_event(self._event(step=first, session_log=mark))
         for summary in batch:
             value = self._summary.Value(
                 tag=summary.metric.name.removeprefix("/"),
@@ -53,7 +60,7 @@ class TensorBoard:
             self._writer.write_event(
                 self._event(
                     wall_time=summary.time,
-                    step=summary.number,
+                    step=_step(summary),
                     summary=self._summary(value=[value]),
                 )
             )
@@ -63,6 +70,10 @@ class TensorBoard:
         """Closes the file."""
         if self._writer is not None:
             self._writer.close()
+
+
+def _step(summary: summaries.Summary) -> int:
+    return summary.number if summary.step is None else summary.step
 
 
 def _module(name: str) -> Any:

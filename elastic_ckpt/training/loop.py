@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from elastic_ckpt.core import events
+from elastic_ckpt.core import events, metrics
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step
 
@@ -65,7 +65,7 @@ class Loop:
       log: the step log; None on the hosts that do not write it.
       saver: None trains without checkpoints.
       evaluation: None trains without evaluation.
-      emit: called for each step, and before and after compiling.
+      emit: called for each step, after each save, and before and after compiling.
       compiled: compiles the step for its arguments, given the number of the step; emits
         the events.
       begin: called with the name of each phase that begins: `step`, `evaluate`, `save`.
@@ -124,14 +124,20 @@ class Loop:
             last = done == steps
             if self.saver and (stopping or self.saver.is_due(done, last=last)):
                 recorder.catch_up()
-                self.begin("save")
-                self.saver.save(done, state, last=last or stopping)
+                self._save(done, state, last=last or stopping)
                 saved = done
         recorder.catch_up()
         # A run that was already complete may lack its last checkpoint in storage.
         if self.saver and done not in (0, saved) and self.saver.is_due(done, last=True):
-            self.saver.save(done, state, last=True)
+            self._save(done, state, last=True)
         return Ended(state=state, step=done, is_stopped=stopping)
+
+    def _save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
+        assert self.saver is not None
+        self.begin("save")
+        began_secs = time.monotonic()
+        self.saver.save(step, state, last=last)
+        self.emit("save_blocked", step=step, secs=time.monotonic() - began_secs)
 
     def _compiled(
         self, number: int, state: train_step.TrainState, batch: elastic_data.Batch
@@ -164,13 +170,22 @@ class _Recorder:
             self._log.sync()
 
     def _write_pending(self) -> None:
-        if self._pending is None or self._log is None:
+        if self._pending is None:
             return
         step, report = self._pending
         self._pending = None
+        metrics.TRAIN_STEPS.record(step + 1)
+        if self._log is None:
+            return
         loss = self._log.append(step, report)
         now = time.monotonic()
         self._emit(
-            "step", step=step + 1, steps=self._steps, loss=loss, secs=now - self._since
+            "step",
+            step=step + 1,
+            steps=self._steps,
+            loss=loss,
+            secs=now - self._since,
+            tokens=int(report.tokens),
+            learning_rate=float(report.learning_rate),
         )
         self._since = now

@@ -28,11 +28,15 @@ class StepReport(NamedTuple):
       loss: float32 scalar, over the global batch before the update.
       example_id: uint32 `[B, 2]`, ids of the rows that the step was computed from.
       row_digests: uint32 `[B]`, digests of the tokens of these rows.
+      tokens: int32 scalar, the targets of the global batch without padding.
+      learning_rate: float32 scalar, of the update.
     """
 
     loss: jax.Array
     example_id: jax.Array
     row_digests: jax.Array
+    tokens: jax.Array
+    learning_rate: jax.Array
 
 
 # `(params, batch) -> (loss, targets)`: the sum over targets in nats, and their number.
@@ -71,7 +75,8 @@ def build(
       vocab_size: rows of the embedding.
       microbatches: equal parts of a device's rows, computed one after the other.
     """
-    optimizer = _optimizer(config)
+    learning_rate = _learning_rate(config)
+    optimizer = _optimizer(config, learning_rate)
 
     def init() -> TrainState:
         params = transformer.init(
@@ -92,13 +97,7 @@ def build(
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
         )
-        report = StepReport(
-            loss=loss,
-            example_id=batch["example_id"],
-            row_digests=digest.row_digests(
-                jnp.concatenate(digest.row_features(batch), axis=1)
-            ),
-        )
+        report = _report(batch, loss, learning_rate(state["step"]))
         return {
             "params": optax.apply_updates(state["params"], updates),
             "opt_state": opt_state,
@@ -119,6 +118,19 @@ def build(
             lambda state, batch: summed_loss(state["params"], batch),
             out_shardings=topology.replicated(mesh),
         ),
+    )
+
+
+def _report(
+    batch: elastic_data.Batch, loss: jax.Array, learning_rate: jax.typing.ArrayLike
+) -> StepReport:
+    tokens = jnp.concatenate(digest.row_features(batch), axis=1)
+    return StepReport(
+        loss=loss,
+        example_id=batch["example_id"],
+        row_digests=digest.row_digests(tokens),
+        tokens=transformer.is_counted(batch).sum(dtype=jnp.int32),
+        learning_rate=jnp.float32(learning_rate),
     )
 
 
@@ -206,19 +218,25 @@ def _state_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def _optimizer(config: schema.Config) -> optax.GradientTransformation:
+def _learning_rate(config: schema.Config) -> optax.Schedule:
     section = config.optimizer
     steps = section.learning_rate_schedule_steps
     if steps < 0:
         steps = config.run.steps
     warmup_steps = int(steps * section.warmup_steps_fraction)
-    learning_rate = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=section.learning_rate,
         warmup_steps=warmup_steps,
         decay_steps=max(steps, warmup_steps + 1),
         end_value=section.learning_rate * section.learning_rate_final_fraction,
     )
+
+
+def _optimizer(
+    config: schema.Config, learning_rate: optax.Schedule
+) -> optax.GradientTransformation:
+    section = config.optimizer
     adamw = optax.adamw(
         learning_rate,
         b1=section.adam_b1,

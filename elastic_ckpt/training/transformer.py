@@ -100,8 +100,13 @@ def loss(
     targets = batch["targets"]
     scores = jax.nn.log_softmax(logits(params, batch, head_dim=head_dim, gather=gather))
     picked = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    counted = batch.get("targets_segmentation", targets) != tokens.PAD
+    counted = is_counted(batch)
     return -(picked * counted).sum(), counted.sum()
+
+
+def is_counted(batch: Batch) -> jax.Array:
+    """The targets of `batch` that its loss counts, bool: all but padding."""
+    return batch.get("targets_segmentation", batch["targets"]) != tokens.PAD
 
 
 def _attention(

@@ -7,6 +7,7 @@ from elastic_ckpt.application import journal, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage
 
+RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {
     "run": "a", "hosts": 1, "slices": 1, "devices": 1, "start_step": 3, "steps": 9,
 }  # fmt: skip
@@ -32,7 +33,7 @@ def fail(config, error, *, steps=0, start=True):
             if start:
                 emit("run_started", **STARTED)
             for step in range(4, 4 + steps):
-                emit("step", step=step, steps=9, loss=1.0, secs=1.0)
+                emit("step", step=step, steps=9, loss=1.0, secs=1.0, **RATES)
             raise error
 
     with pytest.raises(type(error)):

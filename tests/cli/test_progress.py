@@ -5,6 +5,7 @@ import pytest
 
 from elastic_ckpt.cli import progress
 
+RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {
     "run": "first", "hosts": 1, "slices": 1, "devices": 2, "start_step": 0, "steps": 4,
 }  # fmt: skip
@@ -19,7 +20,7 @@ def show(stream, log_period=2):
     shown = progress.Progress(log_period, stream)
     shown("run_started", **STARTED)
     for step in range(1, 5):
-        shown("step", step=step, steps=4, loss=2.0, secs=0.5)
+        shown("step", step=step, steps=4, loss=2.0, secs=0.5, **RATES)
     shown("save_started", step=4)
     shown("saved", step=4, secs=0.1)
     shown("run_finished", step=4, secs=2.0)
@@ -58,7 +59,7 @@ def test_saves_are_shown_in_the_line():
     for event in ("save_started", "saved"):
         fields = {"secs": 1.0} if event == "saved" else {}
         shown(event, step=4, **fields)
-        shown("step", step=5, steps=9, loss=1.0, secs=1.0)
+        shown("step", step=5, steps=9, loss=1.0, secs=1.0, **RATES)
     first, second = stream.getvalue().splitlines()
     assert first.endswith("saving step 4")
     assert second.endswith("saved step 4")
@@ -69,9 +70,9 @@ def test_a_save_that_failed_is_not_shown_as_under_way():
     shown = progress.Progress(1, stream)
     shown("save_started", step=4)
     shown("degraded", tier="local", step=4, why="it does not fit")
-    shown("step", step=5, steps=9, loss=1.0, secs=1.0)
+    shown("step", step=5, steps=9, loss=1.0, secs=1.0, **RATES)
     shown("backed_up", step=4, bytes=3, secs=1.0)
-    shown("step", step=6, steps=9, loss=1.0, secs=1.0)
+    shown("step", step=6, steps=9, loss=1.0, secs=1.0, **RATES)
     _, first, second = stream.getvalue().splitlines()
     assert first.endswith("| step 4 is not in RAM")
     assert second.endswith("| backed up step 4")
@@ -117,7 +118,7 @@ def test_no_silence_of_a_start_is_longer_than_5_seconds(clock):
     pass_secs(shown, clock, 5)
     shown("compiled", step=3, secs=5.0)
     pass_secs(shown, clock, 5)
-    shown("step", step=4, steps=4, loss=2.0, secs=0.5)
+    shown("step", step=4, steps=4, loss=2.0, secs=0.5, **RATES)
     pass_secs(shown, clock, 5)
     assert stream.getvalue().splitlines() == [
         "starting, for 4 s now",
@@ -138,7 +139,7 @@ def test_a_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(cloc
     shown = progress.Progress(1000, stream, clock=clock)
     for step in range(1, 4):
         clock.secs += 3
-        shown("step", step=step, steps=9, loss=2.0, secs=3.0)
+        shown("step", step=step, steps=9, loss=2.0, secs=3.0, **RATES)
     pass_secs(shown, clock, 29)
     assert stream.getvalue() == ""
     pass_secs(shown, clock, 1)
@@ -148,7 +149,7 @@ def test_a_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(cloc
 def test_a_terminal_shows_a_slow_step_in_the_line_that_moves(clock):
     stream = Terminal()
     shown = progress.Progress(1000, stream, clock=clock)
-    shown("step", step=1, steps=9, loss=2.0, secs=3.0)
+    shown("step", step=1, steps=9, loss=2.0, secs=3.0, **RATES)
     pass_secs(shown, clock, 5)
     assert stream.getvalue().endswith("\r\033[Kstep 2/9, for 4 s now")
     shown.close()

@@ -9,6 +9,7 @@ from elastic_ckpt.elastic import decision, runtime
 from elastic_ckpt.elastic.host_failure import WorldLostError
 
 SETTLED = 1e6
+RATES = {"tokens": 9, "learning_rate": 0.1}
 
 
 class ScriptedCluster:
@@ -51,7 +52,7 @@ def ends(cluster):
 def loses(*numbers, returned_secs=None, step=None):
     def world(cluster):
         if step is not None:
-            cluster.emit("step", step=step, steps=9, loss=1.0, secs=0.1)
+            cluster.emit("step", step=step, steps=9, loss=1.0, secs=0.1, **RATES)
         for number in numbers:
             cluster.lost.add(number)
             del cluster.present[number]

@@ -14,7 +14,7 @@ class Clock:
 
 
 STARTED = {"run": "r", "hosts": 3, "slices": 3, "devices": 6, "steps": 40}
-STEP = {"steps": 40, "loss": 1.0, "secs": 0.1}
+STEP = {"steps": 40, "loss": 1.0, "secs": 0.1, "tokens": 9, "learning_rate": 0.1}
 
 
 @pytest.mark.parametrize(

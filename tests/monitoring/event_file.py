@@ -2,6 +2,7 @@
 
 import pathlib
 import struct
+from collections.abc import Iterator
 
 import google_crc32c
 from tensorboardX.proto import event_pb2
@@ -9,15 +10,25 @@ from tensorboardX.proto import event_pb2
 
 def scalars(directory: pathlib.Path) -> list[tuple[str, int, float]]:
     """Tag, step and value of each point below `directory`."""
-    points = []
+    return [
+        (value.tag, event.step, value.simple_value)
+        for event in _events(directory)
+        for value in event.summary.value
+    ]
+
+
+def marks(directory: pathlib.Path) -> list[int]:
+    """The steps from which TensorBoard drops the points before each mark."""
+    return [
+        event.step
+        for event in _events(directory)
+        if event.session_log.status == event_pb2.SessionLog.START
+    ]
+
+
+def _events(directory: pathlib.Path) -> Iterator[event_pb2.Event]:
     for file in sorted(directory.rglob("*.tfevents.*")):
-        for record in _records(file.read_bytes()):
-            event = event_pb2.Event.FromString(record)
-            points += [
-                (value.tag, event.step, value.simple_value)
-                for value in event.summary.value
-            ]
-    return points
+        yield from map(event_pb2.Event.FromString, _records(file.read_bytes()))
 
 
 def _records(content: bytes) -> list[bytes]:

@@ -1,4 +1,5 @@
 import sys
+import time
 
 import pytest
 
@@ -32,3 +33,20 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX.event_file_writer", None)
     with pytest.raises(errors.ConfigError, match=r"tensorboardx .*ckpt\[tensorboard\]"):
         tensorboard.TensorBoard(tmp_path)
+
+
+def test_worlds_add_to_one_series_at_the_number_of_steps_done(tmp_path):
+    for steps in ((1, 2, 3), (3, 4)):
+        listener = summaries.Summaries(tensorboard.TensorBoard(tmp_path), name="board")
+        for step in steps:
+            metrics.TRAIN_STEPS.record(step)
+            metrics.TRAIN_LOSS.record(step / 4)
+        listener.close()
+        # The names of the files order them by seconds.
+        time.sleep(1.1)
+    points = [p for p in event_file.scalars(tmp_path) if p[0].endswith("loss")]
+    assert [p[1:] for p in points] == [
+        *((1, 0.25), (2, 0.5), (3, 0.75)),
+        *((3, 0.75), (4, 1.0)),
+    ]
+    assert event_file.marks(tmp_path) == [1, 3]

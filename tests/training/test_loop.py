@@ -16,7 +16,11 @@ class Journal:
     def step(self, state, batch):
         self.calls.append(f"step {batch}")
         report = train_step.StepReport(
-            loss=np.float32(batch), example_id=None, row_digests=None
+            loss=np.float32(batch),
+            example_id=None,
+            row_digests=None,
+            tokens=np.int32(8),
+            learning_rate=np.float32(0.5),
         )
         return state + 1, report
 
@@ -44,7 +48,11 @@ class Journal:
         if name == "data_ended":
             self.calls.append(f"ended {fields['step']}")
             return
+        if name == "save_blocked":
+            assert fields["secs"] >= 0
+            return
         assert name == "step"
+        assert (fields["tokens"], fields["learning_rate"]) == (8, 0.5)
         self.calls.append(f"emit {fields['step']}/{fields['steps']}: {fields['loss']}")
 
 

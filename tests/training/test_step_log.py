@@ -13,6 +13,8 @@ def report(ids, loss=1.5):
         loss=np.float32(loss),
         example_id=np.array([[id_ >> 32, id_ & 0xFFFFFFFF] for id_ in ids], np.uint32),
         row_digests=np.array([id_ % 97 for id_ in ids], np.uint32),
+        tokens=np.int32(8),
+        learning_rate=np.float32(0.01),
     )
 
 

@@ -1,0 +1,70 @@
+"""The metrics of a run as a whole, derived from its events.
+
+The process that keeps the journal records them. It outlives worlds, so each series goes
+on when slices are lost or return.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from elastic_ckpt.core import events, metrics, storage
+from elastic_ckpt.monitoring import goodput
+
+
+class RunMetrics:
+    """An `Emit` that passes events on and records the metrics of the run.
+
+    Args:
+      emit: called for each event, before its metrics are recorded.
+      newest_step: the steps that earlier starts of the run have done.
+      clock: the time in seconds.
+    """
+
+    def __init__(
+        self,
+        emit: events.Emit,
+        *,
+        newest_step: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._emit = emit
+        self._clock = clock
+        self._account = goodput.Account(time=clock(), newest_step=newest_step)
+
+    def __call__(self, name: str, **fields: storage.Json) -> None:
+        """Passes an event on."""
+        self._emit(name, **fields)
+        before = self._account.secs
+        self._account = goodput.after(self._account, name, fields, time=self._clock())
+        if name == "step":
+            _record_step(fields)
+        if self._account.secs is not before:
+            for cause, secs in self._account.secs.items():
+                if secs > before[cause]:
+                    metrics.GOODPUT_SECS[cause].record(secs - before[cause])
+            metrics.GOODPUT.record(self._account.percent)
+        if name == "recovered":
+            metrics.LOST_STEPS.record(float(str(fields["steps_lost"])))
+        elif name in _COUNTED:
+            _COUNTED[name].record(1)
+
+
+_COUNTED = {
+    "host_lost": metrics.LOST_HOSTS,
+    "slice_lost": metrics.LOST_SLICES,
+    "run_failed": metrics.FAILURES,
+}
+
+
+def _record_step(fields: Mapping[str, storage.Json]) -> None:
+    values = {name: float(str(value)) for name, value in fields.items()}
+    metrics.TRAIN_STEPS.record(values["step"])
+    metrics.TRAIN_LOSS.record(values["loss"])
+    metrics.TRAIN_STEP.record(values["secs"])
+    metrics.TRAIN_TOKENS.record(values["tokens"])
+    metrics.TRAIN_LEARNING_RATE.record(values["learning_rate"])
+    if values["secs"] > 0:
+        metrics.TRAIN_STEP_RATE.record(1 / values["secs"])
+        metrics.TRAIN_TOKEN_RATE.record(values["tokens"] / values["secs"])
