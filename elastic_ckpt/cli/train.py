@@ -21,8 +21,8 @@ _EXAMPLES = """\
 Examples:
 
   elastic-ckpt train configs/demo_cpu.yml
-  elastic-ckpt train configs/demo_cpu.yml hosts=2 steps=80    # continue on two hosts
-  elastic-ckpt config configs/demo_cpu.yml hosts=2            # what would run
+  elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=160    # continue
+  elastic-ckpt config configs/demo_cpu.yml slices=2 hosts=2    # what would run
 """
 
 

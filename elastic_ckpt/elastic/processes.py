@@ -31,7 +31,7 @@ from elastic_ckpt.elastic.decision import Slices
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.manifests import layout
-from elastic_ckpt.tiers.peers import agent, agent_process
+from elastic_ckpt.tiers.peers import agent, agent_process, known_agents
 
 # The longest time between two looks at the slices.
 _LOOK_SECS = 0.1
@@ -150,6 +150,10 @@ class Processes:
                 emit(name, **fields)
             if name == "step":
                 self._step = int(str(fields["step"]))
+            elif name == "run_started" and assignment.number == 1:
+                # What an earlier start of the run has lived through is over.
+                start_step = int(str(fields["start_step"]))
+                self._faults = [f for f in self._faults if f.at_step >= start_step]
 
         def look(running: supervisor.HostProcesses) -> None:
             self._inject(running, slices)
@@ -232,7 +236,11 @@ class Processes:
         if self._owned.memory is None:
             return
         if number in self._agents:
-            self._agents.pop(number).close()
+            gone = self._agents.pop(number)
+            gone.close()
+            for other in self._agents:
+                # The next world does not wait for it.
+                known_agents.forget(self._owned.memory.root(other), gone.address.url)
         storage.remove(self._owned.memory.of_slice(number))
 
 

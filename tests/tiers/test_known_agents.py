@@ -18,6 +18,13 @@ def test_what_is_noted_is_read_again_and_nothing_is_there_at_first(tmp_path):
     assert known_agents.read(tmp_path) == {"m1": agent("http://a")}
 
 
+def test_an_agent_that_is_gone_is_forgotten(tmp_path):
+    known_agents.forget(tmp_path, "http://a")
+    known_agents.write(tmp_path, {"m1": agent("http://a"), "m2": agent("http://b")})
+    known_agents.forget(tmp_path, "http://a")
+    assert known_agents.read(tmp_path) == {"m2": agent("http://b")}
+
+
 def test_a_spoilt_list_is_no_list(tmp_path):
     for text in ("", "[1]", "{"):
         (tmp_path / known_agents.FILE).write_text(text)

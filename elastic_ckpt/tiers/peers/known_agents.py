@@ -41,6 +41,14 @@ def write(root: epath.PathLike, agents: Mapping[str, Mapping[str, Any]]) -> None
     storage.write_atomic(pathlib.Path(root, FILE), storage.canonical_json(noted))
 
 
+def forget(root: epath.PathLike, url: str) -> None:
+    """Removes the agent at `url`, whose machine is gone."""
+    noted = read(root)
+    left = {machine: agent for machine, agent in noted.items() if agent["url"] != url}
+    if left != noted:
+        write(root, left)
+
+
 def joined(
     heard: Iterable[Mapping[str, Any]], present: Mapping[str, Any], *, now_secs: float
 ) -> dict[str, Any]:
