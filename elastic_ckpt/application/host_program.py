@@ -66,6 +66,27 @@ def train(config: schema.Config, world: World) -> bool:
     return ended.is_stopped
 
 
+def compile_ahead(config: schema.Config, world: World) -> None:
+    """Compiles the step of a world that may follow; reads one batch, writes nothing.
+
+    Args:
+      config: of the run; the files of its data exist.
+      world: of this host, in a world of that size.
+    """
+    config = _at(config, world)
+    # Batches grow to their last size, and keep it.
+    data = dataclasses.replace(config.data, eval_interval=0)
+    checkpoint = dataclasses.replace(config.checkpoint, enable_checkpointing=False)
+    job = assemble(
+        dataclasses.replace(config, data=data, checkpoint=checkpoint),
+        world.topology,
+        microbatches=world.microbatches,
+    )
+    job.batches.resize(job.sizes.at(config.run.steps))
+    world.compiled(job.program.step, job.program.abstract_state, next(job.batches))
+    job.close()
+
+
 @contextlib.contextmanager
 def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
     """The world of this process, if no supervisor has started it.

@@ -78,6 +78,13 @@ def train(config: schema.Config, world: World) -> None:
     host_program.train(dataclasses.replace(config, metrics=metrics), world)
 
 
+def compile_ahead(config: schema.Config, world: World) -> None:
+    """Compiles on one of several hosts of this machine what they may train next."""
+    from elastic_ckpt.application import host_program
+
+    host_program.compile_ahead(config, world)
+
+
 def run(
     config: schema.Config,
     emit: events.Emit,
@@ -123,7 +130,9 @@ def run(
                 max_retries=section.elastic_max_retries if is_elastic else 0,
             ),
             work=_work(config),
-            objection=functools.partial(_objection, config),
+            compile_ahead=functools.partial(compile_ahead, config)
+            if is_elastic
+            else None,
             emit=emit,
         )
 
@@ -133,6 +142,7 @@ def _limits(config: schema.Config) -> watch.Limits:
     if not config.elastic.elastic_enabled:
         return watch.Limits(grace_secs=grace_secs)
     return watch.Limits(
+        compile_ahead_secs=config.elastic.elastic_compile_ahead_seconds,
         most_secs=config.elastic.elastic_hang_timeout_seconds,
         heartbeat_secs=config.elastic.elastic_heartbeat_timeout_seconds,
         grace_secs=grace_secs,
@@ -174,6 +184,7 @@ def _work(config: schema.Config) -> Work:
         rows=rows,
         devices_per_slice=full.devices // groups,
         max_rows_per_device=rows // full.devices,
+        objection=functools.partial(_objection, config),
     )
 
 

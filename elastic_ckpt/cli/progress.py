@@ -163,6 +163,13 @@ class Progress:
     def _on_executable_refused(self, **event: Any) -> None:
         self._line(f"{event['path']} is refused: {event['why']}; compiling instead")
 
+    def _on_compiled_ahead(self, **event: Any) -> None:
+        self._line(f"compiled ahead for {_count(event['hosts'], 'host')}")
+
+    def _on_compile_ahead_failed(self, **event: Any) -> None:
+        hosts = _count(event["hosts"], "host")
+        self._line(f"not compiled ahead for {hosts}: {event['why']}")
+
     def _on_step_interrupted(self, **event: Any) -> None:
         self._line(
             f"step {event['step']} was interrupted while it was saved and is passed"

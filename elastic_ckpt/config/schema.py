@@ -253,6 +253,12 @@ class ElasticSection:
         "A host that sends no heartbeat for so long, stopped or frozen, is lost.",
         at_least=2,
     )
+    elastic_compile_ahead_seconds: float = key(
+        600.0,
+        "While the run trains, the program for one slice fewer is compiled at low"
+        " priority, within so many seconds; 0 compiles when a slice is lost.",
+        at_least=0,
+    )
     faults: str = key(
         "",
         "Faults to inject, for tests and demonstrations, such as [{kill_slice: 1,"

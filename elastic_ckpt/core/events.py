@@ -37,6 +37,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "compiled": ("step", "secs"),
     "executable_loaded": ("step", "secs"),
     "executable_refused": ("path", "why"),
+    "compiled_ahead": ("hosts", "secs"),
+    "compile_ahead_failed": ("hosts", "why"),
     "step": ("step", "steps", "loss", "secs", "tokens", "learning_rate"),
     "save_started": ("step",),
     "save_blocked": ("step", "secs"),

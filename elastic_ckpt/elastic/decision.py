@@ -59,12 +59,15 @@ class Work:
       rows: of a global batch on `num_slices`.
       devices_per_slice: the devices of each slice.
       max_rows_per_device: that fit into the memory of a device at a time.
+      objection: why the data cannot be dealt to a number of slices, for a batch of a
+        number of rows; None if it can.
     """
 
     num_slices: int
     rows: int
     devices_per_slice: int
     max_rows_per_device: int
+    objection: Objection = lambda *_: None
 
     @classmethod
     def of_any_rows(cls, devices_per_slice: int) -> Work:
@@ -159,7 +162,6 @@ def decide(
     work: Work,
     *,
     waited_secs: float = 0.0,
-    objection: Objection = lambda *_: None,
 ) -> Decision:
     """Decides for as many slices as there are and fit.
 
@@ -171,15 +173,13 @@ def decide(
       policy: of the run.
       work: of the run.
       waited_secs: how long the run has waited already.
-      objection: why the data cannot be dealt to a number of slices, for a batch of a
-        number of rows; None if it can.
     """
     usable = slices.usable(policy)
     most = min(len(usable), policy.max_slices or len(usable))
     objections = []
     for number in range(most, policy.min_slices - 1, -1):
         batch = _batch(number, policy, work)
-        why = batch if isinstance(batch, str) else objection(number, batch[0])
+        why = batch if isinstance(batch, str) else work.objection(number, batch[0])
         if why is None:
             assert not isinstance(batch, str)
             rows, accumulated = batch

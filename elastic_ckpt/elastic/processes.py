@@ -23,6 +23,7 @@ from elastic_ckpt.elastic import (
     host_failure,
     host_process,
     kept_executables,
+    shadow_world,
     supervisor,
     watch,
 )
@@ -140,18 +141,22 @@ class Processes:
         """See `Cluster`; runs in the main thread."""
         slices = assignment.work.slices
         self._lost -= set(slices)
-        has_left = False
+        has_left = has_trained = False
+        shadows = contextlib.ExitStack()
 
         def receive(name: str, **fields: storage.Json) -> None:
-            nonlocal has_left
+            nonlocal has_left, has_trained
             has_left |= name == "world_left"
             # Hosts that leave report both, and one of them is the reason.
             if name != ("run_stopped" if hosts.is_left else "world_left"):
                 emit(name, **fields)
             if name == "step":
                 self._step = int(str(fields["step"]))
+                if not has_trained:
+                    has_trained = True
+                    self._compile_ahead(assignment, shadows)
             elif name == "run_started" and assignment.number == 1:
-                # What an earlier start of the run has lived through is over.
+                # Faults that an earlier start of the run has lived through are over.
                 start_step = int(str(fields["start_step"]))
                 self._faults = [f for f in self._faults if f.at_step >= start_step]
 
@@ -161,7 +166,7 @@ class Processes:
                 running.leave()
 
         hosts = supervisor.HostProcesses(
-            functools.partial(run_host, train, self._hardware, assignment, self._owned),
+            self._program(train, assignment),
             num_hosts=len(slices) * self._hosts_per_slice,
             # A new directory: this may be a second start of a run that is alive.
             log_directory=storage.make_unique_directory(self._log_directory),
@@ -170,7 +175,8 @@ class Processes:
             watch=look,
         )
         try:
-            hosts.run()
+            with shadows:
+                hosts.run()
         except host_failure.WorldLostError as error:
             lost = {self._slice_of(host, slices) for host in error.hosts}
             for number in sorted(lost):
@@ -188,6 +194,31 @@ class Processes:
         self._resources.close()
         for number in list(self._agents):
             self._agents.pop(number).close()
+
+    def _compile_ahead(
+        self, assignment: Assignment, shadows: contextlib.ExitStack
+    ) -> None:
+        smaller = assignment.compile_ahead
+        if smaller is None or not self._limits.compile_ahead_secs:
+            return
+        program = self._program(
+            smaller.compiles, Assignment(number=assignment.number, work=smaller.work)
+        )
+        shadow = shadow_world.ShadowWorld(
+            program,
+            num_hosts=len(smaller.work.slices) * self._hosts_per_slice,
+            log_directory=storage.make_unique_directory(self._log_directory),
+            budget_secs=self._limits.compile_ahead_secs,
+            emit=self._emit,
+        )
+        shadows.enter_context(contextlib.closing(shadow))
+
+    def _program(
+        self, train: TrainFunction, assignment: Assignment
+    ) -> host_process.Program:
+        return functools.partial(
+            run_host, train, self._hardware, assignment, self._owned
+        )
 
     def _slice_of(self, host: int, slices: Sequence[int]) -> int:
         return slices[host // self._hosts_per_slice]

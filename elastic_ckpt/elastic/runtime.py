@@ -17,11 +17,16 @@ import time
 from collections.abc import Callable
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic.cluster import Assignment, Cluster, TrainFunction
+from elastic_ckpt.elastic.cluster import (
+    Assignment,
+    Cluster,
+    CompileAhead,
+    TrainFunction,
+)
 from elastic_ckpt.elastic.decision import (
     Decision,
-    Objection,
     Policy,
+    Slices,
     Stop,
     Train,
     Work,
@@ -37,7 +42,7 @@ def run(
     cluster: Cluster,
     policy: Policy | None = None,
     work: Work | None = None,
-    objection: Objection = lambda *_: None,
+    compile_ahead: TrainFunction | None = None,
     emit: events.Emit = events.nobody,
 ) -> None:
     """Trains on the slices that are there, until `train` returns.
@@ -47,7 +52,9 @@ def run(
       cluster: the slices.
       policy: when to train, to wait and to stop.
       work: the rows of a batch; None if `train` chooses them.
-      objection: see `decision.decide`.
+      compile_ahead: compiles with `world.compiled` what `train` does, and writes
+        nothing; picklable. It is called on every host of a shadow world, one slice
+        smaller than the one that trains. None compiles when a world begins.
       emit: called for each event of the run.
 
     Raises:
@@ -62,7 +69,6 @@ def run(
         decide,
         policy=policy,
         work=work or Work.of_any_rows(cluster.devices_per_slice),
-        objection=objection,
     )
     current: frozenset[int] = frozenset()
     for number in itertools.count(1):
@@ -74,7 +80,7 @@ def run(
         try:
             is_over = cluster.run_world(
                 train,
-                Assignment(number=number, work=chosen),
+                _assignment(number, chosen, compile_ahead, decided),
                 emit=retries,
                 has_changed=change,
             )
@@ -85,6 +91,30 @@ def run(
             if is_over:
                 return
             timeline.begin(since_secs=change.since_secs)
+
+
+def _assignment(
+    number: int,
+    chosen: Train,
+    compiles: TrainFunction | None,
+    decided: Callable[..., Decision],
+) -> Assignment:
+    smaller = _one_slice_fewer(chosen, decided)
+    compile_ahead = None
+    if compiles is not None and isinstance(smaller, Train):
+        compile_ahead = CompileAhead(compiles=compiles, work=smaller)
+    return Assignment(number=number, work=chosen, compile_ahead=compile_ahead)
+
+
+def _one_slice_fewer(
+    chosen: Train, decided: Callable[..., Decision]
+) -> Decision | None:
+    # The same program for whichever slice is lost, unless a spare takes its place.
+    left = frozenset(chosen.slices[:-1])
+    if not left or chosen.spares:
+        return None
+    present_secs = dict.fromkeys(left, math.inf)
+    return decided(Slices(current=left, present_secs=present_secs))
 
 
 class _Change:

@@ -18,6 +18,7 @@ import os
 import pathlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection, forkserver, process
@@ -86,7 +87,9 @@ class HostProcesses:
         self._deadline_secs: float | None = None
 
     def run(self) -> None:
-        """Starts the hosts and returns when all are done; runs in the main thread.
+        """Starts the hosts and returns when all are done.
+
+        In the main thread it forwards SIGTERM.
 
         Raises:
           WorldLostError: if hosts were lost, with the first failure; after all hosts
@@ -96,7 +99,7 @@ class HostProcesses:
         """
         reserved, address = _reserve_port()
         try:
-            with termination.Notice() as notice:
+            with _notice() as notice:
                 self._start(address)
                 self._watch(notice)
         finally:
@@ -127,6 +130,10 @@ class HostProcesses:
                     channel.send_bytes(_LEAVE)
             self._terminate()
 
+    def end(self) -> None:
+        """Ends the hosts at once; `watch` calls it."""
+        self._deadline_secs = time.monotonic()
+
     def send_signal(self, hosts: Iterable[int], number: signal.Signals) -> None:
         """Sends a signal to hosts: a fault, for tests and demonstrations."""
         for host in hosts:
@@ -154,7 +161,7 @@ class HostProcesses:
             self._processes.append(child)
             self._channels[receiver] = host
 
-    def _watch(self, notice: termination.Notice) -> None:
+    def _watch(self, notice: termination.Notice | None) -> None:
         while self._channels:
             wait_secs = None
             if self._deadline_secs is not None:
@@ -165,11 +172,13 @@ class HostProcesses:
                 if self._on_watch is not None:
                     self._on_watch(self)
                 wait_secs = _WATCH_SECS
-            channels = [*self._channels, notice.fileno()]
+            channels: list[connection.Connection | int] = [*self._channels]
+            if notice is not None:
+                channels.append(notice.fileno())
             for ready in connection.wait(channels, wait_secs):
                 if isinstance(ready, connection.Connection):
                     self._receive(ready)
-                elif notice.received():
+                elif notice is not None and notice.received():
                     self._stop()
             # Only now: messages may have waited while this process was busy.
             if self._deadline_secs is None:
@@ -288,6 +297,11 @@ def warm_up(modules: Sequence[str]) -> None:
     forkserver.set_forkserver_preload(list(modules))
     with termination.held():
         forkserver.ensure_running()
+
+
+def _notice() -> contextlib.AbstractContextManager[termination.Notice | None]:
+    is_main = threading.current_thread() is threading.main_thread()
+    return termination.Notice() if is_main else contextlib.nullcontext()
 
 
 def _reserve_port() -> tuple[socket.socket, str]:

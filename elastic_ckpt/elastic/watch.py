@@ -44,12 +44,14 @@ class Limits:
       most_secs: the bound for each phase.
       heartbeat_secs: the longest time without a heartbeat.
       grace_secs: for hosts to save and end after SIGTERM.
+      compile_ahead_secs: for a shadow world, while another trains; 0 starts none.
       longest_secs: of each phase that has ended, the longest.
     """
 
     most_secs: float = math.inf
     heartbeat_secs: float = math.inf
     grace_secs: float = 60.0
+    compile_ahead_secs: float = 0.0
     longest_secs: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def learn(self, phase: str, secs: float) -> None:

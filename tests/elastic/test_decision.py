@@ -1,5 +1,6 @@
 """The reaction of a run to lost and returned slices is decided by numbers alone."""
 
+import dataclasses
 import math
 
 import pytest
@@ -16,12 +17,9 @@ def present(*numbers, secs=LONG):
     return dict.fromkeys(numbers, secs)
 
 
-def decide(slices, *, work=WORK, waited_secs=0.0, objection=None, **policy):
-    options = {"waited_secs": waited_secs}
-    if objection is not None:
-        options["objection"] = objection
+def decide(slices, *, work=WORK, waited_secs=0.0, **policy):
     chosen = decision.Policy(**policy)
-    return decision.decide(slices, chosen, work, **options)
+    return decision.decide(slices, chosen, work, waited_secs=waited_secs)
 
 
 def test_all_slices_train_at_the_start():
@@ -94,7 +92,8 @@ def test_an_objection_of_the_data_is_part_of_the_reason():
         asked.append((num_slices, rows))
         return f"{num_slices} do not divide the shards"
 
-    decided = decide(slices, objection=objection)
+    work = dataclasses.replace(WORK, objection=objection)
+    decided = decide(slices, work=work)
     assert asked == [(2, 24), (1, 24)]
     assert decided.why == (
         "no number of the slices [0, 1] fits: 2 do not divide the shards; 1 do not"

@@ -4,11 +4,14 @@ import json
 import os
 import pathlib
 import signal
+import time
 
 import jax
 import numpy as np
 
 from elastic_ckpt.core import topology
+
+RATES = {"tokens": 9, "learning_rate": 0.1}
 
 
 def counts(world, *, steps, directory, action="", at_step=0):
@@ -23,12 +26,24 @@ def counts(world, *, steps, directory, action="", at_step=0):
     total = jax.jit(jax.numpy.sum)
     for step in range(1, steps + 1):
         loss = float(total(ones))
-        world.emit("step", step=step, steps=steps, loss=loss, secs=0.0)
+        world.emit("step", step=step, steps=steps, loss=loss, secs=0.0, **RATES)
         if step == at_step and topology.is_primary():
             act(action)
         if world.is_leaving(step):
             note(directory, world, "left", step=step, is_left=world.is_left())
             return
+
+
+def compiles(world, *, gate=None):
+    """Compiles a step; then trains until there is a file `gate`."""
+    sharding = topology.over_all_devices(world.mesh)
+    x = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)
+    world.compiled(jax.jit(lambda x: x * 2), x)
+    while gate is not None:
+        world.emit("step", step=1, steps=1, loss=0.0, secs=0.0, **RATES)
+        if pathlib.Path(gate).exists():
+            return
+        time.sleep(0.02)
 
 
 def act(action):

@@ -1,0 +1,29 @@
+"""The training loads the program that was compiled ahead."""
+
+import dataclasses
+
+from elastic_ckpt.application import host_program
+from elastic_ckpt.config import load
+from elastic_ckpt.elastic import kept_executables
+from elastic_ckpt.elastic.world import World
+from tests import runs
+
+
+def test_the_training_loads_what_was_compiled_ahead_and_nothing_is_written(
+    tmp_path, corpus
+):
+    config = load.load(runs.write_config(tmp_path, corpus, steps=2, slices=2))
+    events = []
+
+    def emit(name, **_):
+        if "compile" in name or "loaded" in name:
+            events.append(name)
+
+    with kept_executables.kept() as kept:
+        world = World(number=1, slices=(0, 1), slice_name="0", kept=kept, emit=emit)
+        host_program.compile_ahead(config, dataclasses.replace(world, number=2))
+        assert events == ["compile_started", "compiled"]
+        assert not (tmp_path / "tiny").exists()
+        host_program.train(config, world)
+        assert events[2:] == ["executable_loaded"]
+    assert [step.step for step in runs.steps(tmp_path / "tiny")] == [0, 1]
