@@ -22,6 +22,8 @@ VERBS = {
     "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
+    "status": "show how far a run is, its hosts and newest steps, and what a loss would"
+    " cost",
     "inspect": "show the steps of a run, their arrays and their data state, or in which"
     " tiers they are, and what they would lose with a host or slice",
     "verify": "read every copy of every part of a checkpoint, in any tier, and compare",

@@ -260,13 +260,26 @@ class AppendLog:
                 self._file.close()
 
 
-def read_log(path: epath.PathLike) -> list[dict[str, Any]]:
+def read_log(
+    path: epath.PathLike, *, last_bytes: int | None = None
+) -> list[dict[str, Any]]:
     """The records of a JSON-lines file in order, without an incomplete last line.
+
+    Args:
+      path: of the file.
+      last_bytes: reads only the records within so many bytes of the end; None reads
+        all.
 
     Raises:
       DataError: if a line other than the last is not a JSON object.
     """
-    lines = absolute(path).read_bytes().split(b"\n")
+    with absolute(path).open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = 0 if last_bytes is None else max(0, end - last_bytes)
+        file.seek(start)
+        lines = file.read().split(b"\n")
+    if start:
+        del lines[0]  # the end of a line
     # Text after the last newline is a line that a crash cut short: it is dropped.
     records = []
     for number, line in enumerate(lines[:-1], start=1):

@@ -54,12 +54,18 @@ class JsonLines:
         """Does nothing: each batch is durable already."""
 
 
-def read(directory: epath.PathLike) -> dict[str, list[dict[str, Any]]]:
+def read(
+    directory: epath.PathLike, *, last_bytes: int | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """The lines of all files in `directory`, by the name of the file; none if absent.
+
+    Args:
+      directory: of the files.
+      last_bytes: see `storage.read_log`.
 
     Raises:
       DataError: if a file was changed after it was written.
     """
     root = storage.absolute(directory)
     files = sorted(root.glob("*.jsonl")) if root.exists() else []
-    return {file.stem: storage.read_log(file) for file in files}
+    return {file.stem: storage.read_log(file, last_bytes=last_bytes) for file in files}

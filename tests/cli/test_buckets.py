@@ -98,3 +98,13 @@ def test_stock_orbax_loads_a_step_from_a_bucket(run):
     assert (
         np.asarray(restored["params"]["w"]).tobytes() == np.asarray(expected).tobytes()
     )
+
+
+def test_a_run_in_a_bucket_has_a_status(run):
+    events = storage.absolute(run) / run_directory.EVENTS
+    events.write_bytes(b'{"time":1.0,"event":"run_stopped","step":2}\n')
+    content = report("status", run)
+    assert content["phase"] == "stopped"
+    assert [each["step"] for each in content["tiers"]] == [None, 2]
+    assert content["last_event"] == {"time": 1.0, "event": "run_stopped", "step": 2}
+    assert "in storage step 2" in runs.verb("status", run)

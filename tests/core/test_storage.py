@@ -260,3 +260,14 @@ def test_new_files_have_the_mode_that_the_process_gives(tmp_path):
         os.umask(before)
     for name in "ab":
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize(("last_bytes", "read"), [(9, [2]), (18, [1, 2]), (99, 3)])
+def test_the_end_of_a_log_is_read_in_whole_lines(tmp_path, last_bytes, read):
+    log = storage.AppendLog(tmp_path / "log")
+    for number in range(3):
+        log.append({"n": number})
+    log.close()
+    read = list(range(read)) if isinstance(read, int) else read
+    records = storage.read_log(tmp_path / "log", last_bytes=last_bytes)
+    assert [record["n"] for record in records] == read

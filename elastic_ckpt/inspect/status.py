@@ -1,0 +1,259 @@
+"""The status of a run, as one screen shows it: computed from what the run has written.
+
+Everything here is a pure function of events, lines of metrics and manifests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.core import metrics
+from elastic_ckpt.inspect.restorable import AfterLoss, NewestStep
+
+# Waits for data are averaged over this time.
+_RECENT_SECS = 60.0
+
+Event = Mapping[str, Any]
+# The lines of metrics by the name of their file, as `monitoring.jsonl.read` has them.
+Files = Mapping[str, Sequence[Mapping[str, Any]]]
+
+# The phase that begins with an event.
+_PHASES = {
+    "world_started": "starting a world",
+    "world_joined": "starting a world",
+    "waiting_for_slices": "waiting for slices",
+    "run_started": "restoring",
+    "compile_started": "compiling",
+    "compiled": "training",
+    "executable_loaded": "training",
+    "recovered": "training",
+    "host_lost": "a host was lost",
+    "slice_lost": "a slice was lost",
+    "world_left": "changing slices",
+    "data_ended": "saving the last step",
+    "stop_requested": "saving before the end",
+    "run_finished": "finished",
+    "run_stopped": "stopped",
+    "run_failed": "failed",
+}
+_ENDS = ("finished", "stopped", "failed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """The hosts of the current world.
+
+    Attributes:
+      hosts: that are alive; slices and devices likewise.
+      slice_numbers: empty if the run is not elastic.
+    """
+
+    hosts: int
+    slices: int
+    devices: int
+    slice_numbers: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is; None stands for what is not known.
+
+    Attributes:
+      step: the steps done.
+      steps: of the run.
+      time: of the newest metric, in seconds since the epoch.
+      loss: of the newest step; the rates and the learning rate likewise.
+      goodput_percent: of this start.
+      data_wait_percent: of the time of recent steps, at the host that waits longest.
+    """
+
+    step: int | None
+    steps: int | None
+    time: float | None
+    loss: float | None
+    steps_per_sec: float | None
+    tokens_per_sec: float | None
+    learning_rate: float | None
+    goodput_percent: float | None
+    data_wait_percent: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backup:
+    """The backlog of persistent storage.
+
+    Attributes:
+      steps_behind: from the newest step in storage to the newest in memory; None if
+        there is none in memory.
+      being_written: steps that are not committed yet, or were cut short.
+      failed: why the newest backup failed; None if one has succeeded since.
+    """
+
+    steps_behind: int | None
+    being_written: tuple[int, ...]
+    failed: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """The status of a run.
+
+    Attributes:
+      run: its name; empty before its first start.
+      phase: what it does, or how it ended.
+      world: the hosts of the current world; None before the first, and at the end.
+      progress: how far it is.
+      tiers: the newest step of each.
+      losses: what the loss of each slice and host would cost.
+      backup: the backlog.
+      last_event: with its time; None before the first.
+    """
+
+    run: str
+    phase: str
+    world: World | None
+    progress: Progress
+    tiers: tuple[NewestStep, ...]
+    losses: tuple[AfterLoss, ...]
+    backup: Backup
+    last_event: Event | None
+
+
+def status(
+    events: Sequence[Event],
+    files: Files,
+    *,
+    is_alive: bool | None,
+    tiers: Sequence[NewestStep],
+    losses: Sequence[AfterLoss],
+    uncommitted: Sequence[int],
+) -> Status:
+    """The status of a run.
+
+    Args:
+      events: of `events.jsonl`, the newest ones.
+      files: of metrics.
+      is_alive: whether its process lives; None if that is not known.
+      tiers: the newest step of each.
+      losses: the step that is left after each loss.
+      uncommitted: steps in storage that are not committed.
+    """
+    phase = next(
+        (_PHASES[e["event"]] for e in reversed(events) if e["event"] in _PHASES),
+        "not started",
+    )
+    if is_alive is False and phase not in _ENDS and events:
+        phase = "not running: its process ended without a last event"
+    started = _last(events, "run_started") or {}
+    is_over = phase in _ENDS or is_alive is False
+    return Status(
+        run=started.get("run", ""),
+        phase=phase,
+        world=None if is_over else _world(events),
+        progress=_progress(files, events),
+        tiers=tuple(tiers),
+        losses=tuple(losses),
+        backup=_backup(events, tiers, uncommitted),
+        last_event=events[-1] if events else None,
+    )
+
+
+def _last(events: Sequence[Event], *names: str) -> Event | None:
+    return next((e for e in reversed(events) if e["event"] in names), None)
+
+
+def _world(events: Sequence[Event]) -> World | None:
+    world = _last(events, "run_started")
+    if world is None:
+        return None
+    # A host or slice that is lost since then ends the world.
+    since = events[events.index(world) :]
+    is_lost = _last(since, "host_lost", "slice_lost", "world_left") is not None
+    return World(
+        hosts=0 if is_lost else world["hosts"],
+        slices=0 if is_lost else world["slices"],
+        devices=0 if is_lost else world["devices"],
+        slice_numbers=world_slices(events),
+    )
+
+
+def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
+    """The slices of the newest world; empty if the run is not elastic."""
+    chosen = _last(events, "world_started")
+    return tuple(chosen["slices"]) if chosen else ()
+
+
+def _progress(files: Files, events: Sequence[Event]) -> Progress:
+    newest: dict[str, Mapping[str, Any]] = {}
+    for lines in files.values():
+        for line in lines:
+            before = newest.get(line["metric"])
+            if before is None or line["time"] >= before["time"]:
+                newest[line["metric"]] = line
+
+    def last(metric: metrics.Metric) -> float | None:
+        line = newest.get(metric.name)
+        return None if line is None else line["last"]
+
+    started = _last(events, "run_started")
+    steps = {last(metrics.TRAIN_STEPS) or 0}
+    if started:
+        # Metrics are written a little later than events.
+        since = events[events.index(started) :]
+        steps |= {e["step"] for e in since if e["event"] == "save_started"}
+    return Progress(
+        step=int(max(steps)) or None,
+        steps=started["steps"] if started else None,
+        time=max((line["time"] for line in newest.values()), default=None),
+        loss=last(metrics.TRAIN_LOSS),
+        steps_per_sec=last(metrics.TRAIN_STEP_RATE),
+        tokens_per_sec=last(metrics.TRAIN_TOKEN_RATE),
+        learning_rate=last(metrics.TRAIN_LEARNING_RATE),
+        goodput_percent=last(metrics.GOODPUT),
+        data_wait_percent=_data_wait_percent(files),
+    )
+
+
+def _data_wait_percent(files: Files) -> float | None:
+    steps = [
+        line
+        for lines in files.values()
+        for line in lines
+        if line["metric"] == metrics.TRAIN_STEP.name
+    ]
+    if not steps:
+        return None
+    since = max(line["time"] for line in steps) - _RECENT_SECS
+    step_secs = sum(line["sum"] for line in steps if line["time"] >= since)
+    waits = [
+        sum(
+            line["sum"]
+            for line in lines
+            if line["metric"] == metrics.DATA_WAIT.name and line["time"] >= since
+        )
+        for lines in files.values()
+    ]
+    return min(100.0, 100 * max(waits) / max(step_secs, 1e-9))
+
+
+def _backup(
+    events: Sequence[Event], tiers: Sequence[NewestStep], uncommitted: Sequence[int]
+) -> Backup:
+    steps = {each.tier: each.step for each in tiers}
+    in_memory = steps.get("local")
+    tried = [
+        e
+        for e in events
+        if e["event"] == "backed_up"
+        or (e["event"] == "degraded" and e["tier"] == "persistent")
+    ]
+    failed = tried and tried[-1]["event"] == "degraded"
+    return Backup(
+        steps_behind=None
+        if in_memory is None
+        else max(0, in_memory - (steps.get("persistent") or 0)),
+        being_written=tuple(uncommitted),
+        failed=tried[-1]["why"] if failed else None,
+    )

@@ -1,0 +1,121 @@
+"""The status of a run, from its events, metrics and manifests."""
+
+import pytest
+
+from elastic_ckpt.cli import status as verb
+from elastic_ckpt.core import metrics
+from elastic_ckpt.inspect import restorable, status
+
+STARTED = {
+    "event": "run_started", "run": "r", "hosts": 4, "slices": 2, "devices": 8,
+    "start_step": 0, "steps": 90, "time": 100.0,
+}  # fmt: skip
+TIERS = (
+    restorable.NewestStep(tier="local", step=30, time_ms=110_000),
+    restorable.NewestStep(tier="persistent", step=20, time_ms=90_000),
+)
+LOSSES = tuple(
+    restorable.AfterLoss(domain="slice", name=name, step=step)
+    for name, step in (("0", 20), ("1", None), ("2", 20))
+)
+
+
+def event(name, **fields):
+    return {"event": name, "time": 120.0, **fields}
+
+
+def line(metric, value, time):
+    return {"metric": metric.name, "last": value, "sum": value, "time": time}
+
+
+def at(*events, is_alive=True, files=None):
+    return status.status(
+        events,
+        files or {},
+        is_alive=is_alive,
+        tiers=TIERS,
+        losses=LOSSES,
+        uncommitted=[40],
+    )
+
+
+@pytest.mark.parametrize(
+    ("events", "phase"),
+    [
+        ([], "not started"),
+        ([STARTED], "restoring"),
+        ([STARTED, event("compile_started")], "compiling"),
+        ([STARTED, event("compiled"), event("saved", step=4)], "training"),
+        ([STARTED, event("waiting_for_slices")], "waiting for slices"),
+        ([STARTED, event("run_failed")], "failed"),
+    ],
+)
+def test_the_last_event_of_a_phase_names_it(events, phase):
+    assert at(*events).phase == phase
+
+
+def test_a_run_whose_process_is_gone_is_not_running():
+    content = at(STARTED, event("compiled"), is_alive=False)
+    assert content.phase.startswith("not running")
+    assert content.world is None
+    assert at(STARTED, event("run_finished"), is_alive=False).phase == "finished"
+
+
+def test_a_world_that_lost_a_slice_has_no_hosts_until_the_next_one_starts():
+    chosen = event("world_started", world=1, slices=[0, 2], spares=[])
+    assert at(chosen, STARTED).world == status.World(
+        hosts=4, slices=2, devices=8, slice_numbers=(0, 2)
+    )
+    assert at(chosen, STARTED, event("slice_lost", slice=2)).world.hosts == 0
+    assert at(chosen, event("slice_lost", slice=2), STARTED).world.hosts == 4
+
+
+def test_the_newest_value_of_each_metric_counts_whichever_file_it_is_in():
+    files = {
+        "run": [
+            line(metrics.TRAIN_STEPS, 29, 111.0),
+            line(metrics.TRAIN_STEP, 2.0, 40.0),
+            line(metrics.TRAIN_STEP, 2.0, 111.0),
+            line(metrics.TRAIN_LOSS, 1.5, 111.0),
+        ],
+        "host-00000": [
+            line(metrics.TRAIN_STEPS, 7, 50.0),
+            line(metrics.DATA_WAIT, 0.5, 111.0),
+        ],
+        "host-00001": [line(metrics.DATA_WAIT, 1.0, 111.0)],
+    }
+    progress = at(STARTED, files=files).progress
+    assert (progress.step, progress.steps, progress.loss) == (29, 90, 1.5)
+    # In the last minute, at the host that waits longest.
+    assert progress.data_wait_percent == 50.0
+    later = at(STARTED, event("save_started", step=31), files=files)
+    assert later.progress.step == 31
+
+
+def test_the_backlog_is_what_storage_lacks_and_why():
+    refused = event("degraded", tier="persistent", step=30, why="it is full")
+    backup = at(STARTED, refused).backup
+    assert (backup.steps_behind, backup.being_written) == (10, (40,))
+    assert backup.failed == "it is full"
+    assert at(STARTED, refused, event("backed_up", step=30)).backup.failed is None
+
+
+def test_one_screen_has_all_of_it():
+    files = {"run": [line(metrics.TRAIN_STEPS, 33, 111.0)]}
+    content = at(STARTED, event("saved", step=30, secs=0.5), files=files)
+    assert verb.describe(content, now=131.0).splitlines() == [
+        "r: restoring",
+        "step       33 of 90 (20 s ago)",
+        "rate       unknown",
+        "hosts      4 alive, in 2 slices, 8 devices",
+        "in RAM     step 30, 21 s old",
+        "in storage step 20, 41 s old",
+        "backup     10 steps behind RAM, being written, or cut short: step 40",
+        "if lost    slices 0, 2: each restores step 20, 13 steps to train again",
+        "if lost    slice 1: the run would begin anew",
+        "last event 11 s ago: saved step=30 secs=0.5",
+    ]
+
+
+def test_a_run_before_its_first_start_has_a_screen_too():
+    assert "hosts      none" in verb.describe(at(), now=0.0)
