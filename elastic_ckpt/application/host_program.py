@@ -13,10 +13,12 @@ from collections.abc import Iterator
 
 from elastic_ckpt.application import journal, listeners
 from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.application.job import Job
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, topology
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import World
+from elastic_ckpt.training import loop
 
 
 def train(config: schema.Config, world: World) -> bool:
@@ -32,11 +34,15 @@ def train(config: schema.Config, world: World) -> bool:
     began_secs = time.monotonic()
     emit = world.emit if topology.is_primary() else events.nobody
     config = _at(config, world)
-    with listeners.started(config):
+    # The journal of a process that trains in several worlds has its listeners.
+    has_listeners = world.devices is not None
+    listening = contextlib.nullcontext() if has_listeners else listeners.started(config)
+    with listening:
         world.begin("prepare")
         job = assemble(
             config,
             world.topology,
+            devices=world.devices,
             slice_name=world.slice_name,
             microbatches=world.microbatches,
             emit=emit,
@@ -48,16 +54,13 @@ def train(config: schema.Config, world: World) -> bool:
             start_step=job.start_step,
             steps=config.run.steps,
         )
-        world.begin("restore")
-        state = job.restore_or_init()
-        ended = job.run(
-            state,
-            compiled=world.compiled,
-            begin=world.begin,
-            is_stopping=world.is_leaving,
-        )
-        world.begin(watch.CLOSE)
-        job.close()
+        try:
+            ended = _run(job, world)
+        except Exception:
+            if world.devices is not None:
+                # This process goes on.
+                job.abandon()
+            raise
         if ended.is_stopped:
             emit("run_stopped", step=ended.step, saved=job.checkpointer is not None)
         else:
@@ -85,6 +88,20 @@ def compile_ahead(config: schema.Config, world: World) -> None:
     job.batches.resize(job.sizes.at(config.run.steps))
     world.compiled(job.program.step, job.program.abstract_state, next(job.batches))
     job.close()
+
+
+def _run(job: Job, world: World) -> loop.Ended:
+    world.begin("restore")
+    state = job.restore_or_init()
+    ended = job.run(
+        state,
+        compiled=world.compiled,
+        begin=world.begin,
+        is_stopping=world.is_leaving,
+    )
+    world.begin(watch.CLOSE)
+    job.close()
+    return ended
 
 
 @contextlib.contextmanager

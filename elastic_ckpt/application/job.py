@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Protocol
 
+from absl import logging
 from jax.sharding import Mesh
 
 from elastic_ckpt.application import run_directory
@@ -96,7 +98,7 @@ class Job:
         """
         start_step = int(state["step"])
         log = self._open_log(start_step)
-        ended = loop.Loop(
+        trained = loop.Loop(
             program=self.program,
             batches=self.batches,
             sizes=self.sizes,
@@ -114,10 +116,11 @@ class Job:
                 timeout_secs=_COMPILE_TIMEOUT_SECS,
             ),
             is_stopping=is_stopping,
-        ).run(state, start_step=start_step, steps=self.config.run.steps)
-        if log:
-            log.close()
-        return ended
+        )
+        with contextlib.closing(log) if log else contextlib.nullcontext():
+            return trained.run(
+                state, start_step=start_step, steps=self.config.run.steps
+            )
 
     def close(self) -> None:
         """Waits for all saves, and ends the parts of the job.
@@ -130,6 +133,20 @@ class Job:
         if self.evaluation:
             self.evaluation.batches.close()
         self.batches.close()
+
+    def abandon(self) -> None:
+        """Ends the parts of the job after an error, and does not wait for saves.
+
+        Hosts may be gone, so errors of the parts are logged.
+        """
+        parts = [self.checkpointer.abandon] if self.checkpointer else []
+        if self.evaluation:
+            parts.append(self.evaluation.batches.close)
+        for end in [*parts, self.batches.close]:
+            try:
+                end()
+            except Exception as error:
+                logging.warning("a part of a failed job cannot be ended: %r", error)
 
     def _open_log(self, start_step: int) -> step_log.StepLog | None:
         if not topology.is_primary():

@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from elastic_ckpt.application import listeners, run_directory
+from elastic_ckpt.application import elastic_run, listeners, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.elastic import (
     faults,
     processes,
-    runtime,
     supervisor,
     termination,
     watch,
 )
-from elastic_ckpt.elastic.decision import Batch, Policy, Work
 from elastic_ckpt.elastic.world import World
-
-if TYPE_CHECKING:
-    from elastic_ckpt.core.topology import Topology
 
 # The fork server imports it, and with it all that a host needs.
 _HOST_PROGRAM = "elastic_ckpt.application.host_program"
@@ -52,11 +45,11 @@ def check(config: schema.Config) -> None:
             )
         return
     section = config.elastic
-    if section.elastic_enabled and world.slices > world.hosts:
+    if section.elastic_enabled and world.slices > world.hosts > 1:
         raise errors.ConfigError(
             f"elastic_enabled=true with slices={world.slices} on hosts={world.hosts}:"
             " a slice that is lost is made of whole hosts; set hosts to a multiple of"
-            " slices"
+            " slices, or to 1"
         )
     if section.elastic_min_slice_count > world.slices:
         raise errors.ConfigError(
@@ -64,7 +57,7 @@ def check(config: schema.Config) -> None:
             f" slices={world.slices}; lower it"
         )
     faults.parse(section.faults)
-    expected = _topology(config, _num_groups(config))
+    expected = _groups(config).full
     expected.check()
     batch_size.schedule(config.data, expected)
 
@@ -117,22 +110,12 @@ def run(
             emit=emit,
         )
     ) as cluster:
-        runtime.run(
-            functools.partial(train, config),
-            cluster=cluster,
-            policy=Policy(
-                min_slices=section.elastic_min_slice_count or _num_groups(config),
-                batch=Batch.KEEP_GLOBAL
-                if config.data.global_batch_size
-                else Batch.KEEP_PER_DEVICE,
-                wait_secs=section.elastic_timeout_seconds,
-                settle_secs=section.elastic_settle_seconds,
-                max_retries=section.elastic_max_retries if is_elastic else 0,
-            ),
-            work=_work(config),
-            compile_ahead=functools.partial(compile_ahead, config)
-            if is_elastic
-            else None,
+        elastic_run.run(
+            config,
+            cluster,
+            train,
+            groups=_groups(config),
+            compile_ahead=compile_ahead if is_elastic else None,
             emit=emit,
         )
 
@@ -157,44 +140,14 @@ def _memory(config: schema.Config) -> processes.SliceMemory | None:
     )
 
 
-def _num_groups(config: schema.Config) -> int:
-    # A host that simulates several slices is lost with all of them.
-    return min(config.world.hosts, config.world.slices)
-
-
-def _topology(config: schema.Config, groups: int) -> Topology:
+def _groups(config: schema.Config) -> elastic_run.Groups:
     from elastic_ckpt.core import topology
 
-    hosts = config.world.hosts * groups // _num_groups(config)
-    return topology.Topology(
-        hosts=hosts,
-        slices=config.world.slices * groups // _num_groups(config),
-        devices=hosts * config.world.devices_per_host,
+    world = config.world
+    full = topology.Topology(
+        hosts=world.hosts,
+        slices=world.slices,
+        devices=world.hosts * world.devices_per_host,
     )
-
-
-def _work(config: schema.Config) -> Work:
-    from elastic_ckpt.data import batch_size
-
-    groups = _num_groups(config)
-    full = _topology(config, groups)
-    rows = batch_size.global_batch_size(config.data, full)
-    return Work(
-        num_slices=groups,
-        rows=rows,
-        devices_per_slice=full.devices // groups,
-        max_rows_per_device=rows // full.devices,
-        objection=functools.partial(_objection, config),
-    )
-
-
-def _objection(config: schema.Config, groups: int, rows: int) -> str | None:
-    # Why the data cannot be dealt to a number of slices.
-    from elastic_ckpt.data import batch_size
-
-    del rows
-    try:
-        batch_size.schedule(config.data, _topology(config, groups))
-    except errors.ConfigError as error:
-        return str(error)
-    return None
+    # A host that simulates several slices is lost with all of them.
+    return elastic_run.Groups(number=min(world.hosts, world.slices), full=full)

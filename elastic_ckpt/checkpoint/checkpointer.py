@@ -333,6 +333,10 @@ class Checkpointer:
         finally:
             self._hosts.close()
 
+    def abandon(self) -> None:
+        """Releases the hosts, some of which may be gone: waits for no save."""
+        self._hosts.close()
+
     def __enter__(self) -> Checkpointer:
         return self
 
@@ -345,8 +349,7 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            # Do not wait for hosts that may be gone.
-            self._hosts.close()
+            self.abandon()
 
     def _in_background(self, work: Callable[[], T]) -> Response[T]:
         self.wait()

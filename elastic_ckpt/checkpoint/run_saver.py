@@ -87,6 +87,11 @@ class RunSaver:
         self._is_closed = True
         close(self._checkpointer, last_step=self._last_step)
 
+    def abandon(self) -> None:
+        """Releases the hosts after an error, and does not wait for saves."""
+        self._is_closed = True
+        self._checkpointer.abandon()
+
 
 def close(checkpointer: Checkpointer, *, last_step: int | None) -> None:
     """Waits for all tiers, a late backup too, and releases the hosts.

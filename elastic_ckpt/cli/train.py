@@ -57,8 +57,10 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         from elastic_ckpt.elastic import single_controller
 
         single_controller.initialize()
+        if config.elastic.elastic_enabled:
+            return _run_controlled(config, shown)
         return _run_here(config, shown)
-    from elastic_ckpt.application import local_world
+    from elastic_ckpt.application import controlled_slices, local_world
 
     # At once, though an outer launcher may yet be found: importing takes seconds.
     if config.world.hosts > 1:
@@ -70,6 +72,8 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
         return _run_here(config, shown)
     local_world.check(config)
     run = _run_here if config.world.hosts == 1 else _run_supervised
+    if controlled_slices.is_simulated(config):
+        run = _run_controlled
     is_stopped = run(config, shown)
     print(f"check it: elastic-ckpt audit {run_directory.path_of(config)}")
     return is_stopped
@@ -98,6 +102,16 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
     listening = listeners.of_supervisor(config)
     with journal.kept(config, shown, listening=listening) as emit:
         local_world.run(config, emit)
+        return emit.is_stopped
+
+
+def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:
+    from elastic_ckpt.application import controlled_slices
+
+    config = _with_files(config)
+    listening = listeners.started(config)
+    with journal.kept(config, shown, listening=listening) as emit:
+        controlled_slices.run(config, emit)
         return emit.is_stopped
 
 

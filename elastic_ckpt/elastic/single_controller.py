@@ -5,6 +5,21 @@ from __future__ import annotations
 from elastic_ckpt.core import errors
 
 
+def check_installed(setting: str) -> None:
+    """Raises a ConfigError if pathwaysutils is not installed.
+
+    Args:
+      setting: that needs it.
+    """
+    try:
+        import pathwaysutils  # noqa: F401
+    except ImportError:
+        raise errors.ConfigError(
+            f"{setting} needs the extra `pathways`: pip install"
+            " 'elastic-ckpt[pathways]'"
+        ) from None
+
+
 def initialize() -> None:
     """Configures JAX for Pathways; must be called before any other use of JAX.
 
@@ -12,13 +27,9 @@ def initialize() -> None:
       ConfigError: if this process was not started beside a Pathways proxy, or the extra
         `pathways` is not installed.
     """
-    try:
-        import pathwaysutils
-    except ImportError:
-        raise errors.ConfigError(
-            "enable_single_controller=true needs the extra `pathways`: pip install"
-            " 'elastic-ckpt[pathways]'"
-        ) from None
+    check_installed("enable_single_controller=true")
+    import pathwaysutils
+
     if not pathwaysutils.is_pathways_backend_used():
         raise errors.ConfigError(
             "enable_single_controller=true, but JAX_PLATFORMS does not contain `proxy`:"

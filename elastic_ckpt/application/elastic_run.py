@@ -1,0 +1,115 @@
+"""An elastic run as it is configured, over any cluster.
+
+It imports JAX only where it is used, so that the fork server starts at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import runtime
+from elastic_ckpt.elastic.cluster import Cluster
+from elastic_ckpt.elastic.decision import Batch, Policy, Work
+from elastic_ckpt.elastic.world import World
+
+if TYPE_CHECKING:
+    from elastic_ckpt.core.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Groups:
+    """All that a run may have: the groups of hosts that are lost together.
+
+    Attributes:
+      number: of the groups; `Cluster` has them as slices.
+      full: the topology of all of them.
+    """
+
+    number: int
+    full: Topology
+
+    def some(self, number: int) -> Topology:
+        """The topology of some of the groups."""
+        full = self.full
+        return dataclasses.replace(
+            full,
+            # The only host has all groups, and is there with some of them.
+            hosts=max(1, full.hosts * number // self.number),
+            slices=full.slices * number // self.number,
+            devices=full.devices * number // self.number,
+        )
+
+
+def run(
+    config: schema.Config,
+    cluster: Cluster,
+    train: Callable[[schema.Config, World], object],
+    *,
+    groups: Groups,
+    compile_ahead: Callable[[schema.Config, World], object] | None = None,
+    emit: events.Emit,
+) -> None:
+    """Trains on the groups of a cluster that are there, until the run has ended.
+
+    Args:
+      config: of the run; the files of its data exist.
+      cluster: closed by the caller.
+      train: of each host.
+      groups: all that the cluster may have.
+      compile_ahead: of each host; see `runtime.run`.
+      emit: called for each event of the run.
+
+    Raises:
+      RunError: see `runtime.run`.
+    """
+    section = config.elastic
+    runtime.run(
+        functools.partial(train, config),
+        cluster=cluster,
+        policy=Policy(
+            min_slices=section.elastic_min_slice_count or groups.number,
+            batch=Batch.KEEP_GLOBAL
+            if config.data.global_batch_size
+            else Batch.KEEP_PER_DEVICE,
+            wait_secs=section.elastic_timeout_seconds,
+            settle_secs=section.elastic_settle_seconds,
+            max_retries=section.elastic_max_retries if section.elastic_enabled else 0,
+        ),
+        work=_work(config, groups),
+        compile_ahead=None
+        if compile_ahead is None
+        else functools.partial(compile_ahead, config),
+        emit=emit,
+    )
+
+
+def _work(config: schema.Config, groups: Groups) -> Work:
+    from elastic_ckpt.data import batch_size
+
+    rows = batch_size.global_batch_size(config.data, groups.full)
+    return Work(
+        num_slices=groups.number,
+        rows=rows,
+        devices_per_slice=groups.full.devices // groups.number,
+        max_rows_per_device=rows // groups.full.devices,
+        objection=functools.partial(_objection, config, groups),
+    )
+
+
+def _objection(
+    config: schema.Config, groups: Groups, number: int, rows: int
+) -> str | None:
+    # Why the data cannot be dealt to a number of groups.
+    from elastic_ckpt.data import batch_size
+
+    del rows
+    try:
+        batch_size.schedule(config.data, groups.some(number))
+    except errors.ConfigError as error:
+        return str(error)
+    return None
