@@ -45,6 +45,70 @@ class Groups:
         )
 
 
+def check_counts(config: schema.Config) -> None:
+    """Raises a ConfigError if the numbers of slices exclude each other."""
+    section, slices = config.elastic, config.world.slices
+    most = section.elastic_max_slice_count
+    if most > slices:
+        raise errors.ConfigError(
+            f"elastic_max_slice_count={most} is more than slices={slices}; lower"
+            " it, or raise slices: those beyond it are spares"
+        )
+    if most and not section.elastic_enabled:
+        raise errors.ConfigError(
+            f"elastic_max_slice_count={most} needs elastic_enabled=true: otherwise"
+            " spares would replace nothing"
+        )
+    if most and section.elastic_min_slice_count > most:
+        raise errors.ConfigError(
+            f"elastic_min_slice_count={section.elastic_min_slice_count} is more than"
+            f" elastic_max_slice_count={most}; lower it"
+        )
+    if section.elastic_min_slice_count > slices:
+        raise errors.ConfigError(
+            f"elastic_min_slice_count={section.elastic_min_slice_count} is more than"
+            f" slices={slices}; lower it"
+        )
+
+
+def num_used(config: schema.Config, groups: Groups) -> int:
+    """The number of groups that train at most; the others are spares."""
+    return min(groups.number, config.elastic.elastic_max_slice_count or groups.number)
+
+
+def policy(config: schema.Config, groups: Groups) -> Policy:
+    """The policy of a run for groups that are lost and come back."""
+    section = config.elastic
+    return Policy(
+        min_slices=section.elastic_min_slice_count or num_used(config, groups),
+        max_slices=section.elastic_max_slice_count or None,
+        batch=Batch.KEEP_GLOBAL
+        if config.data.global_batch_size
+        else Batch.KEEP_PER_DEVICE,
+        wait_secs=section.elastic_timeout_seconds,
+        settle_secs=section.elastic_settle_seconds,
+        max_retries=section.elastic_max_retries if section.elastic_enabled else 0,
+        quarantine_failures=section.elastic_quarantine_failures,
+        quarantine_secs=section.elastic_quarantine_seconds,
+    )
+
+
+def work(config: schema.Config, groups: Groups) -> Work:
+    """The work of a step, on as many groups as train at most."""
+    from elastic_ckpt.data import batch_size
+
+    number = num_used(config, groups)
+    full = groups.some(number)
+    rows = batch_size.global_batch_size(config.data, full)
+    return Work(
+        num_slices=number,
+        rows=rows,
+        devices_per_slice=full.devices // number,
+        max_rows_per_device=rows // full.devices,
+        objection=functools.partial(_objection, config, groups),
+    )
+
+
 def run(
     config: schema.Config,
     cluster: Cluster,
@@ -67,37 +131,15 @@ def run(
     Raises:
       RunError: see `runtime.run`.
     """
-    section = config.elastic
     runtime.run(
         functools.partial(train, config),
         cluster=cluster,
-        policy=Policy(
-            min_slices=section.elastic_min_slice_count or groups.number,
-            batch=Batch.KEEP_GLOBAL
-            if config.data.global_batch_size
-            else Batch.KEEP_PER_DEVICE,
-            wait_secs=section.elastic_timeout_seconds,
-            settle_secs=section.elastic_settle_seconds,
-            max_retries=section.elastic_max_retries if section.elastic_enabled else 0,
-        ),
-        work=_work(config, groups),
+        policy=policy(config, groups),
+        work=work(config, groups),
         compile_ahead=None
         if compile_ahead is None
         else functools.partial(compile_ahead, config),
         emit=emit,
-    )
-
-
-def _work(config: schema.Config, groups: Groups) -> Work:
-    from elastic_ckpt.data import batch_size
-
-    rows = batch_size.global_batch_size(config.data, groups.full)
-    return Work(
-        num_slices=groups.number,
-        rows=rows,
-        devices_per_slice=groups.full.devices // groups.number,
-        max_rows_per_device=rows // groups.full.devices,
-        objection=functools.partial(_objection, config, groups),
     )
 
 

@@ -19,6 +19,7 @@ from elastic_ckpt.elastic import (
     supervisor,
     termination,
     watch,
+    world_host,
 )
 from elastic_ckpt.elastic.world import World
 
@@ -51,13 +52,10 @@ def check(config: schema.Config) -> None:
             " a slice that is lost is made of whole hosts; set hosts to a multiple of"
             " slices, or to 1"
         )
-    if section.elastic_min_slice_count > world.slices:
-        raise errors.ConfigError(
-            f"elastic_min_slice_count={section.elastic_min_slice_count} is more than"
-            f" slices={world.slices}; lower it"
-        )
+    elastic_run.check_counts(config)
     faults.parse(section.faults)
-    expected = _groups(config).full
+    groups = _groups(config)
+    expected = groups.some(elastic_run.num_used(config, groups))
     expected.check()
     batch_size.schedule(config.data, expected)
 
@@ -132,10 +130,10 @@ def _limits(config: schema.Config) -> watch.Limits:
     )
 
 
-def _memory(config: schema.Config) -> processes.SliceMemory | None:
+def _memory(config: schema.Config) -> world_host.SliceMemory | None:
     if not config.tiers.enable_multi_tier_checkpointing:
         return None
-    return processes.SliceMemory(
+    return world_host.SliceMemory(
         directory=config.tiers.local_checkpoint_directory, run=config.run.run_name
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 from orbax.checkpoint import multihost
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.core import preemption
 from elastic_ckpt.tiers.choices import Chosen
 
 # The most steps between two comparisons of clocks, if clocks decide.
@@ -72,7 +73,7 @@ class Schedule:
         if self._persistent is None:
             return False
         # The memory of hosts is lost with the machines.
-        preempted = multihost.reached_preemption(step.step)
+        preempted = multihost.reached_preemption(preemption.count(step.step))
         policy = self._persistent.save_decision_policy
         if policy is not None:
             context = ocp.training.save_decision_policies.DecisionContext(

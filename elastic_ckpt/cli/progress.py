@@ -128,6 +128,25 @@ class Progress:
     def _on_world_left(self, **event: Any) -> None:
         self._line(f"left after step {event['step']}, for other slices")
 
+    def _on_world_leaving(self, **event: Any) -> None:
+        on = _numbers(event["slices"], ", to continue on slices {}")
+        self._line(f"leaving after the step under way{on}")
+
+    def _on_slice_preempted(self, **event: Any) -> None:
+        self._line(f"slice {event['slice']} is asked to end (SIGTERM)")
+
+    def _on_slice_refused(self, **event: Any) -> None:
+        self._line(f"slice {event['slice']} is not taken in: {event['why']}")
+
+    def _on_slice_quarantined(self, **event: Any) -> None:
+        self._line(f"slice {event['slice']} is not used again: {event['why']}")
+
+    def _on_scale_requested(self, **event: Any) -> None:
+        self._line(
+            f"{_count(event['slices'], 'slice')} requested: the run is to be on slices"
+            f" {_numbers(event['chosen'])}"
+        )
+
     def _on_slice_lost(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is lost: {event['why']}")
 

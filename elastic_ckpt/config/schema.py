@@ -226,6 +226,12 @@ class ElasticSection:
     elastic_min_slice_count: int = key(
         0, "The least number of slices to train on; 0 takes all.", at_least=0, off=-1
     )
+    elastic_max_slice_count: int = key(
+        0,
+        "The greatest number of slices to train on; slices beyond it are spares, which"
+        " replace lost ones. 0 takes all.",
+        at_least=0,
+    )
     elastic_timeout_seconds: int = key(
         300,
         "How long to wait for that many slices before the run ends.",
@@ -241,6 +247,16 @@ class ElasticSection:
         10.0,
         "How long a slice has to be back before the run continues on it.",
         at_least=0,
+    )
+    elastic_quarantine_failures: int = key(
+        3,
+        "A slice that fails so often within elastic_quarantine_seconds (it is lost, or"
+        " computes wrong values when it comes back) is not used again before the next"
+        " start; 0 disables it.",
+        at_least=0,
+    )
+    elastic_quarantine_seconds: float = key(
+        3600.0, "The time within which failures of a slice add up.", at_least=0
     )
     elastic_hang_timeout_seconds: float = key(
         600.0,

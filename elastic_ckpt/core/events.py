@@ -15,6 +15,7 @@ from elastic_ckpt.core import storage
 NAMES: dict[str, tuple[str, ...]] = {
     "world_started": ("world", "slices", "spares"),
     "world_joined": ("world",),
+    "world_leaving": ("slices",),
     "world_left": ("step",),
     "recovered": (
         "world",
@@ -29,7 +30,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "step_secs",
     ),
     "slice_lost": ("slice", "why"),
+    "slice_preempted": ("slice",),
     "slice_returned": ("slice",),
+    "slice_refused": ("slice", "why"),
+    "slice_quarantined": ("slice", "why"),
+    "scale_requested": ("slices", "chosen"),
     "waiting_for_slices": ("why", "within_secs"),
     "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),
     "step_interrupted": ("step", "path", "resume_step"),

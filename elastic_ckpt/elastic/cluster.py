@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from elastic_ckpt.core import events
-from elastic_ckpt.elastic.decision import Slices, Train
+from elastic_ckpt.core import events, storage
+from elastic_ckpt.elastic.decision import Decision, Slices, Train
 from elastic_ckpt.elastic.world import World
 
 TrainFunction = Callable[[World], object]
@@ -42,6 +42,11 @@ class Assignment:
     compile_ahead: CompileAhead | None = None
 
 
+def leaving_for(decided: Decision | None) -> list[storage.Json]:
+    """The slices of the next world, for `world_leaving`; none if it has to wait."""
+    return list(decided.slices) if isinstance(decided, Train) else []
+
+
 class Cluster(Protocol):
     """Slices, and worlds on them; `run` drives it from one thread."""
 
@@ -64,7 +69,7 @@ class Cluster(Protocol):
         assignment: Assignment,
         *,
         emit: events.Emit,
-        has_changed: Callable[[], bool],
+        has_changed: Callable[[], Decision | None],
     ) -> bool:
         """Calls `train` on all hosts of a new world, and returns when it has ended.
 
@@ -72,8 +77,10 @@ class Cluster(Protocol):
           train: the training loop.
           assignment: the world.
           emit: called for the events of the hosts.
-          has_changed: whether the run should continue on other slices; called often.
-            Once it returns True, the hosts leave after a step that they agree on.
+          has_changed: returns the decision to continue on other slices, or to wait for
+            some; None as long as the world is to go on; called often. Once there is a
+            decision, the next world may be prepared, and the hosts leave after a step
+            that they agree on; `world_leaving` is emitted when they are asked to.
 
         Returns:
           Whether the run is over; False if the hosts left for another world.

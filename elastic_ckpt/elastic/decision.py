@@ -40,6 +40,8 @@ class Policy:
       wait_secs: how long to wait for `min_slices` before the run ends.
       settle_secs: how long a slice has to be there before the run grows.
       max_retries: how many worlds may be lost in a row without a new step.
+      quarantine_failures: a slice that fails so often is not used again; 0 for never.
+      quarantine_secs: within how long these failures have to be.
     """
 
     min_slices: int = 1
@@ -48,6 +50,8 @@ class Policy:
     wait_secs: float = 600.0
     settle_secs: float = 10.0
     max_retries: int = 10
+    quarantine_failures: int = 0
+    quarantine_secs: float = 3600.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,46 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A failure of a slice: it was lost, or its check failed when it came back.
+
+    Attributes:
+      slice: its number.
+      at_secs: the time, on the monotonic clock.
+    """
+
+    slice: int
+    at_secs: float
+
+
+def quarantined(failures: Iterable[Failure], policy: Policy) -> frozenset[int]:
+    """The slices that fail repeatedly: too often within the window of the policy.
+
+    A slice stays quarantined, because its failures stay.
+
+    Args:
+      failures: of the run, in any order.
+      policy: of the run.
+    """
+    most = policy.quarantine_failures
+    if not most:
+        return frozenset()
+    by_slice: dict[int, list[float]] = {}
+    for failure in failures:
+        by_slice.setdefault(failure.slice, []).append(failure.at_secs)
+    return frozenset(
+        number
+        for number, at_secs in by_slice.items()
+        if any(
+            last - first <= policy.quarantine_secs
+            for first, last in zip(
+                sorted(at_secs), sorted(at_secs)[most - 1 :], strict=False
+            )
+        )
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Slices:
     """The slices that a run may use.
 
@@ -89,11 +133,13 @@ class Slices:
         at the start.
       present_secs: by slice that is alive, how long it has been.
       quarantined: alive, and not to be used.
+      failures: of all slices in this run; a cluster need not give `quarantined`.
     """
 
     current: frozenset[int] = frozenset()
     present_secs: dict[int, float]
     quarantined: frozenset[int] = frozenset()
+    failures: tuple[Failure, ...] = ()
 
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.
@@ -195,6 +241,9 @@ def decide(
         if most < policy.min_slices
         else f"no number of the {_count(usable)} fits: {'; '.join(objections)}"
     )
+    excluded = slices.quarantined & slices.present_secs.keys()
+    if excluded:
+        missing += f"; {_count(excluded)} quarantined after repeated failures"
     left_secs = policy.wait_secs - waited_secs
     if left_secs > 0:
         return Wait(why=missing, within_secs=left_secs)

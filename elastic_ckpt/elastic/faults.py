@@ -4,6 +4,9 @@
 
 * `kill_slice`: a slice dies with its hosts' memory, and is absent from then on.
 * `return_slice`: a slice is there again, with empty memory.
+* `preempt_slice`: the hosts of a slice get SIGTERM, as on a machine that is about to be
+  preempted; it is absent, with its memory, once they have left.
+* `break_slice`: the devices of a slice compute wrong values when it is checked.
 * `kill_host`: the process of a host is killed; the memory of its machine stays.
 * `hang_host`: a host stops (SIGSTOP), and its connections stay open.
 
@@ -29,6 +32,8 @@ class Kind(enum.Enum):
 
     KILL_SLICE = "kill_slice"
     RETURN_SLICE = "return_slice"
+    PREEMPT_SLICE = "preempt_slice"
+    BREAK_SLICE = "break_slice"
     KILL_HOST = "kill_host"
     HANG_HOST = "hang_host"
 

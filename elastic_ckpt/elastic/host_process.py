@@ -25,6 +25,9 @@ from elastic_ckpt.elastic.member import Member
 # Between two heartbeats, and at least between two reports of the same phase.
 _HEARTBEAT_SECS = 1.0
 _PHASE_SECS = 0.2
+# The messages of the supervisor: a world begins, and its hosts leave for another one.
+BEGIN = b"begin"
+LEAVE = b"leave"
 
 
 class HostChannel:
@@ -58,6 +61,32 @@ class HostChannel:
             self._phase, self._phase_secs = phase, now_secs
             self.send({"phase": phase})
 
+    def wait(self) -> None:
+        """Returns when the world begins, which this host has joined.
+
+        From here on SIGTERM is reported to the supervisor.
+        """
+        self._report_sigterm()
+        self.send({"ready": True})
+        message = self._pipe.recv_bytes()
+        assert message == BEGIN, message
+
+    def _report_sigterm(self) -> None:
+        # JAX handles the signal outside of Python, and does not name the host that got
+        # it. `faulthandler` can run before such a handler, and writes into a pipe.
+        reader, writer = os.pipe()
+        faulthandler.register(
+            signal.SIGTERM, file=writer, all_threads=False, chain=True
+        )
+
+        def report() -> None:
+            # The supervisor's end is closed when it is about to kill this process.
+            with contextlib.suppress(OSError):
+                while os.read(reader, 65536):
+                    self.send({"sigterm": True})
+
+        threading.Thread(target=report, name="report-sigterm", daemon=True).start()
+
     @property
     def is_left(self) -> bool:
         """Whether this host stops because the run continues in another world."""
@@ -82,11 +111,7 @@ def run(
       log: the file for its output.
       pipe: to the supervisor.
     """
-    _die_with_supervisor()
-    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _redirect_output(log)
-
+    detach(log)
     channel = HostChannel(pipe)
     # The supervisor asks for the stacks of hosts that hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -114,6 +139,18 @@ def run(
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
     sys.stdout.flush()
+
+
+def detach(log: str) -> None:
+    """Detaches this process from the terminal; it ends with the supervisor.
+
+    Args:
+      log: the file for its output.
+    """
+    _die_with_supervisor()
+    # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _redirect_output(log)
 
 
 def _send_heartbeats(channel: HostChannel) -> None:

@@ -18,8 +18,8 @@ from pathwaysutils.elastic import elastic, manager
 
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.elastic import faults, termination
-from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
-from elastic_ckpt.elastic.decision import Slices
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
+from elastic_ckpt.elastic.decision import Decision, Failure, Slices
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
 from elastic_ckpt.elastic.world import World
@@ -66,6 +66,7 @@ class Pathways:
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         # The slices that were lost since they were last in a world.
         self._lost: set[int] = set()
+        self._failures: list[Failure] = []
         manager.start_monitoring(poll_secs)
 
     @property
@@ -85,7 +86,11 @@ class Pathways:
         for number in sorted(self._since.keys() - alive):
             self._lose(number, why="it does not answer")
         present = {number: now_secs - since for number, since in self._since.items()}
-        return Slices(current=current - self._lost, present_secs=present)
+        return Slices(
+            current=current - self._lost,
+            present_secs=present,
+            failures=tuple(self._failures),
+        )
 
     def run_world(
         self,
@@ -93,13 +98,13 @@ class Pathways:
         assignment: Assignment,
         *,
         emit: events.Emit,
-        has_changed: Callable[[], bool],
+        has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; runs in the main thread, and `train` as well."""
         slices = assignment.work.slices
         self._lost -= set(slices)
         self._set_active(slices, alive=frozenset(self._since))
-        leaving = _Leaving(self._inject, has_changed)
+        leaving = _Leaving(self._inject, has_changed, emit)
         ending = termination.in_this_process(
             grace_secs=self._grace_secs, ended=self._ended, emit=emit
         )
@@ -193,6 +198,7 @@ class Pathways:
 
     def _lose(self, number: int, *, why: str) -> None:
         self._lost.add(number)
+        self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
         self._since.pop(number, None)
         self._emit("slice_lost", slice=number, why=why.partition("\n")[0])
 
@@ -211,7 +217,8 @@ class _Leaving:
 
     Args:
       inject: called with the steps that are done.
-      has_changed: whether the run should continue on other slices.
+      has_changed: see `Cluster.run_world`.
+      emit: called when it is decided to leave for other slices.
 
     Attributes:
       is_ending: whether the run was asked to end.
@@ -219,8 +226,12 @@ class _Leaving:
     """
 
     def __init__(
-        self, inject: Callable[[int], None], has_changed: Callable[[], bool]
+        self,
+        inject: Callable[[int], None],
+        has_changed: Callable[[], Decision | None],
+        emit: events.Emit,
     ) -> None:
+        self._emit = emit
         self.is_ending: Callable[[int], bool] = lambda _: False
         self.step: int | None = None
         self._inject = inject
@@ -230,8 +241,11 @@ class _Leaving:
     def __call__(self, step: int) -> bool:
         self._inject(step)
         self._is_stopped = self._is_stopped or self.is_ending(step)
-        if self.step is None and (self._is_stopped or self._has_changed()):
+        if self.step is None and self._is_stopped:
             self.step = step
+        elif self.step is None and (decided := self._has_changed()):
+            self.step = step
+            self._emit("world_leaving", slices=leaving_for(decided))
         return self.step is not None
 
     def is_left(self) -> bool:

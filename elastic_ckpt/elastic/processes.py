@@ -3,15 +3,17 @@
 The supervisor (this process) owns what outlives worlds: the agents that serve the RAM
 of each slice, and the state of the slices. Each world is a set of fresh processes. A
 slice has its own directory on the RAM disk, like a separate machine, so that
-it can be lost together with its memory.
+it can be lost together with its memory. A slice that was lost is used again after
+its devices have passed a check (`slice_check`).
+
+Before a planned change the next world is prepared: its processes are started and have
+joined when the hosts of the present one are asked to leave.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -23,55 +25,19 @@ from elastic_ckpt.elastic import (
     host_failure,
     host_process,
     kept_executables,
+    process_world,
     shadow_world,
+    slice_check,
     supervisor,
     watch,
+    world_host,
 )
-from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
-from elastic_ckpt.elastic.decision import Slices
-from elastic_ckpt.elastic.member import Member
-from elastic_ckpt.elastic.world import World
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
+from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
 from elastic_ckpt.tiers.peers import agent, agent_process, known_agents
 
 # The longest time between two looks at the slices.
 _LOOK_SECS = 0.1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SliceMemory:
-    """The RAM disk of each slice.
-
-    Attributes:
-      directory: for the directories of the slices.
-      run: the name of the run, the last part of each path.
-    """
-
-    directory: str
-    run: str
-
-    def of_slice(self, number: int) -> str:
-        """The directory to which hosts of a slice add the run's name."""
-        return layout.slice_directory(self.directory, number)
-
-    def root(self, number: int) -> str:
-        """The directory of the run in the RAM of a slice."""
-        return os.path.join(self.of_slice(number), self.run)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Owned:
-    """The things of a supervisor that its hosts use, and that outlive worlds.
-
-    Attributes:
-      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
-      kept: the place of executables; None compiles in each world.
-      grace_secs: the time limit for hosts to save and end after SIGTERM.
-    """
-
-    memory: SliceMemory | None
-    kept: kept_executables.KeptExecutables | None
-    grace_secs: float
 
 
 class Processes:
@@ -92,7 +58,7 @@ class Processes:
         hardware: schema.WorldSection,
         *,
         log_directory: str,
-        memory: SliceMemory | None = None,
+        memory: world_host.SliceMemory | None = None,
         injected: Sequence[faults.Fault] = (),
         limits: watch.Limits | None = None,
         emit: events.Emit = events.nobody,
@@ -106,7 +72,7 @@ class Processes:
         self._resources = contextlib.ExitStack()
         kept = self._resources.enter_context(kept_executables.kept())
         self._limits = limits or watch.Limits()
-        self._owned = Owned(
+        self._owned = world_host.Owned(
             memory=memory, kept=kept, grace_secs=self._limits.grace_secs
         )
         began_secs = time.monotonic()
@@ -114,6 +80,17 @@ class Processes:
         self._since = dict.fromkeys(range(num_slices), began_secs)
         # The slices that were lost since they were last in a world.
         self._lost: set[int] = set()
+        # The slices that are absent from when their hosts have left: preempted.
+        self._leaving: set[int] = set()
+        self._failures: list[Failure] = []
+        self._checks = slice_check.SliceChecks(
+            hardware,
+            hosts_per_slice=self._hosts_per_slice,
+            log_directory=log_directory,
+            limits=self._limits,
+        )
+        self._resources.callback(self._checks.close)
+        self._prepared: process_world.ProcessWorld | None = None
         self._step = 0
         self._agents: dict[int, agent_process.AgentProcess] = {}
         for number in self._since:
@@ -127,8 +104,20 @@ class Processes:
     def slices(self, current: frozenset[int]) -> Slices:
         """See `Cluster`."""
         now_secs = time.monotonic()
-        present = {number: now_secs - since for number, since in self._since.items()}
-        return Slices(current=current - self._lost, present_secs=present)
+        for verdict in self._checks.poll():
+            if verdict.problem is not None:
+                self._fail(verdict.slice)
+                self._emit("slice_refused", slice=verdict.slice, why=verdict.problem)
+        present = {
+            number: now_secs - since
+            for number, since in self._since.items()
+            if number not in self._checks.unsound
+        }
+        return Slices(
+            current=current - self._lost,
+            present_secs=present,
+            failures=tuple(self._failures),
+        )
 
     def run_world(
         self,
@@ -136,20 +125,17 @@ class Processes:
         assignment: Assignment,
         *,
         emit: events.Emit,
-        has_changed: Callable[[], bool],
+        has_changed: Callable[[], Decision | None],
     ) -> bool:
         """See `Cluster`; runs in the main thread."""
         slices = assignment.work.slices
         self._lost -= set(slices)
-        has_left = has_trained = False
+        has_trained = False
         shadows = contextlib.ExitStack()
 
         def receive(name: str, **fields: storage.Json) -> None:
-            nonlocal has_left, has_trained
-            has_left |= name == "world_left"
-            # Hosts that leave report both, and one of them is the reason.
-            if name != ("run_stopped" if hosts.is_left else "world_left"):
-                emit(name, **fields)
+            nonlocal has_trained
+            emit(name, **fields)
             if name == "step":
                 self._step = int(str(fields["step"]))
                 if not has_trained:
@@ -162,28 +148,25 @@ class Processes:
 
         def look(running: supervisor.HostProcesses) -> None:
             self._inject(running, slices)
-            if has_changed():
-                running.leave()
+            self._note_preempted(running, slices)
+            decided = has_changed()
+            if self._can_leave(running, train, assignment, decided) and running.leave():
+                emit("world_leaving", slices=leaving_for(decided))
 
-        hosts = supervisor.HostProcesses(
-            self._program(train, assignment),
-            num_hosts=len(slices) * self._hosts_per_slice,
-            # A new directory: this may be a second start of a run that is alive.
-            log_directory=storage.make_unique_directory(self._log_directory),
-            emit=receive,
-            limits=self._limits,
-            watch=look,
-        )
+        world = self._taken(assignment) or self._world(train, assignment)
         try:
             with shadows:
-                hosts.run()
+                return world.run(receive, look)
         except host_failure.WorldLostError as error:
             lost = {self._slice_of(host, slices) for host in error.hosts}
             for number in sorted(lost):
                 self._lose(number, why=str(error).partition("\n")[0])
             raise
-        # The training may have ended before the hosts could leave.
-        return not (has_left and hosts.is_left)
+        finally:
+            for number in self._leaving:
+                # Its machine goes, and its memory with it.
+                self._drop_memory(number)
+            self._leaving.clear()
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
@@ -191,6 +174,7 @@ class Processes:
 
     def close(self) -> None:
         """Ends the agents, and removes the executables."""
+        self._discard()
         self._resources.close()
         for number in list(self._agents):
             self._agents.pop(number).close()
@@ -217,7 +201,7 @@ class Processes:
         self, train: TrainFunction, assignment: Assignment
     ) -> host_process.Program:
         return functools.partial(
-            run_host, train, self._hardware, assignment, self._owned
+            world_host.run_host, train, self._hardware, assignment, self._owned
         )
 
     def _slice_of(self, host: int, slices: Sequence[int]) -> int:
@@ -234,7 +218,66 @@ class Processes:
         if number in self._since:
             # It is there again at once, and has to settle.
             self._since[number] = time.monotonic()
+            self._checks.begin(number)
+        if number not in self._leaving:
+            self._fail(number)
         self._emit("slice_lost", slice=number, why=why)
+
+    def _fail(self, number: int) -> None:
+        self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
+
+    def _world(
+        self, train: TrainFunction, assignment: Assignment
+    ) -> process_world.ProcessWorld:
+        return process_world.ProcessWorld(
+            self._program(train, assignment),
+            assignment,
+            num_hosts=len(assignment.work.slices) * self._hosts_per_slice,
+            log_directory=self._log_directory,
+            limits=self._limits,
+        )
+
+    def _can_leave(
+        self,
+        running: supervisor.HostProcesses,
+        train: TrainFunction,
+        assignment: Assignment,
+        decided: Decision | None,
+    ) -> bool:
+        # Whether hosts can leave at once for what is decided: the next world is
+        # prepared. Preempted hosts leave in any case.
+        if not isinstance(decided, Train):
+            self._discard()
+            return bool(decided)
+        following = Assignment(number=assignment.number + 1, work=decided)
+        if self._prepared is None or not self._prepared.is_for(following):
+            self._discard()
+            self._prepared = self._world(train, following)
+            self._prepared.hosts.prepare()
+        return self._prepared.hosts.is_prepared() or bool(running.noticed)
+
+    def _taken(self, assignment: Assignment) -> process_world.ProcessWorld | None:
+        # The prepared world, if it is for this assignment.
+        world = self._prepared
+        if world is not None and world.is_for(assignment) and world.hosts.can_run():
+            self._prepared = None
+            return world
+        self._discard()
+        return None
+
+    def _discard(self) -> None:
+        if self._prepared is not None:
+            self._prepared.hosts.close()
+            self._prepared = None
+
+    def _note_preempted(
+        self, running: supervisor.HostProcesses, slices: Sequence[int]
+    ) -> None:
+        for number in sorted({self._slice_of(h, slices) for h in running.noticed}):
+            if number not in self._leaving:
+                self._leaving.add(number)
+                self._since.pop(number, None)
+                self._emit("slice_preempted", slice=number)
 
     def _inject(self, running: supervisor.HostProcesses, slices: Sequence[int]) -> None:
         for fault in faults.due(self._faults, self._step):
@@ -245,10 +288,18 @@ class Processes:
                     running.send_signal(
                         self._hosts_of(fault.target, slices), signal.SIGKILL
                     )
+                    self._checks.forget(fault.target)
                     self._drop_memory(fault.target)
+                case faults.Kind.PREEMPT_SLICE:
+                    running.send_signal(
+                        self._hosts_of(fault.target, slices), signal.SIGTERM
+                    )
+                case faults.Kind.BREAK_SLICE:
+                    self._checks.broken.add(fault.target)
                 case faults.Kind.RETURN_SLICE:
                     self._serve(fault.target)
                     self._since[fault.target] = time.monotonic()
+                    self._checks.begin(fault.target)
                     self._emit("slice_returned", slice=fault.target)
                 case faults.Kind.KILL_HOST:
                     running.send_signal([fault.target], signal.SIGKILL)
@@ -273,75 +324,3 @@ class Processes:
                 # The next world does not wait for it.
                 known_agents.forget(self._owned.memory.root(other), gone.address.url)
         storage.remove(self._owned.memory.of_slice(number))
-
-
-def run_host(
-    train: TrainFunction,
-    hardware: schema.WorldSection,
-    assignment: Assignment,
-    owned: Owned,
-    member: Member,
-    channel: host_process.HostChannel,
-) -> None:
-    """Joins a world as one of its hosts, and trains.
-
-    Args:
-      train: the training loop.
-      hardware: the devices of each host.
-      assignment: the world.
-      owned: what outlives the world.
-      member: this host.
-      channel: to the supervisor.
-    """
-    from elastic_ckpt.data import token_blocks
-    from elastic_ckpt.elastic import multicontroller, termination
-
-    # All hosts are on this machine; its cores are shared.
-    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(member.num_hosts)
-    slices = _simulated(assignment.work.slices, hardware)
-    number = slices[member.host * len(slices) // member.num_hosts]
-    multicontroller.configure(hardware)
-    agreed = termination.agreed(
-        grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
-    )
-    with multicontroller.joined(member), agreed as is_leaving:
-        emit = channel if member.host == 0 else events.nobody
-        emit("world_joined", world=assignment.number)
-        channel.begin()
-        left: list[int] = []
-
-        def leave(step: int) -> bool:
-            channel.begin()
-            if is_leaving(step):
-                left.append(step)
-            return bool(left)
-
-        train(
-            World(
-                number=assignment.number,
-                slices=slices,
-                slice_name=str(number),
-                ram_directory=None
-                if owned.memory is None
-                else owned.memory.of_slice(number),
-                rows=assignment.work.rows,
-                microbatches=assignment.work.accumulated,
-                kept=owned.kept,
-                emit=emit,
-                is_leaving=leave,
-                is_left=lambda: channel.is_left,
-                begin=channel.begin,
-            )
-        )
-        if left:
-            emit("world_left", step=left[-1])
-
-
-def _simulated(slices: Sequence[int], hardware: schema.WorldSection) -> tuple[int, ...]:
-    # A host may be several slices of the mesh.
-    parts = max(1, hardware.slices // hardware.hosts)
-    return tuple(number * parts + part for number in slices for part in range(parts))
-
-
-def _nothing() -> None:
-    """The supervisor reports requests to stop, and watches the time."""

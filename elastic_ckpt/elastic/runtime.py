@@ -10,6 +10,7 @@ trains, and returns when it is done, or when `world.is_leaving(step)` returns Tr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -31,6 +32,7 @@ from elastic_ckpt.elastic.decision import (
     Train,
     Work,
     decide,
+    quarantined,
 )
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.timeline import Timeline
@@ -40,7 +42,7 @@ def run(
     train: TrainFunction,
     *,
     cluster: Cluster,
-    policy: Policy | None = None,
+    policy: Policy | Callable[[], Policy] | None = None,
     work: Work | None = None,
     compile_ahead: TrainFunction | None = None,
     emit: events.Emit = events.nobody,
@@ -50,7 +52,8 @@ def run(
     Args:
       train: called on every host of each world; picklable.
       cluster: the slices.
-      policy: when to train, to wait and to stop.
+      policy: when to train, to wait and to stop; or a function that is called often and
+        returns the present policy, which is another object after each change.
       work: the rows of a batch; None if `train` chooses them.
       compile_ahead: compiles with `world.compiled` what `train` does, and writes
         nothing; picklable. It is called on every host of a shadow world, one slice
@@ -62,27 +65,27 @@ def run(
         first cause, if worlds are lost again and again without a new step.
       StoppedError: if the run was asked to end and did not within its time.
     """
-    policy = policy or Policy()
     timeline = Timeline(emit)
-    retries = _Retries(policy.max_retries, timeline)
-    decided = functools.partial(
-        decide,
-        policy=policy,
-        work=work or Work.of_any_rows(cluster.devices_per_slice),
+    fixed_policy = Policy() if policy is None or callable(policy) else policy
+    decisions = _Decisions(
+        cluster,
+        policy if callable(policy) else lambda: fixed_policy,
+        work or Work.of_any_rows(cluster.devices_per_slice),
+        timeline,
     )
+    retries = _Retries(decisions.policy.max_retries, timeline)
     current: frozenset[int] = frozenset()
     for number in itertools.count(1):
-        chosen = _await_slices(cluster, current, decided, timeline)
+        chosen = _await_slices(cluster, current, decisions, timeline)
         current = frozenset(chosen.slices)
         slices, spares = list(chosen.slices), list(chosen.spares)
         timeline("world_started", world=number, slices=slices, spares=spares)
-        change = _Change(cluster, chosen, decided)
         try:
             is_over = cluster.run_world(
                 train,
-                _assignment(number, chosen, compile_ahead, decided),
+                _assignment(number, chosen, compile_ahead, decisions),
                 emit=retries,
-                has_changed=change,
+                has_changed=functools.partial(decisions.change, chosen),
             )
         except WorldLostError as error:
             timeline.begin(since_secs=error.at_secs)
@@ -90,64 +93,105 @@ def run(
         else:
             if is_over:
                 return
-            timeline.begin(since_secs=change.since_secs)
+            timeline.begin()
 
 
 def _assignment(
     number: int,
     chosen: Train,
     compiles: TrainFunction | None,
-    decided: Callable[..., Decision],
+    decisions: _Decisions,
 ) -> Assignment:
-    smaller = _one_slice_fewer(chosen, decided)
     compile_ahead = None
-    if compiles is not None and isinstance(smaller, Train):
-        compile_ahead = CompileAhead(compiles=compiles, work=smaller)
+    if compiles is not None:
+        smaller = decisions.one_slice_fewer(chosen)
+        if isinstance(smaller, Train):
+            compile_ahead = CompileAhead(compiles=compiles, work=smaller)
     return Assignment(number=number, work=chosen, compile_ahead=compile_ahead)
 
 
-def _one_slice_fewer(
-    chosen: Train, decided: Callable[..., Decision]
-) -> Decision | None:
-    # The same program for whichever slice is lost, unless a spare takes its place.
-    left = frozenset(chosen.slices[:-1])
-    if not left or chosen.spares:
-        return None
-    present_secs = dict.fromkeys(left, math.inf)
-    return decided(Slices(current=left, present_secs=present_secs))
+class _Decisions:
+    """Decides for the slices that are there now, under the present policy.
 
-
-class _Change:
-    """Returns whether a run should continue on other slices than those of its world."""
+    It emits an event when a slice is quarantined and when the policy is another one.
+    """
 
     def __init__(
-        self, cluster: Cluster, chosen: Train, decided: Callable[..., Decision]
+        self,
+        cluster: Cluster,
+        present_policy: Callable[[], Policy],
+        work: Work,
+        emit: events.Emit,
     ) -> None:
         self._cluster = cluster
-        self._slices = chosen.slices
-        self._decided = decided
-        # Since when it should, by the monotonic clock.
-        self.since_secs = math.inf
+        self._present_policy = present_policy
+        self._work = work
+        self._emit = emit
+        self._quarantined: frozenset[int] = frozenset()
+        self.policy = present_policy()
 
-    def __call__(self) -> bool:
-        now = self._decided(self._cluster.slices(frozenset(self._slices)))
-        has_changed = isinstance(now, Train) and now.slices != self._slices
-        if has_changed:
-            self.since_secs = min(self.since_secs, time.monotonic())
-        return has_changed
+    def decide(
+        self, current: frozenset[int], *, waited_secs: float = 0.0
+    ) -> tuple[Slices, Decision]:
+        """The slices that are there, and what to do on them."""
+        policy = self._present_policy()
+        slices = self._cluster.slices(current)
+        slices = dataclasses.replace(
+            slices,
+            quarantined=slices.quarantined | quarantined(slices.failures, policy),
+        )
+        self._report_quarantined(slices)
+        decided = decide(
+            slices,
+            policy,
+            self._work,
+            waited_secs=waited_secs,
+        )
+        if policy is not self.policy:
+            self.policy = policy
+            chosen = decided.slices if isinstance(decided, Train) else ()
+            most = policy.max_slices or len(slices.present_secs)
+            self._emit("scale_requested", slices=most, chosen=list(chosen))
+        return slices, decided
+
+    def one_slice_fewer(self, chosen: Train) -> Decision | None:
+        """The decision if one of these slices is lost; None if it is of no use."""
+        # The same program for whichever slice is lost, unless a spare takes its place.
+        left = frozenset(chosen.slices[:-1])
+        if not left or chosen.spares:
+            return None
+        present_secs = dict.fromkeys(left, math.inf)
+        slices = Slices(current=left, present_secs=present_secs)
+        return decide(slices, self.policy, self._work)
+
+    def change(self, chosen: Train) -> Decision | None:
+        """The decision for which a world has to end; None while it should go on."""
+        slices, now = self.decide(frozenset(chosen.slices))
+        if isinstance(now, Train):
+            return None if now.slices == chosen.slices else now
+        # A slice is about to be lost, and the others are too few without it.
+        is_leaving = not slices.present_secs.keys() >= set(chosen.slices)
+        return now if is_leaving and self.policy.max_retries else None
+
+    def _report_quarantined(self, slices: Slices) -> None:
+        for number in sorted(slices.quarantined - self._quarantined):
+            count = sum(failure.slice == number for failure in slices.failures)
+            why = f"it has failed {count} times in this run"
+            self._emit("slice_quarantined", slice=number, why=why)
+        self._quarantined |= slices.quarantined
 
 
 def _await_slices(
     cluster: Cluster,
     current: frozenset[int],
-    decided: Callable[..., Decision],
+    decisions: _Decisions,
     emit: events.Emit,
 ) -> Train:
     began_secs = time.monotonic()
     waiting_for = ""
     while True:
         waited_secs = time.monotonic() - began_secs
-        now = decided(cluster.slices(current), waited_secs=waited_secs)
+        _, now = decisions.decide(current, waited_secs=waited_secs)
         if isinstance(now, Train):
             return now
         if isinstance(now, Stop):

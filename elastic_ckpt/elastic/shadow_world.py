@@ -48,7 +48,6 @@ class ShadowWorld:
             num_hosts=num_hosts,
             log_directory=log_directory,
             emit=events.nobody,
-            watch=self._look,
         )
         self._num_hosts = num_hosts
         self._budget_secs = budget_secs
@@ -65,7 +64,7 @@ class ShadowWorld:
 
     def _run(self) -> None:
         try:
-            self._hosts.run()
+            self._hosts.run(self._look)
         except errors.ElasticCkptError as error:
             if not self._is_closed.is_set():
                 why = str(error).partition("\n")[0]

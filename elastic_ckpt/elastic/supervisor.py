@@ -6,7 +6,8 @@ thread. Each host writes to its own log and reports over a pipe. When one fails,
 others are killed at once, because they would hang in a collective, and the first
 failure is raised with the end of its log. SIGTERM is forwarded to the hosts, which save
 and end; hosts that do not end within the grace period are killed. `leave` asks them for
-the same without ending the run. Hosts never outlive the supervisor.
+the same without ending the run. `prepare` starts hosts that join and wait for `run`,
+while another world still trains. Hosts never outlive the supervisor.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _GRACE_SECS = 0.5
 _WATCH_SECS = 0.1
 # How long hosts that hang have to write their stacks.
 _STACKS_SECS = 0.5
-# The message to hosts that leave so that the run continues in another world.
-_LEAVE = b"leave"
+# The longest time for hosts that are prepared to join.
+_PREPARE_SECS = 60.0
 _SHOWN_LOG_LINES = 15
 
 
@@ -45,16 +46,17 @@ class HostProcesses:
 
     Args:
       program: runs on every host; picklable. SIGTERM is blocked until it has joined.
+        It may wait for `run` (`HostChannel.wait`).
       num_hosts: the number of hosts.
       log_directory: the directory for `host-<n>.log`, the output of each host.
       emit: called for the events of every host, and for `host_lost` and
         `stop_requested`.
       limits: how long hosts may take to save and end after SIGTERM, and may hang; by
         default 60 s, and for any time.
-      watch: called between events, every 0.1 s at least, in the thread of `run`.
 
     Attributes:
       is_left: whether the hosts were asked to leave, and not to end the run.
+      noticed: the hosts that got SIGTERM from others than this supervisor.
     """
 
     def __init__(
@@ -65,12 +67,12 @@ class HostProcesses:
         log_directory: str | os.PathLike[str],
         emit: events.Emit,
         limits: hang_watch.Limits | None = None,
-        watch: Callable[[HostProcesses], None] | None = None,
     ) -> None:
-        limits = limits or hang_watch.Limits()
+        self._limits = limits = limits or hang_watch.Limits()
         self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
         self.is_left = False
-        self._on_watch = watch
+        self.noticed: set[int] = set()
+        self._on_watch: Callable[[HostProcesses], None] = lambda _: None
         self._program = program
         self._num_hosts = num_hosts
         self._grace_secs = limits.grace_secs
@@ -82,34 +84,78 @@ class HostProcesses:
         self._processes: list[process.BaseProcess] = []
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
+        self._reserved: socket.socket | None = None
+        # The hosts that wait for `run`, and since when hosts are prepared.
+        self._ready: set[int] = set()
+        self._prepared_secs = 0.0
         self._is_running = False  # whether a host has reported more than joining
+        self._is_stopping = False  # whether SIGTERM has arrived
         # The time limit for hosts to end, or to report their failures after the first.
         self._deadline_secs: float | None = None
 
-    def run(self) -> None:
+    def prepare(self) -> None:
+        """Starts the hosts, which join and wait, and returns at once."""
+        self._reserved, address = _reserve_port()
+        self._prepared_secs = time.monotonic()
+        with termination.held():
+            self._start_hosts(address)
+
+    def is_prepared(self) -> bool:
+        """Whether `run` need not be waited for: all hosts have joined, or one fails."""
+        for channel in connection.wait(list(self._channels), 0):
+            assert isinstance(channel, connection.Connection)
+            self._receive(channel)
+        secs = time.monotonic() - self._prepared_secs
+        are_ready = len(self._ready) == self._num_hosts
+        return are_ready or not self.can_run() or secs > _PREPARE_SECS
+
+    def can_run(self) -> bool:
+        """Whether no host that was prepared has failed."""
+        return not self._failures and len(self._channels) == self._num_hosts
+
+    def close(self) -> None:
+        """Ends hosts that were prepared."""
+        self._kill()
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def run(self, watch: Callable[[HostProcesses], None] = lambda _: None) -> None:
         """Starts the hosts and returns when all are done.
 
         In the main thread it forwards SIGTERM.
+
+        Args:
+          watch: called between events, every 0.1 s at least, in this thread.
 
         Raises:
           WorldLostError: if hosts were lost, with the first failure; after all hosts
             have ended, as always.
           RunError: with the first failure of the program.
-          StoppedError: if SIGTERM arrived and hosts exceeded the grace period.
+          StoppedError: if SIGTERM arrived, and hosts exceeded the grace period or died.
         """
-        reserved, address = _reserve_port()
+        self._on_watch = watch
         try:
             with _notice() as notice:
-                self._start(address)
+                if not self._processes:
+                    self.prepare()
+                now_secs = time.monotonic()
+                self._hangs = hang_watch.Watch(
+                    self._limits, self._num_hosts, now_secs=now_secs
+                )
+                self._tell(host_process.BEGIN)
                 self._watch(notice)
         finally:
-            self._kill()
-            reserved.close()
+            self.close()
         if self._failures:
             failure = host_failure.first_failure(self._failures)
             if failure.is_silent:
                 self._emit("host_lost", host=failure.host, why=failure.message)
             lost = host_failure.lost_hosts(self._failures)
+            if lost is not None and self._is_stopping:
+                raise errors.StoppedError(
+                    f"{self._describe(failure)}\nafter SIGTERM to the run, so that its"
+                    " last step may not be saved"
+                )
             if lost is not None:
                 raise host_failure.WorldLostError(
                     self._describe(failure),
@@ -120,15 +166,18 @@ class HostProcesses:
         if self._channels:
             raise errors.StoppedError(self._describe_stop())
 
-    def leave(self) -> None:
-        """Asks the hosts to save and leave after a step that they agree on."""
-        if self._is_running and self._deadline_secs is None and not self.is_left:
-            self.is_left = True
-            for channel in self._channels:
-                # A host that has just died is reported by the other end of its pipe.
-                with contextlib.suppress(OSError):
-                    channel.send_bytes(_LEAVE)
-            self._terminate()
+    def leave(self) -> bool:
+        """Asks the hosts to save and leave after a step that they agree on.
+
+        Returns:
+          Whether they are asked now; False if they have been before, or cannot be yet.
+        """
+        if not self._is_running or self._deadline_secs is not None or self.is_left:
+            return False
+        self.is_left = True
+        self._tell(host_process.LEAVE)
+        self._terminate()
+        return True
 
     def end(self) -> None:
         """Ends the hosts at once; `watch` calls it."""
@@ -142,9 +191,11 @@ class HostProcesses:
                 assert child.pid is not None
                 os.kill(child.pid, number)
 
-    def _start(self, address: str) -> None:
-        with termination.held():
-            self._start_hosts(address)
+    def _tell(self, message: bytes) -> None:
+        for channel in self._channels:
+            # A host that has just died is reported by the other end of its pipe.
+            with contextlib.suppress(OSError):
+                channel.send_bytes(message)
 
     def _start_hosts(self, address: str) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -169,8 +220,7 @@ class HostProcesses:
                 if wait_secs <= 0:
                     return
             else:
-                if self._on_watch is not None:
-                    self._on_watch(self)
+                self._on_watch(self)
                 wait_secs = _WATCH_SECS
             channels: list[connection.Connection | int] = [*self._channels]
             if notice is not None:
@@ -183,6 +233,9 @@ class HostProcesses:
             # Only now: messages may have waited while this process was busy.
             if self._deadline_secs is None:
                 self._find_hang()
+        if self.noticed and self._deadline_secs is None:
+            # All hosts may have ended before this was looked at.
+            self._on_watch(self)
 
     def _receive(self, channel: connection.Connection) -> None:
         host = self._channels[channel]
@@ -202,6 +255,11 @@ class HostProcesses:
             self._hangs.heartbeat(host, now_secs=now_secs)
         elif "phase" in message:
             self._hangs.begin(host, message["phase"], now_secs=now_secs)
+        elif "ready" in message:
+            self._ready.add(host)
+        elif "sigterm" in message:
+            if self._deadline_secs is None and not self.is_left:
+                self.noticed.add(host)
         elif "failure" in message:
             self._fail(HostFailure(host=host, **message["failure"]))
         else:
@@ -240,6 +298,7 @@ class HostProcesses:
             )
 
     def _stop(self) -> None:
+        self._is_stopping = True
         if not self._is_running:
             # There is nothing to save yet.
             self._deadline_secs = time.monotonic()

@@ -10,7 +10,6 @@ time is over.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import socket
@@ -112,17 +111,15 @@ def agreed(
     import jax
     from jax.experimental import multihost_utils
 
+    from elastic_ckpt.core import preemption
+
     if jax.distributed.is_initialized():
-        # The service counts from 0 and ends all hosts one call after the most advanced
-        # of them. Calls are therefore counted, and not the steps of the run: a signal
-        # before the first call ends the run after it.
-        calls = itertools.count(1)
-
-        def is_reached(step: int) -> bool:
-            del step
-            return multihost_utils.reached_preemption_sync_point(next(calls))
-
-        yield is_reached
+        # A signal before the first call ends the run after it. The checkpointer asks
+        # the same service.
+        with preemption.counting():
+            yield lambda step: multihost_utils.reached_preemption_sync_point(
+                preemption.count(step)
+            )
         return
     signalled, ended = threading.Event(), threading.Event()
 

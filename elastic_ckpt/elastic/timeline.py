@@ -46,18 +46,22 @@ class Timeline:
         self._phases: dict[str, float] | None = None
         self._since = 0.0
         self._world = 0
+        # When the hosts of this world were asked to leave; None if they were not.
+        self._asked_secs: float | None = None
         self._newest_step = 0
         self._start_step = 0
 
-    def begin(self, *, since_secs: float) -> None:
+    def begin(self, *, since_secs: float | None = None) -> None:
         """Begins a change.
 
         Args:
-          since_secs: the time, by the clock, when the first host was missing or the
-            hosts were asked to leave.
+          since_secs: the time, by the clock, when the first host was missing; None for
+            a change before which the hosts were asked to leave (`world_leaving`).
         """
         self._phases = dict.fromkeys(PHASES, 0.0)
-        self._since = since_secs
+        if since_secs is None:
+            since_secs = self._asked_secs
+        self._since = self._clock() if since_secs is None else since_secs
         self._end_phase("end")
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
@@ -65,6 +69,9 @@ class Timeline:
         self._emit(name, **fields)
         if name == "world_started":
             self._world = int(str(fields["world"]))
+            self._asked_secs = None
+        elif name == "world_leaving":
+            self._asked_secs = self._clock()
         elif name == "run_started":
             self._start_step = int(str(fields["start_step"]))
         if self._phases is not None and name in _ENDS:

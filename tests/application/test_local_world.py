@@ -11,7 +11,7 @@ from elastic_ckpt.elastic import (
     host_process,
     member,
     multicontroller,
-    processes,
+    world_host,
 )
 
 
@@ -20,16 +20,17 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
     monkeypatch.setattr(token_blocks, "_num_cores", lambda: 12)
     monkeypatch.setattr(multicontroller, "configure", lambda *_: None)
     monkeypatch.setattr(multicontroller, "joined", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(host_process.HostChannel, "wait", lambda _: None)
     threads = []
     _, pipe = multiprocessing.Pipe()
     for num_hosts in (1, 3):
         place = member.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=0)
         work = decision.Train(slices=(0,), spares=(), rows=8, accumulated=1)
-        processes.run_host(
+        world_host.run_host(
             lambda _: threads.append(token_blocks.num_threads(0)),
             schema.WorldSection(hosts=num_hosts),
             cluster.Assignment(number=1, work=work),
-            processes.Owned(memory=None, kept=None, grace_secs=60),
+            world_host.Owned(memory=None, kept=None, grace_secs=60),
             place,
             host_process.HostChannel(pipe),
         )

@@ -65,6 +65,37 @@ def test_a_quarantined_slice_is_not_used():
     assert decide(slices).slices == (0, 2, 3)
 
 
+def test_the_reason_names_slices_that_are_quarantined():
+    slices = decision.Slices(present_secs=present(0, 1), quarantined=frozenset((1, 2)))
+    decided = decide(slices, min_slices=2)
+    assert decided.why == (
+        "slices [0] usable, and min_slices=2; slices [1] quarantined after repeated"
+        " failures"
+    )
+
+
+@pytest.mark.parametrize(
+    ("at_secs", "is_quarantined"),
+    [
+        ((), False),
+        ((0, 10), False),
+        ((0, 10, 20), True),
+        ((20, 0, 10), True),
+        ((0, 10, 20.5), False),
+        ((0, 30, 40, 50), True),
+        # The failures of a slice stay.
+        ((0, 10, 20, 1e9), True),
+    ],
+)
+def test_a_slice_that_fails_repeatedly_is_quarantined(at_secs, is_quarantined):
+    others = [decision.Failure(slice=number, at_secs=5.0) for number in (0, 2)]
+    failures = [decision.Failure(slice=1, at_secs=each) for each in at_secs]
+    policy = decision.Policy(quarantine_failures=3, quarantine_secs=20.0)
+    quarantined = decision.quarantined([*others, *failures], policy)
+    assert quarantined == (frozenset((1,)) if is_quarantined else frozenset())
+    assert not decision.quarantined(failures, decision.Policy())
+
+
 def test_slices_of_the_current_world_stay_if_not_all_fit():
     # 24 rows do not divide over the ten devices of five slices.
     slices = decision.Slices(

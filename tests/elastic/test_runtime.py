@@ -22,11 +22,14 @@ class ScriptedCluster:
         self.worlds = list(worlds)
         self.ran = []
         self.lost = set()
+        self.failures = []
         self.waited = []
 
     def slices(self, current):
         return decision.Slices(
-            current=current - self.lost, present_secs=dict(self.present)
+            current=current - self.lost,
+            present_secs=dict(self.present),
+            failures=tuple(self.failures),
         )
 
     def run_world(self, train, assignment, *, emit, has_changed):
@@ -55,6 +58,7 @@ def loses(*numbers, returned_secs=None, step=None):
             cluster.emit("step", step=step, steps=9, loss=1.0, secs=0.1, **RATES)
         for number in numbers:
             cluster.lost.add(number)
+            cluster.failures.append(decision.Failure(slice=number, at_secs=0.0))
             del cluster.present[number]
             if returned_secs is not None:
                 cluster.present[number] = returned_secs
@@ -76,7 +80,7 @@ def grows(number):
     return world
 
 
-def run(cluster, events=None, **policy):
+def run(cluster, events=None, present_policy=None, **policy):
     def emit(name, **fields):
         if events is not None:
             events.append((name, fields))
@@ -84,7 +88,7 @@ def run(cluster, events=None, **policy):
     runtime.run(
         lambda _: None,
         cluster=cluster,
-        policy=decision.Policy(**policy),
+        policy=present_policy or decision.Policy(**policy),
         work=decision.Work(
             num_slices=4, rows=24, devices_per_slice=2, max_rows_per_device=3
         ),
@@ -160,3 +164,75 @@ def test_an_error_of_the_training_is_not_retried():
     with pytest.raises(errors.RunError, match="ZeroDivisionError"):
         run(cluster, max_retries=5)
     assert len(cluster.ran) == 1
+
+
+def named(events, name):
+    return [fields for each, fields in events if each == name]
+
+
+def test_a_slice_that_is_lost_repeatedly_is_quarantined_and_named():
+    back = {"returned_secs": SETTLED}
+    worlds = [loses(1, step=1, **back), loses(1, step=2, **back), ends]
+    cluster = ScriptedCluster(range(3), worlds)
+    events = []
+    run(cluster, events, min_slices=2, quarantine_failures=2)
+    assert [slices for _, slices in cluster.ran] == [(0, 1, 2), (0, 1, 2), (0, 2)]
+    (quarantined,) = named(events, "slice_quarantined")
+    assert quarantined == {"slice": 1, "why": "it has failed 2 times in this run"}
+
+
+def test_a_run_that_lacks_slices_because_of_a_quarantine_names_them_in_its_error():
+    cluster = ScriptedCluster(range(2), [loses(1, returned_secs=SETTLED)])
+    message = r"slices \[1\] quarantined after repeated failures, for 0 s; bring"
+    with pytest.raises(errors.RunError, match=message):
+        run(cluster, min_slices=2, quarantine_failures=1, wait_secs=0)
+
+
+def test_a_spare_replaces_a_lost_slice():
+    cluster = ScriptedCluster(range(4), [loses(1, returned_secs=0.0), ends])
+    events = []
+    run(cluster, events, max_slices=3)
+    assert cluster.ran == [(1, (0, 1, 2)), (2, (0, 2, 3))]
+    assert [each["spares"] for each in named(events, "world_started")] == [[3], []]
+
+
+def requests(scaled):
+    """A world in which another number of slices is requested."""
+
+    def world(cluster):
+        scaled.append(decision.Policy(max_slices=2))
+        assert cluster.has_changed().slices == (0, 1)
+        return False
+
+    return world
+
+
+def test_another_policy_changes_the_slices_and_is_reported_once():
+    policies = [decision.Policy()]
+    cluster = ScriptedCluster(range(4), [requests(policies), ends])
+    events = []
+    run(cluster, events, present_policy=lambda: policies[-1])
+    assert [slices for _, slices in cluster.ran] == [(0, 1, 2, 3), (0, 1)]
+    assert named(events, "scale_requested") == [{"slices": 2, "chosen": [0, 1]}]
+
+
+def preempts(number):
+    def world(cluster):
+        del cluster.present[number]
+        cluster.decided = cluster.has_changed()
+        return not cluster.decided
+
+    return world
+
+
+def test_slices_that_are_preempted_are_left_even_if_the_others_have_to_wait():
+    cluster = ScriptedCluster(range(2), [preempts(1)])
+    with pytest.raises(errors.RunError, match="min_slices=2, for 0 s"):
+        run(cluster, min_slices=2, wait_secs=0.01)
+    assert isinstance(cluster.decided, decision.Wait | decision.Stop)
+
+
+def test_without_retries_a_run_ends_when_a_slice_is_preempted():
+    cluster = ScriptedCluster(range(2), [preempts(1)])
+    run(cluster, min_slices=2, max_retries=0)
+    assert cluster.decided is None

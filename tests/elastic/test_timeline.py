@@ -58,6 +58,23 @@ def test_each_phase_has_its_seconds(program, secs):
     assert [name for name, _ in emitted][-2:] == ["recovered", "step"]
 
 
+def test_a_planned_change_begins_when_hosts_are_asked_to_leave():
+    clock, emitted = Clock(), []
+    line = timeline.Timeline(
+        lambda name, **fields: emitted.append((name, fields)), clock=clock
+    )
+    line("world_started", world=1, slices=[0, 1], spares=[])
+    clock.secs += 10.0
+    line("world_leaving", slices=[0])
+    clock.secs += 0.5
+    line.begin()
+    clock.secs += 0.25
+    line("world_started", world=2, slices=[0], spares=[])
+    line("step", step=1, **STEP)
+    (recovered,) = [fields for name, fields in emitted if name == "recovered"]
+    assert (recovered["end_secs"], recovered["decide_secs"]) == (0.5, 0.25)
+
+
 def test_a_first_world_recovers_from_nothing():
     emitted = []
     line = timeline.Timeline(lambda name, **_: emitted.append(name))

@@ -1,0 +1,265 @@
+"""A computation that shows whether the devices of a slice that came back are sound.
+
+Each host of the slice runs it in a separate process, at the lowest priority, before
+the slice is used. Every device multiplies matrices of small integers, whose products
+and sums are exact in the floating point of all hardware and in any order; so all
+devices of all hosts have to get one known number. A slice that gets another one, or
+takes too long, is refused; it is checked again later, after longer and longer times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import connection, process
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.elastic import host_process, watch
+
+if TYPE_CHECKING:
+    import jax
+
+# The result of `compute` on sound devices; a test computes it with integers.
+EXPECTED = 2136504280
+_SIZE = 256
+_ROUNDS = 16
+# A prime. Values below it have 8 bits, so that bfloat16 holds them, and the sum of
+# _SIZE products is below 2**24, so that float32 holds it.
+_MODULUS = 251
+# The phase of a check, whose time limit is learned.
+_PHASE = "check"
+# Between a check that failed and the next one: this, and then twice as long each time.
+_RETRY_SECS = 30.0
+_MOST_RETRY_SECS = 3600.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of the check of a slice.
+
+    Attributes:
+      slice: its number.
+      problem: what is wrong with it; None if it is sound.
+    """
+
+    slice: int
+    problem: str | None
+
+
+class SliceChecks:
+    """The checks of the slices that came back, each until the slice is sound.
+
+    Args:
+      hardware: the devices of each host.
+      hosts_per_slice: each has a process.
+      log_directory: the directory for the output of these processes.
+      limits: of the run, by which a check that hangs is ended.
+    """
+
+    def __init__(
+        self,
+        hardware: schema.WorldSection,
+        *,
+        hosts_per_slice: int,
+        log_directory: str,
+        limits: watch.Limits,
+    ) -> None:
+        self._hardware = hardware
+        self._hosts_per_slice = hosts_per_slice
+        self._log_directory = log_directory
+        self._limits = limits
+        self._checks: dict[int, _Check] = {}
+        # By slice that is refused: how often in a row, and when to check it again.
+        self._refused: dict[int, tuple[int, float]] = {}
+        # Slices whose checks are to fail: a fault.
+        self.broken: set[int] = set()
+
+    @property
+    def unsound(self) -> frozenset[int]:
+        """The slices that have not passed their checks."""
+        return frozenset(self._checks.keys() | self._refused.keys())
+
+    def begin(self, number: int) -> None:
+        """Begins to check a slice; it is `unsound` until then."""
+        self.forget(number)
+        self._start(number)
+
+    def forget(self, number: int) -> None:
+        """Ends the check of a slice, which is gone."""
+        self._refused.pop(number, None)
+        if number in self._checks:
+            self._checks.pop(number).close()
+
+    def poll(self) -> list[Verdict]:
+        """The checks that have ended since the last call; called often."""
+        now_secs = time.monotonic()
+        for number, (_, again_secs) in self._refused.items():
+            if number not in self._checks and now_secs >= again_secs:
+                self._start(number)
+        verdicts = []
+        for number, check in list(self._checks.items()):
+            verdict = check.verdict(self._limits.limit_secs(_PHASE), now_secs=now_secs)
+            if verdict is not None:
+                self._checks.pop(number).close()
+                self._note(verdict, now_secs - check.began_secs, now_secs)
+                verdicts.append(verdict)
+        return verdicts
+
+    def close(self) -> None:
+        """Ends all checks."""
+        for number in list(self._checks):
+            self.forget(number)
+
+    def _start(self, number: int) -> None:
+        self._checks[number] = _Check(
+            number,
+            self._hardware,
+            hosts=self._hosts_per_slice,
+            log_directory=self._log_directory,
+            broken=number in self.broken,
+        )
+
+    def _note(self, verdict: Verdict, secs: float, now_secs: float) -> None:
+        times, _ = self._refused.pop(verdict.slice, (0, 0.0))
+        if verdict.problem is None:
+            self._limits.learn(_PHASE, secs)
+            return
+        retry_secs = min(_RETRY_SECS * 2**times, _MOST_RETRY_SECS)
+        self._refused[verdict.slice] = (times + 1, now_secs + retry_secs)
+
+
+class _Check:
+    """The processes that check one slice."""
+
+    def __init__(
+        self,
+        number: int,
+        hardware: schema.WorldSection,
+        *,
+        hosts: int,
+        log_directory: str,
+        broken: bool,
+    ) -> None:
+        self._slice = number
+        self._hosts = hosts
+        self._values: dict[int, list[int]] = {}
+        self._processes: list[process.BaseProcess] = []
+        self._pipes: dict[connection.Connection, int] = {}
+        self.began_secs = time.monotonic()
+        context = multiprocessing.get_context("forkserver")
+        storage.make_directory(log_directory)
+        self._log = os.path.join(log_directory, f"check-of-slice-{number}.log")
+        for host in range(hosts):
+            receiver, sender = context.Pipe(duplex=False)
+            child = context.Process(
+                target=run,
+                args=(hardware, broken, self._log, sender),
+                name=f"check-of-slice-{number}",
+            )
+            child.start()
+            sender.close()
+            self._processes.append(child)
+            self._pipes[receiver] = host
+
+    def verdict(self, limit_secs: float, *, now_secs: float) -> Verdict | None:
+        """The verdict; None while there is none."""
+        for pipe in connection.wait(list(self._pipes), 0):
+            assert isinstance(pipe, connection.Connection)
+            host = self._pipes.pop(pipe)
+            try:
+                self._values[host] = json.loads(pipe.recv_bytes())
+            except EOFError:
+                problem = f"its host {host} failed in the check; see {self._log}"
+                return Verdict(slice=self._slice, problem=problem)
+        secs = now_secs - self.began_secs
+        if self._pipes and secs > limit_secs:
+            hosts = sorted(self._pipes.values())
+            problem = f"its hosts {hosts} did not finish the check in {secs:.0f} s"
+            return Verdict(slice=self._slice, problem=problem)
+        if self._pipes:
+            return None
+        return Verdict(slice=self._slice, problem=problem_of(self._values))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for child in self._processes:
+            child.kill()
+        for child in self._processes:
+            child.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def run(
+    hardware: schema.WorldSection,
+    broken: bool,
+    log: str,
+    pipe: connection.Connection,
+) -> None:
+    """Checks all devices of this process, and sends what each has computed.
+
+    Args:
+      hardware: the devices of this host.
+      broken: whether the last device is to compute a wrong value: a fault.
+      log: the file for the output.
+      pipe: to the supervisor.
+    """
+    host_process.detach(log)
+    os.nice(19)
+    from elastic_ckpt.elastic import multicontroller
+
+    multicontroller.configure(hardware)
+    import jax
+
+    values = [compute(device) for device in jax.local_devices()]
+    values[-1] += broken
+    pipe.send_bytes(json.dumps(values).encode())
+
+
+def compute(device: jax.Device) -> int:
+    """The number that a device computes; `EXPECTED` on a sound one."""
+    import jax
+    import jax.numpy as jnp
+
+    @jax.jit
+    def rounds(rows: jax.Array, columns: jax.Array) -> jax.Array:
+        weights = (5 * rows + 3 * columns * columns + 1) % _MODULUS
+
+        def multiply(_: int, values: jax.Array) -> jax.Array:
+            product = values.astype(jnp.float32) @ weights.astype(jnp.float32)
+            return product.astype(jnp.int32) % _MODULUS
+
+        values = jax.lax.fori_loop(
+            0, _ROUNDS, multiply, (7 * rows + 11 * columns) % _MODULUS
+        )
+        # It depends on the order of rows and columns, modulo 2**32.
+        position = (rows * _SIZE + columns + 1).astype(jnp.uint32)
+        return (values.astype(jnp.uint32) * position).sum(dtype=jnp.uint32)
+
+    rows, columns = np.indices((_SIZE, _SIZE), np.int32)
+    return int(rounds(*(jax.device_put(each, device) for each in (rows, columns))))
+
+
+def problem_of(values: Mapping[int, Sequence[int]]) -> str | None:
+    """The reason why a slice is not sound; None if it is.
+
+    Args:
+      values: by host of the slice, the value of each of its devices.
+    """
+    wrong = [
+        f"device {device} of its host {host} computed {value}"
+        for host, of_host in sorted(values.items())
+        for device, value in enumerate(of_host)
+        if value != EXPECTED
+    ]
+    if not wrong:
+        return None
+    return f"{errors.first_of(wrong)}, and sound devices compute {EXPECTED}"

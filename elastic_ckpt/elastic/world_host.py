@@ -1,0 +1,126 @@
+"""The program of a host in a world of processes, and what it gets of its supervisor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import events
+from elastic_ckpt.elastic import host_process, kept_executables
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.elastic.member import Member
+from elastic_ckpt.elastic.world import World
+from elastic_ckpt.manifests import layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SliceMemory:
+    """The RAM disk of each slice.
+
+    Attributes:
+      directory: for the directories of the slices.
+      run: the name of the run, the last part of each path.
+    """
+
+    directory: str
+    run: str
+
+    def of_slice(self, number: int) -> str:
+        """The directory to which hosts of a slice add the run's name."""
+        return layout.slice_directory(self.directory, number)
+
+    def root(self, number: int) -> str:
+        """The directory of the run in the RAM of a slice."""
+        return os.path.join(self.of_slice(number), self.run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owned:
+    """The things of a supervisor that its hosts use, and that outlive worlds.
+
+    Attributes:
+      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      kept: the place of executables; None compiles in each world.
+      grace_secs: the time limit for hosts to save and end after SIGTERM.
+    """
+
+    memory: SliceMemory | None
+    kept: kept_executables.KeptExecutables | None
+    grace_secs: float
+
+    def ram_directory(self, number: int) -> str | None:
+        """The RAM disk of a slice; None if hosts keep nothing there."""
+        return None if self.memory is None else self.memory.of_slice(number)
+
+
+def run_host(
+    train: TrainFunction,
+    hardware: schema.WorldSection,
+    assignment: Assignment,
+    owned: Owned,
+    member: Member,
+    channel: host_process.HostChannel,
+) -> None:
+    """Joins a world as one of its hosts, and trains.
+
+    Args:
+      train: the training loop.
+      hardware: the devices of each host.
+      assignment: the world.
+      owned: what outlives the world.
+      member: this host.
+      channel: to the supervisor.
+    """
+    from elastic_ckpt.data import token_blocks
+    from elastic_ckpt.elastic import multicontroller, termination
+
+    # All hosts are on this machine; its cores are shared.
+    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(member.num_hosts)
+    slices = _simulated(assignment.work.slices, hardware)
+    number = slices[member.host * len(slices) // member.num_hosts]
+    multicontroller.configure(hardware)
+    agreed = termination.agreed(
+        grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
+    )
+    with multicontroller.joined(member), agreed as is_leaving:
+        channel.wait()
+        emit = channel if member.host == 0 else events.nobody
+        emit("world_joined", world=assignment.number)
+        channel.begin()
+        left: list[int] = []
+
+        def leave(step: int) -> bool:
+            channel.begin()
+            if is_leaving(step):
+                left.append(step)
+            return bool(left)
+
+        train(
+            World(
+                number=assignment.number,
+                slices=slices,
+                slice_name=str(number),
+                ram_directory=owned.ram_directory(number),
+                rows=assignment.work.rows,
+                microbatches=assignment.work.accumulated,
+                kept=owned.kept,
+                emit=emit,
+                is_leaving=leave,
+                is_left=lambda: channel.is_left,
+                begin=channel.begin,
+            )
+        )
+        if left:
+            emit("world_left", step=left[-1])
+
+
+def _simulated(slices: Sequence[int], hardware: schema.WorldSection) -> tuple[int, ...]:
+    # A host may be several slices of the mesh.
+    parts = max(1, hardware.slices // hardware.hosts)
+    return tuple(number * parts + part for number in slices for part in range(parts))
+
+
+def _nothing() -> None:
+    """The supervisor reports requests to stop, and watches the time."""

@@ -1,0 +1,109 @@
+"""Slices that came back compute a known number before they are used."""
+
+import multiprocessing
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.elastic import slice_check, watch
+
+SECS = 600
+
+
+def test_the_number_is_that_of_whole_numbers_on_every_device():
+    size, modulus = slice_check._SIZE, slice_check._MODULUS
+    rows, columns = np.indices((size, size)).astype(np.int64)
+    weights = (5 * rows + 3 * columns * columns + 1) % modulus
+    values = (7 * rows + 11 * columns) % modulus
+    for _ in range(slice_check._ROUNDS):
+        values = values @ weights % modulus
+    expected = int((values * (rows * size + columns + 1)).sum() % 2**32)
+    assert expected == slice_check.EXPECTED
+    # Exact in bfloat16 and float32.
+    assert modulus <= 2**8
+    assert size * (modulus - 1) ** 2 < 2**24
+    devices = jax.local_devices()[:2]
+    assert [slice_check.compute(device) for device in devices] == [expected] * 2
+
+
+def test_a_wrong_number_names_device_and_host():
+    sound = slice_check.EXPECTED
+    assert slice_check.problem_of({0: [sound, sound], 1: [sound]}) is None
+    problem = slice_check.problem_of({0: [sound, 3], 1: [sound, sound]})
+    assert problem == (
+        f"device 1 of its host 0 computed 3, and sound devices compute {sound}"
+    )
+
+
+@pytest.fixture
+def checks(tmp_path):
+    checks = slice_check.SliceChecks(
+        schema.WorldSection(devices_per_host=2),
+        hosts_per_slice=2,
+        log_directory=str(tmp_path),
+        limits=watch.Limits(),
+    )
+    yield checks
+    checks.close()
+
+
+def verdict(checks):
+    deadline_secs = time.monotonic() + SECS
+    while time.monotonic() < deadline_secs:
+        for each in checks.poll():
+            return each
+        time.sleep(0.01)
+    raise AssertionError("the check has not ended")
+
+
+@pytest.mark.slow(minutes=0.2)
+def test_a_sound_slice_passes_and_a_broken_one_is_checked_again(checks, monkeypatch):
+    monkeypatch.setattr(slice_check, "_RETRY_SECS", 0.0)
+    checks.begin(1)
+    assert checks.unsound == {1}
+    assert verdict(checks) == slice_check.Verdict(slice=1, problem=None)
+    assert not checks.unsound
+    checks.broken.add(2)
+    checks.begin(2)
+    for _ in range(2):
+        assert "device 1 of its host 0 computed" in verdict(checks).problem
+        assert checks.unsound == {2}
+    # It is repaired.
+    checks.broken.clear()
+    while verdict(checks).problem is not None:
+        pass
+    assert not checks.unsound
+
+
+def hang(*_):
+    time.sleep(3600)
+
+
+def test_a_slice_that_does_not_compute_is_refused_in_time(checks, monkeypatch):
+    monkeypatch.setattr(slice_check, "run", hang)
+    checks._limits.most_secs = 0.1
+    checks.begin(0)
+    assert "its hosts [0, 1] did not finish the check in" in verdict(checks).problem
+    assert checks.unsound == {0}
+    assert not multiprocessing.active_children()
+
+
+def fail(*_):
+    raise SystemExit(1)
+
+
+def test_a_slice_whose_processes_die_is_refused(checks, monkeypatch):
+    monkeypatch.setattr(slice_check, "run", fail)
+    checks.begin(0)
+    assert "failed in the check; see" in verdict(checks).problem
+
+
+def test_a_slice_that_is_gone_is_not_checked(checks, monkeypatch):
+    monkeypatch.setattr(slice_check, "run", hang)
+    checks.begin(0)
+    checks.forget(0)
+    assert not checks.unsound
+    assert not checks.poll()
