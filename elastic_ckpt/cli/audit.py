@@ -33,13 +33,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Audits the run; 1 if it fails."""
+    outcome = outcome_of(arguments.run)
+    if arguments.json:
+        content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
+        print(json.dumps(content, indent=2))
+    else:
+        print(describe(outcome))
+    return 0 if outcome.passed else 1
+
+
+def outcome_of(directory: str) -> audit.Audit:
+    """Audits the run in `directory`.
+
+    Raises:
+      RunError: if there is no run.
+      DataError: if it has trained nothing, or its data cannot be read.
+    """
     from elastic_ckpt.checkpoint import run_saver, summary
     from elastic_ckpt.data import elastic_data, pipeline, positional
     from elastic_ckpt.training import audit, step_log
 
-    config = run_directory.read_config(arguments.run)
-    attempts = step_log.read(arguments.run)
-    saved = summary.steps(os.path.join(arguments.run, run_saver.DIRECTORY))
+    config = run_directory.read_config(directory)
+    attempts = step_log.read(directory)
+    saved = summary.steps(os.path.join(directory, run_saver.DIRECTORY))
     logged = {attempt.attempt: attempt.data for attempt in attempts}
 
     @functools.cache
@@ -51,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         return pipeline.from_config(section(attempt))
 
     last = data_of(attempts[-1].attempt)
-    outcome = audit.audit(
+    return audit.audit(
         attempts,
         data_of,
         is_in_order=lambda attempt: not section(attempt).grain_use_elastic_iterator,
@@ -61,17 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
         num_saved_steps=max(saved, default=0),
         missing_checkpoint=_missing_checkpoint(
             config,
-            finished=run_directory.is_finished(arguments.run),
+            finished=run_directory.is_finished(directory),
             num_steps=len(step_log.lineage(attempts)),
             saved=max(saved, default=0),
         ),
     )
-    if arguments.json:
-        content = dataclasses.asdict(outcome) | {"passed": outcome.passed}
-        print(json.dumps(content, indent=2))
-    else:
-        print(describe(outcome))
-    return 0 if outcome.passed else 1
 
 
 def describe(outcome: audit.Audit) -> str:

@@ -175,27 +175,33 @@ def _data_lines(data: dict[str, Any], *, is_brief: bool = False) -> list[str]:
     return lines
 
 
-def _step(step: int, path: str) -> dict[str, Any]:
-    from elastic_ckpt.checkpoint import run_saver, summary
+def data_of(path: str) -> dict[str, Any]:
+    """The data state of the step at `path`, as JSON; `error` if it cannot be read."""
+    from elastic_ckpt.checkpoint import run_saver
     from elastic_ckpt.data import cursors, mixing, records, state
 
-    leaves = summary.arrays(path, run_saver.STATE)
     try:
         directory = os.path.join(path, run_saver.DATA)
         saved = state.read(directory)
         num_shards: Any = saved.pipeline.get("num_logical_shards", 0)
         shards = cursors.read(directory, range(num_shards), saved.position)
-        data: dict[str, Any] = {
+        return {
             **dataclasses.asdict(saved),
             "taken": mixing.taken(shards.values()),
             "skipped": records.skipped(shards.values()),
         }
     except errors.DataError as error:
         # Shown too, although no run can continue from it.
-        data = {"error": str(error)}
+        return {"error": str(error)}
+
+
+def _step(step: int, path: str) -> dict[str, Any]:
+    from elastic_ckpt.checkpoint import run_saver, summary
+
+    leaves = summary.arrays(path, run_saver.STATE)
     return {
         "step": step,
         "num_bytes": sum(leaf.num_bytes for leaf in leaves),
         "state": [dataclasses.asdict(leaf) for leaf in leaves],
-        "data": data,
+        "data": data_of(path),
     }

@@ -24,6 +24,7 @@ VERBS = {
     "agent": "serve a machine's RAM disk to the other machines of a run",
     "status": "show how far a run is, its hosts and newest steps, and what a loss would"
     " cost",
+    "report": "write one HTML page about a run, with plots",
     "inspect": "show the steps of a run, their arrays and their data state, or in which"
     " tiers they are, and what they would lose with a host or slice",
     "verify": "read every copy of every part of a checkpoint, in any tier, and compare",
