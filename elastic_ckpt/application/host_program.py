@@ -92,7 +92,7 @@ def compile_ahead(config: schema.Config, world: World) -> None:
 
 def _run(job: Job, world: World) -> loop.Ended:
     world.begin("restore")
-    state = job.restore_or_init()
+    state = job.restore_or_init(handed_over=world.handed_over)
     ended = job.run(
         state,
         compiled=world.compiled,
@@ -100,6 +100,7 @@ def _run(job: Job, world: World) -> loop.Ended:
         is_stopping=world.is_leaving,
     )
     world.begin(watch.CLOSE)
+    world.hand_over(ended.step, ended.state)
     job.close()
     return ended
 

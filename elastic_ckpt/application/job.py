@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from absl import logging
 from jax.sharding import Mesh
@@ -21,6 +21,9 @@ from elastic_ckpt.training import evaluation, loop, step_log, train_step
 
 # If a host dies meanwhile, the coordination service ends the others.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
+
+# Returns the state after a number of steps, in the form of an abstract one, or None.
+HandedOver = Callable[[int, Any], Any]
 
 
 class Batches(loop.Batches, Protocol):
@@ -60,10 +63,15 @@ class Job:
     start_step: int
     emit: events.Emit
 
-    def restore_or_init(self) -> train_step.TrainState:
+    def restore_or_init(
+        self, *, handed_over: HandedOver = lambda *_: None
+    ) -> train_step.TrainState:
         """The state after `start_step` steps, sharded over the mesh.
 
         If that step proves to be unreadable, the state is that of the step before it.
+
+        Args:
+          handed_over: the state after a number of steps, if it is on the devices.
 
         Raises:
           CheckpointError: if the newest step is of another model, or none can be read.
@@ -71,6 +79,9 @@ class Job:
         """
         if not (self.checkpointer and self.start_step):
             return self.program.init()
+        state = handed_over(self.start_step, self.program.abstract_state)
+        if state is not None and self.checkpointer.restore_data(self.start_step):
+            return state
         state = self.checkpointer.restore(self.program.abstract_state)
         restored_step = self.checkpointer.latest_step
         assert restored_step is not None

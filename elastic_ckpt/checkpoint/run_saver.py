@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
@@ -57,6 +58,19 @@ class RunSaver:
         """
         wanted = {STATE: abstract_state, DATA: self._data}
         return self._checkpointer.load_checkpointables(None, wanted)[STATE]
+
+    def restore_data(self, step: int) -> bool:
+        """Sets the data iterator alone to its position at `step`.
+
+        Returns:
+          Whether it could be read.
+        """
+        try:
+            self._checkpointer.load_checkpointables(step, {DATA: self._data})
+        except errors.CheckpointError as error:
+            logging.warning("the data of step %d cannot be read: %s", step, error)
+            return False
+        return True
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`, which has just been computed."""

@@ -147,6 +147,12 @@ class Progress:
             f" {_numbers(event['chosen'])}"
         )
 
+    def _on_state_kept(self, **event: Any) -> None:
+        self._line(
+            f"kept step {event['step']} in device memory:"
+            f" {_bytes(event['device_bytes'])}"
+        )
+
     def _on_slice_lost(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is lost: {event['why']}")
 
@@ -234,7 +240,7 @@ class Progress:
         bad = ""
         if event["bad_copies"]:
             bad = f"; {event['repaired']} of {event['bad_copies']} bad copies put right"
-        self._line(f"restored step {event['step']}: {', '.join(parts)}{bad}")
+        self._line(f"restored step {event['step']}: {', '.join(parts) or 'data'}{bad}")
 
     def _on_step_passed_over(self, **event: Any) -> None:
         self._line(f"passed over: {event['why']}")

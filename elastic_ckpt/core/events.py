@@ -29,6 +29,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "compile_secs",
         "step_secs",
     ),
+    "state_kept": ("step", "device_bytes", "secs"),
     "slice_lost": ("slice", "why"),
     "slice_preempted": ("slice",),
     "slice_returned": ("slice",),

@@ -20,6 +20,7 @@ from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.elastic import faults, termination
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices
+from elastic_ckpt.elastic.device_state import DeviceState
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
 from elastic_ckpt.elastic.world import World
@@ -62,6 +63,7 @@ class Pathways:
         self._grace_secs = grace_secs
         self._ended = ended
         self._emit = emit
+        self._device_state = DeviceState(emit)
         # By slice that is alive, since when.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         # The slices that were lost since they were last in a world.
@@ -114,6 +116,7 @@ class Pathways:
                 emit("world_joined", world=assignment.number)
                 self._train(train, assignment, leaving, emit)
         except Exception as error:
+            self._device_state.clear()
             failure = self._failure(error, slices)
         finally:
             if self._simulated is not None:
@@ -158,6 +161,7 @@ class Pathways:
                     rows=work.rows,
                     devices=devices,
                     microbatches=work.accumulated,
+                    device_state=self._device_state,
                     emit=report,
                     is_leaving=leaving,
                     is_left=leaving.is_left,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from elastic_ckpt.checkpoint.checkpointer import Checkpointer
     from elastic_ckpt.core.topology import Topology
+    from elastic_ckpt.elastic.device_state import DeviceState
     from elastic_ckpt.elastic.kept_executables import KeptExecutables
     from elastic_ckpt.tiers.choices import TierChoice
 
@@ -36,6 +37,8 @@ class World:
       microbatches: equal parts in which a device computes its rows of a batch, so that
         they fit into its memory; their gradients are summed.
       kept: the place of executables that outlive this world; None if there is none.
+      device_state: the state that stays on the devices between worlds; None if each
+        world has other processes.
       emit: called for each event of the run.
       is_leaving: called with the number of steps done, after each step, on all hosts;
         returns whether to save and return now, the same on all hosts.
@@ -53,6 +56,7 @@ class World:
     ram_directory: str | None = None
     microbatches: int = 1
     kept: KeptExecutables | None = None
+    device_state: DeviceState | None = None
     emit: events.Emit = events.nobody
     is_leaving: Callable[[int], bool] = lambda _: False
     is_left: Callable[[], bool] = lambda: False
@@ -89,6 +93,27 @@ class World:
         from elastic_ckpt.core import topology
 
         return topology.mesh_of(self.topology, self.devices)
+
+    def hand_over(self, step: int, state: Any) -> None:
+        """Leaves a saved state in device memory for the next world, where it can stay.
+
+        Args:
+          step: the steps that are done.
+          state: a pytree of arrays, which must not be donated any more.
+        """
+        if self.device_state is not None and self.is_left():
+            self.device_state.put(step, state)
+
+    def handed_over(self, step: int, abstract_state: Any) -> Any:
+        """The state that the world before has handed over; None if there is none.
+
+        Args:
+          step: the newest saved step.
+          abstract_state: its shapes, dtypes and shardings.
+        """
+        if self.device_state is None:
+            return None
+        return self.device_state.take(step, abstract_state)
 
     def checkpointer(
         self, tiers: Sequence[TierChoice], *, run: str | None = None

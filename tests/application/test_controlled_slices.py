@@ -72,6 +72,11 @@ def test_a_run_loses_a_slice_and_gets_it_back(tmp_path, corpus):
     starts = [each.start_step for each in step_log.read(run)]
     # Step 6 may not have been saved when the slice was lost; a planned change is exact.
     assert starts in ([0, 6, 15], [0, 3, 15])
+    # After the loss all of it comes from RAM; after the planned change the data alone.
+    lost, planned = runs.events(run, "restored_from")
+    assert lost["local_bytes"] > planned["local_bytes"] == 0
+    (kept,) = runs.events(run, "state_kept")
+    assert (kept["step"], kept["device_bytes"] > 10_000) == (15, True)
     assert len(runs.events(run, "run_finished")) == 1
     assert not runs.events(run, "run_stopped")
     assert "PASSED" in runs.verb("audit", run)
