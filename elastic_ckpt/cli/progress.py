@@ -111,8 +111,8 @@ class Progress:
             )
             self._begin(f"starting world {event['world']}")
 
-    def _on_world_joined(self, **event: Any) -> None:
-        pass
+    def _on_world_joined(self, **_: Any) -> None:
+        self._begin("assembling the job and searching for the newest step")
 
     def _on_recovered(self, **event: Any) -> None:
         phases = ", ".join(
@@ -127,6 +127,7 @@ class Progress:
 
     def _on_world_left(self, **event: Any) -> None:
         self._line(f"left after step {event['step']}, for other slices")
+        self._begin("ending the world")
 
     def _on_world_leaving(self, **event: Any) -> None:
         on = _numbers(event["slices"], ", to continue on slices {}")
@@ -155,6 +156,7 @@ class Progress:
 
     def _on_slice_lost(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is lost: {event['why']}")
+        self._begin("choosing slices")
 
     def _on_slice_returned(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is back")
@@ -204,6 +206,7 @@ class Progress:
 
     def _on_host_lost(self, **event: Any) -> None:
         self._line(f"host {event['host']} is lost: {event['why']}")
+        self._begin("ending the world")
 
     def _on_run_failed(self, **event: Any) -> None:
         self._line(f"the run failed after step {event['step']}; {self._next()}")
@@ -241,6 +244,7 @@ class Progress:
         if event["bad_copies"]:
             bad = f"; {event['repaired']} of {event['bad_copies']} bad copies put right"
         self._line(f"restored step {event['step']}: {', '.join(parts) or 'data'}{bad}")
+        self._begin("reading the first batch")
 
     def _on_step_passed_over(self, **event: Any) -> None:
         self._line(f"passed over: {event['why']}")

@@ -31,6 +31,7 @@ _PHASES = {
     "recovered": "training",
     "host_lost": "a host was lost",
     "slice_lost": "a slice was lost",
+    "world_leaving": "leaving for other slices",
     "world_left": "changing slices",
     "data_ended": "saving the last step",
     "stop_requested": "saving before the end",

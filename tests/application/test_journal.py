@@ -1,9 +1,10 @@
 import dataclasses
 import json
+import time
 
 import pytest
 
-from elastic_ckpt.application import journal, run_directory
+from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage
 
@@ -20,7 +21,8 @@ def config(tmp_path):
 
 
 def recorded(config):
-    log = storage.read_log(f"{run_directory.path_of(config)}/{run_directory.EVENTS}")
+    path = f"{run_directory.path_of(config)}/{run_directory.EVENTS}"
+    log = storage.read_log(path) if storage.absolute(path).exists() else []
     return [
         {name: value for name, value in event.items() if name != "time"}
         for event in log
@@ -80,3 +82,40 @@ def test_a_run_has_one_journal_at_a_time(config):
         journal.kept(config, events.nobody),
     ):
         raise AssertionError("two at a time")
+
+
+def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
+    step = {"steps": 9, "loss": 1.0, "secs": 1.0, **RATES}
+    for newest in (5, 6):
+        listening = listeners.started(config)
+        with journal.kept(config, events.nobody, listening=listening) as emit:
+            emit("run_started", **STARTED)
+            for number in range(4, newest + 1):
+                emit("step", step=number, **step)
+    lines = storage.read_log(
+        f"{run_directory.path_of(config)}/{run_directory.METRICS}/host-00000.jsonl"
+    )
+    names = [line["metric"].rpartition("/")[2] for line in lines]
+    # Step 5 in the first start, and step 6 in the second.
+    assert names.count("productive_secs") == 2
+    assert names.count("again_secs") == 1
+
+
+def test_a_damaged_file_of_metrics_does_not_hold_up_a_start(config, caplog):
+    damaged = f"{run_directory.path_of(config)}/{run_directory.METRICS}/run.jsonl"
+    storage.write_atomic(damaged, b"{\n{}\n")
+    with journal.kept(config, events.nobody):
+        pass
+    assert "run.jsonl, line 1: not a JSON object" in caplog.text
+
+
+def test_events_of_a_run_in_a_bucket_are_there_while_it_runs(bucket, monkeypatch):
+    monkeypatch.setattr(journal, "_SYNC_SECS", 0.02)
+    run = schema.RunSection(run_name="a", base_output_directory=bucket)
+    there = dataclasses.replace(schema.Config(), run=run)
+    with journal.kept(there, events.nobody) as emit:
+        emit("run_started", **STARTED)
+        deadline = time.monotonic() + 120
+        while not recorded(there) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert [event["event"] for event in recorded(there)] == ["run_started"]

@@ -1,3 +1,4 @@
+import dataclasses
 import socket
 import sys
 import urllib.request
@@ -55,6 +56,25 @@ def test_hosts_of_one_machine_have_ports_of_their_own():
     assert ports == [9100, 9101, 9102]
     nothing = schema.MetricsSection()
     assert listeners.on_one_machine(nothing, 2) == nothing
+
+
+def test_the_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):
+    port = free_port()
+    keys = {"enable_tensorboard": True, "prometheus_port": port - 3}
+    three = dataclasses.replace(
+        config(tmp_path, **keys), world=schema.WorldSection(hosts=3)
+    )
+    with listeners.of_supervisor(three):
+        metrics.TRAIN_STEPS.record(40)
+        metrics.GOODPUT.record(75)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            assert b"\nelastic_ckpt_goodput_percent 75.0\n" in page.read()
+    lines = storage.read_log(tmp_path / "tiny" / "metrics" / "run.jsonl")
+    assert [(line["last"], line["step"]) for line in lines] == [(40.0, 40), (75.0, 40)]
+    assert event_file.scalars(tmp_path / "tiny" / "tensorboard" / "run") == [
+        ("elastic_ckpt/train/steps", 40, 40.0),
+        ("elastic_ckpt/goodput/percent", 40, 75.0),
+    ]
 
 
 @pytest.mark.parametrize(

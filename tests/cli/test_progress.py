@@ -134,6 +134,41 @@ def test_no_silence_of_a_start_is_longer_than_5_seconds(clock):
     ]
 
 
+def test_each_phase_of_a_change_of_slices_is_named_when_it_takes_long(clock):
+    stream = io.StringIO()
+    shown = progress.Progress(1, stream, clock=clock)
+    restored = dict.fromkeys(
+        (
+            *("local_bytes", "close_bytes", "distant_bytes", "persistent_bytes"),
+            *("bad_copies", "repaired"),
+        ),
+        0,
+    )
+    for name, fields in (
+        ("host_lost", {"host": 1, "why": "killed"}),
+        ("slice_lost", {"slice": 1, "why": "killed"}),
+        ("waiting_for_slices", {"why": "1 usable", "within_secs": 60.0}),
+        ("world_started", {"world": 2, "slices": [0, 2], "spares": []}),
+        ("world_joined", {"world": 2}),
+        ("run_started", STARTED | {"start_step": 2}),
+        ("restored_from", {"step": 2, **restored}),
+        ("compile_started", {"step": 3}),
+    ):
+        shown(name, **fields)
+        pass_secs(shown, clock, 5)
+    reminders = [line for line in stream.getvalue().splitlines() if " now" in line]
+    assert [line.partition(", for")[0] for line in reminders] == [
+        "ending the world",
+        "choosing slices",
+        "waiting for slices",
+        "starting world 2",
+        "assembling the job and searching for the newest step",
+        "restoring step 2",
+        "reading the first batch",
+        "compiling",
+    ]
+
+
 def test_a_log_is_reminded_of_a_step_that_takes_ten_times_as_long_as_others(clock):
     stream = io.StringIO()
     shown = progress.Progress(1000, stream, clock=clock)
