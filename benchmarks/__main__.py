@@ -13,6 +13,7 @@ SUITES = {
     "sidecar": "how long a loop waits for its data, beside MaxText's own sidecar",
     "scale": "decisions on copies, search, reads, removal: 10,000 hosts, 1e6 boxes",
     "tiers": "saves and restores in RAM, beside plain copies and Orbax; peers, digests",
+    "soak": "one run that loses and regains slices a hundred times",
     "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
 
