@@ -75,7 +75,9 @@ def _start(config: schema.Config, shown: progress.Progress) -> bool:
     if controlled_slices.is_simulated(config):
         run = _run_controlled
     is_stopped = run(config, shown)
-    print(f"check it: elastic-ckpt audit {run_directory.path_of(config)}")
+    path = run_directory.path_of(config)
+    print(f"check it: elastic-ckpt audit {path}")
+    print(f"look at it: elastic-ckpt report {path}")
     return is_stopped
 
 
