@@ -16,9 +16,11 @@ from jax.sharding import Mesh
 from elastic_ckpt.application import job, run_directory
 from elastic_ckpt.checkpoint import checkpointer as checkpointer_of_tiers
 from elastic_ckpt.checkpoint import configured_tiers, run_saver
+from elastic_ckpt.checkpoint.run_world import ALONE
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.data import batch_size, pipeline
+from elastic_ckpt.elastic.world import World
 from elastic_ckpt.frontend.batches import configured_batches
 from elastic_ckpt.frontend.checkpointer import Checkpointer
 from elastic_ckpt.training import evaluation, train_step
@@ -29,8 +31,7 @@ def assemble(
     world: topology.Topology,
     *,
     devices: Sequence[jax.Device] | None = None,
-    slice_name: str | None = None,
-    microbatches: int = 1,
+    place: World | None = None,
     emit: events.Emit = events.nobody,
 ) -> job.Job:
     """The job of a run on `world`; every host of it calls this.
@@ -39,8 +40,7 @@ def assemble(
       config: of the run; the files of its data exist.
       world: the hosts, slices and devices to train on.
       devices: those of `world`; by default all that JAX has.
-      slice_name: the slice of this host; by default its number in the mesh.
-      microbatches: equal parts in which a device computes its rows of a batch.
+      place: of this host in an elastic run.
       emit: called for each event of the run.
 
     Raises:
@@ -58,14 +58,13 @@ def assemble(
         mesh=mesh,
         global_batch_size=sizes.at(0),
     )
-    program = train_step.build(
-        config, mesh, vocab_size=vocab_size, microbatches=microbatches
-    )
+    parts = 1 if place is None else place.microbatches
+    program = train_step.build(config, mesh, vocab_size=vocab_size, microbatches=parts)
     evaluated = _evaluation(config, world, program, mesh, vocab_size, emit)
     with contextlib.ExitStack() as on_error:
         saver = None
         if config.checkpoint.enable_checkpointing:
-            checkpointer = _checkpointer(config, world, mesh, slice_name, emit)
+            checkpointer = _checkpointer(config, world, mesh, place, emit)
             on_error.enter_context(checkpointer)
             saver = run_saver.RunSaver(checkpointer, config.checkpoint, data=batches)
         start_step = _start_step(config, saver.latest_step if saver else None)
@@ -90,15 +89,17 @@ def _checkpointer(
     config: schema.Config,
     world: topology.Topology,
     mesh: Mesh,
-    slice_name: str | None,
+    place: World | None,
     emit: events.Emit,
 ) -> checkpointer_of_tiers.Checkpointer:
     directory = os.path.join(run_directory.path_of(config), run_saver.DIRECTORY)
+    slice_name = topology.slice_of_this_host(world.slices)
     return Checkpointer(
         configured_tiers.tiers(config, persistent=directory),
         mesh=mesh,
         run=config.run.run_name,
-        slice_name=slice_name or topology.slice_of_this_host(world.slices),
+        slice_name=slice_name if place is None else place.slice_name,
+        world=ALONE if place is None else place.of_run,
         emit=emit,
     )
 

@@ -43,8 +43,7 @@ def train(config: schema.Config, world: World) -> bool:
             config,
             world.topology,
             devices=world.devices,
-            slice_name=world.slice_name,
-            microbatches=world.microbatches,
+            place=world,
             emit=emit,
         )
         emit(
@@ -83,7 +82,7 @@ def compile_ahead(config: schema.Config, world: World) -> None:
     job = assemble(
         dataclasses.replace(config, data=data, checkpoint=checkpoint),
         world.topology,
-        microbatches=world.microbatches,
+        place=world,
     )
     job.batches.resize(job.sizes.at(config.run.steps))
     world.compiled(job.program.step, job.program.abstract_state, next(job.batches))

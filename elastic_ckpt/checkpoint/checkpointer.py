@@ -14,6 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
+from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saved_steps import SavedSteps
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.core import errors, events, storage
@@ -34,20 +35,27 @@ class Checkpointer:
     Args:
       hosts: of the world.
       chosen: the tiers.
+      world: among those of the run.
       emit: called for each event, in the caller's thread.
     """
 
     def __init__(
-        self, hosts: Hosts, chosen: Chosen, *, emit: events.Emit = events.nobody
+        self,
+        hosts: Hosts,
+        chosen: Chosen,
+        *,
+        world: RunWorld = ALONE,
+        emit: events.Emit = events.nobody,
     ) -> None:
         self._hosts = hosts
         self._chosen = chosen
+        self._world = world
         self._emit = emit
         self._events: queue.SimpleQueue[tuple[str, dict[str, Json]]]
         self._events = queue.SimpleQueue()
         # Loads and removals in the background.
         self._background = Stage("background")
-        self._steps = SavedSteps(hosts, chosen, emit=self._put_event)
+        self._steps = SavedSteps(hosts, chosen, world=world, emit=self._put_event)
         self._flush()
 
     @property
@@ -326,10 +334,23 @@ class Checkpointer:
         self._steps.stages.wait()
         self._flush()
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the next world of the run makes the backups that are not done."""
+        return self._chosen.local is not None and self._world.is_left()
+
     def close(self) -> None:
-        """Waits, and releases the hosts; saved steps stay."""
+        """Waits, and releases the hosts; saved steps stay.
+
+        A checkpointer that is left only waits until the last save is in RAM.
+        """
         try:
-            self.wait()
+            if self.is_left:
+                self._background.wait()
+                self._steps.stages.wait_for_commit()
+                self._flush()
+            else:
+                self.wait()
         finally:
             self._hosts.close()
 

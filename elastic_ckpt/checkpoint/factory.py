@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_ckpt.checkpoint import allgather, checkpointer, hosts, rendezvous
+from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import events, topology
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.world import HostConfig
@@ -19,6 +20,7 @@ def Checkpointer(
     *,
     run: str | None = None,
     slice_name: str | None = None,
+    world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
 ) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
@@ -31,6 +33,7 @@ def Checkpointer(
       run: the identity of the run; see `run_of`.
       slice_name: the slice that this process's devices are in; by default the
         hardware's.
+      world: among those of the run.
       emit: called for each event.
 
     Raises:
@@ -50,8 +53,8 @@ def Checkpointer(
         directory=chosen.ram_directory(),
         chosen=chosen,
     )
-    world = hosts.InEveryProcess(HostEndpoint(config, HostTiers), messages)
-    return over(world, chosen, emit=emit)
+    members = hosts.InEveryProcess(HostEndpoint(config, HostTiers), messages)
+    return over(members, chosen, world=world, emit=emit)
 
 
 def run_of(chosen: Chosen) -> str:
@@ -69,21 +72,26 @@ def run_of(chosen: Chosen) -> str:
 
 
 def over(
-    world: hosts.Hosts, chosen: Chosen, *, emit: events.Emit = events.nobody
+    members: hosts.Hosts,
+    chosen: Chosen,
+    *,
+    world: RunWorld = ALONE,
+    emit: events.Emit = events.nobody,
 ) -> checkpointer.Checkpointer:
     """A checkpointer over hosts of any kind, which it joins to a world.
 
     Args:
-      world: the hosts; the checkpointer closes them.
+      members: the hosts; the checkpointer closes them.
       chosen: the tiers.
+      world: among those of the run.
       emit: called for each event.
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
     """
     try:
-        rendezvous.join(world)
-        return checkpointer.Checkpointer(world, chosen, emit=emit)
+        rendezvous.join(members)
+        return checkpointer.Checkpointer(members, chosen, world=world, emit=emit)
     except BaseException:
-        world.close()
+        members.close()
         raise

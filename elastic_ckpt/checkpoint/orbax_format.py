@@ -50,6 +50,26 @@ class StepMetadata:
     custom: Mapping[str, Any] | None = None
 
 
+class SavedArray(jax.ShapeDtypeStruct):
+    """An abstract array of a step that was saved; its devices may not exist any more.
+
+    Args:
+      shape: of the whole array.
+      dtype: of its elements.
+      saved_sharding: as `sharding_metadata` describes it; None if the array was on one
+        device.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        saved_sharding: Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__(shape, dtype)
+        self.saved_sharding = saved_sharding
+
+
 def stored_arrays(
     checkpointables: Mapping[str, Any], chunks: Mapping[str, Sequence[int]]
 ) -> dict[str, ocdbt.StoredArray]:
@@ -286,8 +306,17 @@ def _array(name: str, leaf: Any, chunk: list[int]) -> dict[str, Any]:
 def _sharding(leaf: Any) -> dict[str, Any] | None:
     # None of shardings that Orbax notes nothing of.
     sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        encoded_metadata = sharding_metadata(sharding)
+    metadata = None
+    if isinstance(leaf, SavedArray):
+        metadata = leaf.saved_sharding
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+    elif isinstance(sharding, NamedSharding):
+        metadata = sharding_metadata(sharding)
+    if metadata is not None:
+        encoded_metadata = {
+            **metadata,
+            "partition_spec": list(metadata["partition_spec"]),
+        }
         spec = encoded_metadata["partition_spec"]
         if is_random_key(leaf):
             # Its data has one more dim, which is whole everywhere.

@@ -93,13 +93,16 @@ class RunSaver:
     def close(self) -> None:
         """Waits for all tiers, a late backup too; a second call does nothing.
 
+        If the run goes on in another world, it waits for RAM alone.
+
         Raises:
           CheckpointError: if the step that ends the run is not in persistent storage.
         """
         if self._is_closed:
             return
         self._is_closed = True
-        close(self._checkpointer, last_step=self._last_step)
+        is_left = self._checkpointer.is_left
+        close(self._checkpointer, last_step=None if is_left else self._last_step)
 
     def abandon(self) -> None:
         """Releases the hosts after an error, and does not wait for saves."""

@@ -26,9 +26,11 @@ from typing import TypeVar
 
 from absl import logging
 
+from elastic_ckpt.checkpoint.catch_up import CatchUp
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
 from elastic_ckpt.checkpoint.stage import Stage
+from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.host import backup_requests, save_requests
 from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Readiness
@@ -45,6 +47,7 @@ class SaveStages:
       hosts: of the world.
       in_ram: whether there is a local tier.
       back_up_every_secs: between two backups; None if only steps count.
+      world: its number in the run.
       emit: called for each event, in the threads of the stages.
 
     Attributes:
@@ -58,11 +61,13 @@ class SaveStages:
         *,
         in_ram: bool = True,
         back_up_every_secs: float | None = None,
+        world: int = 0,
         emit: events.Emit,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
         self._emit = emit
+        self._work = StageWork(hosts, world=world, emit=emit)
         self._in_ram = in_ram
         self._back_up_every_secs = back_up_every_secs
         self._backed_up_secs = time.monotonic()
@@ -72,6 +77,9 @@ class SaveStages:
         # A separate stage: the first save does not wait for it.
         self._clean_stage = Stage("clean")
         self._cleaned: list[futures.Future[None]] = []
+        # Finishes the work of the worlds before.
+        self._catch_up_stage = Stage("catch-up")
+        self._catch_up: CatchUp | None = None
         # Whether a step that was due in storage reached neither storage nor RAM.
         self._owed = False
         # Backed up next, and now.
@@ -81,7 +89,6 @@ class SaveStages:
         # The last step that copies were started for, and the newest that has them.
         self._copied: CheckpointMetadata | None = None
         self._covered: int | None = None
-        self._lacking: list[str] = []
         self._preserved: list[int] = []
         # Whether a stage failed otherwise than hosts report it, and no save since.
         self._is_broken = False
@@ -115,8 +122,26 @@ class SaveStages:
           step: the newest complete one, for messages; 0 if there is none.
           save: of this world, which has not backed up anything yet.
         """
-        clean = functools.partial(self._clean, step, save)
+        clean = functools.partial(self._work.clean, step, save)
         self._cleaned = [self._start(self._clean_stage, "persistent", step, clean)]
+
+    def catch_up(self, restored: CheckpointMetadata, *, line: Line) -> None:
+        """Begins to finish what worlds before could not; see `CatchUp`.
+
+        Args:
+          restored: the step from which this world goes on.
+          line: of this world.
+        """
+        if not (self._in_ram and restored.save):
+            return
+        self._catch_up = CatchUp(self._hosts, self._work, restored=restored, line=line)
+        run = functools.partial(
+            self._catch_up.run,
+            after=self._cleaned,
+            is_waiting=lambda: self._late is not None,
+            late=self._back_up_later,
+        )
+        self._start(self._catch_up_stage, "persistent", restored.step, run)
 
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
@@ -126,6 +151,7 @@ class SaveStages:
         """Returns when all stages are done, with late copies and a late backup too."""
         self._commit_stage.wait()
         self._clean_stage.wait()
+        self._catch_up_stage.wait()
         self._backup_stage.wait()
         self._copy_stage.wait()
         if self._is_broken:
@@ -156,7 +182,7 @@ class SaveStages:
                 self._is_broken = True
                 named = isinstance(error, errors.ElasticCkptError)
                 why = str(error) if named else f"{error!r}; see this host's log"
-                self._degraded(tier, step, why)
+                self._work.degraded(tier, step, why)
                 raise
 
         return stage.start(guarded)
@@ -179,13 +205,14 @@ class SaveStages:
             self._hosts.all(abandon)
             if not stored:
                 tier = "local" if self._in_ram else "persistent"
-                self._degraded(tier, saving.step, f"it was not saved: {error}")
+                self._work.degraded(tier, saving.step, f"it was not saved: {error}")
             if self._in_ram:
                 self._make_room()
             return stored
         self._note_committed(saving, commit.notes)
         self._begin_line(saving)
-        self._begin_others(saving)
+        if not saving.is_last_of_world:
+            self._begin_others(saving)
         return True
 
     def _begin_line(self, saving: Saving) -> None:
@@ -198,7 +225,9 @@ class SaveStages:
             self._hosts.first(backup_requests.BeginLine(line=line))
             self._begins_line = False
         except HostsFailedError as error:
-            self._degraded("persistent", saving.step, f"old steps may count: {error}")
+            self._work.degraded(
+                "persistent", saving.step, f"old steps may count: {error}"
+            )
 
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)
@@ -212,7 +241,8 @@ class SaveStages:
     ) -> bool:
         # Backs up a due step without RAM; whether that was done.
         is_time = self._share_readiness()[0].is_time
-        if not (saving.back_up or is_time or self._owed):
+        is_due = saving.back_up or saving.is_last_of_world
+        if not (is_due or is_time or self._owed):
             return False
         self._owed = True
         try:
@@ -221,20 +251,25 @@ class SaveStages:
         except HostsFailedError:
             # A component could not be saved, as `why` reports: storage does not help.
             return False
-        self._degraded("local", saving.step, f"{why}; it goes to storage without RAM")
+        self._work.degraded(
+            "local", saving.step, f"{why}; it goes to storage without RAM"
+        )
         return self._store(saving, committing(saving, written, notes))
 
     def _store(self, saving: Saving, commit: save_requests.CommitStep) -> bool:
         # Uploads a step from the memory that it was captured in.
         # Hosts upload one step at a time.
+        self._catch_up_stage.wait()
         self._backup_stage.wait()
         futures.wait(self._cleaned)
         try:
             self._hosts.all(save_requests.HoldStep(**vars(commit)))
         except HostsFailedError as error:
-            self._degraded("persistent", saving.step, f"it was not backed up: {error}")
+            self._work.degraded(
+                "persistent", saving.step, f"it was not backed up: {error}"
+            )
             return False
-        if not self._upload(saving):
+        if not self._work.upload(saving):
             return False
         self._owed, self._late = False, None
         self._backed_up_secs = time.monotonic()
@@ -242,7 +277,7 @@ class SaveStages:
         # RAM holds nothing of it that could be copied.
         self._copied = self.committed
         self._begin_line(saving)
-        self._collect_backups(saving)
+        self._work.collect_backups(saving)
         return True
 
     def _begin_others(self, saving: Saving) -> None:
@@ -261,7 +296,7 @@ class SaveStages:
             )
         else:
             why = "copies of an earlier step are not done; it gets none yet"
-            self._degraded("peer", saving.step, why)
+            self._work.degraded("peer", saving.step, why)
         # When their stages are idle, all hosts have the same late step.
         if can_back_up and (is_due or self._late is not None):
             self._late, self._in_backup, self._owed = None, saving.step, False
@@ -272,10 +307,12 @@ class SaveStages:
         elif is_due:
             self._back_up_later(saving)
             why = "the backup of an earlier step is not done; it comes next"
-            self._degraded("persistent", saving.step, why)
+            self._work.degraded("persistent", saving.step, why)
 
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.
+        if self._catch_up is not None:
+            self._catch_up.make_room()
         can_copy = all(each.can_copy for each in self._share_readiness())
         if self.committed is not None and can_copy:
             self._covered = None
@@ -285,39 +322,24 @@ class SaveStages:
     def _share_readiness(self) -> list[Readiness]:
         secs = self._back_up_every_secs
         waited_secs = time.monotonic() - self._backed_up_secs
+        is_late = self._catch_up is not None and self._catch_up.is_backing_up
         readiness = Readiness(
             can_copy=self._copy_stage.idle,
-            can_back_up=self._backup_stage.idle,
+            can_back_up=self._backup_stage.idle and not is_late,
             is_time=secs is not None and waited_secs >= secs,
         )
         return self._hosts.share(readiness)
 
     def _replicate(self, committed: CheckpointMetadata) -> None:
-        step, began_secs = committed.step, time.monotonic()
-        request = save_requests.ReplicateStep(step=step, save=committed.save)
-        try:
-            answers = self._hosts.all(request)
-        except HostsFailedError as error:
-            self._degraded("peer", step, str(error))
-            self._collect(committed)
-            return
-        problems = list(dict.fromkeys(why for each in answers for why in each.problems))
-        for why in problems:
-            # A lack that persists is reported once.
-            if why not in self._lacking:
-                self._degraded("peer", step, why)
-        self._lacking = problems
-        num_bytes = sum(each.num_bytes for each in answers)
-        secs = time.monotonic() - began_secs
-        self._record(metrics.CHECKPOINT_COPY, num_bytes)
-        self._record(metrics.CHECKPOINT_COPY_SECS, secs)
-        copies = sum(each.copies for each in answers)
-        self._emit("replicated", step=step, copies=copies, bytes=num_bytes, secs=secs)
-        self._preserved = sorted({n for each in answers for n in each.preserved})
-        if any(each.diverged for each in answers):
-            return
-        if not any(each.failed for each in answers):
-            self._covered = step
+        if self._catch_up is not None:
+            self._catch_up.wait_for_copies()
+        answers = self._work.replicate(committed)
+        if answers is not None:
+            self._preserved = sorted({n for each in answers for n in each.preserved})
+            if any(each.diverged for each in answers):
+                return
+            if not any(each.failed for each in answers):
+                self._covered = committed.step
         self._collect(committed)
 
     def _collect(self, committed: CheckpointMetadata) -> None:
@@ -327,12 +349,14 @@ class SaveStages:
             late = None if self._late is None else self._late.step
             needed = (self._in_backup, late, self._covered)
         in_flight = [each for each in needed if each is not None]
+        if self._catch_up is not None:
+            in_flight += self._catch_up.in_flight
         collect = collecting(committed, in_flight, self._preserved)
         try:
             self._hosts.all(collect)
         except HostsFailedError as error:
             why = f"older steps were not removed: {error}"
-            self._degraded("local", committed.step, why)
+            self._work.degraded("local", committed.step, why)
 
     def _back_up_later(self, saving: Saving) -> None:
         # Keeps the newest waiting step, in any order of threads.
@@ -346,52 +370,10 @@ class SaveStages:
         # Hosts divide the work by holdings, which copies under way would change.
         futures.wait(after)
         try:
-            if self._upload(saving):
-                self._collect_backups(saving)
+            if self._work.upload(saving):
+                self._work.collect_backups(saving)
             else:
                 # The next step that is committed is backed up in its place.
                 self._back_up_later(saving)
         finally:
             self._in_backup = None
-
-    def _upload(self, saving: Saving) -> bool:
-        # Whether a step was committed to storage.
-        step, began_secs = saving.step, time.monotonic()
-        try:
-            num_bytes, bad = saving.upload(self._hosts)
-        except HostsFailedError as error:
-            self._degraded("persistent", step, f"it was not backed up: {error}")
-            return False
-        saving.stored.set()
-        secs = time.monotonic() - began_secs
-        self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
-        self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
-        self._emit("backed_up", step=step, bytes=num_bytes, secs=secs)
-        for why in bad:
-            self._degraded("local", step, f"{why}; it was backed up from elsewhere")
-        return True
-
-    def _record(self, metric: metrics.Metric, value: float) -> None:
-        # Values of all hosts are recorded once.
-        if self._hosts.own == 0:
-            metric.record(value)
-
-    def _clean(self, step: int, save: str) -> None:
-        try:
-            removed = self._hosts.first(backup_requests.CleanUploads(save=save))
-        except HostsFailedError as error:
-            self._degraded("persistent", step, f"leftovers were not removed: {error}")
-            return
-        for number, path in removed:
-            self._emit("step_interrupted", step=number, path=path, resume_step=step)
-
-    def _collect_backups(self, saving: Saving) -> None:
-        try:
-            saving.collect_backups(self._hosts)
-        except HostsFailedError as error:
-            why = f"older steps were not removed: {error}"
-            self._degraded("persistent", saving.step, why)
-
-    def _degraded(self, tier: str, step: int, why: str) -> None:
-        logging.warning("step %d, %s tier: %s", step, tier, why)
-        self._emit("degraded", tier=tier, step=step, why=why)

@@ -12,6 +12,7 @@ from elastic_ckpt.checkpoint import components, restore, step_errors
 from elastic_ckpt.checkpoint import metadata as metadata_of
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import SaveResponse
+from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import Schedule
 from elastic_ckpt.checkpoint.step_description import StepDescription
@@ -34,6 +35,7 @@ class SavedSteps:
     Args:
       hosts: of the world.
       chosen: the tiers.
+      world: among those of the run.
       emit: called for each event, from any thread.
 
     Attributes:
@@ -41,8 +43,17 @@ class SavedSteps:
       root: of persistent storage; None if there is none.
     """
 
-    def __init__(self, hosts: Hosts, chosen: Chosen, *, emit: events.Emit) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        chosen: Chosen,
+        *,
+        world: RunWorld = ALONE,
+        emit: events.Emit,
+    ) -> None:
         self._hosts = hosts
+        # Without RAM there is nothing that another world could back up.
+        self._is_left = world.is_left if chosen.local is not None else _never
         self._emit = emit
         self.root: PersistentRoot | None = None
         minutes = None
@@ -53,6 +64,7 @@ class SavedSteps:
             hosts,
             in_ram=chosen.local is not None,
             back_up_every_secs=None if minutes is None else 60 * minutes,
+            world=world.number,
             emit=emit,
         )
         self._schedule = Schedule(chosen, agree=functools.partial(_agree, hosts))
@@ -107,8 +119,12 @@ class SavedSteps:
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
         current = dataclasses.replace(self._current(step), metrics=description.metrics)
+        is_last_of_world = self._is_left()
         back_up = self.root is not None and (
-            forced or self._schedule.is_backup_due(current, is_saving=is_saving)
+            (forced and not is_last_of_world)
+            or self._schedule.is_backup_due(
+                current, is_saving=is_saving, is_left=is_last_of_world
+            )
         )
 
         def begin() -> Callable[[], None]:
@@ -124,6 +140,7 @@ class SavedSteps:
             write_components=write_components,
             back_up=back_up,
             overwrite=overwrite,
+            is_last_of_world=is_last_of_world,
             description=description,
             parents=line.parents,
             path=current.path,
@@ -160,6 +177,8 @@ class SavedSteps:
             emit=self._emit,
         )
         self._go_on_from(search)
+        if self._restored is not None:
+            self.stages.catch_up(self._restored, line=self._line)
         return restored
 
     def held(self, step: int | CheckpointMetadata | None) -> CheckpointMetadata:
@@ -249,6 +268,10 @@ class SavedSteps:
         # Later saves must not be mixed with earlier ones.
         self._save = self._hosts.first(world_requests.NewSave(after=search.newest_save))
         self._schedule.go_on_from([] if self._restored is None else [self._restored])
+
+
+def _never() -> bool:
+    return False
 
 
 def _agree(hosts: Hosts, is_time: bool, skipped: int) -> tuple[bool, int]:

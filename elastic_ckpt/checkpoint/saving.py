@@ -33,6 +33,8 @@ class Saving:
       parents: of the save; see `manifests.line`.
       path: the directory that it has in persistent storage; None without such a tier.
       began_secs: when it was begun, on the monotonic clock.
+      is_last_of_world: whether the run goes on in another world, which makes its
+        copies and its backup.
       stored: set when the step is in persistent storage.
     """
 
@@ -45,6 +47,7 @@ class Saving:
     parents: Sequence[tuple[int, str]]
     began_secs: float
     path: epath.Path | None = None
+    is_last_of_world: bool = False
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def agreed(self, hosts: Hosts) -> Saving:
@@ -60,7 +63,8 @@ class Saving:
         """
         try:
             self.write_components()
-            return self.description.notes(self.parents), None
+            notes = self.description.notes(self.parents)
+            return dataclasses.replace(notes, is_due=self.back_up), None
         except (errors.ElasticCkptError, OSError) as error:
             return None, str(error)
         except Exception as error:

@@ -25,7 +25,10 @@ class Schedule:
     """
 
     def __init__(
-        self, chosen: Chosen, *, agree: Callable[[bool, int], tuple[bool, int]]
+        self,
+        chosen: Chosen,
+        *,
+        agree: Callable[[bool, int], tuple[bool, int]],
     ) -> None:
         self._local = chosen.local
         self._persistent = chosen.persistent
@@ -65,15 +68,24 @@ class Schedule:
             return True
         return self.is_backup_due(step, is_saving=is_saving)
 
-    def is_backup_due(self, step: Any, *, is_saving: bool) -> bool:
+    def is_backup_due(
+        self, step: Any, *, is_saving: bool, is_left: bool = False
+    ) -> bool:
         """Whether persistent storage is due, or the job is about to be preempted.
 
         Beside a local tier, minutes are counted by the stages of a save.
+
+        Args:
+          step: as for `note_save`.
+          is_saving: whether a save is under way.
+          is_left: whether the run goes on in another world, so that the signal to leave
+            means no preemption.
         """
         if self._persistent is None:
             return False
         # The memory of hosts is lost with the machines.
-        preempted = multihost.reached_preemption(preemption.count(step.step))
+        count = preemption.count(step.step)
+        preempted = not is_left and multihost.reached_preemption(count)
         policy = self._persistent.save_decision_policy
         if policy is not None:
             context = ocp.training.save_decision_policies.DecisionContext(

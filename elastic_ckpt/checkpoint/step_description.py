@@ -14,6 +14,7 @@ import numpy as np
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
 from elastic_ckpt.host.step_notes import HostNotes, StepNotes
 from elastic_ckpt.host.trees import AbstractArray
+from elastic_ckpt.manifests.manifest import Contents
 
 Chunks = Mapping[str, Sequence[int]]
 
@@ -58,6 +59,21 @@ class StepDescription:
             metrics_json=saveable.json_of("metrics", metrics),
             custom_json=saveable.json_of("custom metadata", custom_metadata),
             init_timestamp_nsecs=time.time_ns(),
+        )
+
+    @classmethod
+    def from_contents(cls, contents: Contents) -> StepDescription:
+        """Describes a step that was saved, by its manifests.
+
+        Raises:
+          CheckpointError: if they describe its trees in an unsupported way.
+        """
+        return cls(
+            trees=tree_structure.described_trees(contents),
+            components=sorted(contents.components),
+            metrics_json=contents.metrics,
+            custom_json=contents.custom_metadata,
+            init_timestamp_nsecs=1_000_000 * contents.time_ms,
         )
 
     @property

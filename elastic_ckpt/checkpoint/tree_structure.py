@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,14 +91,57 @@ def saved_trees(contents: Contents) -> dict[str, Any]:
     Raises:
       CheckpointError: if the manifests describe them in an unsupported way.
     """
+    return _trees(contents, lambda listed: _OnDevices(map(_sharding, listed)))
+
+
+def described_trees(contents: Contents) -> dict[str, Any]:
+    """As `saved_trees`, for a backup: texts are texts, and arrays are `SavedArray`s.
+
+    Raises:
+      CheckpointError: likewise.
+    """
+    trees = _trees(contents, _AsSaved)
+    return jax.tree.map(_unwrapped, trees)
+
+
+class _OnDevices:
+    """Makes abstract arrays on devices that exist."""
+
+    def __init__(self, shardings: Iterable[Sharding | None]) -> None:
+        self._shardings = list(shardings)
+
+    def array(self, shape: tuple[int, ...], dtype: Any, number: int | None) -> Any:
+        """An array under the sharding of a number, if there is one."""
+        sharding = None if number is None else self._shardings[number]
+        if sharding is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+            sharding = _of_keys(sharding, len(shape))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+class _AsSaved:
+    """Makes abstract arrays with the description of their sharding."""
+
+    def __init__(self, shardings: Sequence[Mapping[str, Any]]) -> None:
+        self._shardings = shardings
+
+    def array(self, shape: tuple[int, ...], dtype: Any, number: int | None) -> Any:
+        """An array with the sharding of a number, if there is one."""
+        sharding = None if number is None else self._shardings[number]
+        return orbax_format.SavedArray(shape, dtype, sharding)
+
+
+def _trees(
+    contents: Contents,
+    arrays: Callable[[Sequence[Mapping[str, Any]]], _OnDevices | _AsSaved],
+) -> dict[str, Any]:
     if contents.trees is None:
         return _nested(contents)
     leaves = {leaf.path: leaf for leaf in contents.leaves}
     try:
         structure = json.loads(contents.trees)
-        shardings = [_sharding(each) for each in structure["shardings"]]
+        made = arrays(structure["shardings"])
         return {
-            name: _tree(node, name, leaves, shardings)
+            name: _tree(node, name, leaves, made)
             for name, node in structure["trees"].items()
         }
     except _NO_STRUCTURE as error:
@@ -166,17 +209,16 @@ def _is_of_all_hosts(sharding: Any) -> bool:
 
 
 def _tree(
-    node: Any, path: str, leaves: Mapping[str, Leaf], shardings: list[Sharding | None]
+    node: Any, path: str, leaves: Mapping[str, Leaf], arrays: _OnDevices | _AsSaved
 ) -> Any:
     if isinstance(node, dict):
         return {
-            key: _tree(child, f"{path}/{escaped(key)}", leaves, shardings)
+            key: _tree(child, f"{path}/{escaped(key)}", leaves, arrays)
             for key, child in node.items()
         }
     if isinstance(node, list):
         return [
-            _tree(child, f"{path}/{n}", leaves, shardings)
-            for n, child in enumerate(node)
+            _tree(child, f"{path}/{n}", leaves, arrays) for n, child in enumerate(node)
         ]
     if node is None:
         return None
@@ -194,10 +236,7 @@ def _tree(
         shape, dtype = _key(leaf, words.pop(0))
     else:
         shape, dtype = leaf.shape, np.dtype(leaf.dtype)
-    sharding = shardings[int(words[0])] if words else None
-    if sharding is not None and kind == "key":
-        sharding = _of_keys(sharding, len(shape))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    return arrays.array(shape, dtype, int(words[0]) if words else None)
 
 
 def _key(leaf: Leaf, impl: str) -> tuple[tuple[int, ...], Any]:
@@ -226,6 +265,10 @@ def _sharding(metadata: Mapping[str, Any]) -> Sharding | None:
     types = tuple(AxisType[each.rpartition(".")[2]] for each in metadata["axis_types"])
     named = Mesh(grid, metadata["axis_names"], axis_types=types)
     return NamedSharding(named, PartitionSpec(*axes))
+
+
+def _unwrapped(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Text) else leaf
 
 
 def _nested(contents: Contents) -> dict[str, Any]:

@@ -50,7 +50,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "save_blocked": ("step", "secs"),
     "saved": ("step", "secs"),
     "replicated": ("step", "copies", "bytes", "secs"),
-    "backed_up": ("step", "bytes", "secs"),
+    "backed_up": ("step", "bytes", "secs", "world"),
     "degraded": ("tier", "step", "why"),
     "step_passed_over": ("step", "why"),
     "restored_from": (

@@ -139,6 +139,9 @@ def run(
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
     sys.stdout.flush()
+    if channel.is_left:
+        # Does not wait for threads that make backups: the next world makes them.
+        os._exit(0)
 
 
 def detach(log: str) -> None:

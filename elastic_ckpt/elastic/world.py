@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+    from elastic_ckpt.checkpoint.run_world import RunWorld
     from elastic_ckpt.core.topology import Topology
     from elastic_ckpt.elastic.device_state import DeviceState
     from elastic_ckpt.elastic.kept_executables import KeptExecutables
@@ -42,8 +43,8 @@ class World:
       emit: called for each event of the run.
       is_leaving: called with the number of steps done, after each step, on all hosts;
         returns whether to save and return now, the same on all hosts.
-      is_left: called when the training ends; whether the run continues in another
-        world, so that backups are left to that world.
+      is_left: whether the hosts have agreed to leave, and the run continues in another
+        world, so that copies and backups are left to that world.
       begin: called with the name of a phase that begins (`restore`, `step`,
         `evaluate`), or begins once more, so that a hang in it is found sooner.
     """
@@ -126,5 +127,15 @@ class World:
             mesh=self.mesh,
             run=run,
             slice_name=self.slice_name,
+            world=self.of_run,
             emit=self.emit,
         )
+
+    @property
+    def of_run(self) -> RunWorld:
+        """This world, as a checkpointer has to know it."""
+        from elastic_ckpt.checkpoint import run_world
+
+        # A process that goes on makes its backups itself, before it leaves.
+        is_left = self.is_left if self.devices is None else lambda: False
+        return run_world.RunWorld(number=self.number, is_left=is_left)

@@ -108,7 +108,7 @@ def run_host(
                 kept=owned.kept,
                 emit=emit,
                 is_leaving=leave,
-                is_left=lambda: channel.is_left,
+                is_left=lambda: bool(left) and channel.is_left,
                 begin=channel.begin,
             )
         )

@@ -17,6 +17,7 @@ from elastic_ckpt_sidecar import colocated_tiers, remote_hosts
 from jax.sharding import Mesh
 
 from elastic_ckpt.checkpoint import checkpointer, factory
+from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import addresses, events, topology
 from elastic_ckpt.tiers.choices import Chosen, TierChoice
 
@@ -27,6 +28,7 @@ def Checkpointer(
     mesh: Mesh | None = None,
     run: str | None = None,
     slice_name: str | None = None,
+    world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
 ) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
@@ -40,6 +42,7 @@ def Checkpointer(
       run: the identity of the run; see `factory.run_of`.
       slice_name: the slice that this process's devices are in, by default the
         hardware's; those of a single controller follow from its mesh.
+      world: among those of the run, if there are several.
       emit: called for each event.
 
     Raises:
@@ -50,7 +53,9 @@ def Checkpointer(
     chosen = Chosen.from_choices(tiers)
     mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
     if not topology.is_single_controller(mesh):
-        return factory.Checkpointer(tiers, run=run, slice_name=slice_name, emit=emit)
+        return factory.Checkpointer(
+            tiers, run=run, slice_name=slice_name, world=world, emit=emit
+        )
     peers = chosen.peers
     if peers is not None and peers.interface is None:
         peers = dataclasses.replace(peers, interface=addresses.of_the_head())
@@ -69,5 +74,5 @@ def Checkpointer(
         )
         for number, host in enumerate(hosts)
     ]
-    world = remote_hosts.RemoteHosts(hosts, choices)
-    return factory.over(world, chosen, emit=emit)
+    members = remote_hosts.RemoteHosts(hosts, choices)
+    return factory.over(members, chosen, world=world, emit=emit)

@@ -123,6 +123,33 @@ class BackedUp:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class StepInRam:
+    """A step that is whole in the RAM of the hosts.
+
+    Attributes:
+      step: the training step.
+      save: which save of it.
+      is_owed: whether persistent storage lacks it, and it was due there, or its upload
+        was begun.
+    """
+
+    step: int
+    save: str
+    is_owed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackupWaits:
+    """Whether another backup waits for the one that a driver makes.
+
+    Attributes:
+      is_waiting: whether there is one.
+    """
+
+    is_waiting: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
     """A complete step, with the attributes of Orbax's class of this name.
 

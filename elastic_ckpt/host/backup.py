@@ -13,7 +13,7 @@ from concurrent import futures
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import recovery, verified_read
+from elastic_ckpt.host import backlog, recovery, verified_read
 from elastic_ckpt.host.answers import BackedUp
 from elastic_ckpt.host.captured_step import CapturedStep
 from elastic_ckpt.host.step_notes import OfBackup
@@ -21,12 +21,13 @@ from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, retention, uploads
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.manifests.manifest import Contents, Host
+from elastic_ckpt.manifests.manifest import ComponentFile, Contents, Fragment, Host
 from elastic_ckpt.tiers.persistent import (
     arrange,
     commit,
     ocdbt,
     persistent_root,
+    progress,
     upload,
     writers,
 )
@@ -59,6 +60,8 @@ class HostBackup:
     def clean(self, save: str) -> list[tuple[int, str]]:
         """Removes leftovers of crashed uploads; host 0 does it (see `writers`).
 
+        Those of steps that are whole in RAM stay: their uploads are continued.
+
         Args:
           save: of this world.
 
@@ -67,7 +70,9 @@ class HostBackup:
         """
         return [
             (each.step, str(each.path))
-            for each in self._writing.discard_dead(before=save)
+            for each in self._writing.discard_dead(
+                before=save, is_needed=functools.partial(backlog.is_held, self._world)
+            )
             if each.save != persistent_root.REMOVED
         ]
 
@@ -82,6 +87,14 @@ class HostBackup:
         """
         if self._world.root is not None:
             arrange.record(self._world.root, line, run=self._world.run)
+
+    def contents(self, step: int, save: str) -> Contents:
+        """The contents of a step in RAM.
+
+        Raises:
+          CheckpointError: if nothing of it can be read.
+        """
+        return self._read(step, save)[1].contents
 
     def chunk_shapes(self, step: int, save: str) -> dict[str, tuple[int, ...]]:
         """The shapes of the chunks of each leaf of a step, by its path.
@@ -267,10 +280,11 @@ def _upload_share(
     host: Host,
     captured: CapturedStep | None,
 ) -> int:
-    """Uploads a host's share of a step, and returns its bytes.
+    """Uploads a host's share of a step, and returns the bytes that it wrote.
 
     Everything is verified before the upload: a bad copy in RAM is read elsewhere.
-    Captured values are uploaded from where they are, without a copy.
+    Captured values are uploaded from where they are, without a copy. An upload that was
+    cut short is continued.
 
     Args:
       holdings: of the step.
@@ -283,17 +297,17 @@ def _upload_share(
     Raises:
       CheckpointError: if no good copy of a part is left, or storage fails.
     """
-    shared = uploads.uploads(holdings, hosts)
-    num_boxes = len(holdings.leaf)
+    shared = uploads.of_all_items(holdings, hosts)
+    part = functools.partial(_part, holdings, shared)
 
     def write(batch: np.ndarray) -> int:
         chunks = []
         for item in batch.tolist():
-            if item >= num_boxes:
-                file = holdings.files[item - num_boxes]
-                uploading.write_file(file, reader.file(file, holdings.holders(item)))
+            fragment = part(item)
+            if isinstance(fragment, ComponentFile):
+                content = reader.file(fragment, holdings.holders(item))
+                uploading.write_file(fragment, content)
                 continue
-            fragment = holdings.fragment(int(shared.row[item]))
             if captured is not None:
                 values = captured.values(fragment)
             else:
@@ -304,18 +318,27 @@ def _upload_share(
         uploading.write_chunks(chunks)
         return int(holdings.stored_bytes[batch].sum())
 
-    uploading.begin()
+    everything = range(holdings.num_items)
+    uploading.begin(lambda: {progress.part_of(part(item)) for item in everything})
     items = shared.items_of(host.id)
+    if uploading.is_continued:
+        items = np.array([i for i in items.tolist() if not uploading.has(part(i))], int)
+    sizes = holdings.stored_bytes[items]
     batches = uploads.batches(
-        items,
-        holdings.stored_bytes[items],
-        most_bytes=_BATCH_BYTES,
-        most_items=_BATCH_ITEMS,
+        items, sizes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS
     )
     with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:
         num_bytes = sum(pool.map(write, batches))
     uploading.finish()
     return num_bytes
+
+
+def _part(
+    holdings: Holdings, shared: uploads.Uploads, item: int
+) -> Fragment | ComponentFile:
+    if item >= len(holdings.leaf):
+        return holdings.files[item - len(holdings.leaf)]
+    return holdings.fragment(int(shared.row[item]))
 
 
 def _chunk_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from elastic_ckpt.host.answers import BackedUp
+from elastic_ckpt.host import backlog
+from elastic_ckpt.host.answers import BackedUp, StepInRam
 from elastic_ckpt.host.step_notes import OfBackup, OfStep
 from elastic_ckpt.host.world_requests import AnyHost
 from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.manifest import Contents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,30 @@ class BeginLine:
     def run(self, host: AnyHost) -> None:
         """See `HostBackup.begin_line`."""
         host.tiers.backup.begin_line(self.line)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListStepsInRam:
+    """Asks for the steps that are whole in RAM, and whether storage has them.
+
+    Attributes:
+      line: of the driver; steps that it abandons are left out.
+    """
+
+    line: Line
+
+    def run(self, host: AnyHost) -> tuple[StepInRam, ...]:
+        """See `backlog.steps_in_ram`."""
+        return tuple(backlog.steps_in_ram(host.tiers.world, self.line))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GetSavedContents(OfStep):
+    """Asks for the contents of a step in RAM."""
+
+    def run(self, host: AnyHost) -> Contents:
+        """See `HostBackup.contents`."""
+        return host.tiers.backup.contents(self.step, self.save)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,8 @@ def _answer_kind(kind: type[Request[Any, Any]]) -> Any:
 _LONG = {
     save_requests.ReplicateStep,
     backup_requests.CleanUploads,
+    backup_requests.ListStepsInRam,
+    backup_requests.GetSavedContents,
     backup_requests.GetChunkShapes,
     backup_requests.BackUpStep,
     backup_requests.CommitBackup,

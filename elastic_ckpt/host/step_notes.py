@@ -33,6 +33,7 @@ class StepNotes:
       trees: see `Contents`.
       parents: see `Contents`.
       time_ms: see `Contents`; 0 until the step is written.
+      is_due: see `Contents`.
     """
 
     metrics: str | None
@@ -40,6 +41,7 @@ class StepNotes:
     trees: str | None
     parents: tuple[tuple[int, str], ...]
     time_ms: int = 0
+    is_due: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

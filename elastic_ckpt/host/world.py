@@ -102,7 +102,16 @@ class HostWorld:
         Peers are asked for their lists of steps once: ask again for what is new.
         """
         more = [] if self.persistent is None else [self.persistent]
-        return [*self._ram_tiers(), *more]
+        return [*self.ram_tiers, *more]
+
+    @property
+    def ram_tiers(self) -> list[Tier]:
+        """The tiers in the memory of this machine and of others, as `tiers`."""
+        others = [
+            peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
+            for url, certificate in self._agents.items()
+        ]
+        return [self.disk, peer.Peers(others)]
 
     def in_ram(self, step: int, save: str) -> tuple[dict[Offer, Source], list[str]]:
         """Returns the offers in RAM of one save of a step, and read problems.
@@ -113,7 +122,7 @@ class HostWorld:
         captured = self.captured.get((step, save))
         if captured is not None:
             return {captured.offer: captured}, []
-        offered, problems = merged(tier.offers(step) for tier in self._ram_tiers())
+        offered, problems = merged(tier.offers(step) for tier in self.ram_tiers)
         sources = {
             offer: source
             for offer, source in offered.items()
@@ -135,13 +144,6 @@ class HostWorld:
         # The time, in milliseconds, but never back: clocks of machines differ.
         known = [self._newest_save(), int(after) if after.isdecimal() else 0]
         return f"{max(time.time_ns() // 1_000_000, max(known) + 1):015d}"
-
-    def _ram_tiers(self) -> list[Tier]:
-        others = [
-            peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
-            for url, certificate in self._agents.items()
-        ]
-        return [self.disk, peer.Peers(others)]
 
     def _newest_save(self) -> int:
         saves = [save for *_, save in self.disk.all_saves() if save.isdecimal()]

@@ -54,6 +54,8 @@ class Contents:
       trees: JSON of the structure of the trees (FORMAT.md); None in older manifests,
         whose paths have keys without `escaped`.
       custom_metadata: JSON of the user's metadata of the step; None if there is none.
+      is_due: whether the step is due in persistent storage, so that a later world backs
+        it up if this one cannot.
     """
 
     leaves: tuple[Leaf, ...]
@@ -63,6 +65,7 @@ class Contents:
     parents: tuple[tuple[int, str], ...] = ()
     trees: str | None = None
     custom_metadata: str | None = None
+    is_due: bool = False
 
     def listed_path(self, path: str) -> str:
         """The path under which a leaf is listed here, by its path with escaped keys."""

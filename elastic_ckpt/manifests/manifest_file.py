@@ -82,6 +82,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         "metrics": contents.metrics,
         **parents,
         **{name: text for name, text in texts.items() if text is not None},
+        **({"due": True} if contents.is_due else {}),
         "values_digest": VALUES_DIGEST,
         "fragments": _fragments_to_json(manifest.fragments, contents),
         "component_files": [
@@ -184,6 +185,7 @@ def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
     listed = [content[each] for each in ("leaves", "components", "time_ms", "metrics")]
     listed.append(content.get("parents", []))
     listed.append({name: content[name] for name in _ADDED if name in content})
+    listed.append(content.get("due", False))
     contents = _contents(storage.canonical_json(listed))
     return Manifest(
         run=str(content["run"]),
@@ -201,7 +203,7 @@ def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
 @functools.lru_cache(maxsize=64)
 def _contents(listed: bytes) -> Contents:
     # All hosts of a step list the same: it is made once, and is the same object.
-    leaves, components, time_ms, metrics, parents, added = json.loads(listed)
+    leaves, components, time_ms, metrics, parents, added, due = json.loads(listed)
     made = tuple(
         Leaf(path=path, shape=tuple(shape), dtype=dtype)
         for path, shape, dtype in leaves
@@ -216,6 +218,7 @@ def _contents(listed: bytes) -> Contents:
         all(isinstance(step, int) and isinstance(save, str) for step, save in line),
         "the parents",
     )
+    _require(isinstance(due, bool), "whether it is due")
     for name, text in added.items():
         _require(isinstance(json.loads(text), dict), f"the {name}")
     return Contents(
@@ -224,6 +227,7 @@ def _contents(listed: bytes) -> Contents:
         time_ms=time_ms,
         metrics=metrics,
         parents=line,
+        is_due=due,
         **added,
     )
 

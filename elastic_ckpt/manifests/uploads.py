@@ -92,6 +92,29 @@ def uploads(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
     return Uploads(hosts=ordered, host=uploader, row=rows)
 
 
+def of_all_items(holdings: Holdings, hosts: Sequence[Host]) -> Uploads:
+    """As `uploads`, and items that no host of the world has are dealt to all hosts.
+
+    After a change of hosts, parts of a step may be in the memory of idle machines
+    alone; the chosen host reads them from there.
+
+    Args:
+      holdings: of one step, in the local tiers alone.
+      hosts: that take part.
+    """
+    dealt = uploads(holdings, hosts)
+    missing = dealt.missing
+    if not (len(missing) and hosts):
+        return dealt
+    there, sizes = dealt.host >= 0, holdings.stored_bytes
+    load = np.bincount(dealt.host[there], sizes[there], len(hosts))
+    host, row = dealt.host.copy(), dealt.row.copy()
+    for item in missing.tolist():
+        host[item], row[item] = load.argmin(), holdings.first_row[item]
+        load[host[item]] += sizes[item]
+    return Uploads(hosts=dealt.hosts, host=host, row=row)
+
+
 def batches(
     items: np.ndarray, sizes: np.ndarray, *, most_bytes: int, most_items: int
 ) -> list[np.ndarray]:

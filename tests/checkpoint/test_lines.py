@@ -318,9 +318,10 @@ def test_killed_between_set_aside_and_commit(run, monkeypatch, lost):
     else:
         assert run.newest() == (5, 205)
         with run.world() as opened:
+            # The next world makes the backup that was interrupted.
             opened.load(None)
             run.save(opened, 6, line=2)
-        assert [step for step, _ in run.stock()] == [1, 2, 3, 4, 6]
+        assert [step for step, _ in run.stock()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_an_overwritten_step_is_replaced_everywhere(run):

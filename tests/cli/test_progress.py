@@ -71,7 +71,7 @@ def test_a_save_that_failed_is_not_shown_as_under_way():
     shown("save_started", step=4)
     shown("degraded", tier="local", step=4, why="it does not fit")
     shown("step", step=5, steps=9, loss=1.0, secs=1.0, **RATES)
-    shown("backed_up", step=4, bytes=3, secs=1.0)
+    shown("backed_up", step=4, bytes=3, secs=1.0, world=1)
     shown("step", step=6, steps=9, loss=1.0, secs=1.0, **RATES)
     _, first, second = stream.getvalue().splitlines()
     assert first.endswith("| step 4 is not in RAM")

@@ -53,6 +53,23 @@ def test_each_item_is_uploaded_once_by_a_host_that_has_it(offers, data):
         assert holding.offers[holding.holder[row]].host.id == uploader
 
 
+@given(saved_worlds.saved(), st.data())
+def test_items_of_idle_machines_alone_are_uploaded_by_hosts_too(offers, data):
+    holding = holdings.Holdings.from_offers(offers)
+    every = [offer.host for offer in offers]
+    hosts = data.draw(st.lists(st.sampled_from(every), unique_by=id, min_size=1))
+    chosen = uploads.of_all_items(holding, hosts)
+    assert not len(chosen.missing)
+    assert (holding.item[chosen.row] == np.arange(holding.num_items)).all()
+    dealt = uploads.uploads(holding, hosts)
+    there = dealt.host >= 0
+    assert (chosen.host[there] == dealt.host[there]).all()
+    # These items add to the least loaded host each time.
+    load, before = loads(holding, chosen), loads(holding, dealt)
+    most = holding.stored_bytes.max()
+    assert (load <= np.maximum(before, load.mean() + most)).all()
+
+
 @given(saved_worlds.saved(), st.randoms(use_true_random=False))
 def test_every_host_computes_the_same_whatever_the_order_of_offers(offers, random):
     hosts = [offer.host for offer in offers]

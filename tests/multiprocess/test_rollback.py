@@ -92,7 +92,8 @@ def test_a_rollback_holds_on_other_host_counts(ram, tmp_path, killed):
     on([1, 0, 2], functools.partial(go_on, expected=3, steps=[4]))
     with ocp.training.Checkpointer(root.path) as stock:
         assert stock.latest.step == 4
-    assert root.steps() == [1, 2, *([] if killed else [3]), 4]
+    # The last world makes the backup that was cut short.
+    assert root.steps() == [1, 2, 3, 4]
     for number in range(3):
         ram.lose(number)
     on([3], functools.partial(load, step=None, expected=4, seed=100))

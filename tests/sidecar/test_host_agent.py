@@ -308,6 +308,7 @@ def test_bytes_of_arrays_do_not_pass_through_the_head(machines, monkeypatch):
             assert checkpointer.save_checkpointables(width, {"state": state})
             checkpointer.wait()
             restored = checkpointer.load(width, jax.tree.map(abstract, state))
+            checkpointer.wait()
             passed.append(spied.num_bytes)
             # There and back.
             assert moving.num_bytes == 4 * values.nbytes

@@ -76,14 +76,19 @@ def write(root, saved, host, part, *, seed=0, finish=True, **options):
     ours = upload.Upload(root, saved, host, **options)
     ours.begin()
     for item in part:
-        if isinstance(item, manifest.ComponentFile):
-            ours.write_file(item, COMPONENT[item.path])
-            continue
-        leaf, box = item
-        whole = values(saved.contents.leaves[leaf].path, seed=seed)
-        piece = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
-        ours.write_chunks([upload.Chunk(leaf, box, piece, digest.values_digest(piece))])
+        put(ours, saved, item, seed=seed)
     return ours.finish() if finish else None
+
+
+def put(ours, saved, item, *, seed=0):
+    """A host writes one item of its upload."""
+    if isinstance(item, manifest.ComponentFile):
+        ours.write_file(item, COMPONENT[item.path])
+        return
+    leaf, box = item
+    whole = values(saved.contents.leaves[leaf].path, seed=seed)
+    piece = np.array(whole[tuple(map(slice, box.start, box.stop))], order="C")
+    ours.write_chunks([upload.Chunk(leaf, box, piece, digest.values_digest(piece))])
 
 
 def write_all(root, saved, world, **options):

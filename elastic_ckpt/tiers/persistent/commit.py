@@ -8,16 +8,23 @@ end the step does not exist, for us or for Orbax, and from then on it is whole.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.manifests import manifest_file
 from elastic_ckpt.manifests.holdings import Offer
-from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.manifests.manifest import (
+    ComponentFile,
+    Fragment,
+    Fragments,
+    Manifest,
+)
 from elastic_ckpt.manifests.search import Step
-from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests
+from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, progress
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
@@ -62,9 +69,9 @@ def commit(
             retries.call(doing, lambda: storage.remove(unfinished))
         return
     manifests = _manifests(unfinished, saved, sorted(hosts))
-    step = Step.from_offers(
-        [Offer(tier="persistent", manifest=each) for each in manifests]
-    )
+    if not _step(manifests).complete:
+        manifests += retries.call(doing, lambda: _earlier(unfinished, saved, manifests))
+    step = _step(manifests)
     if not step.complete:
         raise errors.CheckpointError(
             f"{unfinished} cannot be committed: {step.problem()}; upload the step again"
@@ -74,9 +81,8 @@ def commit(
     for checkpointable, names in stores.items():
         store = unfinished / checkpointable
         retries.call(doing, lambda store=store, names=names: ocdbt.merge(store, names))
-    listed = orbax_digests.to_bytes(orbax_files)
-    metadata_files = {**orbax_files, orbax_digests.FILE: listed}
-    for name, content in metadata_files.items():
+    digests = {orbax_digests.FILE: orbax_digests.to_bytes(orbax_files)}
+    for name, content in {**orbax_files, **digests}.items():
         path = unfinished / name
         retries.call(doing, lambda path=path, content=content: _write(path, content))
     parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
@@ -122,6 +128,47 @@ def _manifests(
             " wait for them, or upload the step again on the hosts that are there"
         )
     return manifests
+
+
+def _step(manifests: Sequence[Manifest]) -> Step:
+    return Step.from_offers(
+        [Offer(tier="persistent", manifest=each) for each in manifests]
+    )
+
+
+def _earlier(
+    unfinished: epath.Path, saved: SavedStep, manifests: Sequence[Manifest]
+) -> list[Manifest]:
+    # Manifests of the parts that hosts of earlier worlds have uploaded, and the present
+    # ones have not.
+    covered = {_place(part) for each in manifests for part in progress.listed(each)}
+    hosts = {each.host.id for each in manifests}
+    earlier: list[Manifest] = []
+    for each in progress.read(
+        unfinished,
+        run=saved.run,
+        step=saved.step,
+        save=saved.save,
+        contents=saved.contents,
+    ):
+        parts = [p for p in progress.listed(each) if _place(p) not in covered]
+        if each.host.id in hosts or not parts:
+            continue
+        hosts.add(each.host.id)
+        covered.update(map(_place, parts))
+        rows = [part for part in parts if isinstance(part, Fragment)]
+        files = [part for part in parts if isinstance(part, ComponentFile)]
+        fragments = Fragments.from_rows(rows, contents=saved.contents)
+        manifest = dataclasses.replace(
+            each, fragments=fragments, component_files=tuple(files)
+        )
+        earlier.append(manifest)
+        manifest_file.write(unfinished, manifest)
+    return earlier
+
+
+def _place(part: Fragment | ComponentFile) -> tuple[int, Box] | str:
+    return part.path if isinstance(part, ComponentFile) else (part.leaf, part.box)
 
 
 def _rename(unfinished: epath.Path, final: epath.Path) -> None:

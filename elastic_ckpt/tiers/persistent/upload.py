@@ -1,19 +1,22 @@
 """Upload: one host's part of a step, written from its memory to persistent storage.
 
 The host writes chunks and files in any order, from any number of threads, and its
-manifest last. When all hosts have done that, one of them commits the step (`commit`). A
-host that was killed begins anew, with or without the others, as often as need be.
+manifest last. When all hosts have done that, one of them commits the step (`commit`).
+Every few seconds it also notes what is durable so far. An upload that was killed is
+continued from these notes, by the same or by other hosts.
 
     <unfinished>/state/ocdbt.process_<host>/   its store: the chunks of `state`
     <unfinished>/data/shards-00000-00063.json  a file of the component `data`
     <unfinished>/manifest-<host id>.json       what it wrote of all this
+    <unfinished>/progress-<host id>.json       the same, as long as it is not finished
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +31,14 @@ from elastic_ckpt.manifests.manifest import (
     Host,
     Manifest,
 )
-from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent import ocdbt, progress
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.progress import Part
 from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
+
+# The least time between two manifests, and how many times what the last one took.
+_PROGRESS_SECS = 5.0
+_PROGRESS_SHARE = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +85,9 @@ class Upload:
       saved: what is uploaded.
       host: that uploads.
       retries: how long to wait for storage, and the callback for failures.
+
+    Attributes:
+      is_continued: whether an upload of this save was cut short before `begin`.
     """
 
     def __init__(
@@ -87,20 +98,33 @@ class Upload:
         *,
         retries: Retries = PATIENT,
     ) -> None:
+        self.is_continued = False
         self._root = root
         self._saved = saved
         self._host = host
         self._retries = retries
         self._directory = root.unfinished(saved.step, saved.save)
         self._manifest = self._directory / manifest_file.file_name(host.id)
+        self._progress = self._directory / progress.file_name(host.id)
         self._store = ocdbt.store_name(host.id)
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
-        self._fragments: dict[Fragment, None] = {}
-        self._files: dict[ComponentFile, None] = {}
+        # By leaf and box, and by path, what this host has written; and what other hosts
+        # wrote before, in an upload cut short.
+        self._fragments: dict[tuple[int, boxes.Box], Fragment] = {}
+        self._files: dict[str, ComponentFile] = {}
+        self._others: set[Part] = set()
+        # The checkpointables whose arrays without elements are in this host's store.
+        self._completed: set[str] = set()
+        self._noting = threading.Lock()
+        self._next_note_secs = 0.0
 
-    def begin(self) -> None:
-        """Makes room: what this host wrote before, in an upload cut short, is removed.
+    def begin(self, held: Callable[[], Set[Part]] | None = None) -> None:
+        """Makes room, or continues an upload of this save that was cut short.
+
+        Args:
+          held: returns the parts of the step; other parts in storage are of no use. By
+            default what this host wrote before is removed.
 
         Raises:
           CheckpointError: if the step is committed already, or storage fails for good.
@@ -114,15 +138,35 @@ class Upload:
                 f"step {saved.step} in {self._root.path} is committed already, by this"
                 f" save {saved.save!r}; nothing is left to upload"
             )
+        if held is not None:
+            self._retries.call(
+                f"looking for an upload in {self._directory}",
+                lambda: self._continue(held),
+            )
         stores = {array.checkpointable for array in saved.arrays.values()}
-        old = [self._manifest, *(self._directory / s / self._store for s in stores)]
-        for path in old:
+        old = [self._directory / s / self._store for s in stores]
+        if self._fragments or self._files:
+            self._note()
+            old = []
+        else:
+            old.append(self._progress)
+        for path in [self._manifest, *old]:
             self._retries.call(
                 f"removing {path}", lambda path=path: storage.remove(path)
             )
         self._retries.call(
             f"creating {self._directory}",
             lambda: storage.make_directory(self._directory),
+        )
+        self._next_note_secs = time.monotonic() + _PROGRESS_SECS
+
+    def has(self, part: Fragment | ComponentFile) -> bool:
+        """Whether a part is in storage already, with these values."""
+        if isinstance(part, ComponentFile):
+            return self._files.get(part.path) == part or part in self._others
+        own = self._fragments.get((part.leaf, part.box))
+        return progress.part_of(part) in self._others or (
+            own is not None and own.digest == part.digest
         )
 
     def write_chunks(self, chunks: Sequence[Chunk]) -> None:
@@ -157,7 +201,8 @@ class Upload:
         for checkpointable, some in stored.items():
             self._write(checkpointable, some)
         with self._lock:
-            self._fragments.update(dict.fromkeys(fragments))
+            self._fragments.update({(each.leaf, each.box): each for each in fragments})
+        self._note_progress()
 
     def write_file(self, file: ComponentFile, content: bytes) -> None:
         """Writes a file of a component, durably; `content` was verified by the caller.
@@ -170,7 +215,8 @@ class Upload:
             f"writing {path}", lambda: storage.write_atomic(path, content)
         )
         with self._lock:
-            self._files[file] = None
+            self._files[file.path] = file
+        self._note_progress()
 
     def finish(self) -> Manifest:
         """Writes the manifest of all that was written, and returns it.
@@ -178,33 +224,84 @@ class Upload:
         Raises:
           CheckpointError: if storage fails for good, or longer than is waited.
         """
+        with self._noting:
+            manifest = self._written()
+            self._retries.call(
+                f"writing {self._manifest}",
+                lambda: manifest_file.write(self._directory, manifest),
+            )
+        return manifest
+
+    def _continue(self, held: Callable[[], Set[Part]]) -> None:
         saved = self._saved
-        self._create_empty_arrays()
-        manifest = Manifest(
+        uploads = progress.read(
+            self._directory,
+            run=saved.run,
+            step=saved.step,
+            save=saved.save,
+            contents=saved.contents,
+        )
+        self.is_continued = bool(uploads)
+        parts = held() if uploads else set()
+        for manifest in uploads:
+            for each in progress.listed(manifest):
+                part = progress.part_of(each)
+                if part not in parts:
+                    continue
+                if manifest.host.id != self._host.id:
+                    self._others.add(part)
+                elif isinstance(each, ComponentFile):
+                    self._files[each.path] = each
+                else:
+                    self._fragments[each.leaf, each.box] = each
+
+    def _note_progress(self) -> None:
+        is_time = time.monotonic() >= self._next_note_secs
+        if not (is_time and self._noting.acquire(blocking=False)):
+            return
+        try:
+            began_secs = time.monotonic()
+            self._note()
+            secs = time.monotonic() - began_secs
+            pause_secs = max(_PROGRESS_SECS, _PROGRESS_SHARE * secs)
+            self._next_note_secs = time.monotonic() + pause_secs
+        finally:
+            self._noting.release()
+
+    def _note(self) -> None:
+        written = self._written()
+        self._retries.call(
+            f"writing {self._progress}",
+            lambda: progress.write(self._directory, written),
+        )
+
+    def _written(self) -> Manifest:
+        saved = self._saved
+        with self._lock:
+            fragments, files = (
+                list(self._fragments.values()),
+                list(self._files.values()),
+            )
+        self._create_empty_arrays(fragments)
+        return Manifest(
             run=saved.run,
             step=saved.step,
             save=saved.save,
             host=self._host,
             contents=saved.contents,
-            fragments=Fragments.from_rows(self._fragments, contents=saved.contents),
-            component_files=tuple(self._files),
+            fragments=Fragments.from_rows(fragments, contents=saved.contents),
+            component_files=tuple(files),
         )
-        self._retries.call(
-            f"writing {self._manifest}",
-            lambda: manifest_file.write(self._directory, manifest),
-        )
-        return manifest
 
-    def _create_empty_arrays(self) -> None:
+    def _create_empty_arrays(self, fragments: Sequence[Fragment]) -> None:
         # They have no chunks, but Orbax requires their metadata like that of others.
         leaves = self._saved.contents.leaves
-        with self._lock:
-            written = {leaves[each.leaf].path for each in self._fragments}
+        written = {leaves[each.leaf].path for each in fragments}
         stores = {self._saved.arrays[path].checkpointable for path in written}
         empty: dict[str, list[ocdbt.Chunk]] = {}
         for leaf in leaves:
             array = self._saved.arrays[leaf.path]
-            if 0 in leaf.shape and array.checkpointable in stores:
+            if 0 in leaf.shape and array.checkpointable in stores - self._completed:
                 empty.setdefault(array.checkpointable, []).append(
                     ocdbt.Chunk(
                         leaf=leaf,
@@ -215,6 +312,7 @@ class Upload:
                 )
         for checkpointable, arrays in empty.items():
             self._write(checkpointable, arrays)
+        self._completed |= stores
 
     def _write(self, checkpointable: str, chunks: Sequence[ocdbt.Chunk]) -> None:
         store = self._directory / checkpointable / self._store

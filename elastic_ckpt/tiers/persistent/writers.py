@@ -15,7 +15,7 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.manifests.manifest import Manifest
@@ -28,6 +28,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
 from elastic_ckpt.tiers.source import Leftover
 
 LOCK = "writers.lock"
+_CLOSE_SECS = 1.0
 # Those of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
 _SAVE = re.compile(r"\d{15}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -64,11 +65,14 @@ class WritingWorld:
                 if error.errno not in _NO_LOCKS:
                     raise
 
-    def discard_dead(self, *, before: str) -> list[Leftover]:
+    def discard_dead(
+        self, *, before: str, is_needed: Callable[[Leftover], bool] = lambda _: False
+    ) -> list[Leftover]:
         """Removes the leftovers of uploads of crashed worlds.
 
         Args:
           before: the save of this world; younger leftovers stay.
+          is_needed: whether a leftover stays, because its upload can be continued.
 
         Returns:
           The leftovers that were removed.
@@ -83,7 +87,8 @@ class WritingWorld:
                 return [
                     self._discard(each)
                     for each in self._root.leftovers()
-                    if each.save == REMOVED or self._is_older(each, before)
+                    if each.save == REMOVED
+                    or (self._is_older(each, before) and not is_needed(each))
                 ]
 
     def discard_own(self, step: int, save: str) -> list[Leftover]:
@@ -113,11 +118,16 @@ class WritingWorld:
             yield
 
     def close(self) -> None:
-        """Says that this world writes no more, once a commit under way is done."""
-        with self._lock:
-            self._closed = True
+        """Says that this world writes no more; waits a little for a commit under way.
+
+        If that takes longer, the mark stays until this process ends.
+        """
+        is_idle = self._lock.acquire(timeout=_CLOSE_SECS)
+        self._closed = True
+        if is_idle:
             if self._presence is not None:
                 self._presence.close()
+            self._lock.release()
 
     def _discard(self, leftover: Leftover) -> Leftover:
         storage.remove(leftover.path)

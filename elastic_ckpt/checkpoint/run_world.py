@@ -1,0 +1,25 @@
+"""The world of an elastic run, as a checkpointer has to know it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunWorld:
+    """A world among those of a run.
+
+    Attributes:
+      number: of the world; 0 if the run does not count its worlds.
+      is_left: whether the run goes on in another world after the save that begins, or
+        after the end of the checkpointer; the same on all hosts. Then a save goes to
+        RAM, and its copies and its backup are left to the next world.
+    """
+
+    number: int = 0
+    is_left: Callable[[], bool] = lambda: False
+
+
+# A world of a run that has no others, or does not count them.
+ALONE = RunWorld()

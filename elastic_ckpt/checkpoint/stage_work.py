@@ -1,0 +1,117 @@
+"""The work of stages that hosts do together; failures of hosts become events."""
+
+from __future__ import annotations
+
+import time
+
+from absl import logging
+
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.core import events, metrics
+from elastic_ckpt.host import backup_requests, save_requests
+from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Replicated
+
+
+class StageWork:
+    """Copies, backs up and removes steps.
+
+    Args:
+      hosts: of the world.
+      world: its number in the run.
+      emit: called for each event, in the threads of the stages.
+    """
+
+    def __init__(self, hosts: Hosts, *, world: int, emit: events.Emit) -> None:
+        self._hosts = hosts
+        self._world = world
+        self._emit = emit
+        self._lacking: list[str] = []
+
+    def replicate(
+        self, committed: CheckpointMetadata, *, is_late: bool = False
+    ) -> list[Replicated] | None:
+        """Copies parts of a step between hosts.
+
+        Args:
+          committed: the step.
+          is_late: whether a world before has made copies; then what the step lacks is
+            not reported, and no copies are no event.
+
+        Returns:
+          The answers; None if a host failed.
+        """
+        step, began_secs = committed.step, time.monotonic()
+        request = save_requests.ReplicateStep(step=step, save=committed.save)
+        try:
+            answers = self._hosts.all(request)
+        except HostsFailedError as error:
+            self.degraded("peer", step, str(error))
+            return None
+        num_copies = sum(each.copies for each in answers)
+        if not is_late:
+            self._report_lacking(step, answers)
+        if num_copies or not is_late:
+            num_bytes = sum(each.num_bytes for each in answers)
+            secs = time.monotonic() - began_secs
+            self._record(metrics.CHECKPOINT_COPY, num_bytes)
+            self._record(metrics.CHECKPOINT_COPY_SECS, secs)
+            self._emit(
+                "replicated", step=step, copies=num_copies, bytes=num_bytes, secs=secs
+            )
+        return answers
+
+    def upload(self, saving: Saving) -> bool:
+        """Uploads a step; returns whether it was committed to storage."""
+        step, began_secs = saving.step, time.monotonic()
+        try:
+            num_bytes, bad = saving.upload(self._hosts)
+        except HostsFailedError as error:
+            self.degraded("persistent", step, f"it was not backed up: {error}")
+            return False
+        saving.stored.set()
+        secs = time.monotonic() - began_secs
+        self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
+        self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
+        self._emit(
+            "backed_up", step=step, bytes=num_bytes, secs=secs, world=self._world
+        )
+        for why in bad:
+            self.degraded("local", step, f"{why}; it was backed up from elsewhere")
+        return True
+
+    def collect_backups(self, saving: Saving) -> None:
+        """Removes what storage does not keep now that the step is there."""
+        try:
+            saving.collect_backups(self._hosts)
+        except HostsFailedError as error:
+            why = f"older steps were not removed: {error}"
+            self.degraded("persistent", saving.step, why)
+
+    def clean(self, step: int, save: str) -> None:
+        """Removes leftovers of crashed worlds from persistent storage."""
+        try:
+            removed = self._hosts.first(backup_requests.CleanUploads(save=save))
+        except HostsFailedError as error:
+            self.degraded("persistent", step, f"leftovers were not removed: {error}")
+            return
+        for number, path in removed:
+            self._emit("step_interrupted", step=number, path=path, resume_step=step)
+
+    def degraded(self, tier: str, step: int, why: str) -> None:
+        """Reports a failure that the run survives."""
+        logging.warning("step %d, %s tier: %s", step, tier, why)
+        self._emit("degraded", tier=tier, step=step, why=why)
+
+    def _report_lacking(self, step: int, answers: list[Replicated]) -> None:
+        problems = list(dict.fromkeys(why for each in answers for why in each.problems))
+        for why in problems:
+            # A lack that persists is reported once.
+            if why not in self._lacking:
+                self.degraded("peer", step, why)
+        self._lacking = problems
+
+    def _record(self, metric: metrics.Metric, value: float) -> None:
+        # Values of all hosts are recorded once.
+        if self._hosts.own == 0:
+            metric.record(value)

@@ -1,0 +1,78 @@
+"""The parts of an upload that are in storage so far, for hosts that continue it.
+
+    <unfinished>/progress-<host id>.json
+
+has the content of a manifest. A host writes it while it uploads, and its manifest when
+it has finished; readers of checkpoints ignore it, and a commit removes it.
+"""
+
+from __future__ import annotations
+
+from etils import epath
+
+from elastic_ckpt.core import checked_json, storage
+from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.manifests.manifest import (
+    ComponentFile,
+    Contents,
+    Fragment,
+    Manifest,
+)
+
+# A part of a step, wherever it lies: the leaf, box and digest of a fragment, or a file.
+Part = tuple[int, object, bytes] | ComponentFile
+_PREFIX = "progress-"
+
+
+def file_name(host_id: str) -> str:
+    """The name of the file of a host."""
+    return f"{_PREFIX}{host_id}.json"
+
+
+def write(directory: epath.Path, manifest: Manifest) -> None:
+    """Writes what a host has uploaded so far; the parts have to be durable already."""
+    path = directory / file_name(manifest.host.id)
+    storage.write_atomic(path, manifest_file.to_bytes(manifest))
+
+
+def read(
+    directory: epath.Path, *, run: str, step: int, save: str, contents: Contents
+) -> list[Manifest]:
+    """Reads what hosts have written of an upload; finished manifests come first.
+
+    Raises:
+      OSError: if storage is unavailable, or another of `bucket_clients.failures`.
+    """
+    if not directory.exists():
+        return []
+    names = sorted(child.name for child in directory.iterdir())
+    uploads = []
+    for name in names:
+        if not (name.startswith(_PREFIX) or manifest_file.is_file_name(name)):
+            continue
+        try:
+            content = (directory / name).read_bytes()
+            manifest = manifest_file.parse(content, stores=True)
+        except (FileNotFoundError, checked_json.UnreadableError):
+            continue
+        identity = (manifest.run, manifest.step, manifest.save)
+        if identity == (run, step, save) and manifest.contents == contents:
+            uploads.append(manifest)
+    return uploads
+
+
+def listed(manifest: Manifest) -> list[Fragment | ComponentFile]:
+    """The fragments and files of a manifest."""
+    rows = range(len(manifest.fragments))
+    contents = manifest.contents
+    return [
+        *(manifest.fragments.row(row, contents=contents) for row in rows),
+        *manifest.component_files,
+    ]
+
+
+def part_of(held: Fragment | ComponentFile) -> Part:
+    """The identity of a fragment or file, without its place."""
+    if isinstance(held, ComponentFile):
+        return held
+    return held.leaf, held.box, held.digest

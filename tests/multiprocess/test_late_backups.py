@@ -1,0 +1,100 @@
+"""Worlds change faster than a backup is made, and it is made all the same."""
+
+import functools
+import pathlib
+import threading
+
+import pytest
+
+from elastic_ckpt.application import local_world
+from elastic_ckpt.config import load
+from elastic_ckpt.core import events
+from elastic_ckpt.host import backup
+from elastic_ckpt.tiers.persistent import upload
+from tests import runs, shared_memory
+
+# The worlds that do not finish a backup, and how much of it each of their hosts makes.
+CUT_SHORT = 3
+MOST_ITEMS = 6
+
+
+def train(config, world, *, counts):
+    """Trains; a host of an early world uploads a few items, and then hangs in that."""
+    backup._BATCH_ITEMS = 1
+    upload._PROGRESS_SECS, upload._PROGRESS_SHARE = 0.0, 0
+    lock, done = threading.Lock(), [0]
+
+    def counted(write):
+        def act(*arguments):
+            with lock:
+                done[0] += 1
+                is_over = done[0] > MOST_ITEMS and world.number <= CUT_SHORT
+            if is_over:
+                threading.Event().wait()
+            write(*arguments)
+            with lock:
+                path = pathlib.Path(counts, f"{world.number}-{world.slice_name}")
+                path.write_text(str(done[0]))
+
+        return act
+
+    for name in ("write_chunks", "write_file"):
+        setattr(upload.Upload, name, counted(getattr(upload.Upload, name)))
+    local_world.train(config, world)
+
+
+@pytest.mark.slow(minutes=1)
+def test_a_backup_is_made_by_several_worlds_together(tmp_path, corpus):
+    counts = tmp_path / "counts"
+    counts.mkdir()
+    emitted = []
+
+    def emit(name, **fields):
+        events.check(name, fields)
+        if name != "step":
+            emitted.append((name, fields))
+
+    def named(name):
+        return [fields for each, fields in emitted if each == name]
+
+    with shared_memory.directory("late") as ram:
+        path = runs.write_config(
+            tmp_path,
+            corpus,
+            hosts=2,
+            slices=2,
+            steps=500,
+            global_batch_size=24,
+            elastic_enabled=True,
+            elastic_min_slice_count=1,
+            elastic_settle_seconds=0,
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_directory=ram,
+            local_checkpoint_period=5,
+            multi_tier_checkpointing_backup_interval_steps=300,
+            faults=[
+                {"kill_slice": 1, "at_step": 305},
+                {"return_slice": 1, "at_step": 310},
+                {"kill_host": 0, "at_step": 420},
+            ],
+        )
+        local_world.run(
+            load.load(path, []), emit, train=functools.partial(train, counts=counts)
+        )
+    # A crash, a planned change, and another crash.
+    assert [each["slices"] for each in named("world_started")][:3] == [
+        [0, 1],
+        [0],
+        [0, 1],
+    ]
+    assert len(named("world_left")) >= 1, emitted
+    assert named("run_finished")
+    backups = {each["step"]: each["world"] for each in named("backed_up")}
+    assert backups[300] > CUT_SHORT
+    assert 500 in backups
+    # No world wrote all of it.
+    by_world = {int(each.name[0]) for each in counts.iterdir()}
+    assert by_world >= {1, 2, 3}
+    assert {"300", "500"} <= {
+        each.name for each in (tmp_path / "tiny/checkpoints").iterdir()
+    }
