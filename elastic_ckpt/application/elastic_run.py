@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import runtime
+from elastic_ckpt.elastic import decision, runtime, scale_request
 from elastic_ckpt.elastic.cluster import Cluster
 from elastic_ckpt.elastic.decision import Batch, Policy, Work
 from elastic_ckpt.elastic.world import World
@@ -43,6 +45,45 @@ class Groups:
             slices=full.slices * number // self.number,
             devices=full.devices * number // self.number,
         )
+
+
+def groups(config: schema.Config) -> Groups:
+    """The groups of hosts that are configured."""
+    from elastic_ckpt.core import topology
+
+    world = config.world
+    full = topology.Topology(
+        hosts=world.hosts,
+        slices=world.slices,
+        devices=world.hosts * world.devices_per_host,
+    )
+    is_controlled = world.hosts == 1 or world.enable_single_controller
+    if config.elastic.elastic_enabled and is_controlled:
+        return Groups(number=world.slices, full=full)
+    # A host that simulates several slices is lost with all of them.
+    return Groups(number=min(world.hosts, world.slices), full=full)
+
+
+def check_request(config: schema.Config, number: int) -> None:
+    """Raises a ConfigError unless the run can train on a number of slices."""
+    available = groups(config)
+    present_policy = policy(config, available)
+    least, most = present_policy.min_slices, num_used(config, available)
+    if not least <= number <= most:
+        raise errors.ConfigError(
+            f"--slices {number}: the run trains on {least} to {most} slices"
+            f" (elastic_min_slice_count={config.elastic.elastic_min_slice_count},"
+            f" elastic_max_slice_count={config.elastic.elastic_max_slice_count},"
+            f" slices={config.world.slices}); choose a number between, or start the run"
+            " again with other bounds"
+        )
+    exactly = dataclasses.replace(present_policy, min_slices=number, max_slices=number)
+    present_secs = dict.fromkeys(range(number), math.inf)
+    decided = decision.decide(
+        decision.Slices(present_secs=present_secs), exactly, work(config, available)
+    )
+    if not isinstance(decided, decision.Train):
+        raise errors.ConfigError(f"--slices {number}: {decided.why}")
 
 
 def check_counts(config: schema.Config) -> None:
@@ -134,7 +175,11 @@ def run(
     runtime.run(
         functools.partial(train, config),
         cluster=cluster,
-        policy=policy(config, groups),
+        policy=scale_request.ScaledPolicy(
+            run_directory.path_of(config), policy(config, groups)
+        )
+        if config.elastic.elastic_enabled
+        else policy(config, groups),
         work=work(config, groups),
         compile_ahead=None
         if compile_ahead is None

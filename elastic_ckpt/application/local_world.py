@@ -54,7 +54,7 @@ def check(config: schema.Config) -> None:
         )
     elastic_run.check_counts(config)
     faults.parse(section.faults)
-    groups = _groups(config)
+    groups = elastic_run.groups(config)
     expected = groups.some(elastic_run.num_used(config, groups))
     expected.check()
     batch_size.schedule(config.data, expected)
@@ -112,7 +112,7 @@ def run(
             config,
             cluster,
             train,
-            groups=_groups(config),
+            groups=elastic_run.groups(config),
             compile_ahead=compile_ahead if is_elastic else None,
             emit=emit,
         )
@@ -136,16 +136,3 @@ def _memory(config: schema.Config) -> world_host.SliceMemory | None:
     return world_host.SliceMemory(
         directory=config.tiers.local_checkpoint_directory, run=config.run.run_name
     )
-
-
-def _groups(config: schema.Config) -> elastic_run.Groups:
-    from elastic_ckpt.core import topology
-
-    world = config.world
-    full = topology.Topology(
-        hosts=world.hosts,
-        slices=world.slices,
-        devices=world.hosts * world.devices_per_host,
-    )
-    # A host that simulates several slices is lost with all of them.
-    return elastic_run.Groups(number=min(world.hosts, world.slices), full=full)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, storage
@@ -48,6 +49,19 @@ def read_config(directory: str) -> schema.Config:
             " once more to have it written anew"
         ) from None
     return load.from_values(values, place=str(path))
+
+
+def is_alive(directory: str) -> bool | None:
+    """Whether the process that holds the run's lock lives; None if it is elsewhere."""
+    path = os.path.join(directory, LOCK)
+    if not storage.is_local(path) or not os.path.exists(path):
+        return None
+    with open(path) as file:
+        words = file.read().split()
+    # "process 17 on machine"
+    if len(words) != 4 or words[3] != socket.gethostname():
+        return None
+    return os.path.exists(f"/proc/{words[1]}")
 
 
 def is_finished(directory: str) -> bool:

@@ -15,6 +15,7 @@ from elastic_ckpt.core import errors
 VERBS = {
     "train": "train a model, or continue a run, on the hosts that the configuration"
     " names",
+    "scale": "continue a run that is alive on another number of slices",
     "config": "print the configuration that would run, and where each key is set",
     "data": "write the text files below a directory as one file of training data",
     "audit": "prove that a run had the batches of a one-host run, each example once",

@@ -1,4 +1,9 @@
-"""`elastic-ckpt plan`: which host would read which shards, by hosts and batch size."""
+"""`elastic-ckpt plan`: what hosts would read, by hosts and batch size, or by slices.
+
+With `--hosts` and `--batches` it shows which host would read which shards. With a
+configuration, `--from` and `--to` it shows what a run would do when its slices change:
+the decision, the mesh and batch, and the bytes of the state that each host would read.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
+    from elastic_ckpt.application import change_plan
     from elastic_ckpt.data import plan
 
 _SHOWN_RANGES = 3
@@ -24,20 +30,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a YAML file whose data to show, and whose number of shards to take",
     )
-    parser.add_argument(
-        "--hosts", required=True, help="numbers of hosts, separated by commas"
-    )
-    parser.add_argument(
-        "--batches", required=True, help="global batch sizes, separated by commas"
-    )
+    parser.add_argument("--hosts", help="numbers of hosts, separated by commas")
+    parser.add_argument("--batches", help="global batch sizes, separated by commas")
     parser.add_argument(
         "--shards", default="0", help="logical shards; without it, the least that fit"
+    )
+    parser.add_argument(
+        "--from",
+        dest="before",
+        type=int,
+        metavar="N",
+        help="slices of the configured run before a change",
+    )
+    parser.add_argument(
+        "--to", dest="after", type=int, metavar="N", help="slices after the change"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the outlook of every combination."""
+    """Prints the outlook of every combination, or the plan of a change of slices."""
+    if arguments.before is not None or arguments.after is not None:
+        return _run_change(arguments)
+    if None in (arguments.hosts, arguments.batches):
+        raise errors.ConfigError(
+            "name --hosts and --batches, or a configuration with --from and --to"
+        )
     from elastic_ckpt.data import plan, rows
 
     hosts = _numbers("--hosts", arguments.hosts)
@@ -58,6 +76,51 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(describe(num_shards, outlooks))
     return 0
+
+
+def _run_change(arguments: argparse.Namespace) -> int:
+    from elastic_ckpt.application import change_plan
+
+    if not arguments.config or arguments.before is None or arguments.after is None:
+        raise errors.ConfigError("--from and --to need each other and a configuration")
+    config = load.load(arguments.config)
+    planned = change_plan.plan(config, before=arguments.before, after=arguments.after)
+    if arguments.json:
+        kind = type(planned.decided).__name__.lower()
+        content = {"decision": kind, **dataclasses.asdict(planned)}
+        print(json.dumps(content, indent=2))
+    else:
+        print(describe_change(planned))
+    return 0
+
+
+def describe_change(planned: change_plan.ChangePlan) -> str:
+    """The plan of a change as text."""
+    from elastic_ckpt.elastic import decision
+
+    lost = f", without {_ranges(planned.lost)}" if planned.lost else ""
+    head = f"slices {_ranges(planned.before)}{lost}:"
+    decided = planned.decided
+    if isinstance(decided, decision.Wait):
+        return f"{head} wait up to {decided.within_secs:g} s, then stop: {decided.why}"
+    if isinstance(decided, decision.Stop):
+        return f"{head} stop: {decided.why}"
+    spares = _ranges(decided.spares) if decided.spares else "none"
+    axes = ", ".join(f"{name}={size}" for name, size in planned.mesh.items())
+    parts = "" if decided.accumulated == 1 else f", in {decided.accumulated} parts"
+    lines = [
+        f"{head} train on slices {_ranges(decided.slices)}, spares: {spares}",
+        f"mesh {axes}; {decided.rows} rows, {planned.rows_per_device} a device at a"
+        f" time{parts}",
+        "bytes of the state that each host reads: from its own RAM, from peers, from"
+        " storage",
+    ]
+    lines += [
+        f"  slice {each.slice}, host {each.host}: {each.own_bytes}, {each.peer_bytes},"
+        f" {each.storage_bytes}"
+        for each in planned.reads
+    ]
+    return "\n".join(lines)
 
 
 def describe(num_shards: int, outlooks: Sequence[plan.Outlook]) -> str:

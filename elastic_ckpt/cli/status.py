@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import os
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -91,7 +90,7 @@ def collect(directory: str) -> Status:
             jsonl.read(
                 os.path.join(directory, run_directory.METRICS), last_bytes=_LOG_BYTES
             ),
-            is_alive=_is_alive(directory),
+            is_alive=run_directory.is_alive(directory),
             tiers=newest,
             losses=restorable.after_losses(offers, slices=status.world_slices(events)),
             uncommitted=uncommitted,
@@ -212,19 +211,6 @@ def _events(directory: str) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return events
-
-
-def _is_alive(directory: str) -> bool | None:
-    # Whether the process that holds the run's lock lives; None if it is elsewhere.
-    path = os.path.join(directory, run_directory.LOCK)
-    if not storage.is_local(path) or not os.path.exists(path):
-        return None
-    with open(path) as file:
-        words = file.read().split()
-    # "process 17 on machine"
-    if len(words) != 4 or words[3] != socket.gethostname():
-        return None
-    return os.path.exists(f"/proc/{words[1]}")
 
 
 def _of(value: float | None, text: str, otherwise: str = "") -> str:

@@ -66,3 +66,76 @@ def test_with_a_configuration_it_shows_the_data_and_takes_its_shards(tmp_path, c
     assert "2 hosts, batches of 12: blocked, rows identical to those of one host" in (
         lines
     )
+
+
+def change(tmp_path, corpus, *options, code=0, **settings):
+    values = {
+        "hosts": 4,
+        "slices": 4,
+        "devices_per_host": 2,
+        "global_batch_size": 24,
+        "elastic_enabled": True,
+        "elastic_min_slice_count": 2,
+        "enable_multi_tier_checkpointing": True,
+        "local_checkpoint_period": 5,
+        **settings,
+    }
+    config = runs.write_config(tmp_path, corpus, **values)
+    return runs.verb("plan", config, *options, code=code)
+
+
+def test_a_smaller_run_reads_its_own_memory_alone(tmp_path, corpus):
+    output = change(tmp_path, corpus, "--from", 4, "--to", 3)
+    lines = output.splitlines()
+    assert lines[:2] == [
+        "slices 0-3, without 3: train on slices 0-2, spares: none",
+        "mesh slice=3, fsdp=2; 24 rows, 2 a device at a time, in 2 parts",
+    ]
+    content = json.loads(change(tmp_path, corpus, "--from", 4, "--to", 3, "--json"))
+    assert content["decision"] == "train"
+    assert [each["slice"] for each in content["reads"]] == [0, 1, 2]
+    for each in content["reads"]:
+        assert each["own_bytes"] > 0
+        assert each["peer_bytes"] == each["storage_bytes"] == 0
+
+
+def test_a_slice_that_joins_reads_the_memory_of_peers(tmp_path, corpus):
+    content = json.loads(change(tmp_path, corpus, "--from", 3, "--to", 4, "--json"))
+    joined = content["reads"][-1]
+    assert joined["own_bytes"] == joined["storage_bytes"] == 0
+    assert joined["peer_bytes"] == content["reads"][0]["own_bytes"]
+
+
+def test_without_memory_of_hosts_all_is_read_from_storage(tmp_path, corpus):
+    settings = {"enable_multi_tier_checkpointing": False}
+    output = change(tmp_path, corpus, "--from", 4, "--to", 3, "--json", **settings)
+    for each in json.loads(output)["reads"]:
+        assert each["own_bytes"] == each["peer_bytes"] == 0
+        assert each["storage_bytes"] > 0
+
+
+def test_a_spare_takes_the_place_of_a_slice(tmp_path, corpus):
+    settings = {"elastic_max_slice_count": 3}
+    output = change(tmp_path, corpus, "--from", 4, "--to", 3, **settings)
+    assert "slices 0-2, without 2: train on slices 0-1, 3, spares: none" in output
+
+
+def test_a_run_with_too_few_slices_waits(tmp_path, corpus):
+    output = change(tmp_path, corpus, "--from", 4, "--to", 1)
+    assert output == (
+        "slices 0-3, without 1-3: wait up to 300 s, then stop: slices [0] usable, and"
+        " min_slices=2\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--from", 5, "--to", 3), "the configuration has 4 slices"),
+        (("--from", 1, "--to", 3), "--from 1: slices [0] usable, and min_slices=2"),
+        (("--from", 4), "--from and --to need each other"),
+        ((), "name --hosts and --batches, or a configuration with --from and --to"),
+    ],
+)
+def test_a_change_that_cannot_be_planned_is_refused(tmp_path, corpus, options, message):
+    assert message in change(tmp_path, corpus, *options, code=1)

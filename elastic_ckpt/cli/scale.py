@@ -1,0 +1,127 @@
+"""`elastic-ckpt scale RUN --slices N`: a live run continues on N slices.
+
+The hosts leave after a step that they agree on, so that no step is lost, and the run
+continues in another world. Slices that are left over are spares. The request lasts
+until the next one, or until the run is started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.application import run_directory
+from elastic_ckpt.cli import progress
+from elastic_ckpt.core import bucket_clients, errors, storage
+
+_LOOK_SECS = 0.5
+_ENDS = ("run_finished", "run_stopped", "run_failed")
+_SHOWN = ("world_leaving", "world_left", "world_started", "recovered", *_ENDS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument("run", help="the directory of a run that is alive")
+    parser.add_argument(
+        "--slices", type=int, required=True, help="the number to continue on"
+    )
+    parser.add_argument(
+        "--no-wait",
+        action="store_true",
+        help="return at once; without it, show the change until it is done",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Requests the number, and waits for the change."""
+    from elastic_ckpt.application import elastic_run
+    from elastic_ckpt.elastic import scale_request
+
+    directory, slices = arguments.run, arguments.slices
+    config = run_directory.read_config(directory)
+    if not config.elastic.elastic_enabled:
+        raise errors.RunError(
+            f"{directory} was not started with elastic_enabled=true; stop it, and start"
+            " it again with another number of slices"
+        )
+    elastic_run.check_request(config, slices)
+    known = _events(directory)
+    _check_alive(directory, known)
+    scale_request.write(directory, slices)
+    if arguments.no_wait:
+        print(f"requested {slices} slices; the run changes after an agreed step")
+        return 0
+    with progress.Progress(config.run.log_period) as shown:
+        _wait(directory, slices, known=len(known), shown=shown)
+    return 0
+
+
+def result(
+    events: Sequence[Mapping[str, Any]], slices: int, *, known: int
+) -> str | None:
+    """The result of a request; None while it is not known.
+
+    Args:
+      events: of the run.
+      slices: that were requested.
+      known: the number of events before the request.
+    """
+    worlds: list[Sequence[int]] = []
+    is_requested = False
+    for number, event in enumerate(events):
+        if event["event"] == "world_started":
+            worlds.append(event["slices"])
+        elif event["event"] == "scale_requested" and number >= known:
+            is_requested, worlds = True, worlds[-1:]
+            if [*worlds[-1]] == [*event["chosen"]]:
+                break
+        elif event["event"] == "recovered" and is_requested and len(worlds) > 1:
+            break
+    else:
+        return None
+    text = f"the run is on slices {', '.join(map(str, worlds[-1]))}"
+    if len(worlds[-1]) < slices:
+        text += f"; {slices} are requested, and it takes more when they are there"
+    return text
+
+
+def _wait(directory: str, slices: int, *, known: int, shown: progress.Progress) -> None:
+    num_shown = 0
+    while True:
+        events = _events(directory)
+        new = events[known:]
+        for event in new[num_shown:]:
+            name = event["event"]
+            fields = {key: event[key] for key in event.keys() - {"time", "event"}}
+            if name in _SHOWN:
+                shown(name, **fields)
+        num_shown = len(new)
+        text = result(events, slices, known=known)
+        if text is not None:
+            print(text)
+            return
+        _check_alive(directory, new)
+        time.sleep(_LOOK_SECS)
+
+
+def _check_alive(directory: str, events: Sequence[dict[str, Any]]) -> None:
+    is_ended = bool(events) and events[-1]["event"] in _ENDS
+    if is_ended or run_directory.is_alive(directory) is False:
+        raise errors.RunError(
+            f"{directory} is not running; start it on the slices that it is to have"
+        )
+
+
+def _events(directory: str) -> list[dict[str, Any]]:
+    path = os.path.join(directory, run_directory.EVENTS)
+    try:
+        return storage.read_log(path)
+    except FileNotFoundError:
+        return []
+    except bucket_clients.failures() as error:
+        raise errors.RunError(
+            f"{path} cannot be read ({error}); check the network and who may read there"
+        ) from error
