@@ -23,13 +23,24 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.world import World
 
-# The fork server imports it, and with it all that a host needs.
+# The fork server imports it, and with it nearly all that a host needs.
 _HOST_PROGRAM = "elastic_ckpt.application.host_program"
+# The rest, which hosts would import in the pause of a change.
+_LATER_IMPORTS = (
+    "elastic_ckpt.elastic.multicontroller",
+    "elastic_ckpt.monitoring.jsonl",
+    "elastic_ckpt.monitoring.prometheus",
+    "elastic_ckpt.monitoring.subscription",
+    "elastic_ckpt.monitoring.summaries",
+    "elastic_ckpt.monitoring.tensorboard",
+    "jaxlib.mlir.dialects.builtin",
+    "jaxlib.mlir.dialects.mhlo",
+)
 
 
 def warm_up() -> None:
     """Starts the fork server, which imports in the background."""
-    supervisor.warm_up([_HOST_PROGRAM])
+    supervisor.warm_up([_HOST_PROGRAM, *_LATER_IMPORTS])
 
 
 def check(config: schema.Config) -> None:

@@ -20,6 +20,7 @@ from elastic_ckpt.elastic import (
     termination,
     watch,
 )
+from tests import runs
 
 
 class RecordedEvents:
@@ -245,6 +246,53 @@ def test_a_warm_server_has_imported_everything_and_started_nothing(tmp_path):
     )
     # The modules that a host still lacked, and the threads that its server had.
     assert ended.stdout == "[] 1\n"
+
+
+WARM_TRAINING = """
+import functools
+import sys
+from elastic_ckpt.application import local_world
+from elastic_ckpt.config import load
+from elastic_ckpt.elastic import supervisor
+from tests.elastic import warm_host
+
+def recorded(name, **fields):
+    if name == "step_interrupted":
+        print(fields["path"], flush=True)
+
+if __name__ == "__main__":
+    local_world.warm_up()
+    supervisor.HostProcesses(
+        functools.partial(warm_host.train, load.load(sys.argv[2])),
+        num_hosts=1,
+        log_directory=sys.argv[1],
+        emit=recorded,
+    ).run()
+"""
+
+
+@pytest.mark.slow(minutes=0.3)
+def test_a_host_that_trains_imports_nothing_after_the_fork(tmp_path, corpus):
+    script = tmp_path / "world.py"
+    script.write_text(WARM_TRAINING)
+    config = runs.write_config(
+        tmp_path,
+        corpus,
+        colocated_python_data_input=False,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_directory=str(tmp_path / "ram"),
+        local_checkpoint_period=4,
+        multi_tier_checkpointing_backup_interval_steps=4,
+    )
+    ended = subprocess.run(
+        [sys.executable, script, tmp_path / "logs", config],
+        env=os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ['PYTHONPATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "[]\n"
 
 
 def failure(host, at_secs, **kind):
