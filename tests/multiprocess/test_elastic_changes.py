@@ -81,7 +81,14 @@ def test_a_live_run_is_scaled_then_stopped_and_continues_on_all_slices(
     tmp_path, corpus, ram
 ):
     config = test_elastic_run.configured(
-        tmp_path, corpus, ram, hosts=2, slices=2, elastic_min_slice_count=1
+        tmp_path,
+        corpus,
+        ram,
+        hosts=2,
+        slices=2,
+        elastic_min_slice_count=1,
+        # The output is not read while the verb waits, and a full pipe blocks the run.
+        log_period=200,
     )
     run, at = tmp_path / "tiny", "step "
     with test_stopped_run.start(config) as started:
