@@ -2,12 +2,14 @@
 
 import json
 import os
+import signal
 
 import numpy as np
 import pytest
 
 from elastic_ckpt.training import step_log
 from tests import runs, shared_memory
+from tests.multiprocess import test_stopped_run
 
 # Float32 sums over another number of devices, in another order.
 LOSS_RTOL = 1e-5
@@ -45,6 +47,20 @@ def trained(config, *settings):
     return config.parent / "tiny"
 
 
+def trained_until(config, shown, *settings):
+    """Trains until a step after a line that begins with `shown`; then SIGTERM."""
+    output, is_shown = "", False
+    with test_stopped_run.start(config, *settings) as started:
+        for line in started.stdout:
+            output += line
+            if is_shown and line.startswith("step "):
+                started.terminate()
+                is_shown = False
+            is_shown |= line.startswith(shown)
+    assert started.returncode == 128 + signal.SIGTERM, output
+    return config.parent / "tiny"
+
+
 def worlds(run):
     return [each["slices"] for each in runs.events(run, "world_started")]
 
@@ -67,12 +83,15 @@ def test_a_run_loses_a_slice_with_its_memory_and_gets_it_back(
         {"kill_slice": lost, "at_step": 12},
         {"return_slice": lost, "at_step": 20},
     ]
-    run = trained(configured(tmp_path / "faults", corpus, ram, faults=faults))
+    config = configured(
+        tmp_path / "faults", corpus, ram, faults=faults, learning_rate=1e-4
+    )
+    run = trained_until(config, "world 3 starts")
     others = sorted({0, 1, 2, 3} - {lost})
     assert worlds(run) == [[0, 1, 2, 3], others, [0, 1, 2, 3]]
     assert [each["slice"] for each in runs.events(run, "slice_lost")] == [lost]
     assert names(run).count("world_left") == 1
-    assert names(run)[-1] == "run_finished"
+    assert names(run)[-1] == "run_stopped"
     # A planned change loses no step.
     attempts = step_log.read(run)
     (left,) = runs.events(run, "world_left")
@@ -82,7 +101,13 @@ def test_a_run_loses_a_slice_with_its_memory_and_gets_it_back(
     assert names(run).count("executable_loaded") == 1
     assert names(run).count("compiled") == 2
     other = os.path.join(ram, "other")
-    undisturbed = trained(configured(tmp_path / "calm", corpus, other))
+    undisturbed = trained(
+        configured(
+            *(tmp_path / "calm", corpus, other),
+            learning_rate=1e-4,
+            steps=len(losses(run)),
+        )
+    )
     np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=LOSS_RTOL)
 
 
