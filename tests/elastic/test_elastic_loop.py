@@ -8,7 +8,7 @@ import pytest
 
 import elastic_ckpt as ec
 from elastic_ckpt.config import schema
-from elastic_ckpt.elastic import faults
+from elastic_ckpt.elastic import faults, world_host
 from tests import conftest, shared_memory
 from tests.elastic import tiny_loop
 
@@ -18,12 +18,10 @@ FAULTS = faults.parse(
 
 
 def of_processes(directory, ram, emit):
-    from elastic_ckpt.elastic import processes
-
     return ec.elastic.Processes(
         schema.WorldSection(hosts=2, slices=2, devices_per_host=4),
         log_directory=str(directory / "logs"),
-        memory=processes.SliceMemory(directory=ram, run="tiny"),
+        memory=world_host.SliceMemory(directory=ram, run="tiny"),
         injected=FAULTS,
         emit=emit,
     )
