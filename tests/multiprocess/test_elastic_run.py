@@ -2,11 +2,15 @@
 
 import json
 import os
+import re
 import signal
 
 import numpy as np
 import pytest
 
+from elastic_ckpt.application import local_world
+from elastic_ckpt.config import load
+from elastic_ckpt.core import errors
 from elastic_ckpt.training import step_log
 from tests import runs, shared_memory
 from tests.multiprocess import test_stopped_run
@@ -161,7 +165,5 @@ def test_settings_that_cannot_work_are_refused_before_the_start(tmp_path, corpus
         ({"faults": [{"burn": 1}]}, "an entry is one of"),
     ):
         config = configured(tmp_path, corpus, "/nowhere", **settings)
-        ended = runs.cli("train", config)
-        assert ended.returncode == 1
-        assert message in ended.stderr
-        assert not (tmp_path / "tiny" / "checkpoints").exists()
+        with pytest.raises(errors.ConfigError, match=re.escape(message)):
+            local_world.check(load.load(config))
