@@ -15,6 +15,7 @@ refused, with an event, and compiled anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -23,7 +24,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle
@@ -35,6 +36,8 @@ from jax.experimental import serialize_executable
 from elastic_ckpt.core import events, storage, topology
 from elastic_ckpt.elastic.kept_executables import KeptExecutables
 
+# An event of `jax.monitoring`.
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 _MAC_BYTES = hashlib.sha256().digest_size
 
 
@@ -69,10 +72,13 @@ class Executables:
                 self.emit("executable_loaded", step=step, secs=secs)
                 return loaded
         self.emit("compile_started", step=step)
-        compiled = jitted.lower(*arguments).compile()
+        with _cache_hits() as hits:
+            compiled = jitted.lower(*arguments).compile()
         secs = time.monotonic() - began_secs
         self.emit("compiled", step=step, secs=secs)
-        if path is not None:
+        # On CPU an executable of JAX's cache is serialized without its code. The next
+        # world finds it in that cache, too.
+        if path is not None and not hits:
             self._keep(path, compiled)
         return compiled
 
@@ -117,8 +123,12 @@ class Executables:
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
             storage.write_atomic(path, self._mac(path, payload) + payload, mode=0o600)
-        except (ValueError, NotImplementedError, OSError) as error:
-            # The run is as fast as without it, and the next world compiles again.
+        except (
+            *(ValueError, NotImplementedError, OSError),
+            jax.errors.JaxRuntimeError,
+        ) as error:
+            # Not every operation can be serialized. The run is as fast as without it,
+            # and the next world compiles again.
             logging.warning("an executable is not kept: %s", error)
 
     def _mac(self, path: str, payload: bytes) -> bytes:
@@ -129,6 +139,22 @@ class Executables:
     def _refuse(self, path: str, why: str) -> None:
         self.emit("executable_refused", path=path, why=why)
         storage.remove(path)
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    # Lists what the block gets of JAX's compilation cache.
+    hits: list[str] = []
+
+    def note(event: str, **_: str | int) -> None:
+        if event == _CACHE_HIT:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(note)
 
 
 def _devices(arguments: Any) -> list[jax.Device]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.elastic import executables, kept_executables
@@ -152,3 +153,35 @@ def test_a_function_over_an_array_is_compiled_each_time(kept):
         keeper.compiled(jax.jit(lambda x: x + constant), x)
         assert emit.names == COMPILED
     assert files(kept) == []
+
+
+def test_an_executable_of_jaxs_cache_is_not_kept(kept, tmp_path):
+    # XLA serializes it without its code on CPU.
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    try:
+        first, _ = run(kept)
+        (file,) = files(kept)
+        file.unlink()
+        jax.clear_caches()
+        for _ in range(2):
+            again, names = run(kept)
+            assert names == COMPILED
+            assert files(kept) == []
+            for one, other in zip(first, again, strict=True):
+                np.testing.assert_array_equal(one, other)
+            jax.clear_caches()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+
+
+def test_a_program_that_cannot_be_serialized_is_not_kept(kept):
+    emit = Events()
+    keeper = executables.Executables(kept=kept, emit=emit)
+    x = arguments()
+    # On CPU the comparison of a sort has no serialized form.
+    compiled = keeper.compiled(jax.jit(lambda x: jnp.sort(-x)), x)
+    np.testing.assert_array_equal(compiled(x), np.sort(-np.asarray(x)))
+    assert emit.names == COMPILED

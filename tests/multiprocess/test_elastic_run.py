@@ -40,6 +40,8 @@ def configured(directory, corpus, ram, **settings):
         "local_checkpoint_directory": ram,
         "local_checkpoint_period": 5,
         "multi_tier_checkpointing_backup_interval_steps": 100,
+        # Otherwise it depends on earlier runs which executables are kept.
+        "jax_cache_dir": "",
         **settings,
     }
     return runs.write_config(directory, corpus, **values)
