@@ -127,10 +127,10 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(
         return ended.stdout
 
     output = "".join(run(line) for line in commands())
-    assert "demo_cpu: to step 180 on 4 hosts, 4 slices, 4 devices" in output
+    assert "demo_cpu: to step 150 on 4 hosts, 4 slices, 4 devices" in output
     assert "world 2 starts on slices 0, 2, 3" in output
     assert "world 3 starts on slices 0, 1, 2, 3" in output
-    assert "220 steps took 5,280 rows" in output
+    assert "190 steps took 4,560 rows" in output
     assert "hosts: 4 -> 3 -> 4 -> 2" in output
     assert output.count("PASSED") == 2
     assert "60 steps took 1,440 rows; hosts: 4 -> 3" in output

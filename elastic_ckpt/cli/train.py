@@ -21,7 +21,7 @@ _EXAMPLES = """\
 Examples:
 
   elastic-ckpt train configs/demo_cpu.yml
-  elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=220    # continue
+  elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190    # continue
   elastic-ckpt config configs/demo_cpu.yml slices=2 hosts=2    # what would run
 """
 

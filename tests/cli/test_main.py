@@ -44,7 +44,7 @@ def output_of(*arguments):
 
 def test_the_help_of_train_has_every_key_with_its_default_and_examples():
     text = output_of("train", "--help")
-    assert "elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=220" in text
+    assert "elastic-ckpt train configs/demo_cpu.yml slices=2 hosts=2 steps=190" in text
     for name, value in keys.values(schema.Config()).items():
         assert f"\n  {name}={keys.render(value)}:" in text
 
