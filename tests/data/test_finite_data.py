@@ -247,18 +247,21 @@ def test_nothing_comes_after_the_end_of_data_that_drops_the_remainder(num_hosts)
 @pytest.mark.parametrize("num_workers", [1, 2, 5])
 def test_nothing_comes_after_the_end_where_processes_read(num_workers):
     ending = flat({"a": 28}, {"a": 1}, elastic_data.End.DROPPED)
-    world = worlds.World(dataclasses.replace(ending, num_workers=num_workers), 1, 1)
+    read_by_processes = dataclasses.replace(ending, num_workers=num_workers)
     saved = None
     for _ in range(2):
-        if saved:
-            world.load(saved)
-        else:
-            assert values(world.rest()) == expected(ending)[:FILLING]
-        for _ in range(13):
-            with pytest.raises(StopIteration):
-                world.batch()
-        saved = world.save()
-    world.close()
+        world = worlds.World(read_by_processes, 1, 1)
+        try:
+            if saved:
+                world.load(saved)
+            else:
+                assert values(world.rest()) == expected(ending)[:FILLING]
+            for _ in range(13):
+                with pytest.raises(StopIteration):
+                    world.batch()
+            saved = world.save()
+        finally:
+            world.close()
 
 
 @pytest.mark.parametrize("end", [elastic_data.End.PADDED, elastic_data.End.DROPPED])
