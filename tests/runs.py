@@ -3,10 +3,16 @@
 import contextlib
 import io
 import json
+import multiprocessing
+import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing import forkserver
 
+from elastic_ckpt.application import local_world
 from elastic_ckpt.cli import main
 from elastic_ckpt.training import step_log
 
@@ -17,15 +23,62 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "elastic_ckpt.cli.main", *map(str, arguments)]
 
 
-def cli(*arguments: object, cwd=ROOT, timeout_secs=1800) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(*arguments),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout_secs,
-        check=False,
-    )
+def cli(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the program in a process forked from this session's warm server.
+
+    The program's own hosts are forked from that server, too: nothing is imported again,
+    which is most of the time of a short run.
+    """
+    return forked(main.main, [str(argument) for argument in arguments])
+
+
+def forked(
+    function: Callable[..., int], *arguments: object, leads_group: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs a function in a process forked from this session's warm server.
+
+    Args:
+      function: returns the exit code; picklable, as its arguments.
+      leads_group: whether the process leads a group of its own, with all processes that
+        it starts. It starts a server of its own for that.
+    """
+    local_world.warm_up()
+    server = None if leads_group else forkserver._forkserver._forkserver_address
+    with tempfile.TemporaryDirectory() as directory:
+        outputs = [pathlib.Path(directory, name) for name in ("stdout", "stderr")]
+        process = multiprocessing.get_context("forkserver").Process(
+            target=_run, args=(outputs, _environment(), server, function, arguments)
+        )
+        process.start()
+        process.join(1800)
+        assert process.exitcode is not None, f"{arguments} did not end"
+        stdout, stderr = (output.read_text() for output in outputs)
+    return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
+
+
+def _environment() -> dict[str, str]:
+    # Without what pytest sets for each test, and readline for the processes it starts.
+    changing = ("PYTEST", "COLUMNS", "LINES")
+    return {k: v for k, v in os.environ.items() if not k.startswith(changing)}
+
+
+def _is_running() -> None:
+    pass
+
+
+def _run(outputs, environment, server, function, arguments):
+    for descriptor, output in enumerate(outputs, start=1):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
+    if server is None:
+        os.setsid()
+    elif environment == _environment():
+        # Without it, processes that are forked start a server of their own.
+        forkserver._forkserver._forkserver_address = server
+        forkserver._forkserver.ensure_running = forkserver.ensure_running = _is_running
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    raise SystemExit(function(*arguments))
 
 
 def verb(*arguments: object, code: int = 0) -> str:

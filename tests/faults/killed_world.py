@@ -1,15 +1,11 @@
 """A world that is killed with SIGKILL when a host reaches a point.
 
-    python -m tests.faults.killed_world POINT OCCURRENCE VICTIM CONFIG [key=value ...]
-
-The victim is `all`, when host 0 is there, or the number of the host that kills itself
-when it is. It must be started as the leader of a new process group.
+Its process must lead a group (`runs.forked`).
 """
 
 import functools
 import os
 import signal
-import sys
 
 from elastic_ckpt.application import journal, local_world, training_files
 from elastic_ckpt.cli import progress
@@ -93,23 +89,27 @@ def _armed(point, occurrence, victim, config, world):
             os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if topology.this_host() == (0 if victim == "all" else int(victim)):
+    if topology.this_host() == (0 if victim == "all" else victim):
         owner, name, when = _points()[point]
         _wrap(owner, name, kill, **when)
     local_world.train(config, world)
 
 
-def main():
-    point, occurrence, victim, *arguments = sys.argv[1:]
+def train(point, occurrence, victim, settings):
+    """Trains until a host reaches a point for the given time.
+
+    Args:
+      point: a name of `_points`.
+      occurrence: how often it is reached.
+      victim: `all`, when host 0 is there, or the number of the host that kills itself
+        when it is.
+      settings: the path of the configuration, and overrides.
+    """
     supervisor.warm_up([local_world._HOST_PROGRAM, "tests.faults.killed_world"])
-    config = training_files.prepare(load.load(arguments[0], arguments[1:]))
-    armed = functools.partial(_armed, point, int(occurrence), victim)
+    config = training_files.prepare(load.load(settings[0], settings[1:]))
+    armed = functools.partial(_armed, point, occurrence, victim)
     with (
         progress.Progress(config.run.log_period) as shown,
         journal.kept(config, shown) as emit,
     ):
         local_world.run(config, emit, train=armed)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,12 +4,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 from tests import runs
+from tests.faults import killed_world
 
 # Point and its occurrence in the second save, the steps that are complete then, and
 # whether an interrupted step is left: nothing is uploaded before the data state of all
@@ -27,16 +27,10 @@ POINTS = [
 
 
 def kill_at(point, occurrence, config, hosts, victim="all"):
-    killed = subprocess.run(
-        [sys.executable, "-m", "tests.faults.killed_world", point, str(occurrence),
-         str(victim), str(config), f"hosts={hosts}"],
-        cwd=runs.ROOT,
-        start_new_session=True,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )  # fmt: skip
+    settings = [str(config), f"hosts={hosts}"]
+    killed = runs.forked(
+        killed_world.train, point, occurrence, victim, settings, leads_group=True
+    )
     if victim == "all":
         assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
     else:

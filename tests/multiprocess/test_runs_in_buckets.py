@@ -36,6 +36,6 @@ def test_a_run_goes_on_from_its_bucket_on_other_hosts(bucket, tmp_path, corpus):
 
 
 def train(config, *settings):
-    ended = runs.cli("train", config, *settings, timeout_secs=600)
+    ended = runs.cli("train", config, *settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
