@@ -39,8 +39,8 @@ def forked(
 
     Args:
       function: returns the exit code; picklable, as its arguments.
-      leads_group: whether the process leads a group of its own, with all processes that
-        it starts. It starts a server of its own for that.
+      leads_group: whether the process leads a new group, with all processes that it
+        starts: they come from another server.
     """
     local_world.warm_up()
     server = None if leads_group else forkserver._forkserver._forkserver_address
@@ -72,7 +72,7 @@ def _run(outputs, environment, server, function, arguments):
     if server is None:
         os.setsid()
     elif environment == _environment():
-        # Without it, processes that are forked start a server of their own.
+        # Without it, processes that are forked start another server.
         forkserver._forkserver._forkserver_address = server
         forkserver._forkserver.ensure_running = forkserver.ensure_running = _is_running
     os.environ.clear()

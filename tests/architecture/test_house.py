@@ -1,6 +1,7 @@
 """The house rules that a linter cannot know."""
 
 import ast
+import functools
 import pathlib
 import subprocess
 import sys
@@ -24,8 +25,13 @@ def relative(path):
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
 def functions(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -74,7 +80,7 @@ def test_functions_are_short_and_take_few_parameters(source):
 
 
 def test_everything_public_is_documented_and_everything_is_annotated(source):
-    tree = ast.parse(source.read_text())
+    tree = tree_of(source)
     assert ast.get_docstring(tree)
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -135,7 +141,7 @@ def test_every_module_is_reachable_without_a_cycle():
 
 def imported(path):
     names = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):

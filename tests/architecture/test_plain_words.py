@@ -5,6 +5,7 @@ that explain nothing, or that were deleted, out of the code.
 """
 
 import ast
+import functools
 import io
 import pathlib
 import re
@@ -83,6 +84,17 @@ def texts(path):
     yield last, " ".join(comment)
 
 
+@functools.cache
+def prose():
+    """The sentences of all modules, with their files and lines."""
+    return [
+        (relative(path), line, sentence)
+        for path in files("*.py")
+        for line, text in texts(path)
+        for sentence in sentences(text)
+    ]
+
+
 def sentences(text):
     """Paragraphs, and the entries of a docstring's sections, on one line each."""
     parts = re.split(r"\n\s*\n|\n\s*[*|-] |\n\s+(?=\*{0,2}\w+: )", text)
@@ -105,10 +117,8 @@ def defined(path):
 @pytest.mark.parametrize("habit", HABITS)
 def test_docstrings_comments_and_messages_are_plain(habit):
     hits = [
-        f"{relative(path)}:{line}: {sentence}"
-        for path in files("*.py")
-        for line, text in texts(path)
-        for sentence in sentences(text)
+        f"{path}:{line}: {sentence}"
+        for path, line, sentence in prose()
         if re.search(habit, sentence)
     ]
     assert not hits, "\n".join([HABITS[habit], *hits])
