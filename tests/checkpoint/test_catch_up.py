@@ -109,8 +109,8 @@ def test_a_world_that_is_left_does_not_wait_and_the_next_one_backs_up(worlds):
     # The last step of a world is not due in storage.
     worlds.leave(opened, 11)
     assert worlds.stored() == []
-    # Step 10 stays until it is in storage.
-    assert worlds.in_ram() == [10, 11]
+    # Step 10 stays until it is in storage; the world did not wait until 9 was removed.
+    assert {10, 11} <= set(worlds.in_ram())
     worlds.is_held = False
     with worlds.world() as opened:
         assert load(opened) == 11
