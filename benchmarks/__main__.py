@@ -13,6 +13,7 @@ SUITES = {
     "sidecar": "how long a loop waits for its data, beside MaxText's own sidecar",
     "scale": "decisions on copies, search, reads, removal: 10,000 hosts, 1e6 boxes",
     "tiers": "saves and restores in RAM, beside plain copies and Orbax; peers, digests",
+    "recovery": "lost slices: until the first step, steps lost; loop; beside Orbax",
     "soak": "one run that loses and regains slices a hundred times",
     "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
@@ -23,8 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("suite", choices=SUITES, help=str(SUITES))
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE too")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="run the suite so often; more samples"
+    )
     arguments = parser.parse_args()
-    figures = importlib.import_module(f"benchmarks.{arguments.suite}").measure()
+    suite = importlib.import_module(f"benchmarks.{arguments.suite}")
+    figures = report.merged([suite.measure() for _ in range(arguments.repeat)])
     print(report.table(figures))
     if arguments.json:
         report.write(arguments.json, figures)

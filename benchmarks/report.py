@@ -11,7 +11,7 @@ import os
 import pathlib
 import platform
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _PACKAGES = (
     "elastic-ckpt",
@@ -64,6 +64,16 @@ def figure(unit: str, against: str, samples: Iterable[float]) -> Figure:
 def ratio(above: Iterable[float], below: Iterable[float], against: str) -> Figure:
     """A figure of the ratios of samples, pair by pair."""
     return figure("ratio", against, (a / b for a, b in zip(above, below, strict=True)))
+
+
+def merged(runs: Sequence[dict[str, Figure]]) -> dict[str, Figure]:
+    """The figures of all runs of a suite, each with the samples of all."""
+    return {
+        name: dataclasses.replace(
+            first, samples=tuple(s for run in runs for s in run[name].samples)
+        )
+        for name, first in runs[0].items()
+    }
 
 
 def table(figures: dict[str, Figure]) -> str:

@@ -92,8 +92,9 @@ class Loop:
     ) -> Ended:
         """Trains from step `start_step` until `steps` are done or the data ends.
 
-        The log is written one step behind the devices, so that they never wait for it.
-        It catches up before a checkpoint, so that every saved step is logged.
+        The log is written one step behind the devices, so that they never wait for it,
+        except for the first step, with which a change of slices is over. It catches up
+        before a checkpoint, so that every saved step is logged.
         """
         recorder = _Recorder(self.log, self.emit, steps)
         done, saved = start_step, -1
@@ -115,6 +116,8 @@ class Loop:
                 step = self._compiled(done + 1, state, batch)
             state, report = step(state, batch)
             recorder.take(done, report)
+            if done == start_step:
+                recorder.write_pending()
             done += 1
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
@@ -160,16 +163,17 @@ class _Recorder:
         self._since = time.monotonic()
 
     def take(self, step: int, report: train_step.StepReport) -> None:
-        self._write_pending()
+        self.write_pending()
         self._pending = (step, report)
 
     def catch_up(self) -> None:
         """Writes the pending step and makes the log durable."""
-        self._write_pending()
+        self.write_pending()
         if self._log:
             self._log.sync()
 
-    def _write_pending(self) -> None:
+    def write_pending(self) -> None:
+        """Writes the step that was taken last."""
         if self._pending is None:
             return
         step, report = self._pending

@@ -1,0 +1,357 @@
+"""Suite `recovery`: what a change of slices costs a run, and what the loop costs it.
+
+Four processes train a model with 267 MiB of state (weights and AdamW's moments), of
+which each slice has a replica, by `elastic-ckpt train` with its defaults. Processes are
+killed and stopped from outside, by their ids; all else is read from the run's events
+and metrics. Beside the seconds stand the processor seconds and the load of the machine.
+
+* `recover_secs`: from `kill -9` of a host to the first step on three slices, whose
+  program was compiled ahead; `recover_..._secs`: its phases (`elastic.timeline`), where
+  `detect` comes before them; `recover_cpu_secs`: of a host of the new world until then.
+* `recover_cold_over_compile_secs`: the same without a compiled program, less the phases
+  `restore` and `compile`.
+* `grow_pause_secs`: from the last step on three slices to the first on four.
+* `steps_lost`: at a kill at a random time; `steps_lost_uncopied`: those of them before
+  a save that had begun and had no copies yet; `steps_lost_planned`: of a growth.
+* `detect_secs`: until the death of a process is noticed; `detect_hang_over_timeout`:
+  until a stopped process (SIGSTOP) is, less `elastic_heartbeat_timeout_seconds`.
+* `ratio_full_restart_orbax`: a job on three processes that saves with plain Orbax, from
+  the death of one to the first step when all were started anew, over `recover_secs`.
+  `ratio_emergency_manager`: with Orbax's emergency CheckpointManager, on four. See
+  `recovery_orbax`. NaN if it does not restart; the error is printed.
+* `loop_overhead_percent`: what elastic_ckpt's loop adds to a step of 50 ms over a bare
+  loop (`recovery_loops`), of a small model on as many processes, and
+  `loop_step_ms`, how long its step really takes here.
+* `save_each_step_percent`: what a save of the large state to RAM in each step adds to
+  the step. `save_cost_secs` is what one of few saves adds; from it comes
+  `smallest_period_under_5_percent`, in steps.
+* `compile_ahead_percent`: what compiling for three slices adds to a step meanwhile.
+
+`goodput_percent` is a figure of suite `soak`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import random
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import recovery_loops, recovery_orbax, recovery_run, report
+from benchmarks.recovery_run import Change
+from elastic_ckpt.elastic import timeline
+
+_HOSTS = 4
+_PERIOD = 10
+_TIMEOUT_SECS = 30
+_STEP_MS = 50
+_COMMON = {
+    "hosts": _HOSTS,
+    "slices": _HOSTS,
+    "text_directory": "python-stdlib/email",
+    "num_logical_shards": 24,
+    "global_batch_size": 24,
+    "elastic_enabled": True,
+    # Fewer are of no use to this suite, and need not be compiled for.
+    "elastic_min_slice_count": _HOSTS - 1,
+    "elastic_heartbeat_timeout_seconds": _TIMEOUT_SECS,
+    "enable_multi_tier_checkpointing": True,
+    "local_checkpoint_period": _PERIOD,
+    "multi_tier_checkpointing_backup_interval_steps": 10 * _PERIOD,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+      large: the model of most figures, by keys of the configuration.
+      small: of the figure of the loop: its step takes about 50 ms.
+      kills: of a host of the run.
+      large_turns: of saves.
+      small_turns: of the loop.
+    """
+
+    large: dict[str, int]
+    small: dict[str, int]
+    kills: int
+    large_turns: recovery_loops.Turns
+    small_turns: recovery_loops.Turns
+
+
+FULL = Size(
+    large={
+        "base_emb_dim": 1024,
+        "base_num_query_heads": 8,
+        "head_dim": 128,
+        "base_mlp_dim": 6144,
+        "base_num_decoder_layers": 1,
+        "max_target_length": 8,
+    },
+    small={
+        "base_emb_dim": 128,
+        "base_mlp_dim": 512,
+        "base_num_decoder_layers": 2,
+        "max_target_length": 128,
+    },
+    kills=3,
+    large_turns=recovery_loops.Turns(steps=10, rounds=2, periods=(1, 10)),
+    small_turns=recovery_loops.Turns(steps=100, rounds=3),
+)
+# Shows that the suite runs, and measures nothing.
+_TINY = {
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 32,
+    "base_num_decoder_layers": 1,
+    "max_target_length": 8,
+}
+SMALL = Size(
+    large=_TINY,
+    small=_TINY,
+    kills=1,
+    large_turns=recovery_loops.Turns(steps=10, rounds=1, periods=(1, 10)),
+    small_turns=recovery_loops.Turns(steps=10, rounds=1),
+)
+
+
+def measure(size: Size = FULL) -> dict[str, report.Figure]:
+    """Runs the suite."""
+    loads = [os.getloadavg()[0]]
+    with (
+        tempfile.TemporaryDirectory() as d,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
+    ):
+        directory = pathlib.Path(d)
+        common = _COMMON | {"grain_train_files": f"{d}/text.array_record"}
+        large = common | size.large | {"local_checkpoint_directory": f"{ram}/large"}
+        small = common | size.small | {"local_checkpoint_directory": f"{ram}/small"}
+        figures = _warm(large, directory / "warm", size.kills)
+        recover_secs = figures["recover_secs"].value
+        figures |= _cold(large, directory / "cold")
+        loads.append(os.getloadavg()[0])
+        figures |= _beside_orbax(large, directory, ram, recover_secs)
+        loads.append(os.getloadavg()[0])
+        figures |= of_loop(
+            recovery_loops.measure(small, directory / "small", size.small_turns)
+        )
+        figures |= of_saves(
+            recovery_loops.measure(large, directory / "large", size.large_turns)
+        )
+    loads.append(os.getloadavg()[0])
+    return figures | {
+        "load": report.figure("processes", "running, in a minute; 4 are ours", loads)
+    }
+
+
+def _warm(
+    settings: dict[str, Any], directory: pathlib.Path, kills: int
+) -> dict[str, report.Figure]:
+    lost: list[Change] = []
+    grown: list[tuple[Change, recovery_run.Event]] = []
+    with recovery_run.live(settings, directory) as run:
+        ready = _ready(run, after=0)
+        for number in range(kills):
+            time.sleep(random.uniform(0, _period_secs(run)))
+            # Each slice once, so that none is quarantined; the last one is stopped.
+            change = run.disturb(1 + number % (_HOSTS - 1), signal.SIGKILL)
+            lost.append(change)
+            after = run.events.index(change.recovered) + 1
+            started = run.wait_for("world_started", after=after)
+            recovered = run.wait_for("recovered", after=after)
+            grown.append((Change(began=None, recovered=recovered), started))
+            _ready(run, after=run.events.index(recovered))
+        hung = run.disturb(0, signal.SIGSTOP)
+    times = run.step_times()
+    stepped = run.named("recovered")[0]["time"] - lost[0].secs
+    before = recovery_run.step_secs(times, run.named("compiled")[0]["time"], ready)
+    meanwhile = recovery_run.step_secs(times, ready, stepped)
+    return (
+        of_kills(lost)
+        | of_growth(
+            [recovery_run.pause_secs(times, started) for _, started in grown],
+            [change for change, _ in grown],
+        )
+        | {
+            "detect_hang_over_timeout_secs": report.figure(
+                "s", "at most 1", [hung.detect_secs - _TIMEOUT_SECS]
+            ),
+            "compile_ahead_percent": report.figure(
+                "%",
+                "of a step, while the program for 3 slices is compiled",
+                [
+                    _more_percent(
+                        statistics.median(before), statistics.median(meanwhile)
+                    )
+                ],
+            ),
+        }
+    )
+
+
+def _ready(run: recovery_run.LiveRun, *, after: int) -> float:
+    # The program for a slice fewer is there, and a save has its copies.
+    ready = run.wait_for("compiled_ahead", after=after)
+    run.wait_for("replicated", after=run.events.index(ready))
+    return ready["time"]
+
+
+def _period_secs(run: recovery_run.LiveRun) -> float:
+    # Between the last two saves.
+    *_, before, last = [each["time"] for each in run.named("save_started")]
+    return last - before
+
+
+def _cold(
+    settings: dict[str, Any], directory: pathlib.Path
+) -> dict[str, report.Figure]:
+    cold = settings | {"elastic_compile_ahead_seconds": 0}
+    with recovery_run.live(cold, directory) as run:
+        run.wait_for("replicated")
+        change = run.disturb(1, signal.SIGKILL)
+    return of_cold([change])
+
+
+def of_kills(changes: Sequence[Change]) -> dict[str, report.Figure]:
+    """The figures of hosts that were killed, with the next program present."""
+    secs = report.figure("s", "at most 3 on 2 idle cores", [c.secs for c in changes])
+    figures = {
+        "recover_secs": secs,
+        "recover_cpu_secs": report.figure(
+            "s", "of a host", [s for change in changes for s in change.cpu_secs]
+        ),
+        "detect_secs": report.figure(
+            "s", "at most 0.2; in recover_secs", [c.detect_secs for c in changes]
+        ),
+    }
+    for phase in timeline.PHASES:
+        figures[f"recover_{phase}_secs"] = report.figure(
+            "s", "in recover_secs", [c.recovered[f"{phase}_secs"] for c in changes]
+        )
+    lost = [change.steps_lost() for change in changes]
+    return figures | {
+        "steps_lost": report.figure(
+            "steps",
+            f"at most local_checkpoint_period={_PERIOD} and the next line",
+            [total for total, _ in lost],
+        ),
+        "steps_lost_uncopied": report.figure(
+            "steps", "of a save without copies yet", [uncopied for _, uncopied in lost]
+        ),
+    }
+
+
+def of_growth(
+    pauses_secs: Sequence[float], changes: Sequence[Change]
+) -> dict[str, report.Figure]:
+    """The figures of growths, which are planned."""
+    return {
+        "grow_pause_secs": report.figure("s", "at most recover_secs", pauses_secs),
+        "steps_lost_planned": report.figure(
+            "steps", "0", [change.recovered["steps_lost"] for change in changes]
+        ),
+    }
+
+
+def of_cold(changes: Sequence[Change]) -> dict[str, report.Figure]:
+    """The figures of hosts that were killed, with no program present."""
+    compiled = [
+        change.recovered["compile_secs"] + change.recovered["restore_secs"]
+        for change in changes
+    ]
+    secs = [change.secs for change in changes]
+    return {
+        "recover_cold_secs": report.figure("s", "nothing compiled", secs),
+        "recover_cold_over_compile_secs": report.figure(
+            "s",
+            "at most 1.5; without compiling and restoring",
+            [a - b for a, b in zip(secs, compiled, strict=True)],
+        ),
+    }
+
+
+def of_loop(turns: dict[str, list[float]]) -> dict[str, report.Figure]:
+    """The figures of turns with a small model."""
+    pairs = zip(turns[recovery_loops.LOOP], turns[recovery_loops.BARE], strict=True)
+    return {
+        "loop_overhead_percent": report.figure(
+            "%",
+            f"below 1; of a step of {_STEP_MS} ms",
+            [100 * (loop - bare) * 1000 / _STEP_MS for loop, bare in pairs],
+        ),
+        "loop_step_ms": report.figure(
+            "ms", "the bare step", [1000 * s for s in turns[recovery_loops.BARE]]
+        ),
+    }
+
+
+def of_saves(turns: dict[str, list[float]]) -> dict[str, report.Figure]:
+    """The figures of turns with the large model; periods are their names."""
+    step_secs = turns[recovery_loops.LOOP]
+    periods = sorted(int(name) for name in turns if name.isdigit())
+    each, longest = turns[str(periods[0])], turns[str(periods[-1])]
+    costs = [
+        max(0.0, (with_saves - step) * periods[-1])
+        for with_saves, step in zip(longest, step_secs, strict=True)
+    ]
+    return {
+        "large_step_ms": report.figure("ms", "no save", [1000 * s for s in step_secs]),
+        "save_each_step_percent": report.figure(
+            "%",
+            "of a step; a save to RAM in each",
+            [_more_percent(a, b) for a, b in zip(each, step_secs, strict=True)],
+        ),
+        "save_cost_secs": report.figure(
+            "s", f"of a save, each {periods[-1]} steps", costs
+        ),
+        "smallest_period_under_5_percent": report.figure(
+            "steps",
+            "from save_cost_secs",
+            [
+                smallest_period(cost, step)
+                for cost, step in zip(costs, step_secs, strict=True)
+            ],
+        ),
+    }
+
+
+def smallest_period(cost_secs: float, step_secs: float, *, percent: float = 5) -> int:
+    """The least steps between saves at which these cost less than `percent`."""
+    return 1 + math.floor(cost_secs / (step_secs * percent / 100))
+
+
+def _beside_orbax(
+    settings: dict[str, Any], directory: pathlib.Path, ram: str, recover_secs: float
+) -> dict[str, report.Figure]:
+    figures = {}
+    for name, manager, hosts, place in (
+        ("ratio_full_restart_orbax", "plain", _HOSTS - 1, directory),
+        ("ratio_emergency_manager", "emergency", _HOSTS, pathlib.Path(ram)),
+    ):
+        config = directory / f"{manager}.yml"
+        cached = {"jax_cache_dir": f"{directory}/{manager}_cache"}
+        config.write_text(json.dumps(settings | cached))
+        try:
+            secs = recovery_orbax.restart_secs(
+                manager, config, place / manager, hosts=hosts
+            )
+        except recovery_orbax.RestartError as error:
+            print(f"{name}: it does not work here:\n{error}")
+            secs = math.nan
+        what = f"at least 5; {secs:.1f} s on {hosts} processes, over recover_secs"
+        figures[name] = report.figure("ratio", what, [secs / recover_secs])
+    return figures
+
+
+def _more_percent(more: float, less: float) -> float:
+    return 100 * (more / less - 1)

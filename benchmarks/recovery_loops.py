@@ -1,0 +1,168 @@
+"""What the loop of a run costs, beside a bare one, and what saves cost it.
+
+The hosts of an elastic run take turns with the same compiled step and the same batches:
+a bare loop, elastic_ckpt's loop, and that loop with a save to RAM every so many steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+from elastic_ckpt.application import journal, local_world, training_files
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import events
+from elastic_ckpt.elastic.world import World
+
+if TYPE_CHECKING:
+    from elastic_ckpt.application.job import Job
+    from elastic_ckpt.checkpoint.run_saver import RunSaver
+
+BARE = "bare"
+LOOP = "loop"
+_RESULTS = "turns.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns:
+    """What the hosts do in turns.
+
+    Attributes:
+      steps: of each turn.
+      rounds: that are counted; one before them is not.
+      periods: the steps between two saves to RAM, in a turn of each.
+    """
+
+    steps: int
+    rounds: int
+    periods: tuple[int, ...] = ()
+
+
+def measure(
+    settings: dict[str, Any], directory: pathlib.Path, turns: Turns
+) -> dict[str, list[float]]:
+    """Runs the turns.
+
+    Args:
+      settings: keys and values of the run's configuration.
+      directory: for its files.
+      turns: what the hosts do.
+
+    Returns:
+      The seconds of a step in each turn, by `BARE`, `LOOP` or the period.
+    """
+    values = {
+        "run_name": "loops",
+        "base_output_directory": str(directory),
+        "steps": 10**6,
+        **settings,
+        "local_checkpoint_period": 1,
+        "elastic_compile_ahead_seconds": 0,
+        "save_checkpoint_on_completion": False,
+    }
+    path = directory / "loops.yml"
+    path.write_text(json.dumps(values))
+    config = training_files.prepare(load.load(path), report=print)
+    local_world.warm_up()
+    with journal.kept(config, events.nobody) as kept:
+        local_world.run(config, kept, train=functools.partial(_train, turns))
+    return json.loads((directory / _RESULTS).read_text())
+
+
+def _train(turns: Turns, config: schema.Config, world: World) -> None:
+    from elastic_ckpt.application import assemble, listeners
+    from elastic_ckpt.checkpoint import configured_tiers, run_saver
+    from elastic_ckpt.core import topology
+
+    directory = config.run.base_output_directory
+    without = dataclasses.replace(config.checkpoint, enable_checkpointing=False)
+    assert world.ram_directory is not None
+    tiers = dataclasses.replace(
+        config.tiers, local_checkpoint_directory=world.ram_directory
+    )
+    chosen = configured_tiers.tiers(
+        dataclasses.replace(config, tiers=tiers), persistent=f"{directory}/steps"
+    )
+    with listeners.started(config):
+        job = assemble.assemble(
+            dataclasses.replace(config, checkpoint=without),
+            world.topology,
+            place=world,
+            emit=world.emit,
+        )
+        with world.checkpointer(chosen, run=config.run.run_name) as checkpointer:
+            saver = run_saver.RunSaver(
+                checkpointer, config.checkpoint, data=cast(Any, job.batches)
+            )
+            secs = _taken(turns, world, job, saver, checkpointer.wait)
+        job.close()
+    if topology.is_primary():
+        pathlib.Path(directory, _RESULTS).write_text(json.dumps(secs))
+
+
+def _taken(
+    turns: Turns, world: World, job: Job, saver: RunSaver, wait: Callable[[], None]
+) -> dict[str, list[float]]:
+    import jax
+    from jax.experimental import multihost_utils
+
+    state = job.restore_or_init()
+    compiled = world.compiled(job.program.step, state, next(job.batches))
+
+    def bare(state: Any) -> Any:
+        for _ in range(turns.steps):
+            state, _ = compiled(state, next(job.batches))
+        return state
+
+    def looped(state: Any, period: int | None) -> Any:
+        steps = int(state["step"]) + turns.steps
+        run = dataclasses.replace(job.config.run, steps=steps)
+        turn = dataclasses.replace(
+            job,
+            config=dataclasses.replace(job.config, run=run),
+            checkpointer=None if period is None else cast(Any, _Every(saver, period)),
+        )
+        return turn.run(
+            state,
+            compiled=lambda *_, **__: compiled,
+            begin=world.begin,
+            is_stopping=world.is_leaving,
+        ).state
+
+    sides = {BARE: bare, LOOP: functools.partial(looped, period=None)}
+    for period in turns.periods:
+        sides[str(period)] = functools.partial(looped, period=period)
+    secs: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(turns.rounds + 1):
+        for name, side in sides.items():
+            multihost_utils.sync_global_devices(name)
+            began = time.perf_counter()
+            state = jax.block_until_ready(side(state))
+            took = time.perf_counter() - began
+            wait()
+            if number:
+                secs[name].append(took / turns.steps)
+    return secs
+
+
+class _Every:
+    """Saves every so many steps."""
+
+    def __init__(self, saver: RunSaver, period: int) -> None:
+        self._saver = saver
+        self._period = period
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Whether to save `step`."""
+        del last
+        return step % self._period == 0
+
+    def save(self, step: int, state: Any, *, last: bool) -> None:
+        """Starts to save."""
+        del last
+        self._saver.save(step, state, last=False)

@@ -1,0 +1,256 @@
+"""A job that saves with Orbax alone, as a peer of suite `recovery`.
+
+The same step and batches as of the run that it is compared with. When a process dies,
+the launcher kills the others and starts all anew: it notices the death at once, the
+machine is there at once, and JAX's compilation cache is warm. A process of the job is
+`python -m benchmarks.recovery_orbax`.
+
+* `plain`: Orbax's checkpointer, to a directory on the disk.
+* `emergency`: Orbax's emergency `CheckpointManager`, to a RAM disk for each process,
+  with a replica of the state in each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from elastic_ckpt.config import load
+from elastic_ckpt.elastic import member, multicontroller
+
+_SAVED_STEP = 3
+_NEVER = 10**9
+_LOOK_SECS = 0.01
+_PATIENCE_SECS = 600.0
+_STEPS = "steps.jsonl"
+
+
+class RestartError(Exception):
+    """The job did not restart; the message has the end of its output."""
+
+
+def restart_secs(
+    manager: str, config: pathlib.Path, directory: pathlib.Path, *, hosts: int
+) -> float:
+    """From the death of a process to the first step after it.
+
+    Args:
+      manager: `plain` or `emergency`.
+      config: of the job.
+      directory: for its files, empty.
+      hosts: its processes.
+
+    Raises:
+      RestartError: if it did not restart.
+    """
+    directory.mkdir(parents=True)
+    job: list[subprocess.Popen[bytes]] = []
+    try:
+        job += _started(manager, config, directory, hosts)
+        # The step that is restored, and more after it.
+        _wait_for(job, directory, lambda step: step > _SAVED_STEP)
+        began = time.time()
+        job[1].send_signal(signal.SIGKILL)
+        while job[1].poll() is None:
+            time.sleep(_LOOK_SECS)
+        _end(job)
+        _steps(directory).unlink()
+        job[:] = _started(manager, config, directory, hosts)
+        return _wait_for(job, directory, lambda step: step == _SAVED_STEP + 1) - began
+    finally:
+        _end(job)
+
+
+def _started(
+    manager: str, config: pathlib.Path, directory: pathlib.Path, hosts: int
+) -> list[subprocess.Popen[bytes]]:
+    address = _free_address()
+    job = []
+    for host in range(hosts):
+        arguments = map(str, (manager, config, directory, address, hosts, host))
+        with (directory / f"host-{host}.log").open("ab") as log:
+            job.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", __name__, *arguments],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return job
+
+
+def _free_address() -> str:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{reserved.getsockname()[1]}"
+
+
+def _steps(directory: pathlib.Path) -> pathlib.Path:
+    return directory / _STEPS
+
+
+def _wait_for(
+    job: Sequence[subprocess.Popen[bytes]],
+    directory: pathlib.Path,
+    is_awaited: Callable[[int], bool],
+) -> float:
+    # Until a step is done; its time.
+    until = time.monotonic() + _PATIENCE_SECS
+    while True:
+        if _steps(directory).exists():
+            for line in _steps(directory).read_text().splitlines():
+                step, at = json.loads(line)
+                if is_awaited(step):
+                    return at
+        ended = [host for host, process in enumerate(job) if process.poll() is not None]
+        if ended or time.monotonic() > until:
+            host = ended[0] if ended else 0
+            text = (directory / f"host-{host}.log").read_text(errors="replace")
+            raise RestartError(text[-3000:])
+        time.sleep(_LOOK_SECS)
+
+
+def _end(job: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in job:
+        process.kill()
+    for process in job:
+        process.wait()
+
+
+class _Manager(NamedTuple):
+    # The newest step, or None; loads it; saves a step and waits.
+    newest: Callable[[], int | None]
+    load: Callable[[int], Any]
+    save: Callable[[int, Any], object]
+
+
+def _plain(directory: pathlib.Path, mesh: Any, abstract: Any, host: int) -> _Manager:
+    from orbax.checkpoint import v1 as ocp
+
+    del mesh, host
+    checkpointer = ocp.training.Checkpointer(str(directory / "steps"))
+
+    def newest() -> int | None:
+        return None if checkpointer.latest is None else checkpointer.latest.step
+
+    def load(step: int) -> Any:
+        return checkpointer.load_checkpointables(step, {"state": abstract})["state"]
+
+    def save(step: int, state: Any) -> object:
+        return checkpointer.save_checkpointables(step, {"state": state}, force=True)
+
+    return _Manager(newest, load, save)
+
+
+def _emergency(
+    directory: pathlib.Path, mesh: Any, abstract: Any, host: int
+) -> _Manager:
+    import orbax.checkpoint as ocp
+    from absl import flags
+    from orbax.checkpoint._src.multihost import multihost
+    from orbax.checkpoint.experimental.emergency import checkpoint_manager as emergency
+
+    from elastic_ckpt.core import storage
+
+    # The manager expects this from the program that uses it.
+    flags.FLAGS.mark_as_parsed()
+    multihost.initialize_runtime_to_distributed_ids()
+    multihost.initialize_distributed_to_device_ids()
+    manager = emergency.CheckpointManager(
+        storage.make_directory(str(directory / f"ram-{host}")),
+        storage.make_directory(str(directory / "persistent")),
+        mesh,
+        abstract,
+        options=emergency.CheckpointManagerOptions(
+            local=emergency.LocalCheckpointOptions(
+                save_interval_steps=_SAVED_STEP, max_to_keep=2
+            ),
+            persistent=emergency.PersistentCheckpointOptions(
+                save_interval_steps=_NEVER
+            ),
+            replica_axis_index=0,
+        ),
+    )
+    restore = ocp.args.PyTreeRestore(
+        abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract)
+    )
+
+    def save(step: int, state: Any) -> object:
+        composite = ocp.args.Composite(state=ocp.args.PyTreeSave(state))
+        assert manager.save(step, args=composite)
+        return manager.wait_until_finished()
+
+    return _Manager(
+        manager.latest_step,
+        lambda step: (
+            manager.restore(step, args=ocp.args.Composite(state=restore)).state
+        ),
+        save,
+    )
+
+
+def _train(
+    make: Callable[..., _Manager],
+    config_path: str,
+    directory: pathlib.Path,
+    place: member.Member,
+) -> None:
+    config = load.load(config_path, [f"hosts={place.num_hosts}"])
+    multicontroller.configure(config.world)
+    with multicontroller.joined(place):
+        import jax
+
+        from elastic_ckpt.core import topology
+        from elastic_ckpt.data import batch_size, pipeline
+        from elastic_ckpt.frontend.batches import configured_batches
+        from elastic_ckpt.training import train_step
+
+        world = topology.present(place.num_hosts)
+        mesh = topology.mesh_of(world)
+        vocab_size = pipeline.vocab_size(config.data)
+        batches = configured_batches(
+            pipeline.from_config(config.data, vocab_size=vocab_size),
+            config.data,
+            mesh=mesh,
+            global_batch_size=batch_size.schedule(config.data, world).at(0),
+        )
+        program = train_step.build(config, mesh, vocab_size=vocab_size)
+        manager = make(directory, mesh, program.abstract_state, place.host)
+        newest = manager.newest()
+        state = program.init() if newest is None else manager.load(newest)
+        while True:
+            state, report = program.step(state, next(batches))
+            jax.block_until_ready(report)
+            step = int(state["step"])
+            if newest is None and step == _SAVED_STEP:
+                manager.save(step, state)
+            if place.host == 0:
+                with _steps(directory).open("a") as file:
+                    file.write(json.dumps([step, time.time()]) + "\n")
+
+
+def main() -> None:
+    """Runs one process of the job, until it is killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("manager", choices=("plain", "emergency"))
+    parser.add_argument("config")
+    parser.add_argument("directory", type=pathlib.Path)
+    parser.add_argument("address")
+    parser.add_argument("hosts", type=int)
+    parser.add_argument("host", type=int)
+    given = parser.parse_args()
+    place = member.Member(address=given.address, num_hosts=given.hosts, host=given.host)
+    make = _plain if given.manager == "plain" else _emergency
+    _train(make, given.config, given.directory, place)
+
+
+if __name__ == "__main__":
+    main()
