@@ -50,7 +50,7 @@ def measure(
 
     Args:
       settings: keys and values of the run's configuration.
-      directory: for its files.
+      directory: for its files, which is made.
       turns: what the hosts do.
 
     Returns:
@@ -65,6 +65,7 @@ def measure(
         "elastic_compile_ahead_seconds": 0,
         "save_checkpoint_on_completion": False,
     }
+    directory.mkdir()
     path = directory / "loops.yml"
     path.write_text(json.dumps(values))
     config = training_files.prepare(load.load(path), report=print)
