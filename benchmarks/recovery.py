@@ -1,4 +1,4 @@
-"""Suite `recovery`: what a change of slices costs a run, and what the loop costs it.
+"""Suite `recovery`: the costs of a change of slices, and those of the loop.
 
 Four processes train a model with 267 MiB of state (weights and AdamW's moments), of
 which each slice has a replica, by `elastic-ckpt train` with its defaults. Processes are

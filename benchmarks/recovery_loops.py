@@ -1,4 +1,4 @@
-"""What the loop of a run costs, beside a bare one, and what saves cost it.
+"""The costs of the loop of a run, beside a bare one, and of its saves.
 
 The hosts of an elastic run take turns with the same compiled step and the same batches:
 a bare loop, elastic_ckpt's loop, and that loop with a save to RAM every so many steps.
@@ -30,7 +30,7 @@ _RESULTS = "turns.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
-    """What the hosts do in turns.
+    """The turns of the hosts.
 
     Attributes:
       steps: of each turn.
@@ -51,7 +51,7 @@ def measure(
     Args:
       settings: keys and values of the run's configuration.
       directory: for its files, which is made.
-      turns: what the hosts do.
+      turns: of the hosts.
 
     Returns:
       The seconds of a step in each turn, by `BARE`, `LOOP` or the period.

@@ -1,7 +1,7 @@
 """A job that saves with Orbax alone, as a peer of suite `recovery`.
 
 The same step and batches as of the run that it is compared with. When a process dies,
-the launcher kills the others and starts all anew: it notices the death at once, the
+the launcher kills the others and starts all anew: it reacts to the death at once, the
 machine is there at once, and JAX's compilation cache is warm. A process of the job is
 `python -m benchmarks.recovery_orbax`.
 

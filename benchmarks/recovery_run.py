@@ -207,6 +207,6 @@ def step_secs(
 
 
 def _cpu_secs(pid: int) -> float:
-    # Of all threads, in user and kernel mode.
+    # The sum over all threads, in user and kernel mode.
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
