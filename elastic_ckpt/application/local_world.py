@@ -113,9 +113,9 @@ def run(
             log_directory=os.path.join(
                 run_directory.path_of(config), run_directory.LOGS
             ),
-            memory=_memory(config) if is_elastic else None,
+            memory=memory(config) if is_elastic else None,
             injected=faults.parse(section.faults),
-            limits=_limits(config),
+            limits=limits(config),
             emit=emit,
         )
     ) as cluster:
@@ -129,7 +129,8 @@ def run(
         )
 
 
-def _limits(config: schema.Config) -> watch.Limits:
+def limits(config: schema.Config) -> watch.Limits:
+    """How long hosts may take."""
     grace_secs = termination.grace_secs(config.deploy)
     if not config.elastic.elastic_enabled:
         return watch.Limits(grace_secs=grace_secs)
@@ -141,7 +142,8 @@ def _limits(config: schema.Config) -> watch.Limits:
     )
 
 
-def _memory(config: schema.Config) -> world_host.SliceMemory | None:
+def memory(config: schema.Config) -> world_host.SliceMemory | None:
+    """The RAM disks of slices; None if hosts keep no checkpoints there."""
     if not config.tiers.enable_multi_tier_checkpointing:
         return None
     return world_host.SliceMemory(

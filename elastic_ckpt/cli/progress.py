@@ -80,6 +80,8 @@ class Progress:
     def remind(self) -> None:
         """Shows the current phase if nothing has been shown for a while."""
         with self._lock:
+            if not self._phase:
+                return
             silence_secs = _SILENCE_SECS
             if self._recent_secs and not self._is_terminal:
                 mean_secs = sum(self._recent_secs) / len(self._recent_secs)
@@ -153,6 +155,15 @@ class Progress:
             f"kept step {event['step']} in device memory:"
             f" {_bytes(event['device_bytes'])}"
         )
+
+    def _on_leader_found(self, *, machine: int, leader: int) -> None:
+        if machine == leader:
+            self._line(f"machine {machine} leads the run")
+            self._begin("waiting for machines")
+        else:
+            self._line(f"machine {machine} follows machine {leader}")
+            # The leader shows the phases of the run.
+            self._begin("")
 
     def _on_slice_lost(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is lost: {event['why']}")

@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start(config: schema.Config, shown: progress.Progress) -> bool:
     # Trains, and returns whether the run was asked to end before its last step.
+    if config.elastic.elastic_machines:
+        return _run_on_machines(config, shown)
     if config.world.enable_single_controller:
         from elastic_ckpt.elastic import single_controller
 
@@ -105,6 +107,18 @@ def _run_supervised(config: schema.Config, shown: progress.Progress) -> bool:
     with journal.kept(config, shown, listening=listening) as emit:
         local_world.run(config, emit)
         return emit.is_stopped
+
+
+def _run_on_machines(config: schema.Config, shown: progress.Progress) -> bool:
+    from elastic_ckpt.application import local_world, machine_run
+
+    place = machine_run.place(config, os.environ)
+    local_world.warm_up()
+    from elastic_ckpt.elastic import multicontroller
+
+    multicontroller.configure(config.world)
+    local_world.check(config)
+    return machine_run.run(_with_files(config), place, shown)
 
 
 def _run_controlled(config: schema.Config, shown: progress.Progress) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ckpt.config.data_section import DataSection
+from elastic_ckpt.config.elastic_section import ElasticSection
 from elastic_ckpt.config.key import key
 
 
@@ -215,75 +216,6 @@ class TiersSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ElasticSection:
-    """Elastic runs: slices that are lost, and slices that come back."""
-
-    elastic_enabled: bool = key(
-        False,
-        "Continue on the slices that are left when one is lost, and on more when one"
-        " comes back. Otherwise the run ends with its first host.",
-    )
-    elastic_min_slice_count: int = key(
-        0, "The least number of slices to train on; 0 takes all.", at_least=0, off=-1
-    )
-    elastic_max_slice_count: int = key(
-        0,
-        "The greatest number of slices to train on; slices beyond it are spares, which"
-        " replace lost ones. 0 takes all.",
-        at_least=0,
-    )
-    elastic_timeout_seconds: int = key(
-        300,
-        "How long to wait for that many slices before the run ends.",
-        at_least=0,
-    )
-    elastic_max_retries: int = key(
-        10,
-        "How often the run continues without a new step since the last loss; then it"
-        " ends with the first cause.",
-        at_least=0,
-    )
-    elastic_settle_seconds: float = key(
-        10.0,
-        "How long a slice has to be back before the run continues on it.",
-        at_least=0,
-    )
-    elastic_quarantine_failures: int = key(
-        3,
-        "A slice that fails so often within elastic_quarantine_seconds (it is lost, or"
-        " computes wrong values when it comes back) is not used again before the next"
-        " start; 0 disables it.",
-        at_least=0,
-    )
-    elastic_quarantine_seconds: float = key(
-        3600.0, "The time within which failures of a slice add up.", at_least=0
-    )
-    elastic_hang_timeout_seconds: float = key(
-        600.0,
-        "The longest that hosts may take without a step; a shorter limit for each phase"
-        " is learned from the run.",
-        at_least=1,
-    )
-    elastic_heartbeat_timeout_seconds: float = key(
-        30.0,
-        "A host that sends no heartbeat for so long, stopped or frozen, is lost.",
-        at_least=2,
-    )
-    elastic_compile_ahead_seconds: float = key(
-        600.0,
-        "While the run trains, the program for one slice fewer is compiled at low"
-        " priority, within so many seconds; 0 compiles when a slice is lost.",
-        at_least=0,
-    )
-    faults: str = key(
-        "",
-        "Faults to inject, for tests and demonstrations, such as [{kill_slice: 1,"
-        " at_step: 40}, {return_slice: 1, at_step: 80}]; also kill_host and hang_host.",
-        lists="any",
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsSection:
     """Outputs of metrics besides the JSON lines in the run's `metrics/`."""
 
@@ -375,6 +307,6 @@ class Config:
     data: DataSection = dataclasses.field(default_factory=DataSection)
     checkpoint: CheckpointSection = CheckpointSection()
     tiers: TiersSection = TiersSection()
-    elastic: ElasticSection = ElasticSection()
+    elastic: ElasticSection = dataclasses.field(default_factory=ElasticSection)
     metrics: MetricsSection = MetricsSection()
     deploy: DeploySection = DeploySection()

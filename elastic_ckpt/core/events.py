@@ -30,6 +30,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "step_secs",
     ),
     "state_kept": ("step", "device_bytes", "secs"),
+    "leader_found": ("machine", "leader"),
     "slice_lost": ("slice", "why"),
     "slice_preempted": ("slice",),
     "slice_returned": ("slice",),

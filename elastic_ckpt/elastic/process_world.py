@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastic_ckpt.core import events, storage
-from elastic_ckpt.elastic import host_process, supervisor, watch
+from elastic_ckpt.elastic import host_process, host_start, supervisor, watch
 from elastic_ckpt.elastic.cluster import Assignment
 
 # Hosts that stop before their last step report both; one of them is the reason.
@@ -22,6 +22,7 @@ class ProcessWorld:
       num_hosts: the number of hosts.
       log_directory: for the output of the hosts; a new directory is made in it.
       limits: of the run.
+      machines: of each host; None if all are processes of this machine.
 
     Attributes:
       hosts: the processes.
@@ -35,6 +36,7 @@ class ProcessWorld:
         num_hosts: int,
         log_directory: str,
         limits: watch.Limits,
+        machines: Sequence[host_start.HostMachine] | None = None,
     ) -> None:
         self._assignment = _without_spares(assignment)
         self._emit: events.Emit = events.nobody
@@ -46,6 +48,7 @@ class ProcessWorld:
             log_directory=storage.make_unique_directory(log_directory),
             emit=self._receive,
             limits=limits,
+            machines=machines,
         )
 
     def is_for(self, assignment: Assignment) -> bool:

@@ -1,9 +1,10 @@
-"""A cluster of processes of this machine: each slice is a group of host processes.
+"""A cluster of processes: each slice is a group of host processes.
 
-The supervisor (this process) owns what outlives worlds: the agents that serve the RAM
-of each slice, and the state of the slices. Each world is a set of fresh processes. A
-slice has its own directory on the RAM disk, like a separate machine, so that
-it can be lost together with its memory. A slice that was lost is used again after
+They are of this machine, or of several, whose supervisors follow this one (`machines`).
+The supervisors own what outlives worlds: the agents that serve the RAM of each slice
+(`local_slices`), and here the state of the slices. Each world is a set of fresh
+processes. A slice has its own directory on the RAM disk, like a separate machine, so
+that it can be lost together with its memory. A slice that was lost is used again after
 its devices have passed a check (`slice_check`).
 
 Before a planned change the next world is prepared: its processes are started and have
@@ -13,7 +14,6 @@ joined when the hosts of the present one are asked to leave.
 from __future__ import annotations
 
 import contextlib
-import functools
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +23,11 @@ from elastic_ckpt.core import events, storage
 from elastic_ckpt.elastic import (
     faults,
     host_failure,
-    host_process,
-    kept_executables,
+    host_start,
+    local_slices,
+    machines,
     process_world,
+    remote_machine,
     shadow_world,
     slice_check,
     supervisor,
@@ -34,14 +36,13 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
-from elastic_ckpt.tiers.peers import agent, agent_process, known_agents
 
 # The longest time between two looks at the slices.
 _LOOK_SECS = 0.1
 
 
 class Processes:
-    """Slices of host processes on this machine.
+    """Slices of host processes on this machine, and on those that follow it.
 
     Args:
       hardware: the slices and hosts, and the devices of each host. A host that
@@ -63,55 +64,77 @@ class Processes:
         limits: watch.Limits | None = None,
         emit: events.Emit = events.nobody,
     ) -> None:
-        self._hardware = hardware
-        num_slices = min(hardware.hosts, hardware.slices)
-        self._hosts_per_slice = hardware.hosts // num_slices
-        self._log_directory = log_directory
+        own = local_slices.LocalSlices(
+            hardware,
+            log_directory=log_directory,
+            memory=memory,
+            limits=limits or watch.Limits(),
+        )
+        self._start(own, None, injected, emit)
+        self._resources.callback(own.close)
+
+    @classmethod
+    def of_machines(
+        cls,
+        own: local_slices.LocalSlices,
+        others: machines.Machines,
+        *,
+        emit: events.Emit,
+    ) -> Processes:
+        """The slices of this machine and of those that follow it.
+
+        Args:
+          own: the slices of this machine; closed by the caller.
+          others: the other machines; closed by the caller.
+          emit: called when a slice is lost or comes back.
+        """
+        cluster = cls.__new__(cls)
+        cluster._start(own, others, (), emit)
+        return cluster
+
+    def _start(
+        self,
+        own: local_slices.LocalSlices,
+        others: machines.Machines | None,
+        injected: Sequence[faults.Fault],
+        emit: events.Emit,
+    ) -> None:
+        self._own = own
+        self._others = others
         self._faults = list(injected)
         self._emit = emit
         self._resources = contextlib.ExitStack()
-        kept = self._resources.enter_context(kept_executables.kept())
-        self._limits = limits or watch.Limits()
-        self._owned = world_host.Owned(
-            memory=memory, kept=kept, grace_secs=self._limits.grace_secs
-        )
-        began_secs = time.monotonic()
         # By slice that is alive, since when.
-        self._since = dict.fromkeys(range(num_slices), began_secs)
+        self._since = dict.fromkeys(self._connected(), time.monotonic())
         # The slices that were lost since they were last in a world.
         self._lost: set[int] = set()
         # The slices that are absent from when their hosts have left: preempted.
         self._leaving: set[int] = set()
+        # The slices of the world that runs.
+        self._training: frozenset[int] = frozenset()
         self._failures: list[Failure] = []
-        self._checks = slice_check.SliceChecks(
-            hardware,
-            hosts_per_slice=self._hosts_per_slice,
-            log_directory=log_directory,
-            limits=self._limits,
-        )
-        self._resources.callback(self._checks.close)
         self._prepared: process_world.ProcessWorld | None = None
         self._step = 0
-        self._agents: dict[int, agent_process.AgentProcess] = {}
-        for number in self._since:
-            self._serve(number)
 
     @property
     def devices_per_slice(self) -> int:
         """See `Cluster`."""
-        return self._hosts_per_slice * self._hardware.devices_per_host
+        return self._own.hosts_per_slice * self._own.hardware.devices_per_host
 
     def slices(self, current: frozenset[int]) -> Slices:
         """See `Cluster`."""
+        self._note_machines()
         now_secs = time.monotonic()
-        for verdict in self._checks.poll():
+        checkers = self._checkers()
+        for verdict in [each for checker in checkers for each in checker.poll()]:
             if verdict.problem is not None:
                 self._fail(verdict.slice)
                 self._emit("slice_refused", slice=verdict.slice, why=verdict.problem)
+        unsound = {each for checker in checkers for each in checker.unsound}
         present = {
             number: now_secs - since
             for number, since in self._since.items()
-            if number not in self._checks.unsound
+            if number not in unsound
         }
         return Slices(
             current=current - self._lost,
@@ -129,6 +152,7 @@ class Processes:
     ) -> bool:
         """See `Cluster`; runs in the main thread."""
         slices = assignment.work.slices
+        self._training = frozenset(slices)
         self._lost -= set(slices)
         has_trained = False
         shadows = contextlib.ExitStack()
@@ -158,6 +182,7 @@ class Processes:
             with shadows:
                 return world.run(receive, look)
         except host_failure.WorldLostError as error:
+            self._note_machines()
             lost = {self._slice_of(host, slices) for host in error.hosts}
             for number in sorted(lost):
                 self._lose(number, why=str(error).partition("\n")[0])
@@ -165,8 +190,9 @@ class Processes:
         finally:
             for number in self._leaving:
                 # Its machine goes, and its memory with it.
-                self._drop_memory(number)
+                self._own.drop_memory(number)
             self._leaving.clear()
+            self._training = frozenset()
 
     def wait(self, secs: float) -> None:
         """See `Cluster`."""
@@ -176,52 +202,80 @@ class Processes:
         """Ends the agents, and removes the executables."""
         self._discard()
         self._resources.close()
-        for number in list(self._agents):
-            self._agents.pop(number).close()
 
     def _compile_ahead(
         self, assignment: Assignment, shadows: contextlib.ExitStack
     ) -> None:
         smaller = assignment.compile_ahead
-        if smaller is None or not self._limits.compile_ahead_secs:
+        if smaller is None or self._others or not self._own.limits.compile_ahead_secs:
             return
-        program = self._program(
+        program = self._own.program(
             smaller.compiles, Assignment(number=assignment.number, work=smaller.work)
         )
         shadow = shadow_world.ShadowWorld(
             program,
-            num_hosts=len(smaller.work.slices) * self._hosts_per_slice,
-            log_directory=storage.make_unique_directory(self._log_directory),
-            budget_secs=self._limits.compile_ahead_secs,
+            num_hosts=len(smaller.work.slices) * self._own.hosts_per_slice,
+            log_directory=storage.make_unique_directory(self._own.log_directory),
+            budget_secs=self._own.limits.compile_ahead_secs,
             emit=self._emit,
         )
         shadows.enter_context(contextlib.closing(shadow))
 
-    def _program(
-        self, train: TrainFunction, assignment: Assignment
-    ) -> host_process.Program:
-        return functools.partial(
-            world_host.run_host, train, self._hardware, assignment, self._owned
-        )
-
     def _slice_of(self, host: int, slices: Sequence[int]) -> int:
-        return slices[host // self._hosts_per_slice]
+        return slices[host // self._own.hosts_per_slice]
 
     def _hosts_of(self, number: int, slices: Sequence[int]) -> range:
         if number not in slices:
             return range(0)
-        first = slices.index(number) * self._hosts_per_slice
-        return range(first, first + self._hosts_per_slice)
+        first = slices.index(number) * self._own.hosts_per_slice
+        return range(first, first + self._own.hosts_per_slice)
 
     def _lose(self, number: int, *, why: str) -> None:
         self._lost.add(number)
         if number in self._since:
             # It is there again at once, and has to settle.
             self._since[number] = time.monotonic()
-            self._checks.begin(number)
+            self._check(number)
         if number not in self._leaving:
             self._fail(number)
         self._emit("slice_lost", slice=number, why=why)
+
+    def _connected(self) -> frozenset[int]:
+        # The slices of the machines that are there.
+        others = frozenset[int]() if self._others is None else self._others.slices()
+        return others.union(self._own.numbers)
+
+    def _note_machines(self) -> None:
+        # Machines come and go.
+        if self._others is None:
+            return
+        self._others.poll()
+        connected = self._connected()
+        for number in sorted(self._since.keys() - connected):
+            del self._since[number]
+            if number not in self._training:
+                # Otherwise the world is lost, too, and that is reported.
+                self._emit("slice_lost", slice=number, why="its machine is lost")
+        for number in sorted(connected - self._since.keys() - self._leaving):
+            self._return(number)
+
+    def _return(self, number: int) -> None:
+        self._since[number] = time.monotonic()
+        self._check(number)
+        self._emit("slice_returned", slice=number)
+
+    def _remote(self, number: int) -> remote_machine.RemoteMachine | None:
+        # The other machine that has a slice and is there.
+        return None if self._others is None else self._others.of_slice(number)
+
+    def _checkers(
+        self,
+    ) -> list[slice_check.SliceChecks | remote_machine.RemoteMachine]:
+        others = [] if self._others is None else self._others.all()
+        return [self._own.checks, *others]
+
+    def _check(self, number: int) -> None:
+        (self._remote(number) or self._own.checks).begin(number)
 
     def _fail(self, number: int) -> None:
         self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
@@ -229,13 +283,25 @@ class Processes:
     def _world(
         self, train: TrainFunction, assignment: Assignment
     ) -> process_world.ProcessWorld:
+        slices = assignment.work.slices
+        num_hosts = len(slices) * self._own.hosts_per_slice
         return process_world.ProcessWorld(
-            self._program(train, assignment),
+            self._own.program(train, assignment),
             assignment,
-            num_hosts=len(assignment.work.slices) * self._hosts_per_slice,
-            log_directory=self._log_directory,
-            limits=self._limits,
+            num_hosts=num_hosts,
+            machines=[
+                self._machine(self._slice_of(host, slices), assignment)
+                for host in range(num_hosts)
+            ],
+            log_directory=self._own.log_directory,
+            limits=self._own.limits,
         )
+
+    def _machine(self, number: int, assignment: Assignment) -> host_start.HostMachine:
+        remote = self._remote(number)
+        if remote is None:
+            return self._own.machine
+        return remote_machine.RemoteStart(machine=remote, assignment=assignment)
 
     def _can_leave(
         self,
@@ -288,39 +354,18 @@ class Processes:
                     running.send_signal(
                         self._hosts_of(fault.target, slices), signal.SIGKILL
                     )
-                    self._checks.forget(fault.target)
-                    self._drop_memory(fault.target)
+                    self._own.checks.forget(fault.target)
+                    self._own.drop_memory(fault.target)
                 case faults.Kind.PREEMPT_SLICE:
                     running.send_signal(
                         self._hosts_of(fault.target, slices), signal.SIGTERM
                     )
                 case faults.Kind.BREAK_SLICE:
-                    self._checks.broken.add(fault.target)
+                    self._own.checks.broken.add(fault.target)
                 case faults.Kind.RETURN_SLICE:
-                    self._serve(fault.target)
-                    self._since[fault.target] = time.monotonic()
-                    self._checks.begin(fault.target)
-                    self._emit("slice_returned", slice=fault.target)
+                    self._own.serve(fault.target)
+                    self._return(fault.target)
                 case faults.Kind.KILL_HOST:
                     running.send_signal([fault.target], signal.SIGKILL)
                 case faults.Kind.HANG_HOST:
                     running.send_signal([fault.target], signal.SIGSTOP)
-
-    def _serve(self, number: int) -> None:
-        # The agent outlives worlds, so that the next one reads from it at once.
-        if self._owned.memory is None or number in self._agents:
-            return
-        root = self._owned.memory.root(number)
-        storage.make_directory(root)
-        self._agents[number] = agent_process.AgentProcess(agent.Service(root=root))
-
-    def _drop_memory(self, number: int) -> None:
-        if self._owned.memory is None:
-            return
-        if number in self._agents:
-            gone = self._agents.pop(number)
-            gone.close()
-            for other in self._agents:
-                # The next world does not wait for it.
-                known_agents.forget(self._owned.memory.root(other), gone.address.url)
-        storage.remove(self._owned.memory.of_slice(number))

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import pathlib
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import connection, forkserver, process
+from multiprocessing import connection, forkserver
 
-from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import host_failure, host_process, termination
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import host_failure, host_process, host_start, termination
 from elastic_ckpt.elastic import watch as hang_watch
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
@@ -53,6 +51,7 @@ class HostProcesses:
         `stop_requested`.
       limits: how long hosts may take to save and end after SIGTERM, and may hang; by
         default 60 s, and for any time.
+      machines: of each host; None if all are processes of this machine.
 
     Attributes:
       is_left: whether the hosts were asked to leave, and not to end the run.
@@ -67,7 +66,9 @@ class HostProcesses:
         log_directory: str | os.PathLike[str],
         emit: events.Emit,
         limits: hang_watch.Limits | None = None,
+        machines: Sequence[host_start.HostMachine] | None = None,
     ) -> None:
+        self._machines = machines or [host_start.ThisMachine()] * num_hosts
         self._limits = limits = limits or hang_watch.Limits()
         self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
         self.is_left = False
@@ -81,10 +82,10 @@ class HostProcesses:
             for host in range(num_hosts)
         ]
         self._emit = emit
-        self._processes: list[process.BaseProcess] = []
+        self._hosts: list[host_start.StartedHost] = []
         self._channels: dict[connection.Connection, int] = {}
         self._failures: list[HostFailure] = []
-        self._reserved: socket.socket | None = None
+        self._reserved: host_start.Reserved | None = None
         # The hosts that wait for `run`, and since when hosts are prepared.
         self._ready: set[int] = set()
         self._prepared_secs = 0.0
@@ -95,10 +96,10 @@ class HostProcesses:
 
     def prepare(self) -> None:
         """Starts the hosts, which join and wait, and returns at once."""
-        self._reserved, address = _reserve_port()
+        self._reserved = self._machines[0].reserve()
         self._prepared_secs = time.monotonic()
         with termination.held():
-            self._start_hosts(address)
+            self._start_hosts(self._reserved.address)
 
     def is_prepared(self) -> bool:
         """Whether `run` need not be waited for: all hosts have joined, or one fails."""
@@ -136,7 +137,7 @@ class HostProcesses:
         self._on_watch = watch
         try:
             with _notice() as notice:
-                if not self._processes:
+                if not self._hosts:
                     self.prepare()
                 now_secs = time.monotonic()
                 self._hangs = hang_watch.Watch(
@@ -186,31 +187,18 @@ class HostProcesses:
     def send_signal(self, hosts: Iterable[int], number: signal.Signals) -> None:
         """Sends a signal to hosts: a fault, for tests and demonstrations."""
         for host in hosts:
-            child = self._processes[host]
-            if child.is_alive():
-                assert child.pid is not None
-                os.kill(child.pid, number)
+            self._hosts[host].send_signal(number)
 
     def _tell(self, message: bytes) -> None:
-        for channel in self._channels:
-            # A host that has just died is reported by the other end of its pipe.
-            with contextlib.suppress(OSError):
-                channel.send_bytes(message)
+        for host in self._channels.values():
+            self._hosts[host].tell(message)
 
     def _start_hosts(self, address: str) -> None:
-        context = multiprocessing.get_context("forkserver")
         for host, log in enumerate(self._logs):
-            storage.make_directory(log.parent)
-            receiver, sender = context.Pipe()
             member = Member(address=address, num_hosts=self._num_hosts, host=host)
-            arguments = (self._program, member, str(log), sender)
-            child = context.Process(
-                target=host_process.run, args=arguments, name=f"host-{host}"
-            )
-            child.start()
-            sender.close()
-            self._processes.append(child)
-            self._channels[receiver] = host
+            started = self._machines[host].start(self._program, member, str(log))
+            self._hosts.append(started)
+            self._channels[started.channel] = host
 
     def _watch(self, notice: termination.Notice | None) -> None:
         while self._channels:
@@ -245,10 +233,9 @@ class HostProcesses:
             # The host has ended, without a message or in the middle of one.
             del self._channels[channel]
             self._hangs.end(host)
-            child = self._processes[host]
-            child.join()
-            if child.exitcode and all(f.host != host for f in self._failures):
-                self._fail(host_failure.silent_death(host, child.exitcode))
+            exit_code = self._hosts[host].wait()
+            if exit_code and all(f.host != host for f in self._failures):
+                self._fail(host_failure.silent_death(host, exit_code))
             return
         now_secs = time.monotonic()
         if "heartbeat" in message:
@@ -310,15 +297,13 @@ class HostProcesses:
             self.is_left = False
 
     def _terminate(self) -> None:
-        for child in self._processes:
-            # JAX's preemption service handles the signal.
-            child.terminate()
+        # JAX's preemption service handles the signal.
+        self.send_signal(range(len(self._hosts)), signal.SIGTERM)
 
     def _kill(self) -> None:
-        for child in self._processes:
-            child.kill()
-        for child in self._processes:
-            child.join()
+        self.send_signal(range(len(self._hosts)), signal.SIGKILL)
+        for host in self._hosts:
+            host.wait()
 
     def _describe_stop(self) -> str:
         if not self._is_running:
@@ -361,12 +346,3 @@ def warm_up(modules: Sequence[str]) -> None:
 def _notice() -> contextlib.AbstractContextManager[termination.Notice | None]:
     is_main = threading.current_thread() is threading.main_thread()
     return termination.Notice() if is_main else contextlib.nullcontext()
-
-
-def _reserve_port() -> tuple[socket.socket, str]:
-    # The OS chooses the port and reserves it while this socket is open. gRPC servers
-    # also bind with SO_REUSEPORT, and only a listening socket accepts connections.
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved, f"127.0.0.1:{reserved.getsockname()[1]}"

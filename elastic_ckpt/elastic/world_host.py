@@ -44,11 +44,13 @@ class Owned:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       kept: the place of executables; None compiles in each world.
       grace_secs: the time limit for hosts to save and end after SIGTERM.
+      most_hosts: that this machine can have in a world; None for all hosts of it.
     """
 
     memory: SliceMemory | None
     kept: kept_executables.KeptExecutables | None
     grace_secs: float
+    most_hosts: int | None = None
 
     def ram_directory(self, number: int) -> str | None:
         """The RAM disk of a slice; None if hosts keep nothing there."""
@@ -76,8 +78,9 @@ def run_host(
     from elastic_ckpt.data import token_blocks
     from elastic_ckpt.elastic import multicontroller, termination
 
-    # All hosts are on this machine; its cores are shared.
-    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(member.num_hosts)
+    # The hosts of a machine share its cores.
+    num_local = min(member.num_hosts, owned.most_hosts or member.num_hosts)
+    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(num_local)
     slices = _simulated(assignment.work.slices, hardware)
     number = slices[member.host * len(slices) // member.num_hosts]
     multicontroller.configure(hardware)

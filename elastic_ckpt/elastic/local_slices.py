@@ -1,0 +1,121 @@
+"""The slices of this machine: what its supervisor owns, and what outlives worlds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import storage
+from elastic_ckpt.elastic import (
+    host_process,
+    host_start,
+    kept_executables,
+    slice_check,
+    watch,
+    world_host,
+)
+from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
+from elastic_ckpt.tiers.peers import agent, agent_process, known_agents
+
+
+class LocalSlices:
+    """The agents that serve the RAM of slices, their checks, and their executables.
+
+    Args:
+      hardware: the slices and hosts of the run, and the devices of each host. A host
+        that simulates several slices is one slice here.
+      log_directory: the directory for the logs of checks.
+      memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
+      limits: how long hosts may take to save and end after SIGTERM, and may hang.
+      numbers: of the slices of this machine; None if it has all.
+      interface: the address by which other machines reach this one.
+
+    Attributes:
+      hardware: as given.
+      log_directory: as given.
+      limits: as given.
+      numbers: of the slices.
+      hosts_per_slice: the hosts of each.
+      checks: of the slices that came back.
+      machine: starts hosts.
+    """
+
+    def __init__(
+        self,
+        hardware: schema.WorldSection,
+        *,
+        log_directory: str,
+        memory: world_host.SliceMemory | None = None,
+        limits: watch.Limits,
+        numbers: Iterable[int] | None = None,
+        interface: str = host_start.LOOPBACK,
+    ) -> None:
+        num_slices = min(hardware.hosts, hardware.slices)
+        self.numbers = tuple(range(num_slices) if numbers is None else numbers)
+        self.hosts_per_slice = hardware.hosts // num_slices
+        self.machine = host_start.ThisMachine(interface)
+        self.hardware = hardware
+        self.log_directory = log_directory
+        self.limits = limits
+        self._interface = interface
+        self._agents: dict[int, agent_process.AgentProcess] = {}
+        with contextlib.ExitStack() as resources:
+            self._owned = world_host.Owned(
+                memory=memory,
+                kept=resources.enter_context(kept_executables.kept()),
+                grace_secs=limits.grace_secs,
+                most_hosts=len(self.numbers) * self.hosts_per_slice,
+            )
+            self.checks = slice_check.SliceChecks(
+                hardware,
+                hosts_per_slice=self.hosts_per_slice,
+                log_directory=log_directory,
+                limits=limits,
+            )
+            resources.callback(self._end_agents)
+            resources.callback(self.checks.close)
+            for number in self.numbers:
+                self.serve(number)
+            self._resources = resources.pop_all()
+
+    def program(
+        self, train: TrainFunction, assignment: Assignment
+    ) -> host_process.Program:
+        """The program of each host of this machine in a world."""
+        return functools.partial(
+            world_host.run_host, train, self.hardware, assignment, self._owned
+        )
+
+    def serve(self, number: int) -> None:
+        """Serves the memory of a slice, unless it does."""
+        # The agent outlives worlds, so that the next one reads from it at once.
+        memory = self._owned.memory
+        if memory is None or number in self._agents:
+            return
+        root = memory.root(number)
+        storage.make_directory(root)
+        service = agent.Service(root=root, interface=self._interface)
+        self._agents[number] = agent_process.AgentProcess(service)
+
+    def drop_memory(self, number: int) -> None:
+        """Removes the memory of a slice of this machine: a fault, or it is gone."""
+        memory = self._owned.memory
+        if memory is None or number not in self.numbers:
+            return
+        if number in self._agents:
+            gone = self._agents.pop(number)
+            gone.close()
+            for other in self._agents:
+                # The next world does not wait for it.
+                known_agents.forget(memory.root(other), gone.address.url)
+        storage.remove(memory.of_slice(number))
+
+    def close(self) -> None:
+        """Ends the checks and agents, and removes the executables."""
+        self._resources.close()
+
+    def _end_agents(self) -> None:
+        for number in list(self._agents):
+            self._agents.pop(number).close()

@@ -1,0 +1,234 @@
+"""Another machine of the run, as the leader sees it: hosts, and checks of slices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_ckpt.elastic import host_process, host_start, machine_link
+from elastic_ckpt.elastic.cluster import Assignment
+from elastic_ckpt.elastic.decision import Train
+from elastic_ckpt.elastic.member import Member
+from elastic_ckpt.elastic.slice_check import Verdict
+
+
+def assignment_fields(assignment: Assignment) -> dict[str, Any]:
+    """An assignment as JSON, without what follows it."""
+    work = dataclasses.asdict(assignment.work)
+    return {"number": assignment.number, "work": work}
+
+
+def assignment_of(fields: Mapping[str, Any]) -> Assignment:
+    """The assignment whose `assignment_fields` are given."""
+    work = dict(fields["work"])
+    for name in ("slices", "spares"):
+        work[name] = tuple(work[name])
+    return Assignment(number=fields["number"], work=Train(**work))
+
+
+class RemoteHost:
+    """A host on another machine.
+
+    Args:
+      number: of the host on its link.
+      link: to its supervisor.
+      lost_secs: how long to wait for a machine that does not answer.
+    """
+
+    def __init__(
+        self, number: int, link: machine_link.Link, *, lost_secs: float
+    ) -> None:
+        self._number = number
+        self._link = link
+        self._lost_secs = lost_secs
+        self.channel, self._sender = multiprocessing.Pipe(duplex=False)
+        self._has_ended = threading.Event()
+        # Unless its machine reports another one.
+        self._exit_code = -signal.SIGKILL
+
+    def tell(self, message: bytes) -> None:
+        """See `StartedHost`."""
+        self._link.send(tell=self._number, message=message.decode())
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """See `StartedHost`."""
+        if not self._has_ended.is_set():
+            self._link.send(signal=self._number, number=int(number))
+
+    def wait(self) -> int:
+        """See `StartedHost`; a machine that does not answer counts as lost."""
+        # Messages that are not read any more must not keep its end from arriving.
+        self.channel.close()
+        if not self._has_ended.wait(self._lost_secs):
+            self._link.cut()
+        return self._exit_code
+
+    def take(self, message: str) -> None:
+        """Passes on a message of the host."""
+        with contextlib.suppress(OSError):
+            self._sender.send_bytes(message.encode())
+
+    def end(self, exit_code: int | None = None) -> None:
+        """Notes that the host has ended; None if its machine is lost."""
+        if exit_code is not None:
+            self._exit_code = exit_code
+        self._has_ended.set()
+        self._sender.close()
+
+
+@dataclasses.dataclass(kw_only=True)
+class _RemotePort:
+    address: str
+    close: Callable[[], None]
+
+
+class RemoteMachine:
+    """A machine with a link to its supervisor.
+
+    Args:
+      number: of the machine.
+      link: to it.
+      lost_secs: how long to wait for a machine that does not answer.
+
+    Attributes:
+      number: of the machine.
+      is_lost: whether the link is lost.
+      is_leaving: whether it is about to go, and takes no more hosts.
+      unsound: the slices that have not passed their checks.
+    """
+
+    def __init__(
+        self, number: int, link: machine_link.Link, *, lost_secs: float
+    ) -> None:
+        self.number = number
+        self.is_lost = False
+        self.is_leaving = False
+        self.unsound: set[int] = set()
+        self._link = link
+        self._lost_secs = lost_secs
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._hosts: dict[int, RemoteHost] = {}
+        self._ports: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._verdicts: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Takes in the messages of the machine until the link is lost; in a thread."""
+        with contextlib.suppress(machine_link.LinkLostError):
+            while True:
+                self._take(self._link.receive())
+        with self._lock:
+            self.is_lost = True
+            for host in self._hosts.values():
+                host.end()
+            self._hosts.clear()
+
+    def reserve(self) -> host_start.Reserved:
+        """See `HostMachine`; of a lost machine, whose hosts fail, a port of none."""
+        self._link.send(reserve=True)
+        try:
+            address = self._ports.get(timeout=self._lost_secs)
+        except queue.Empty:
+            self.cut()
+            address = f"{host_start.LOOPBACK}:1"
+        return _RemotePort(
+            address=address, close=lambda: self._link.send(release=address)
+        )
+
+    def start(self, assignment: Assignment, member: Member, log: str) -> RemoteHost:
+        """Starts a host of a world, with the program of its machine."""
+        with self._lock:
+            number = next(self._numbers)
+            host = RemoteHost(number, self._link, lost_secs=self._lost_secs)
+            if self.is_lost:
+                host.end()
+                return host
+            self._hosts[number] = host
+        world, name = os.path.split(os.path.normpath(log))
+        self._link.send(
+            start=number,
+            assignment=assignment_fields(assignment),
+            member=dataclasses.asdict(member),
+            log=[os.path.basename(world), name],
+        )
+        return host
+
+    def begin(self, number: int) -> None:
+        """Has a slice checked; it is `unsound` until then."""
+        self.unsound.add(number)
+        self._link.send(check=number)
+
+    def poll(self) -> list[Verdict]:
+        """The checks that have ended since the last call."""
+        verdicts = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                verdicts.append(self._verdicts.get_nowait())
+        self.unsound -= {each.slice for each in verdicts if each.problem is None}
+        return verdicts
+
+    def end(self, *, is_stopped: bool, failure: str | None) -> None:
+        """Tells the machine that the run has ended.
+
+        Args:
+          is_stopped: whether it was asked to end.
+          failure: why it failed; None if it did not.
+        """
+        self._link.send(over=True, is_stopped=is_stopped, failure=failure)
+
+    def cut(self) -> None:
+        """Ends the link, for a machine that is lost."""
+        self._link.cut()
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        match message:
+            case {"host": number, "message": str(text)}:
+                self._host(number).take(text)
+            case {"host": number, "exit": int(exit_code)}:
+                with self._lock:
+                    host = self._hosts.pop(number)
+                host.end(exit_code)
+            case {"reserved": str(address)}:
+                self._ports.put(address)
+            case {"checked": int(number), "problem": problem}:
+                self._verdicts.put(Verdict(slice=number, problem=problem))
+            case {"leaving": True}:
+                self.is_leaving = True
+            case _:
+                raise AssertionError(message)
+
+    def _host(self, number: int) -> RemoteHost:
+        with self._lock:
+            return self._hosts[number]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteStart:
+    """A `HostMachine` for one world.
+
+    Attributes:
+      machine: with the program of a host.
+      assignment: the world.
+    """
+
+    machine: RemoteMachine
+    assignment: Assignment
+
+    def reserve(self) -> host_start.Reserved:
+        """See `HostMachine`."""
+        return self.machine.reserve()
+
+    def start(
+        self, program: host_process.Program, member: Member, log: str
+    ) -> host_start.StartedHost:
+        """See `HostMachine`; the machine has the program itself."""
+        del program
+        return self.machine.start(self.assignment, member, log)
