@@ -96,6 +96,8 @@ FULL = Size(
         "base_mlp_dim": 6144,
         "base_num_decoder_layers": 1,
         "max_target_length": 8,
+        "num_logical_shards": 12,
+        "global_batch_size": 12,
     },
     small={
         "base_emb_dim": 128,

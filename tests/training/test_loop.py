@@ -95,9 +95,9 @@ def test_what_is_saved_is_logged_and_durable_before(journal):
     assert run(journal) == (3, 3)
     assert journal.calls == [
         "step 0",
-        "step 1",
         "log 0",
         "emit 1/3: 0.0",
+        "step 1",
         "log 1",
         "emit 2/3: 1.0",
         "sync",
@@ -116,10 +116,13 @@ def test_a_host_that_writes_no_log_still_saves(journal):
     assert journal.calls == ["step 0", "step 1", "save 2: 2", "step 2", "save 3: 3"]
 
 
-def test_without_a_saver_every_step_is_logged(journal):
+def test_the_first_step_is_logged_at_once_and_others_one_step_behind(journal):
     run(journal, saver=None)
-    assert [c for c in journal.calls if c.startswith(("log", "save"))] == [
+    assert [c for c in journal.calls if c.startswith(("step", "log", "save"))] == [
+        "step 0",
         "log 0",
+        "step 1",
+        "step 2",
         "log 1",
         "log 2",
     ]
@@ -172,7 +175,7 @@ def test_hosts_meet_when_they_have_compiled_and_before_they_step(journal):
 
     journal.compiled = noted
     run(journal, barrier=lambda: calls.append("barrier"))
-    assert calls[:4] == ["compile", "barrier", "step 0", "step 1"]
+    assert calls[:4] == ["compile", "barrier", "step 0", "log 0"]
     assert calls.count("barrier") == 1
 
 
