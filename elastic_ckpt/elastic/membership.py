@@ -107,6 +107,8 @@ class Membership:
         self._child: process.BaseProcess | None = None
         self._pipe: connection.Connection | None = None
         self._lost: set[int] = set()
+        # Those that were lost and still accept connections, as if they were frozen.
+        self._silent: set[int] = set()
         self._since_secs = clock()
         self._probe_at_secs = clock()
         self.expected = frozenset(range(len(addresses)))
@@ -122,12 +124,7 @@ class Membership:
         """The machines that are alive; empty while there is no service."""
         if self.leader is None:
             return frozenset()
-        now_secs = self._clock()
-        return frozenset(
-            number
-            for number, (_, at_secs) in self._beats.items()
-            if now_secs - at_secs < self.lost_secs
-        )
+        return self._alive(self._clock())
 
     def fileno(self) -> int | None:
         """A descriptor that is readable when `poll` has something to do."""
@@ -153,7 +150,7 @@ class Membership:
             self._lose()
             return
         is_time = self.is_leader and self._is_time_to_probe(self.lost_secs / 2)
-        if is_time and self._accepting(range(self.own)):
+        if is_time and self._lower_services():
             # Two parts of the run reach each other again: one leader is left.
             self._lose()
 
@@ -184,11 +181,20 @@ class Membership:
         if was_there:
             self._lost = set()
             self._since_secs = self._clock()
-        if was_there:
-            self.expected = self.machines() - {self._attempt}
+            # The leader may have been silent for so long that all seem to be.
+            newest_secs = max((at for _, at in self._beats.values()), default=0.0)
+            self.expected = self._alive(newest_secs) - {self._attempt}
         self._lost.add(self._attempt)
+        self._silent.add(self._attempt)
         self._lost.discard(self.own)
         self.leader, self.values = None, {}
+
+    def _alive(self, now_secs: float) -> frozenset[int]:
+        return frozenset(
+            number
+            for number, (_, at_secs) in self._beats.items()
+            if now_secs - at_secs < self.lost_secs
+        )
 
     def _is_time_to_probe(self, every_secs: float) -> bool:
         now_secs = self._clock()
@@ -202,6 +208,11 @@ class Membership:
         with futures.ThreadPoolExecutor(max(1, len(others))) as threads:
             accept = list(threads.map(_accepts, (self._addresses[n] for n in others)))
         return [number for number, does in zip(others, accept, strict=True) if does]
+
+    def _lower_services(self) -> set[int]:
+        accepting = set(self._accepting(range(self.own)))
+        self._silent &= accepting
+        return accepting - self._silent
 
     def _look(self) -> None:
         if not self._is_time_to_probe(_LOOK_SECS):

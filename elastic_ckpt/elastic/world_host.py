@@ -52,6 +52,10 @@ class Owned:
     grace_secs: float
     most_hosts: int | None = None
 
+    def local_hosts(self, member: Member) -> int:
+        """The number of hosts of a world that this machine has, at most."""
+        return min(member.num_hosts, self.most_hosts or member.num_hosts)
+
     def ram_directory(self, number: int) -> str | None:
         """The RAM disk of a slice; None if hosts keep nothing there."""
         return None if self.memory is None else self.memory.of_slice(number)
@@ -79,8 +83,7 @@ def run_host(
     from elastic_ckpt.elastic import multicontroller, termination
 
     # The hosts of a machine share its cores.
-    num_local = min(member.num_hosts, owned.most_hosts or member.num_hosts)
-    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(num_local)
+    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(owned.local_hosts(member))
     slices = _simulated(assignment.work.slices, hardware)
     number = slices[member.host * len(slices) // member.num_hosts]
     multicontroller.configure(hardware)
