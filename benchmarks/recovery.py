@@ -105,7 +105,7 @@ FULL = Size(
         "base_num_decoder_layers": 1,
         "max_target_length": 64,
     },
-    kills=3,
+    kills=2,
     large_turns=recovery_loops.Turns(steps=10, rounds=2, periods=(1, 10)),
     small_turns=recovery_loops.Turns(steps=100, rounds=3),
 )
