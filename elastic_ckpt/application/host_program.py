@@ -18,6 +18,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, topology
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import World
+from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import loop
 
 
@@ -123,6 +124,7 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
             number=1,
             slices=tuple(range(slices)),
             slice_name=topology.slice_of_this_host(slices),
+            claimant=claims.new_claimant(),
             emit=emit,
             is_leaving=is_ending,
         )

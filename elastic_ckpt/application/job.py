@@ -108,7 +108,8 @@ class Job:
             on all hosts.
         """
         start_step = int(state["step"])
-        log = self._open_log(start_step)
+        number = self.checkpointer.claim_world() if self.checkpointer else 0
+        log = self._open_log(start_step, number)
         trained = loop.Loop(
             program=self.program,
             batches=self.batches,
@@ -159,7 +160,7 @@ class Job:
             except Exception as error:
                 logging.warning("a part of a failed job cannot be ended: %r", error)
 
-    def _open_log(self, start_step: int) -> step_log.StepLog | None:
+    def _open_log(self, start_step: int, number: int) -> step_log.StepLog | None:
         if not topology.is_primary():
             return None
         directory = run_directory.path_of(self.config)
@@ -169,4 +170,5 @@ class Job:
             start_step=start_step,
             world=self.world,
             data=dataclasses.asdict(self.config.data),
+            number=number,
         )

@@ -1,7 +1,9 @@
 """The journal of a run: its events, shown to people and kept in `events.jsonl`.
 
 The leader of a run (the supervisor, or the first host under another launcher) keeps it,
-together with the run's lock, and adds how the run ended.
+together with the run's lock, and adds how the run ended. An event carries the number of
+the world that this start of the run has claimed last (`claim`), so that readers ignore
+those of a start that another one has replaced.
 """
 
 from __future__ import annotations
@@ -29,14 +31,20 @@ class Journal:
     Args:
       emit: shows the events.
       log: of the run.
+      directory: of the run.
 
     Attributes:
       is_stopped: whether the run ended because it was asked to.
     """
 
-    def __init__(self, emit: events.Emit, log: storage.AppendLog) -> None:
+    def __init__(
+        self, emit: events.Emit, log: storage.AppendLog, directory: str
+    ) -> None:
         self._emit = emit
         self._log = log
+        self._directory = directory
+        # The number of the world that was claimed last; none before the first.
+        self._claim: dict[str, storage.Json] = {}
         self._lock = threading.Lock()
         self._has_begun = False
         self._step = 0
@@ -54,8 +62,11 @@ class Journal:
                 self._step = int(str(fields["step"]))
             elif name == "run_stopped":
                 self.is_stopped = True
+            elif name == "world_claimed":
+                self._claim = {"claim": fields["world"]}
             if name != "step":
-                self._log.append({"time": time.time(), "event": name, **fields})
+                line = {"time": time.time(), "event": name, **fields, **self._claim}
+                self._log.append(line)
                 self._is_changed = True
 
     def sync(self) -> None:
@@ -64,10 +75,26 @@ class Journal:
             return
         self._is_changed = False
         try:
-            self._log.sync()
-        except bucket_clients.failures() as error:
+            if not self._is_replaced():
+                self._log.sync()
+        except (errors.CheckpointError, *bucket_clients.failures()) as error:
             self._is_changed = True
             logging.warning("the run's events cannot be written now: %s", error)
+
+    def close(self) -> None:
+        """Writes what is left, and closes the log."""
+        if not self._is_replaced():
+            self._log.close()
+
+    def _is_replaced(self) -> bool:
+        # Whether another start writes the log. On a disk both append to it; in an
+        # object store this start would undo what the other one has written.
+        from elastic_ckpt.tiers.persistent import claims
+
+        claim = self._claim.get("claim")
+        if storage.is_local(self._directory) or not isinstance(claim, int):
+            return False
+        return claims.is_replaced(run_directory.steps_of(self._directory), claim)
 
     def stopped_without_a_save(self) -> None:
         """Keeps that the run ended before the state of its last step was saved."""
@@ -103,9 +130,10 @@ def kept(
     directory = run_directory.path_of(config)
     with storage.exclusive_lock(os.path.join(directory, run_directory.LOCK)):
         log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
-        with listening or contextlib.nullcontext(), contextlib.closing(log):
+        with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
-            journal = Journal(measured, log)
+            journal = Journal(measured, log, directory)
+            closing.callback(journal.close)
             try:
                 with _synced(journal, is_needed=not storage.is_local(directory)):
                     yield journal

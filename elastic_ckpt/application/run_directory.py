@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from typing import Any
 
 from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors, storage
@@ -20,6 +21,37 @@ TENSORBOARD = "tensorboard"
 def path_of(config: schema.Config) -> str:
     """The directory of the run that `config` describes."""
     return os.path.join(config.run.base_output_directory, config.run.run_name)
+
+
+def steps_of(directory: str) -> str:
+    """The directory of a run's steps in persistent storage."""
+    from elastic_ckpt.manifests import layout
+
+    return os.path.join(directory, layout.STEPS)
+
+
+def read_events(
+    directory: str, *, last_bytes: int | None = None
+) -> list[dict[str, Any]]:
+    """The events of a run, without those of starts after another one has replaced them.
+
+    Args:
+      directory: of the run.
+      last_bytes: see `storage.read_log`.
+
+    Raises:
+      FileNotFoundError: if there are none.
+      DataError: if the file was changed after it was written.
+    """
+    path = storage.absolute(directory) / EVENTS
+    newest = 0
+    counted = []
+    for event in storage.read_log(path, last_bytes=last_bytes):
+        claim = event.pop("claim", newest)
+        if claim >= newest:
+            newest = claim
+            counted.append(event)
+    return counted
 
 
 def write_config(directory: str, config: schema.Config) -> None:
@@ -67,7 +99,7 @@ def is_alive(directory: str) -> bool | None:
 def is_finished(directory: str) -> bool:
     """Whether the last start of the run in `directory` came to its end."""
     try:
-        log = storage.read_log(storage.absolute(directory) / EVENTS)
+        log = read_events(directory)
     except FileNotFoundError:
         return False
     return bool(log) and log[-1]["event"] == "run_finished"

@@ -70,6 +70,11 @@ class Checkpointer:
         """The newest step that is complete, in all tiers together."""
         return self._steps.latest
 
+    def claim_world(self) -> int:
+        """Claims the world, as a save does (see `RunWorld`); returns its number."""
+        with self._flushing():
+            return self._steps.claim()
+
     @property
     def checkpoints(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers.
@@ -340,10 +345,7 @@ class Checkpointer:
         return self._chosen.local is not None and self._world.is_left()
 
     def close(self) -> None:
-        """Waits, and releases the hosts; saved steps stay.
-
-        A checkpointer that is left only waits until the last save is in RAM.
-        """
+        """Waits, or if it is left for the last save alone, and releases the hosts."""
         try:
             if self.is_left:
                 self._background.wait()

@@ -16,7 +16,7 @@ from absl import logging
 
 from elastic_ckpt.checkpoint.allgather import Allgather
 from elastic_ckpt.core import codec, errors
-from elastic_ckpt.host.answers import HostsFailedError
+from elastic_ckpt.host.answers import failure
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer
 from elastic_ckpt.manifests.manifest import Contents
@@ -41,6 +41,7 @@ class Hosts(Protocol):
 
         Raises:
           HostsFailedError: if it failed on any host.
+          ReplacedError: if another start has continued the run.
         """
         ...
 
@@ -49,6 +50,7 @@ class Hosts(Protocol):
 
         Raises:
           HostsFailedError: if it failed.
+          ReplacedError: if another start has continued the run.
         """
         ...
 
@@ -165,13 +167,16 @@ class InEveryProcess:
             if "failed" in each
         }
         if failed:
-            raise HostsFailedError(failed)
+            is_replaced = any("replaced" in each for each in outcomes)
+            raise failure(failed, is_replaced=is_replaced)
         return [each["answer"] for each in outcomes]
 
 
 def _outcome(name: str, run: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"answer": codec.encode(run())}
+    except errors.ReplacedError as error:
+        return {"failed": str(error), "replaced": True}
     except (errors.ElasticCkptError, OSError) as error:
         return {"failed": str(error)}
     except Exception as error:

@@ -14,9 +14,10 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.manifests import layout
 
 # The directory of the steps in that of a run.
-DIRECTORY = "checkpoints"
+DIRECTORY = layout.STEPS
 STATE = "state"
 DATA = "data"
 
@@ -43,6 +44,10 @@ class RunSaver:
         # The step that ends the run, once it is saved.
         self._last_step: int | None = None
         self._is_closed = False
+
+    def claim_world(self) -> int:
+        """See `Checkpointer.claim_world`."""
+        return self._checkpointer.claim_world()
 
     @property
     def latest_step(self) -> int | None:

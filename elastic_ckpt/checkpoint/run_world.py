@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from elastic_ckpt.tiers.persistent.claims import Claimant
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunWorld:
@@ -12,12 +14,15 @@ class RunWorld:
 
     Attributes:
       number: of the world; 0 if the run does not count its worlds.
+      claimant: who claims the world in persistent storage, at the latest before its
+        first save; None claims none.
       is_left: whether the run goes on in another world after the save that begins, or
         after the end of the checkpointer; the same on all hosts. Then a save goes to
         RAM, and its copies and its backup are left to the next world.
     """
 
     number: int = 0
+    claimant: Claimant | None = None
     is_left: Callable[[], bool] = lambda: False
 
 

@@ -28,6 +28,7 @@ from absl import logging
 
 from elastic_ckpt.checkpoint.catch_up import CatchUp
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.stage_work import StageWork
@@ -47,7 +48,7 @@ class SaveStages:
       hosts: of the world.
       in_ram: whether there is a local tier.
       back_up_every_secs: between two backups; None if only steps count.
-      world: its number in the run.
+      world: among those of the run.
       emit: called for each event, in the threads of the stages.
 
     Attributes:
@@ -61,13 +62,16 @@ class SaveStages:
         *,
         in_ram: bool = True,
         back_up_every_secs: float | None = None,
-        world: int = 0,
+        world: RunWorld = ALONE,
         emit: events.Emit,
     ) -> None:
         self.committed: CheckpointMetadata | None = None
         self._hosts = hosts
         self._emit = emit
-        self._work = StageWork(hosts, world=world, emit=emit)
+        self._work = StageWork(hosts, world=world.number, emit=emit)
+        self._claimant = world.claimant
+        # Set once another start of the run has continued it.
+        self._replaced: errors.ReplacedError | None = None
         self._in_ram = in_ram
         self._back_up_every_secs = back_up_every_secs
         self._backed_up_secs = time.monotonic()
@@ -99,6 +103,18 @@ class SaveStages:
         """Notes that a step was restored: it is kept until a newer one has copies."""
         self.committed, self._covered = None, step
         self._begins_line = True
+
+    def claim(self, line: Line) -> int:
+        """Claims the world, which will save to a line; returns its number."""
+        request = backup_requests.BeginLine(line=line, claimant=self._claimant)
+        number = self._hosts.first(request)
+        self._begins_line = False
+        return number
+
+    def check(self) -> None:
+        """Raises a ReplacedError if a stage found that another start continues."""
+        if self._replaced is not None:
+            raise self._replaced
 
     @property
     def is_committing(self) -> bool:
@@ -154,6 +170,7 @@ class SaveStages:
         self._catch_up_stage.wait()
         self._backup_stage.wait()
         self._copy_stage.wait()
+        self.check()
         if self._is_broken:
             # Do not wait for hosts that may be gone.
             return
@@ -168,6 +185,7 @@ class SaveStages:
             copy = functools.partial(self._replicate, self.committed)
             self._start(self._copy_stage, "peer", self.committed.step, copy)
             self._copy_stage.wait()
+            self.check()
 
     def _start(
         self, stage: Stage, tier: str, step: int, work: Callable[[], T]
@@ -177,6 +195,10 @@ class SaveStages:
         def guarded() -> T:
             try:
                 return work()
+            except errors.ReplacedError as error:
+                self._is_broken = True
+                self._replaced = error
+                raise
             except Exception as error:
                 logging.exception("step %d, %s tier", step, tier)
                 self._is_broken = True
@@ -222,8 +244,7 @@ class SaveStages:
             return
         try:
             line = Line(save=saving.save, parents=tuple(saving.parents))
-            self._hosts.first(backup_requests.BeginLine(line=line))
-            self._begins_line = False
+            self.claim(line)
         except HostsFailedError as error:
             self._work.degraded(
                 "persistent", saving.step, f"old steps may count: {error}"

@@ -24,7 +24,7 @@ from elastic_ckpt.host import (
     world_requests,
 )
 from elastic_ckpt.host.answers import CheckpointMetadata, Due
-from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.line import FROM_SCRATCH, Line
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 
@@ -64,12 +64,14 @@ class SavedSteps:
             hosts,
             in_ram=chosen.local is not None,
             back_up_every_secs=None if minutes is None else 60 * minutes,
-            world=world.number,
+            world=world,
             emit=emit,
         )
         self._schedule = Schedule(chosen, agree=functools.partial(_agree, hosts))
         # The line that was saved to last, by this process.
         self._own_line: Line | None = None
+        self._claimed = 0
+        self._claims = self.root is not None and world.claimant is not None
         self._go_on_from(restore.find(hosts, None, emit=emit))
         if self.root is not None:
             step = 0 if self._restored is None else self._restored.step
@@ -83,6 +85,15 @@ class SavedSteps:
     def complete(self) -> list[CheckpointMetadata]:
         """The steps that are complete now, ascending, by a look at all tiers."""
         return list(self._hosts.first(read_requests.ListSteps()))
+
+    def claim(self) -> int:
+        """Claims the world; see `Checkpointer.claim_world`."""
+        if self._claims and not self._claimed:
+            line = self._line
+            self._claimed = self.stages.claim(line)
+            step = line.parents[-1][0]
+            self._emit("world_claimed", world=self._claimed, step=step)
+        return self._claimed
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
         """Whether a tier is due at `step`, and it is newer than all others.
@@ -108,6 +119,8 @@ class SavedSteps:
         """Begins to save a step; see `Checkpointer.save_checkpointables_async`."""
         is_saving = self.stages.is_committing
         self.stages.wait_for_commit()
+        self.stages.check()
+        self.claim()
         line = self._line_for(step, overwrite=overwrite)
         forced = force or overwrite
         if line is None or not (forced or self.is_due(step, is_saving=is_saving)):
@@ -237,7 +250,10 @@ class SavedSteps:
         committed = self.stages.committed
         if committed is not None:
             return Line(save=committed.save, parents=committed.line[:-1])
-        parents = () if self._restored is None else self._restored.line
+        if self._restored is not None:
+            return Line(save=self._save, parents=self._restored.line)
+        # A run that is begun again abandons what others may still save to it.
+        parents = FROM_SCRATCH if self._claims else ()
         return Line(save=self._save, parents=parents)
 
     def _line_for(self, step: int, *, overwrite: bool) -> Line | None:

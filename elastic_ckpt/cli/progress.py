@@ -116,6 +116,9 @@ class Progress:
     def _on_world_joined(self, **_: Any) -> None:
         self._begin("assembling the job and searching for the newest step")
 
+    def _on_world_claimed(self, **_: Any) -> None:
+        pass
+
     def _on_recovered(self, **event: Any) -> None:
         phases = ", ".join(
             f"{name.removesuffix('_secs')} {secs:.1f}"

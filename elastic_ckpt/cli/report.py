@@ -61,7 +61,7 @@ def collect(directory: str, *, has_audit: bool) -> Record:
     config = run_directory.read_config(directory)
     root = storage.absolute(directory)
     try:
-        events = storage.read_log(root / run_directory.EVENTS)
+        events = run_directory.read_events(directory)
     except FileNotFoundError:
         events = []
     return run_record.Record(

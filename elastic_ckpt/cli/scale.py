@@ -15,7 +15,7 @@ from typing import Any
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import progress
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import bucket_clients, errors
 
 _LOOK_SECS = 0.5
 _ENDS = ("run_finished", "run_stopped", "run_failed")
@@ -118,7 +118,7 @@ def _check_alive(directory: str, events: Sequence[dict[str, Any]]) -> None:
 def _events(directory: str) -> list[dict[str, Any]]:
     path = os.path.join(directory, run_directory.EVENTS)
     try:
-        return storage.read_log(path)
+        return run_directory.read_events(directory)
     except FileNotFoundError:
         return []
     except bucket_clients.failures() as error:

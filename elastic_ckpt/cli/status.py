@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations
-from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.core import bucket_clients, errors
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect.status import Status
@@ -203,11 +203,10 @@ def _event(event: Any, now: float) -> str:
 
 
 def _events(directory: str) -> list[dict[str, Any]]:
-    path = storage.absolute(directory) / run_directory.EVENTS
     try:
-        events = storage.read_log(path, last_bytes=_LOG_BYTES)
+        events = run_directory.read_events(directory, last_bytes=_LOG_BYTES)
         if all(event["event"] != "run_started" for event in events):
-            events = storage.read_log(path)
+            events = run_directory.read_events(directory)
     except FileNotFoundError:
         return []
     return events

@@ -34,6 +34,10 @@ class RunError(ElasticCkptError):
     """A run that cannot start or continue, such as after the failure of a host."""
 
 
+class ReplacedError(RunError):
+    """A run that another start has continued; nothing that this one saves counts."""
+
+
 class StoppedError(RunError):
     """A run that received SIGTERM and could not save before it ended."""
 

@@ -15,6 +15,7 @@ from elastic_ckpt.core import storage
 NAMES: dict[str, tuple[str, ...]] = {
     "world_started": ("world", "slices", "spares"),
     "world_joined": ("world",),
+    "world_claimed": ("world", "step"),
     "world_leaving": ("slices",),
     "world_left": ("step",),
     "recovered": (

@@ -9,6 +9,7 @@ from typing import Protocol
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.elastic.decision import Decision, Slices, Train
 from elastic_ckpt.elastic.world import World
+from elastic_ckpt.tiers.persistent.claims import Claimant
 
 TrainFunction = Callable[[World], object]
 
@@ -35,11 +36,14 @@ class Assignment:
       work: the slices and the rows of a batch.
       compile_ahead: to compile while it trains; ignored by a cluster for which that is
         of no use, or whose budget for it is 0.
+      claimant: claims the world in storage, for this start of the run; a cluster adds
+        it.
     """
 
     number: int
     work: Train
     compile_ahead: CompileAhead | None = None
+    claimant: Claimant | None = None
 
 
 def leaving_for(decided: Decision | None) -> list[storage.Json]:

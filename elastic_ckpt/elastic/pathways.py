@@ -9,6 +9,7 @@ and are released before the next world begins.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from elastic_ckpt.elastic.device_state import DeviceState
 from elastic_ckpt.elastic.host_failure import WorldLostError
 from elastic_ckpt.elastic.simulated_slices import SimulatedSlices
 from elastic_ckpt.elastic.world import World
+from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices while there are too few.
 _LOOK_SECS = 0.1
@@ -64,6 +66,7 @@ class Pathways:
         self._ended = ended
         self._emit = emit
         self._device_state = DeviceState(emit)
+        self._claimant = claims.new_claimant()
         # By slice that is alive, since when.
         self._since = dict.fromkeys(manager.active_slice_indices, time.monotonic())
         # The slices that were lost since they were last in a world.
@@ -148,6 +151,8 @@ class Pathways:
             # A run that continues in another world has not been stopped.
             if not (name == "run_stopped" and leaving.is_left()):
                 emit(name, **fields)
+            if name == "world_claimed":
+                self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
 
         work = assignment.work
         of_slices = self._manager.slice_to_devices
@@ -162,6 +167,7 @@ class Pathways:
                     devices=devices,
                     microbatches=work.accumulated,
                     device_state=self._device_state,
+                    claimant=self._claimant,
                     emit=report,
                     is_leaving=leaving,
                     is_left=leaving.is_left,

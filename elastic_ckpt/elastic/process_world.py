@@ -38,7 +38,7 @@ class ProcessWorld:
         limits: watch.Limits,
         machines: Sequence[host_start.HostMachine] | None = None,
     ) -> None:
-        self._assignment = _without_spares(assignment)
+        self._assignment = _of_hosts(assignment)
         self._emit: events.Emit = events.nobody
         self._ends: dict[str, dict[str, storage.Json]] = {}
         self.hosts = supervisor.HostProcesses(
@@ -53,7 +53,7 @@ class ProcessWorld:
 
     def is_for(self, assignment: Assignment) -> bool:
         """Whether this is the world of `assignment`, whatever its spares are."""
-        return self._assignment == _without_spares(assignment)
+        return self._assignment == _of_hosts(assignment)
 
     def run(
         self, emit: events.Emit, watch: Callable[[supervisor.HostProcesses], None]
@@ -80,6 +80,7 @@ class ProcessWorld:
             self._emit(name, **fields)
 
 
-def _without_spares(assignment: Assignment) -> Assignment:
+def _of_hosts(assignment: Assignment) -> Assignment:
+    # The part of an assignment that hosts depend on.
     work = dataclasses.replace(assignment.work, spares=())
-    return dataclasses.replace(assignment, work=work)
+    return dataclasses.replace(assignment, work=work, claimant=None)

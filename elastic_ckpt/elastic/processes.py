@@ -14,6 +14,7 @@ joined when the hosts of the present one are asked to leave.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from elastic_ckpt.elastic import (
 )
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
+from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices.
 _LOOK_SECS = 0.1
@@ -104,6 +106,7 @@ class Processes:
         self._faults = list(injected)
         self._emit = emit
         self._resources = contextlib.ExitStack()
+        self._claimant = claims.new_claimant()
         # By slice that is alive, since when.
         self._since = dict.fromkeys(self._connected(), time.monotonic())
         # The slices that were lost since they were last in a world.
@@ -165,6 +168,8 @@ class Processes:
                 if not has_trained:
                     has_trained = True
                     self._compile_ahead(assignment, shadows)
+            elif name == "world_claimed":
+                self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
             elif name == "run_started" and assignment.number == 1:
                 # Faults that an earlier start of the run has lived through are over.
                 start_step = int(str(fields["start_step"]))
@@ -283,6 +288,7 @@ class Processes:
     def _world(
         self, train: TrainFunction, assignment: Assignment
     ) -> process_world.ProcessWorld:
+        assignment = dataclasses.replace(assignment, claimant=self._claimant)
         slices = assignment.work.slices
         num_hosts = len(slices) * self._own.hosts_per_slice
         return process_world.ProcessWorld(

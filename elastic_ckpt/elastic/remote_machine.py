@@ -18,12 +18,18 @@ from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.decision import Train
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Verdict
+from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
 def assignment_fields(assignment: Assignment) -> dict[str, Any]:
     """An assignment as JSON, without what follows it."""
     work = dataclasses.asdict(assignment.work)
-    return {"number": assignment.number, "work": work}
+    claimant = assignment.claimant
+    return {
+        "number": assignment.number,
+        "work": work,
+        "claimant": None if claimant is None else dataclasses.asdict(claimant),
+    }
 
 
 def assignment_of(fields: Mapping[str, Any]) -> Assignment:
@@ -31,7 +37,12 @@ def assignment_of(fields: Mapping[str, Any]) -> Assignment:
     work = dict(fields["work"])
     for name in ("slices", "spares"):
         work[name] = tuple(work[name])
-    return Assignment(number=fields["number"], work=Train(**work))
+    claimant = fields["claimant"]
+    return Assignment(
+        number=fields["number"],
+        work=Train(**work),
+        claimant=None if claimant is None else Claimant(**claimant),
+    )
 
 
 class RemoteHost:

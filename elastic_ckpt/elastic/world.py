@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from elastic_ckpt.elastic.device_state import DeviceState
     from elastic_ckpt.elastic.kept_executables import KeptExecutables
     from elastic_ckpt.tiers.choices import TierChoice
+    from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class World:
       microbatches: equal parts in which a device computes its rows of a batch, so that
         they fit into its memory; their gradients are summed.
       kept: the place of executables that outlive this world; None if there is none.
+      claimant: claims the world for this start of the run; None claims no worlds.
       device_state: the state that stays on the devices between worlds; None if each
         world has other processes.
       emit: called for each event of the run.
@@ -57,6 +59,7 @@ class World:
     ram_directory: str | None = None
     microbatches: int = 1
     kept: KeptExecutables | None = None
+    claimant: Claimant | None = None
     device_state: DeviceState | None = None
     emit: events.Emit = events.nobody
     is_leaving: Callable[[int], bool] = lambda _: False
@@ -138,4 +141,6 @@ class World:
 
         # A process that goes on makes its backups itself, before it leaves.
         is_left = self.is_left if self.devices is None else lambda: False
-        return run_world.RunWorld(number=self.number, is_left=is_left)
+        return run_world.RunWorld(
+            number=self.number, claimant=self.claimant, is_left=is_left
+        )

@@ -112,6 +112,7 @@ def run_host(
                 rows=assignment.work.rows,
                 microbatches=assignment.work.accumulated,
                 kept=owned.kept,
+                claimant=assignment.claimant,
                 emit=emit,
                 is_leaving=leave,
                 is_left=lambda: bool(left) and channel.is_left,

@@ -254,5 +254,19 @@ class HostsFailedError(errors.CheckpointError):
         super().__init__(problems)
 
 
+def failure(
+    of_host: Mapping[int, str], *, is_replaced: bool
+) -> errors.ElasticCkptError:
+    """The error of a request that failed on some hosts.
+
+    Args:
+      of_host: by the number of a host, its message.
+      is_replaced: whether one of them found that another start has continued the run.
+    """
+    if is_replaced:
+        return errors.ReplacedError("; ".join(dict.fromkeys(of_host.values())))
+    return HostsFailedError(of_host)
+
+
 def _time(nsecs: int) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(nsecs / 1e9, tz=datetime.UTC)

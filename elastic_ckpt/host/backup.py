@@ -6,6 +6,7 @@ first one of a world comes `clean`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -24,6 +25,7 @@ from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import ComponentFile, Contents, Fragment, Host
 from elastic_ckpt.tiers.persistent import (
     arrange,
+    claims,
     commit,
     ocdbt,
     persistent_root,
@@ -53,6 +55,8 @@ class HostBackup:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._arranged: tuple[int, str] | None = None
+        # The claim of this world; None if its run claims none.
+        self._claim: claims.Claim | None = None
         # The holdings of the step that is being backed up: large manifests are read
         # once.
         self._holdings: tuple[dict[Offer, Source], Holdings] | None = None
@@ -76,17 +80,34 @@ class HostBackup:
             if each.save != persistent_root.REMOVED
         ]
 
-    def begin_line(self, line: Line) -> None:
-        """Records the line of a committed step in storage; host 0 does it.
+    def begin_line(self, line: Line, claimant: claims.Claimant | None) -> int:
+        """Records the line of a committed step, or of a world that begins, in storage.
+
+        Host 0 does it.
 
         Args:
-          line: of the step.
+          line: of the step, or of the first one to come.
+          claimant: who claims the world; None records the line where it is needed.
+
+        Returns:
+          The number of the claimed world; 0 if none is claimed.
 
         Raises:
           CheckpointError: if storage cannot be listed.
+          ReplacedError: if another start has claimed the world.
         """
-        if self._world.root is not None:
-            arrange.record(self._world.root, line, run=self._world.run)
+        root = self._world.root
+        if root is None:
+            return 0
+        if claimant is None:
+            arrange.record(root, line, run=self._world.run)
+            return 0
+        if self._claim is not None:
+            claimant = dataclasses.replace(claimant, has_claimed=True)
+        self._claim = claims.claim(
+            root.path, line, run=self._world.run, claimant=claimant
+        )
+        return self._claim.number
 
     def contents(self, step: int, save: str) -> Contents:
         """The contents of a step in RAM.
@@ -101,6 +122,7 @@ class HostBackup:
 
         Host 0 runs this first, and marks storage as being written by this world.
         """
+        self._check_claim()
         self._writing.be_present()
         self._holdings = _, holdings = self._read(step, save)
         if self._root().in_place:
@@ -150,17 +172,22 @@ class HostBackup:
         Args:
           backup: of the step.
           orbax_files: what Orbax adds to the values, by path.
+
+        Raises:
+          CheckpointError: if it cannot be committed.
+          ReplacedError: if another start has continued the run.
         """
         step, save = backup.step, backup.save
         _, holdings = self._holdings or self._read(step, save)
         self._holdings = None
+        self._check_claim()
         with self._writing.committing():
             commit.commit(
                 self._root(),
                 self._saved_step(holdings, backup),
                 hosts=[host.id for host in self._world.hosts],
                 orbax_files={path: text.encode() for path, text in orbax_files.items()},
-                make_way=lambda: self._arrange(holdings.contents, step, save),
+                make_way=lambda: self._make_way(holdings.contents, step, save),
             )
 
     def collect(self, step: int, save: str, overwrite: bool) -> None:
@@ -234,6 +261,18 @@ class HostBackup:
     def _read(self, step: int, save: str) -> tuple[dict[Offer, Source], Holdings]:
         sources, _ = self._world.in_ram(step, save)
         return sources, Holdings.from_offers(list(sources))
+
+    def _make_way(self, contents: Contents, step: int, save: str) -> None:
+        self._check_claim()
+        self._arrange(contents, step, save)
+
+    def _check_claim(self) -> None:
+        claim = self._claim
+        if claim is not None:
+            PATIENT.call(
+                "looking for the claim of another world",
+                lambda: claims.check(self._root().path, claim),
+            )
 
     def _arrange(self, contents: Contents, step: int, save: str) -> None:
         if self._arranged != (step, save):

@@ -11,6 +11,7 @@ from elastic_ckpt.host.step_notes import OfBackup, OfStep
 from elastic_ckpt.host.world_requests import AnyHost
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.tiers.persistent.claims import Claimant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,17 +31,19 @@ class CleanUploads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeginLine:
-    """Records the line of a committed step in storage.
+    """Records a line in storage; the answer is the number of the claimed world.
 
     Attributes:
-      line: of the step.
+      line: of a committed step, or of a world that begins.
+      claimant: who claims the world; None claims none.
     """
 
     line: Line
+    claimant: Claimant | None = None
 
-    def run(self, host: AnyHost) -> None:
+    def run(self, host: AnyHost) -> int:
         """See `HostBackup.begin_line`."""
-        host.tiers.backup.begin_line(self.line)
+        return host.tiers.backup.begin_line(self.line, self.claimant)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

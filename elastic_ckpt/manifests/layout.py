@@ -30,6 +30,8 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, digest, errors, storage
 
+# The directory of the steps in that of a run.
+STEPS = "checkpoints"
 # The checksum follows the values in a chunk's file.
 CHECKSUM_BYTES = 4
 # Larger shards are cut, which bounds the extra memory of a reader.

@@ -16,6 +16,8 @@ from typing import Any
 Parent = tuple[int, str]
 # Older restores are dropped from the list; saves from before them are kept.
 MOST_PARENTS = 100
+# The parents of a run that is begun again: all saves before are abandoned.
+FROM_SCRATCH: tuple[Parent, ...] = ((0, ""),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,14 @@
 """The step log: a record of the examples that each step was computed from.
 
-A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 2 of the
-file is JSON lines. The first line describes the attempt and the configuration of its
-data (`data`, which version 1 lacks):
+A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 3 of the
+file is JSON lines. The first line describes the attempt, with the number of the claimed
+world (`world`, which versions 1 and 2 lack; 0 if none is claimed) and the configuration
+of its data (`data`, which version 1 lacks):
 
-    {"version":2,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8,"data":{}}
+    {"version":3,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8,"data":{},
+     "world":1}
 
+(on one line in the file).
 Each further line describes a step, in order:
 
     {"step":0,"loss":5.6,"digest":"9c1f00de12345678","ids":[12,7]}
@@ -15,12 +18,14 @@ tokens of their rows (`core.digest.batch_digest`). Both are outputs of the jitte
 computed from the same arrays as the gradient.
 
 A killed run may have logged steps after its last checkpoint. The next attempt starts at
-that checkpoint and repeats them; `lineage` selects the last record of each step.
+that checkpoint and repeats them; `lineage` selects the last record of each step. A
+start that another one has replaced may still log steps: its world is the older one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import numpy as np
@@ -31,8 +36,8 @@ from elastic_ckpt.data import example_id
 from elastic_ckpt.training import train_step
 
 DIRECTORY = "step_log"
-VERSION = 2
-_READABLE = (1, 2)
+VERSION = 3
+_READABLE = (1, 2, 3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,7 @@ class Attempt:
       hosts: the number of hosts in its world; slices and devices likewise.
       data: the configuration of its data, by key; empty if unknown.
       records: its steps.
+      world: the number of the claimed world; 0 if none is claimed.
     """
 
     attempt: int
@@ -73,6 +79,7 @@ class Attempt:
     devices: int
     data: dict[str, storage.Json]
     records: tuple[StepRecord, ...]
+    world: int = 0
 
 
 class StepLog:
@@ -83,6 +90,7 @@ class StepLog:
       start_step: the first step of this attempt.
       world: its hosts, slices and devices.
       data: the configuration of its data, by key.
+      number: of the claimed world; 0 if none is claimed.
     """
 
     def __init__(
@@ -92,19 +100,21 @@ class StepLog:
         start_step: int,
         world: topology.Topology,
         data: dict[str, storage.Json],
+        number: int = 0,
     ) -> None:
-        directory = epath.Path(run_directory) / DIRECTORY
-        attempt = 1 + max(map(_attempt_number, _files(run_directory)), default=0)
-        self._log = storage.AppendLog(directory / f"attempt-{attempt:05d}.jsonl")
-        self._log.append(
-            {
-                "version": VERSION,
-                "attempt": attempt,
-                "start_step": start_step,
-                **dataclasses.asdict(world),
-                "data": data,
-            }
-        )
+        directory = storage.absolute(run_directory) / DIRECTORY
+        header: dict[str, Any] = {
+            "version": VERSION,
+            "attempt": 1 + max(map(_attempt_number, _files(run_directory)), default=0),
+            "start_step": start_step,
+            **dataclasses.asdict(world),
+            "data": data,
+            "world": number,
+        }
+        # Another start may create its file at the same time.
+        while not storage.create(_path(directory, header), _first_line(header)):
+            header["attempt"] += 1
+        self._log = storage.AppendLog(_path(directory, header))
 
     def append(self, step: int, report: train_step.StepReport) -> float:
         """Logs `step`, waiting until it is computed, and returns its loss."""
@@ -131,7 +141,7 @@ class StepLog:
 
 
 def read(run_directory: epath.PathLike) -> list[Attempt]:
-    """Every attempt of a run, in order.
+    """Every attempt of a run, in the order of their worlds.
 
     Raises:
       DataError: if there is none, or a file is not a step log of a readable version.
@@ -146,7 +156,12 @@ def read(run_directory: epath.PathLike) -> list[Attempt]:
             f"{run_directory}: no step log in it; give the directory of a run,"
             " base_output_directory/run_name"
         )
-    return attempts
+    newest = 0
+    keys: dict[int, tuple[int, int]] = {}
+    for attempt in attempts:
+        newest = max(newest, attempt.world)
+        keys[attempt.attempt] = (attempt.world or newest, attempt.attempt)
+    return sorted(attempts, key=lambda attempt: keys[attempt.attempt])
 
 
 def lineage(attempts: list[Attempt]) -> dict[int, StepRecord]:
@@ -165,6 +180,14 @@ def lineage(attempts: list[Attempt]) -> dict[int, StepRecord]:
 def _files(run_directory: epath.PathLike) -> list[epath.Path]:
     directory = epath.Path(run_directory) / DIRECTORY
     return sorted(directory.glob("attempt-*.jsonl"), key=_attempt_number)
+
+
+def _path(directory: epath.Path, header: dict[str, Any]) -> epath.Path:
+    return directory / f"attempt-{header['attempt']:05d}.jsonl"
+
+
+def _first_line(header: dict[str, Any]) -> bytes:
+    return json.dumps(header, separators=(",", ":")).encode() + b"\n"
 
 
 def _attempt_number(path: epath.Path) -> int:

@@ -28,6 +28,7 @@ _OWN = {
         errors.DataError,
         errors.CheckpointError,
         errors.RunError,
+        errors.ReplacedError,
     )
 }
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from elastic_ckpt.core import background, errors, topology
 from elastic_ckpt.data import compatibility
 from elastic_ckpt.host import read_requests, save_requests, world_requests
-from elastic_ckpt.host.answers import HostsFailedError
+from elastic_ckpt.host.answers import HostsFailedError, failure
 from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.host.phases import Request, decode_answer
 from elastic_ckpt.host.trees import arrays as captured_leaves
@@ -210,7 +210,9 @@ class RemoteHosts:
             if "failed" in answer
         }
         if failed:
-            raise HostsFailedError(failed)
+            kinds = [answers[number]["failed"]["kind"] for number in failed]
+            is_replaced = errors.ReplacedError.__name__ in kinds
+            raise failure(failed, is_replaced=is_replaced)
         return [decode_answer(request, answer["answer"]) for answer in answers]
 
     def _call(

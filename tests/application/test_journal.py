@@ -7,6 +7,8 @@ import pytest
 from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.manifests import line
+from elastic_ckpt.tiers.persistent import claims
 
 RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {
@@ -107,6 +109,50 @@ def test_a_damaged_file_of_metrics_does_not_hold_up_a_start(config, caplog):
     with journal.kept(config, events.nobody):
         pass
     assert "run.jsonl, line 1: not a JSON object" in caplog.text
+
+
+def claim(config, save):
+    claimed = claims.claim(
+        run_directory.steps_of(run_directory.path_of(config)),
+        line.Line(save=save, parents=()),
+        run="a",
+        claimant=claims.new_claimant(),
+    )
+    return {"world": claimed.number, "step": 0}
+
+
+def two_starts(config):
+    """A start that another one replaces, whose end comes before its own."""
+    with journal.kept(config, events.nobody) as old:
+        old("run_started", **STARTED)
+        old("world_claimed", **claim(config, "8"))
+        old("saved", step=4, secs=1.0)
+        old.sync()
+        # Locks of network file systems may be lost, and object stores have none.
+        storage.remove(f"{run_directory.path_of(config)}/{run_directory.LOCK}")
+        with journal.kept(config, events.nobody) as new:
+            new("world_claimed", **claim(config, "9"))
+            old("saved", step=5, secs=1.0)
+            new("run_finished", step=9, secs=1.0)
+        old("run_failed", step=5, why="replaced")
+    log = run_directory.read_events(run_directory.path_of(config))
+    return [event["event"] for event in log]
+
+
+COUNTED = ["run_started", "world_claimed", "saved", "world_claimed", "run_finished"]
+
+
+def test_events_of_a_replaced_start_are_not_read(config):
+    assert two_starts(config) == COUNTED
+    assert len(recorded(config)) == len(COUNTED) + 2
+    assert run_directory.is_finished(run_directory.path_of(config))
+
+
+def test_a_replaced_start_does_not_overwrite_events_in_a_bucket(bucket):
+    run = schema.RunSection(run_name="b", base_output_directory=bucket)
+    there = dataclasses.replace(schema.Config(), run=run)
+    assert two_starts(there) == COUNTED
+    assert len(recorded(there)) == len(COUNTED)
 
 
 def test_events_of_a_run_in_a_bucket_are_there_while_it_runs(bucket, monkeypatch):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.checkpoint import run_world
+from elastic_ckpt.core import checked_json, errors, storage
 from elastic_ckpt.manifests import line
-from elastic_ckpt.tiers.persistent import persistent_root
+from elastic_ckpt.tiers.persistent import claims, persistent_root
 from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
@@ -27,10 +28,18 @@ class Run:
     def __init__(self, path):
         self.path = path
 
-    def world(self, *, stored=True, keep_in_ram=None, limit_bytes=None, **options):
+    def world(
+        self,
+        *,
+        stored=True,
+        keep_in_ram=None,
+        limit_bytes=None,
+        ram="ram",
+        **options,
+    ):
         steps = self.path / "steps" if stored else None
         return tiered_steps.checkpointer(
-            self.path / "ram",
+            self.path / ram,
             steps,
             keep_in_ram=keep_in_ram,
             limit_bytes=limit_bytes,
@@ -134,17 +143,59 @@ def test_the_record_of_a_line_that_was_damaged_is_named(run):
         opened.load(1)
         run.save(opened, 2, line=2)
     run.lose_ram()
-    record = run.path / "steps" / "abandoned" / "line.json"
+    record = run.path / "steps" / "worlds" / "1.json"
     content = record.read_bytes()
     for damaged in (
         content[:-3],
         content.replace(b'"parents": [[1', b'"parents": [[2'),
     ):
         record.write_bytes(damaged)
-        with pytest.raises(errors.CheckpointError, match=r"line\.json .*; restore the"):
+        with pytest.raises(errors.CheckpointError, match=r"1\.json .*; restore the"):
             run.world()
     record.write_bytes(content)
     assert run.newest() == (1, 101)
+
+
+def test_the_record_that_lines_had_before_there_were_claims_still_counts(run):
+    with run.world() as opened:
+        run.save(opened, *range(1, 5), line=1)
+        _, save = opened.latest.line[-1]
+    former = run.path / "steps" / "abandoned" / "line.json"
+    fields = {"run": tiered_steps.RUN, "save": f"{save}1", "parents": [[2, save]]}
+    storage.write_atomic(former, checked_json.to_bytes(fields, version=1))
+    assert run.newest() == (2, 102)
+    with run.world() as opened:
+        opened.load(1)
+        run.save(opened, 2, line=2)
+    assert os.listdir(run.path / "steps" / "worlds") == ["1.json"]
+    run.lose_ram()
+    assert run.newest() == (2, 202)
+
+
+def start(name):
+    """A start of the run, which claims its worlds."""
+    return {"world": run_world.RunWorld(claimant=claims.Claimant(name=name))}
+
+
+@pytest.mark.parametrize("steps", [[], [1, 2, 3]])
+def test_saves_of_a_replaced_start_do_not_count(run, steps):
+    ended = contextlib.suppress(errors.ReplacedError)
+    with ended, run.world(ram="of-a", **start("a")) as old:
+        run.save(old, *steps, line=1)
+        with run.world(ram="of-b", **start("b")) as new:
+            assert [old.claim_world(), new.claim_world()] == [1, 2]
+            # The old start saves on, until it is to commit a step to storage.
+            with pytest.raises(errors.ReplacedError, match="b, has continued it"):
+                run.save(old, 4, line=1)
+            with pytest.raises(errors.ReplacedError, match="b, has continued it"):
+                run.save(old, 5, line=1)
+            assert [each.step for each in new.checkpoints] == steps
+            run.save(new, 4, line=2)
+        assert old.latest.step == 4
+        old.wait()
+    # Also where the memory of the old start is.
+    assert run.newest(ram="of-a") == (4, 204)
+    assert run.stock() == [*((step, 100 + step) for step in steps), (4, 204)]
 
 
 def test_loading_alone_changes_nothing(run):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import digest, errors, topology
+from elastic_ckpt.core import digest, errors, storage, topology
 from elastic_ckpt.training import step_log, train_step
 
 WORLD = topology.Topology(hosts=2, slices=1, devices=4)
@@ -18,9 +18,13 @@ def report(ids, loss=1.5):
     )
 
 
-def write_attempt(directory, start_step, steps):
+def write_attempt(directory, start_step, steps, *, number=0):
     log = step_log.StepLog(
-        directory, start_step=start_step, world=WORLD, data={"packing": True}
+        directory,
+        start_step=start_step,
+        world=WORLD,
+        data={"packing": True},
+        number=number,
     )
     for step, ids in steps.items():
         log.append(step, report(ids))
@@ -51,17 +55,20 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path):
     )
 
 
-def test_version_2_has_these_lines(tmp_path, golden):
-    write_attempt(tmp_path, 0, {0: [12, 7], 1: [3, 4]})
-    golden("step_log_v2.jsonl", (tmp_path / "step_log/attempt-00001.jsonl").read_text())
+def test_version_3_has_these_lines(tmp_path, golden):
+    write_attempt(tmp_path, 0, {0: [12, 7], 1: [3, 4]}, number=5)
+    golden("step_log_v3.jsonl", (tmp_path / "step_log/attempt-00001.jsonl").read_text())
 
 
-def test_version_1_still_loads_and_does_not_know_its_data(tmp_path, request):
-    kept = request.path.parent.parent / "golden" / "step_log_v1.jsonl"
+@pytest.mark.parametrize(("version", "data"), [(1, {}), (2, {"packing": True})])
+def test_older_versions_still_load(tmp_path, request, version, data):
+    kept = request.path.parent.parent / "golden" / f"step_log_v{version}.jsonl"
     (tmp_path / "step_log").mkdir()
     (tmp_path / "step_log/attempt-00001.jsonl").write_bytes(kept.read_bytes())
     (attempt,) = step_log.read(tmp_path)
-    assert attempt.data == {}
+    # Version 1 lacks the data, and both lack the world.
+    assert attempt.data == data
+    assert attempt.world == 0
     assert [record.ids for record in attempt.records] == [(12, 7), (3, 4)]
 
 
@@ -76,6 +83,34 @@ def test_a_later_attempt_overrules_the_steps_that_it_repeats(tmp_path):
     }
 
 
+def test_steps_that_a_replaced_start_logs_do_not_count(tmp_path):
+    write_attempt(tmp_path, 0, {0: [1], 1: [2]})
+    write_attempt(tmp_path, 1, {1: [20], 2: [30], 3: [40]}, number=7)
+    # World 6 was replaced before it had begun its log.
+    write_attempt(tmp_path, 1, {1: [21], 2: [31], 3: [41], 4: [51]}, number=6)
+    # A start without checkpoints claims no world, and comes after those before it.
+    write_attempt(tmp_path, 3, {3: [400]})
+    attempts = step_log.read(tmp_path)
+    assert [attempt.attempt for attempt in attempts] == [1, 3, 2, 4]
+    ids = {step: each.ids for step, each in step_log.lineage(attempts).items()}
+    assert ids == {0: (1,), 1: (20,), 2: (30,), 3: (400,)}
+
+
+def test_of_two_starts_at_the_same_time_each_has_a_file(tmp_path, monkeypatch):
+    create = storage.create
+
+    def late(path, content):
+        monkeypatch.undo()
+        write_attempt(tmp_path, 0, {0: [1]}, number=2)
+        return create(path, content)
+
+    monkeypatch.setattr(storage, "create", late)
+    write_attempt(tmp_path, 0, {0: [10], 1: [20]}, number=1)
+    attempts = step_log.read(tmp_path)
+    assert [(each.attempt, each.world) for each in attempts] == [(2, 1), (1, 2)]
+    assert [record.ids for record in attempts[0].records] == [(10,), (20,)]
+
+
 def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_path):
     write_attempt(tmp_path, 0, {0: [1]})
     (tmp_path / "step_log/attempt-00002.jsonl").write_text(HEADER[:20])
@@ -87,7 +122,7 @@ def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version":3}\n', "has version 3, and this program reads versions 1 to 2"),
+        ('{"version":4}\n', "has version 4, and this program reads versions 1 to 3"),
         ('{"no":1}\n', "has version None"),
         (HEADER + '{"step":0}\n', "not a step log"),
         (HEADER.replace("hosts", "hots"), "not a step log"),

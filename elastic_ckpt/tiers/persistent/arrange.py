@@ -1,7 +1,8 @@
 """Keeps only the steps of one line in the directory that stock Orbax lists.
 
 A line that abandons steps here is recorded with its first save, wherever that is, so
-that it counts even if all memory is lost before its first backup. The steps that it
+that it counts even if all memory is lost before its first backup; the worlds of a run
+that counts them are recorded before they train (see `claims`). The steps that a line
 abandons (see `manifests.line`) are set aside before its first step is committed here,
 and steps that were set aside and are of the line come back. Where a step lies decides
 nothing: killed at any point, it can be repeated.
@@ -9,17 +10,19 @@ nothing: killed at any point, it can be repeated.
 
 from __future__ import annotations
 
-from elastic_ckpt.core import bucket_clients, checked_json, errors, storage
+from elastic_ckpt.core import bucket_clients, checked_json, errors
 from elastic_ckpt.manifests import manifest_file
 from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.tiers.persistent.persistent_root import (
     ABANDONED,
     PersistentRoot,
     manifest_names,
 )
 
-_RECORD = "line.json"
-_RECORD_VERSION = 1
+# The record of the newest line before there were claims.
+_FORMER_RECORD = "line.json"
+_FORMER_VERSION = 1
 
 
 def record(root: PersistentRoot, line: Line, *, run: str) -> None:
@@ -31,19 +34,15 @@ def record(root: PersistentRoot, line: Line, *, run: str) -> None:
       run: the identity of the run.
 
     Raises:
-      OSError: if storage is unavailable.
-      CheckpointError: if it cannot be listed.
+      CheckpointError: if storage is unavailable, or a record cannot be read.
+      ReplacedError: if another process records a line at the same time.
     """
-    path = root.path / ABANDONED / _RECORD
+    recorded = recorded_lines(root, run=run)
+    if any(each.save >= line.save for each in recorded):
+        return
     older = [*root.set_aside_steps(), *_newest(root, run=run)]
-    if path.exists() or any(line.abandons(*each) for each in older):
-        parents = [list(parent) for parent in line.parents]
-        content = checked_json.to_bytes(
-            {"run": run, "save": line.save, "parents": parents},
-            version=_RECORD_VERSION,
-        )
-        storage.make_directory(path.parent)
-        storage.write_atomic(path, content)
+    if recorded or any(line.abandons(*each) for each in older):
+        claims.claim(root.path, line, run=run, claimant=claims.new_claimant())
 
 
 def recorded_lines(root: PersistentRoot, *, run: str) -> list[Line]:
@@ -52,10 +51,13 @@ def recorded_lines(root: PersistentRoot, *, run: str) -> list[Line]:
     Raises:
       CheckpointError: if the record cannot be read.
     """
-    path = root.path / ABANDONED / _RECORD
+    newest = claims.newest(root.path)
+    if newest is not None:
+        return [newest.line] if newest.run == run else []
+    path = root.path / ABANDONED / _FORMER_RECORD
     try:
         fields = checked_json.parse(
-            path.read_bytes(), what="record of a line", version=_RECORD_VERSION
+            path.read_bytes(), what="record of a line", version=_FORMER_VERSION
         )
     except FileNotFoundError:
         return []

@@ -1,0 +1,36 @@
+"""Worlds of processes that are prepared before it is known that they are needed."""
+
+import pytest
+
+from elastic_ckpt.elastic import process_world, watch
+from elastic_ckpt.elastic.cluster import Assignment
+from elastic_ckpt.elastic.decision import Train
+from elastic_ckpt.tiers.persistent import claims
+
+
+def work(*slices, spares=()):
+    return Train(slices=slices, spares=spares, rows=8, accumulated=1)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "is_for"),
+    [
+        (Assignment(number=2, work=work(0, 1)), True),
+        (Assignment(number=2, work=work(0, 1, spares=(2,))), True),
+        (
+            Assignment(number=2, work=work(0, 1), claimant=claims.new_claimant()),
+            True,
+        ),
+        (Assignment(number=3, work=work(0, 1)), False),
+        (Assignment(number=2, work=work(0, 2)), False),
+    ],
+)
+def test_a_prepared_world_is_taken_if_its_hosts_are_those(tmp_path, assignment, is_for):
+    prepared = process_world.ProcessWorld(
+        print,
+        Assignment(number=2, work=work(0, 1)),
+        num_hosts=2,
+        log_directory=tmp_path,
+        limits=watch.Limits(),
+    )
+    assert prepared.is_for(assignment) == is_for
