@@ -114,6 +114,7 @@ def kept(
     emit: events.Emit,
     *,
     listening: contextlib.AbstractContextManager[None] | None = None,
+    is_locked: bool = True,
 ) -> Iterator[Journal]:
     """The journal of the run of `config`, which belongs to this process meanwhile.
 
@@ -121,6 +122,8 @@ def kept(
       config: of the run.
       emit: shows the events.
       listening: the listeners of the run's metrics, unless this process has others.
+      is_locked: whether to lock the run; otherwise the claims of its worlds decide
+        between several processes.
 
     Raises:
       RunError: if another live process is writing the run.
@@ -128,7 +131,8 @@ def kept(
     from elastic_ckpt.monitoring import run_metrics
 
     directory = run_directory.path_of(config)
-    with storage.exclusive_lock(os.path.join(directory, run_directory.LOCK)):
+    lock = os.path.join(directory, run_directory.LOCK)
+    with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
         log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))

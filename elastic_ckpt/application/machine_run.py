@@ -94,6 +94,11 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
             "elastic_machines needs elastic_enabled=true: otherwise an outer launcher"
             " starts the hosts; set it, or leave elastic_machines empty"
         )
+    if not config.checkpoint.enable_checkpointing:
+        raise errors.ConfigError(
+            "elastic_machines needs enable_checkpointing=true: machines that cannot"
+            " reach each other claim the next world in the run's storage; set it"
+        )
     if len(addresses) < 2 or world.enable_single_controller:
         raise errors.ConfigError(
             f"elastic_machines={section.elastic_machines!r} is for two machines or more"
@@ -130,8 +135,7 @@ def run(config: schema.Config, own: Place, show: events.Emit) -> bool:
       Whether the run, or this machine, was asked to end before the last step.
 
     Raises:
-      RunError: with the first failure of the run; if no leader can be reached; or if
-        another live process keeps writing the run.
+      RunError: with the first failure of the run; or if no leader can be reached.
     """
     section = config.elastic
     logs = os.path.join(run_directory.path_of(config), run_directory.LOGS)
@@ -189,9 +193,13 @@ class _Machine:
         )
         with contextlib.closing(others):
             try:
-                self._await_lock()
-                listening = listeners.of_supervisor(config)
-                with journal.kept(config, self._show, listening=listening) as emit:
+                with journal.kept(
+                    config,
+                    self._show,
+                    listening=listeners.of_supervisor(config),
+                    # A leader that is cut off, or frozen, would hold it.
+                    is_locked=False,
+                ) as emit:
                     self._run(others, emit)
                     is_stopped = emit.is_stopped
             except machines.LeadershipLostError:
@@ -240,6 +248,12 @@ class _Machine:
 
     def _run(self, others: machines.Machines, emit: events.Emit) -> None:
         number = self._own.number
+
+        def report(name: str, **fields: storage.Json) -> None:
+            if name == "world_claimed":
+                self._members.is_settled = True
+            emit(name, **fields)
+
         emit("leader_found", machine=number, leader=number)
         others.await_all(self._members.lost_secs)
         cluster = processes.Processes.of_machines(self._slices, others, emit=emit)
@@ -249,24 +263,8 @@ class _Machine:
                 cluster,
                 local_world.train,
                 groups=elastic_run.groups(self._config),
-                emit=emit,
+                emit=report,
             )
-
-    def _await_lock(self) -> None:
-        # A leader that was cut off finds that out after a time, and releases the run.
-        path = os.path.join(run_directory.path_of(self._config), run_directory.LOCK)
-        deadline_secs = time.monotonic() + 2 * self._members.lost_secs
-        while True:
-            try:
-                with storage.exclusive_lock(path):
-                    return
-            except errors.RunError:
-                if time.monotonic() > deadline_secs:
-                    raise
-            self._members.poll()
-            if not self._members.is_leader:
-                raise machines.LeadershipLostError("another machine leads")
-            time.sleep(_POLL_SECS)
 
 
 def _own_number(

@@ -79,6 +79,8 @@ class Membership:
       num_machines: of the run.
       lost_secs: the time without a sign after which a machine counts as lost.
       leader: the machine that holds the service; None while there is none.
+      is_settled: set by a leader that has claimed a world, and does not yield to a
+        lower machine any more.
       term: how many services this machine has joined.
       values: of the service, by key, without those of `BEAT`.
       expected: the machines that were alive under the last leader, without it; at first
@@ -101,6 +103,7 @@ class Membership:
         self._log = log
         self._clock = clock
         self.leader: int | None = None
+        self.is_settled = False
         self.term = 0
         self.values: Mapping[str, str] = {}
         self._attempt: int | None = None
@@ -149,7 +152,8 @@ class Membership:
         except (EOFError, OSError):
             self._lose()
             return
-        is_time = self.is_leader and self._is_time_to_probe(self.lost_secs / 2)
+        can_yield = self.is_leader and not self.is_settled
+        is_time = can_yield and self._is_time_to_probe(self.lost_secs / 2)
         if is_time and self._lower_services():
             # Two parts of the run reach each other again: one leader is left.
             self._lose()
@@ -187,7 +191,7 @@ class Membership:
         self._lost.add(self._attempt)
         self._silent.add(self._attempt)
         self._lost.discard(self.own)
-        self.leader, self.values = None, {}
+        self.leader, self.values, self.is_settled = None, {}, False
 
     def _alive(self, now_secs: float) -> frozenset[int]:
         return frozenset(

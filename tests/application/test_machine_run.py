@@ -41,6 +41,7 @@ def test_the_number_of_a_machine_is_that_of_its_launcher_unless_it_is_set(tmp_pa
         ({"elastic_machines": "a:1;a:1"}, "has an address twice"),
         ({"elastic_machines": "10.0.0.1:9000"}, "for two machines or more"),
         ({"enable_single_controller": True}, "for two machines or more"),
+        ({"enable_checkpointing": False}, "needs enable_checkpointing=true"),
         ({"elastic_enabled": False}, "needs elastic_enabled=true"),
         ({"faults": [{"kill_slice": 1, "at_step": 2}]}, "are injected on one machine"),
         ({"slices": 2, "hosts": 3}, "cannot be dealt evenly to 2 machines"),

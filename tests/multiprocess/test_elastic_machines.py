@@ -45,11 +45,11 @@ class Supervisors:
             steps=1_000_000,
             elastic_min_slice_count=1,
             elastic_machines=";".join(addresses),
-            elastic_machine_timeout_seconds=20,
             termination_grace_period_seconds=900,
-            **settings,
+            **{"elastic_machine_timeout_seconds": 20, **settings},
         )
         self.started = {}
+        self.cut = []
 
     def __enter__(self):
         return self
@@ -57,6 +57,10 @@ class Supervisors:
     def __exit__(self, *_):
         for number in list(self.started):
             self.kill(number)
+        for machine in self.cut:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(machine.pid, signal.SIGKILL)
+            machine.wait()
         # The next start on a machine removes what killed supervisors had there.
         next_start = working_directory.new_path("/dev/shm")
         working_directory.WorkingDirectory(next_start).close()
@@ -79,6 +83,13 @@ class Supervisors:
         machine.wait()
         memory = layout.slice_directory(self.ram, number)
         shutil.rmtree(memory, ignore_errors=True)
+
+    def cut_off(self, number):
+        """Stops all processes of a machine, until they get SIGCONT."""
+        machine = self.started.pop(number)
+        self.cut.append(machine)
+        os.killpg(machine.pid, signal.SIGSTOP)
+        return machine
 
     def outputs(self):
         return "\n".join(
@@ -142,4 +153,45 @@ def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
         restored = runs.events(machines.run, "restored_from")
         assert all(each["persistent_bytes"] == 0 for each in restored)
         assert test_elastic_run.names(machines.run)[-1] == "run_stopped"
+        assert "PASSED" in runs.verb("audit", machines.run)
+
+
+@pytest.mark.slow(minutes=1)
+def test_a_leader_that_is_cut_off_is_replaced_and_nothing_counts_that_it_still_writes(
+    tmp_path, corpus
+):
+    with (
+        shared_memory.directory("machines") as ram,
+        Supervisors(
+            *(tmp_path, corpus, ram), machines=2, elastic_machine_timeout_seconds=10
+        ) as machines,
+    ):
+        for number in range(2):
+            machines.start(number)
+        machines.train_on([0, 1])
+        cut_off = machines.cut_off(0)
+        machines.train_on([1])
+        os.killpg(cut_off.pid, signal.SIGCONT)
+        # It finds out that it was replaced, by the claim of the next world; or that it
+        # leads no more, and is taken in again.
+        machines.wait_until(
+            lambda: cut_off.poll() is not None or machines.worlds()[-1] == [0, 1]
+        )
+        if cut_off.poll() is not None:
+            assert cut_off.returncode == 1, machines.outputs()
+            output = (tmp_path / "machine-0.txt").read_text()
+            assert "another start of the run" in output, output
+        else:
+            machines.started[0] = cut_off
+        machines.stop(1)
+        # No step of the one that was cut off counts after the other one went on.
+        attempts = step_log.read(machines.run)
+        alone = next(each for each in attempts if each.hosts == 1)
+        of_two = {each.attempt for each in attempts if each.attempt < alone.attempt}
+        late = [
+            record.step
+            for record in runs.steps(machines.run)
+            if record.attempt in of_two and record.step >= alone.start_step
+        ]
+        assert not late
         assert "PASSED" in runs.verb("audit", machines.run)
