@@ -83,4 +83,4 @@ class ProcessWorld:
 def _of_hosts(assignment: Assignment) -> Assignment:
     # The part of an assignment that hosts depend on.
     work = dataclasses.replace(assignment.work, spares=())
-    return dataclasses.replace(assignment, work=work, claimant=None)
+    return dataclasses.replace(assignment, work=work, claimant=None, compile_ahead=None)

@@ -3,7 +3,7 @@
 import pytest
 
 from elastic_ckpt.elastic import process_world, watch
-from elastic_ckpt.elastic.cluster import Assignment
+from elastic_ckpt.elastic.cluster import Assignment, CompileAhead
 from elastic_ckpt.elastic.decision import Train
 from elastic_ckpt.tiers.persistent import claims
 
@@ -19,6 +19,14 @@ def work(*slices, spares=()):
         (Assignment(number=2, work=work(0, 1, spares=(2,))), True),
         (
             Assignment(number=2, work=work(0, 1), claimant=claims.new_claimant()),
+            True,
+        ),
+        (
+            Assignment(
+                number=2,
+                work=work(0, 1),
+                compile_ahead=CompileAhead(compiles=print, work=work(0)),
+            ),
             True,
         ),
         (Assignment(number=3, work=work(0, 1)), False),
