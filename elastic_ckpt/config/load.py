@@ -12,7 +12,7 @@ import difflib
 import json
 import pathlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import yaml
 
@@ -47,6 +47,31 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
     return _build(_settings(path, overrides))
 
 
+def of_keys(
+    wanted: Collection[str],
+    path: str | pathlib.Path | None,
+    overrides: Sequence[str] = (),
+) -> tuple[schema.Config, frozenset[str]]:
+    """The configuration of some keys, in a file that has those of another program too.
+
+    Args:
+      wanted: the keys; others are left alone.
+      path: as in `load`; None if there are overrides alone.
+      overrides: as in `load`.
+
+    Returns:
+      The configuration, and which of the wanted keys are set.
+
+    Raises:
+      ConfigError: as in `load`.
+    """
+    settings = _settings(path, overrides)
+    chosen = {key: settings[key] for key in settings.keys() & set(wanted)}
+    known = keys.keys()
+    config = _build({key: each for key, each in chosen.items() if key in known})
+    return config, frozenset(chosen)
+
+
 def origins(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, str]:
     """The origin of each key that is set: file and line, or the override.
 
@@ -59,9 +84,9 @@ def origins(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str
 
 
 def _settings(
-    path: str | pathlib.Path, overrides: Sequence[str]
+    path: str | pathlib.Path | None, overrides: Sequence[str]
 ) -> dict[str, _Setting]:
-    settings = _read_file(pathlib.Path(path), below=())
+    settings = {} if path is None else _read_file(pathlib.Path(path), below=())
     for override in overrides:
         key, equals, text = override.partition("=")
         place = f"command line, {override!r}"

@@ -1,7 +1,8 @@
 """Runs the MaxText that is installed, unmodified, on our iterators.
 
 MaxText's trainer, checkpoints and resume stay in use. For the time of the run, six
-functions that MaxText looks up when it calls them are replaced:
+functions that MaxText looks up when it calls them are replaced, and two more on a host
+of an elastic run (`maxtext_world`):
 
 * after it has read its configuration, our keys are taken out (`maxtext_config`)
 * when it makes Grain's iterators, it gets ours, in this process or in the sidecar
@@ -32,12 +33,14 @@ from elastic_ckpt.checkpoint import components, configured_tiers
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import elastic_data, iterator, pipeline
+from elastic_ckpt.elastic.world import World
 from elastic_ckpt.frontend import checkpointer
 from elastic_ckpt.frontend.batches import configured_batches
 from elastic_ckpt.integrations import (
     maxtext_config,
     maxtext_seams,
     maxtext_tiers,
+    maxtext_world,
 )
 
 # The inputs of a step of MaxText, all int32 `[B, L]`.
@@ -48,12 +51,18 @@ FEATURES = tuple(
 )
 
 
-def run(arguments: Sequence[str], *, emit: events.Emit = events.nobody) -> None:
+def run(
+    arguments: Sequence[str],
+    *,
+    emit: events.Emit = events.nobody,
+    world: World | None = None,
+) -> None:
     """Trains as `python -m maxtext.trainers.pre_train.train ARGUMENTS` does.
 
     Args:
       arguments: of MaxText, with our keys among them.
       emit: called for each event of tiers of checkpoints.
+      world: that this process has joined as a host; None if MaxText joins one itself.
 
     Raises:
       ConfigError: if MaxText is missing, or of a version that this module does not
@@ -62,7 +71,7 @@ def run(arguments: Sequence[str], *, emit: events.Emit = events.nobody) -> None:
       SystemExit: if MaxText refuses its configuration.
     """
     maxtext_seams.check_installed()
-    with seams_taken(emit=emit) as taken:
+    with seams_taken(emit=emit, world=world) as taken:
         train = importlib.import_module(maxtext_seams.MAIN.module)
         try:
             app.run(train.main, argv=[str(train.__file__), *arguments])
@@ -80,13 +89,15 @@ def run(arguments: Sequence[str], *, emit: events.Emit = events.nobody) -> None:
 
 
 @contextlib.contextmanager
-def seams_taken(*, emit: events.Emit = events.nobody) -> Iterator[Taken]:
-    """Replaces MaxText's functions by ours, until the body ends."""
+def seams_taken(
+    *, emit: events.Emit = events.nobody, world: World | None = None
+) -> Iterator[Taken]:
+    """Replaces MaxText's functions by ours, until the body ends; see `run`."""
     modules = {
         seam: importlib.import_module(seam.module) for seam in maxtext_seams.SEAMS
     }
     originals = {seam: getattr(modules[seam], seam.name) for seam in modules}
-    taken = Taken(originals, emit=emit)
+    taken = Taken(originals, emit=emit, world=world)
     ours: dict[maxtext_seams.Seam, Any] = {
         maxtext_seams.PREPARE: taken.prepare,
         maxtext_seams.MAKE_TRAIN: taken.train_iterator,
@@ -95,6 +106,8 @@ def seams_taken(*, emit: events.Emit = events.nobody) -> Iterator[Taken]:
         maxtext_seams.FOR_RESTORE: taken.for_restore,
         maxtext_seams.MAKE_CHECKPOINTER: taken.checkpoint_manager,
     }
+    if world is not None:
+        ours |= maxtext_world.functions(world, originals)
     with contextlib.ExitStack() as stack:
         for seam, function in ours.items():
             stack.callback(setattr, modules[seam], seam.name, originals[seam])
@@ -108,6 +121,7 @@ class Taken:
     Args:
       originals: the function of MaxText at each seam.
       emit: called for each event of tiers of checkpoints.
+      world: see `run`.
     """
 
     def __init__(
@@ -115,9 +129,11 @@ class Taken:
         originals: dict[maxtext_seams.Seam, Callable[..., Any]],
         *,
         emit: events.Emit,
+        world: World | None,
     ) -> None:
         self._originals = originals
         self._emit = emit
+        self._world = world
         self._own = maxtext_config.Own(values={})
         self._made: dict[maxtext_seams.Seam, MaxTextIterator] = {}
         self._manager: maxtext_tiers.TieredManager | None = None
@@ -186,9 +202,12 @@ class Taken:
         with _past_maxtext():
             chosen = maxtext_config.tiers_config(config, self._own)
             tiers = configured_tiers.tiers(chosen, persistent=config.checkpoint_dir)
-            over_tiers = checkpointer.Checkpointer(
-                tiers, mesh=mesh, run=config.run_name, emit=self._emit
-            )
+            if self._world is not None:
+                over_tiers = self._world.checkpointer(tiers, run=config.run_name)
+            else:
+                over_tiers = checkpointer.Checkpointer(
+                    tiers, mesh=mesh, run=config.run_name, emit=self._emit
+                )
         self._manager = maxtext_tiers.TieredManager(
             over_tiers,
             directory=config.checkpoint_dir,

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ckpt.config import load, schema
+from elastic_ckpt.config import elastic_section, load, schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import datasets
 from elastic_ckpt.data.sources import files
@@ -41,7 +41,25 @@ OWN_TIER_KEYS = tuple(
     for field in dataclasses.fields(schema.TiersSection)
     if field.name not in TIER_KEYS
 )
-OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS)
+# Keys of MaxText's elastic training, which mean the same here.
+ELASTIC_KEYS = (
+    "elastic_enabled",
+    "elastic_max_retries",
+    "elastic_min_slice_count",
+    "elastic_timeout_seconds",
+)
+# Keys of ours for hosts that this program starts.
+OWN_WORLD_KEYS = (
+    "hosts",
+    "slices",
+    "devices_per_host",
+    *(
+        field.name
+        for field in dataclasses.fields(elastic_section.ElasticSection)
+        if field.name not in ELASTIC_KEYS
+    ),
+)
+OWN_KEYS = (*OWN_DATA_KEYS, *OWN_TIER_KEYS, *OWN_WORLD_KEYS)
 # Keys of MaxText that mean the same here.
 SHARED_KEYS = (
     "add_bos",
@@ -70,7 +88,6 @@ SHARED_KEYS = (
 READ_KEYS = (
     "async_checkpointing",
     "checkpoint_dir",
-    "elastic_enabled",
     "enable_checkpointing",
     "eval_data_columns",
     "eval_per_device_batch_size",
@@ -88,7 +105,7 @@ READ_KEYS = (
     *maxtext_files.KEYS,
 )
 
-_PLACE = "MaxText's configuration"
+PLACE = "MaxText's configuration"
 _TOKENIZER = "tokenizer_type"
 _BYTES = "bytes"
 _IN_SIDECAR = "colocated_python_data_input"
@@ -117,6 +134,7 @@ MAXTEXT_KEYS = (
     *SHARED_KEYS,
     *READ_KEYS,
     *TIER_KEYS,
+    *ELASTIC_KEYS,
     *_REMEDIES,
 )
 
@@ -160,7 +178,7 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
             else f"grain, and {files_key.key} to ArrayRecord, Parquet or TFRecord files"
         )
         raise errors.ConfigError(
-            f"{_PLACE}: dataset_type={dataset_type} is read by MaxText alone; set it to"
+            f"{PLACE}: dataset_type={dataset_type} is read by MaxText alone; set it to"
             f" {remedy}"
         )
     in_sidecar = theirs.get(_IN_SIDECAR, False)
@@ -169,10 +187,12 @@ def divide(raw_keys: Mapping[str, Any]) -> tuple[dict[str, Any], Own]:
         "grain_use_elastic_iterator": False,
         _IN_SIDECAR: False,
     }
+    for key in OWN_WORLD_KEYS:
+        values.pop(key, None)
     checked = _section({**values, _IN_SIDECAR: in_sidecar})
     if not checked.num_logical_shards:
         raise errors.ConfigError(
-            f"{_PLACE}: num_logical_shards is not set; choose it once for the life of"
+            f"{PLACE}: num_logical_shards is not set; choose it once for the life of"
             " the run, a multiple of every global batch size and number of hosts that"
             " you may need (`elastic-ckpt plan --hosts 2,4,8 --batches 64,128` shows"
             " which fit)"
@@ -193,12 +213,12 @@ def train_section(config: Any, own: Own) -> schema.DataSection:
     for key, remedy in _REMEDIES.items():
         value = getattr(config, key)
         if value != _ACCEPTED[key]:
-            raise errors.ConfigError(f"{_PLACE}: {key}={value}: {remedy}")
+            raise errors.ConfigError(f"{PLACE}: {key}={value}: {remedy}")
     _check_files_are_named(config)
     kind = own.values.get(_TOKENIZER) or _text(config.tokenizer_type)
     values = {key: getattr(config, key) for key in SHARED_KEYS}
     values |= {
-        **{key: own.values[key] for key in own.values if key not in OWN_TIER_KEYS},
+        **{key: own.values[key] for key in own.values if key in OWN_DATA_KEYS},
         _TOKENIZER: kind,
         "tokenizer_path": _tokenizer_path(config, kind),
         _IN_SIDECAR: own.in_sidecar,
@@ -239,7 +259,7 @@ def tiers_config(config: Any, own: Own) -> schema.Config:
         "max_num_checkpoints_to_keep": config.max_num_checkpoints_to_keep or 0,
         "run_name": config.run_name,
     }
-    return load.from_values(values, place=_PLACE)
+    return load.from_values(values, place=PLACE)
 
 
 def global_batch_size(
@@ -255,14 +275,14 @@ def global_batch_size(
     rows_per_device = getattr(config, f"{prefix}per_device_batch_size")
     if rows_per_device < 1:
         raise errors.ConfigError(
-            f"{_PLACE}: {prefix}per_device_batch_size={rows_per_device} has MaxText"
+            f"{PLACE}: {prefix}per_device_batch_size={rows_per_device} has MaxText"
             " load a row for every device and throw some away, other ones on other"
             " numbers of devices; set it to a whole number"
         )
     rows = getattr(config, f"global_batch_size_to_load{suffix}")
     if rows % num_devices:
         raise errors.ConfigError(
-            f"{_PLACE}: {prefix}per_device_batch_size={rows_per_device} makes a global"
+            f"{PLACE}: {prefix}per_device_batch_size={rows_per_device} makes a global"
             f" batch of {rows} rows, which {num_devices} devices cannot share; set it"
             " to a whole number"
         )
@@ -276,14 +296,14 @@ def check_vocabulary(config: Any, vocab_size: int) -> None:
     """
     if config.vocab_size < vocab_size:
         raise errors.ConfigError(
-            f"{_PLACE}: vocab_size={config.vocab_size}, but the tokenizer has"
+            f"{PLACE}: vocab_size={config.vocab_size}, but the tokenizer has"
             f" {vocab_size} tokens; set vocab_size to {vocab_size} or more"
         )
 
 
 def _section(values: Mapping[str, Any]) -> schema.DataSection:
     plain = {key: _text(value) for key, value in values.items()}
-    return load.from_values(plain, place=_PLACE).data
+    return load.from_values(plain, place=PLACE).data
 
 
 def _text(value: Any) -> Any:
@@ -305,7 +325,7 @@ def _check_files_are_named(config: Any) -> None:
         settings = {key: getattr(config, key) for key in maxtext_files.KEYS}
         location = maxtext_files.location(files_key, config.grain_file_type, settings)
         raise errors.ConfigError(
-            f"{_PLACE}: {files_key.key} is empty; set it to "
+            f"{PLACE}: {files_key.key} is empty; set it to "
             + (f"{location}, where MaxText would look" if location else "the files")
         )
 
@@ -318,7 +338,7 @@ def _tokenizer_path(config: Any, kind: str) -> str:
     local = storage.is_local(path)
     if kind == "huggingface" and local and not os.path.exists(os.path.expanduser(path)):
         raise errors.ConfigError(
-            f"{_PLACE}: tokenizer_path={path} is not on this machine; download the"
+            f"{PLACE}: tokenizer_path={path} is not on this machine; download the"
             " tokenizer and set tokenizer_path to its tokenizer.json or the directory"
             " that has it"
         )

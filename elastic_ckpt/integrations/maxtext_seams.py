@@ -19,6 +19,7 @@ _CONFIG = "maxtext.configs.pyconfig"
 _CONFIG_TYPES = "maxtext.configs.types"
 _INPUT = "maxtext.input_pipeline.input_pipeline_interface"
 _CHECKPOINTING = "maxtext.common.checkpointing"
+_METRICS = "maxtext.common.metric_logger"
 _ITERATOR_STATE = "maxtext.common.grain_utility"
 _TRAIN_UTILS = "maxtext.utils.train_utils"
 
@@ -77,6 +78,18 @@ MAKE_CHECKPOINTER = Seam(
     parameters=("config", "mesh", "init_state_fn"),
     caller=(_TRAIN_UTILS, "setup_train_loop"),
 )
+REACHED_PREEMPTION = Seam(
+    module=_CHECKPOINTING,
+    name="reached_preemption",
+    parameters=("checkpoint_manager", "step"),
+    caller=(_CHECKPOINTING, "_handle_post_checkpoint_preemption"),
+)
+MAKE_LOGGER = Seam(
+    module=_METRICS,
+    name="MetricLogger",
+    parameters=("config", "learning_rate_schedule", "start_step"),
+    caller=(_TRAIN, "train_loop"),
+)
 SEAMS = (
     MAIN,
     PREPARE,
@@ -85,6 +98,8 @@ SEAMS = (
     FOR_SAVE,
     FOR_RESTORE,
     MAKE_CHECKPOINTER,
+    REACHED_PREEMPTION,
+    MAKE_LOGGER,
 )
 
 

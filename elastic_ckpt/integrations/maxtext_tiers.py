@@ -91,7 +91,8 @@ class TieredManager:
     ) -> Any:
         """As `Checkpointer.save_checkpointables_async`."""
         self._has_ended = step == self._last_step
-        options["force"] = options.get("force", False) or self._has_ended
+        is_last = self._has_ended or self._checkpointer.is_left
+        options["force"] = options.get("force", False) or is_last
         with self._guard():
             return self._checkpointer.save_checkpointables_async(
                 step, checkpointables, **options
@@ -121,9 +122,13 @@ class TieredManager:
             return self._checkpointer.load_checkpointables(step, wanted, partial=True)
 
     def wait(self) -> None:
-        """Returns when all that was begun is done, in every tier."""
+        """Returns when all that was begun is done, in every tier.
+
+        If the run goes on in another world, `close` waits for RAM alone.
+        """
         with self._guard():
-            self._checkpointer.wait()
+            if not self._checkpointer.is_left:
+                self._checkpointer.wait()
 
     def close(self) -> None:
         """Waits for all tiers, and releases the hosts.

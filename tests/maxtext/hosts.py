@@ -29,7 +29,8 @@ class Run:
     """A run on some hosts of one device each.
 
     Attributes:
-      program: `ours`, or MaxText by itself, `stock`.
+      program: `ours`, or MaxText by itself, `stock`; or `elastic`, ours in a process
+        that starts the hosts.
       num_hosts: processes.
       directory: of the logs and batches, `HOST.log` and `HOST.jsonl`.
       arguments: MaxText's, with keys of ours for ours.
@@ -97,6 +98,10 @@ def host(run, number, port):
     )
     for stream in (1, 2):
         os.dup2(log, stream)
+    if run.program == "elastic":
+        from tests.maxtext import elastic_hosts
+
+        return elastic_hosts.run(run.directory, run.arguments)
     cache_what_is_compiled()
     if run.num_hosts > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests import corpora, shared_memory
+from tests import corpora, runs, shared_memory
 from tests.maxtext import environment
 
 pytestmark = pytest.mark.slow(minutes=1)
@@ -140,14 +140,14 @@ class MaxText:
         **settings,
     ):
         """A run to a number of steps; the directory of its logs and batches."""
-        ours = OURS if program == "ours" else {}
-        keys = {**MODEL, **ours, **self._cases[case], **settings}
+        ours = {} if program == "stock" else OURS
+        rows = {"per_device_batch_size": ROWS // num_hosts}
+        keys = {**MODEL, **ours, **self._cases[case], **rows, **settings}
         keys |= {
             "run_name": name,
             "base_output_directory": f"{self._directory}/runs",
             "jax_cache_dir": f"{self._directory}/jax_cache",
             "steps": steps,
-            "per_device_batch_size": ROWS // num_hosts,
         }
         logs = self._directory / "logs" / f"{name}-{steps}"
         written = [f"{key}={value}" for key, value in keys.items()]
@@ -321,3 +321,44 @@ def test_weights_go_over_from_stock_maxtext_and_back(maxtext):
 
     back = run("back", 9, "stock", load_full_state_path=newest("ours", 5))
     assert sorted(environment.losses(back)["train"]) == [6, 7, 8]
+
+
+def test_a_live_run_loses_a_slice_and_gets_it_back(maxtext):
+    case, name, steps = "arrayrecord", "elastic", 20
+    # They divide over four hosts and over three.
+    divides = {"base_emb_dim": 24, "num_logical_shards": 24, "steps": steps}
+    whole = maxtext.run(case, "whole", num_hosts=1, per_device_batch_size=24, **divides)
+    with shared_memory.directory("maxtext") as ram:
+        logs = maxtext.run(
+            case,
+            name,
+            num_hosts=1,
+            program="elastic",
+            per_device_batch_size=6,
+            hosts=4,
+            slices=4,
+            elastic_enabled=True,
+            elastic_min_slice_count=3,
+            elastic_settle_seconds=0,
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_directory=ram,
+            local_checkpoint_period=3,
+            local_checkpoint_size_limit="64Mi",
+            multi_tier_checkpointing_backup_interval_steps=8,
+            faults="[{kill_slice: 1, at_step: 5}, {return_slice: 1, at_step: 9}]",
+            **divides,
+        )
+    run = maxtext.checkpoints(name).parent
+    begins = [event["start_step"] for event in runs.events(run, "run_started")]
+    hosts = [event["hosts"] for event in runs.events(run, "run_started")]
+    assert hosts == [4, 3, 4]
+    (lost,) = runs.events(run, "slice_lost")
+    assert lost["slice"] == 1
+    assert [event["event"] for event in runs.events(run, "run_finished")]
+    expected = environment.batches(whole)["train"]
+    assert len(expected) == steps
+    for number, begin in enumerate(begins, start=1):
+        seen = environment.batches(logs / f"world-{number}", killed=True)["train"]
+        assert seen
+        assert seen == expected[begin : begin + len(seen)]
+    assert begin + len(seen) == steps

@@ -1,0 +1,176 @@
+"""MaxText on hosts that are lost and come back, processes of this machine.
+
+The supervisor starts worlds as those of `elastic-ckpt train`; on each host of a world
+MaxText runs on its slices, with the same global batch, and leaves when it is asked to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from elastic_ckpt.application import journal, local_world
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors, events
+from elastic_ckpt.elastic import supervisor
+from elastic_ckpt.integrations import maxtext_config, maxtext_seams
+
+if TYPE_CHECKING:
+    from elastic_ckpt.elastic.world import World
+
+# Keys that the supervisor reads besides.
+_OF_RUN = (
+    "base_output_directory",
+    "hardware",
+    "per_device_batch_size",
+    "run_name",
+    "steps",
+)
+# Keys that each world sets, with the remedy.
+_SET_BY_WORLDS = {
+    "gradient_accumulation_steps": "leave it out; fewer slices accumulate gradients by"
+    " themselves, and per_device_batch_size is that of all slices",
+    "elastic_machines": "leave it out; MaxText's hosts are those of one machine so far",
+    "enable_single_controller": "leave it out, or leave hosts out: Pathways has the"
+    " hosts of a single controller",
+}
+# The fork server imports it, and with it what a host needs.
+_HOST_PROGRAM = "elastic_ckpt.integrations.maxtext"
+
+
+def run_config(arguments: Sequence[str]) -> schema.Config:
+    """The hosts and slices of a run that this program starts itself.
+
+    Args:
+      arguments: of MaxText, with keys of ours: a YAML file may be first.
+
+    Returns:
+      The configuration of the supervisor; `hosts` is 1 if it starts none.
+
+    Raises:
+      ConfigError: naming the key whose value has no meaning.
+    """
+    named = list(arguments[:1]) if arguments and "=" not in arguments[0] else []
+    wanted = (
+        *maxtext_config.OWN_WORLD_KEYS,
+        *maxtext_config.ELASTIC_KEYS,
+        *maxtext_config.TIER_KEYS,
+        *_OF_RUN,
+        *_SET_BY_WORLDS,
+    )
+    path, overrides = named[0] if named else None, arguments[len(named) :]
+    config, are_set = load.of_keys(wanted, path, overrides)
+    world = config.world
+    if world.hosts == 1:
+        return config
+    for key in ("run_name", "base_output_directory", "per_device_batch_size"):
+        if key not in are_set:
+            raise errors.ConfigError(
+                f"{maxtext_config.PLACE}: hosts={world.hosts} needs {key}"
+            )
+    for key, remedy in _SET_BY_WORLDS.items():
+        if key in are_set:
+            raise errors.ConfigError(
+                f"{maxtext_config.PLACE}: {key} is set, with hosts={world.hosts}:"
+                f" {remedy}"
+            )
+    rows = config.data.per_device_batch_size * world.hosts * world.devices_per_host
+    data = dataclasses.replace(config.data, global_batch_size=round(rows))
+    # Its own program is compiled ahead, MaxText's is not.
+    elastic = dataclasses.replace(config.elastic, elastic_compile_ahead_seconds=0.0)
+    return dataclasses.replace(config, data=data, elastic=elastic)
+
+
+def in_world(
+    *, rows: int, num_devices: int, microbatches: int, ram_directory: str | None
+) -> list[str]:
+    """The arguments of MaxText that change with each world of a run.
+
+    Args:
+      rows: of a global batch.
+      num_devices: of the world.
+      microbatches: equal parts in which a device computes its rows.
+      ram_directory: the RAM disk of this host's slice; None for the configured one.
+    """
+    settings: dict[str, Any] = {
+        "per_device_batch_size": rows // (num_devices * microbatches),
+        "gradient_accumulation_steps": microbatches,
+        "skip_jax_distributed_system": True,
+        # The supervisor continues the run; MaxText itself can under Pathways alone.
+        "elastic_enabled": False,
+        # A world that is left saves its last step.
+        "enable_autocheckpoint": True,
+    }
+    if ram_directory is not None:
+        settings["local_checkpoint_directory"] = ram_directory
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def run(
+    config: schema.Config,
+    arguments: Sequence[str],
+    *,
+    emit: events.Emit,
+    train: Callable[[Sequence[str], schema.Config, World], object] | None = None,
+) -> bool:
+    """Trains on hosts of this machine, and returns when the run has ended.
+
+    Args:
+      config: of the supervisor; see `run_config`.
+      arguments: of MaxText.
+      emit: shows the events.
+      train: of each host, picklable; MaxText by default.
+
+    Returns:
+      Whether the run was asked to end before its last step.
+
+    Raises:
+      ConfigError: if the hosts cannot be started so.
+      RunError: if MaxText fails on a host, or slices are missing for too long.
+    """
+    maxtext_seams.check_installed()
+    local_world.check(config)
+    supervisor.warm_up([_HOST_PROGRAM, maxtext_seams.MAIN.module])
+    with journal.kept(config, emit) as kept:
+        local_world.run(
+            config,
+            kept,
+            train=functools.partial(train or train_maxtext, tuple(arguments)),
+        )
+        return kept.is_stopped
+
+
+def train_maxtext(
+    arguments: Sequence[str], config: schema.Config, world: World
+) -> None:
+    """Trains on one host of a world; picklable."""
+    from elastic_ckpt.integrations import maxtext
+
+    began_secs = time.monotonic()
+    left_at: list[int] = []
+
+    def is_leaving(step: int) -> bool:
+        if world.is_leaving(step):
+            left_at.append(step)
+        return bool(left_at)
+
+    world.begin("prepare")
+    changing = in_world(
+        rows=config.data.global_batch_size,
+        num_devices=world.topology.devices,
+        microbatches=world.microbatches,
+        ram_directory=world.ram_directory,
+    )
+    maxtext.run(
+        [*arguments, *changing],
+        emit=world.emit,
+        world=dataclasses.replace(world, is_leaving=is_leaving),
+    )
+    if left_at:
+        world.emit("run_stopped", step=left_at[-1], saved=True)
+    else:
+        secs = time.monotonic() - began_secs
+        world.emit("run_finished", step=config.run.steps, secs=secs)

@@ -1,0 +1,61 @@
+"""The configuration of MaxText's hosts, and the arguments of each world."""
+
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.integrations import maxtext_config, maxtext_elastic
+
+RUN = ["run_name=a", "base_output_directory=/runs", "per_device_batch_size=6"]
+
+
+def test_the_supervisor_reads_its_keys_among_those_of_maxtext(tmp_path):
+    file = tmp_path / "run.yml"
+    file.write_text(
+        "base_config: base.yml\nhosts: 4\nsteps: 9\nmodel_name: llama2-7b\n"
+    )
+    given = [str(file), *RUN, "slices=2", "elastic_enabled=true", "dtype=float32"]
+    config = maxtext_elastic.run_config(given)
+    assert (config.world.hosts, config.world.slices, config.run.steps) == (4, 2, 9)
+    assert config.elastic.elastic_enabled
+    # The rows of all slices stay those of a batch when there are fewer.
+    assert config.data.global_batch_size == 24
+
+
+def test_without_hosts_maxtext_starts_alone():
+    assert maxtext_elastic.run_config(["dtype=float32"]).world.hosts == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["hosts=2", *RUN[1:]], "hosts=2 needs run_name"),
+        (["hosts=2", *RUN[:2]], "hosts=2 needs per_device_batch_size"),
+        (
+            ["hosts=2", *RUN, "gradient_accumulation_steps=2"],
+            "gradient_accumulation_steps is set, with hosts=2: leave it out; fewer",
+        ),
+        (["hosts=two", *RUN], "hosts takes a whole number, not 'two'"),
+    ],
+)
+def test_settings_that_cannot_be_followed_are_refused(given, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        maxtext_elastic.run_config(given)
+
+
+def test_fewer_devices_take_as_many_rows_in_more_parts():
+    settings = maxtext_elastic.in_world(
+        rows=24, num_devices=3, microbatches=2, ram_directory="/ram/slice-1"
+    )
+    assert "per_device_batch_size=4" in settings
+    assert "gradient_accumulation_steps=2" in settings
+    assert "local_checkpoint_directory=/ram/slice-1" in settings
+    # MaxText's own answer to lost slices needs Pathways.
+    assert "elastic_enabled=False" in settings
+
+
+def test_maxtext_does_not_see_the_keys_of_hosts():
+    keys = {"hosts": 4, "slices": 2, "faults": "", "num_logical_shards": 8}
+    theirs, own = maxtext_config.divide({**keys, "elastic_enabled": True})
+    assert not set(keys) & set(theirs)
+    assert theirs["elastic_enabled"]
+    assert own.values["num_logical_shards"] == 8

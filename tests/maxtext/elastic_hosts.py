@@ -1,0 +1,45 @@
+"""Hosts of an elastic run of MaxText that note the batches of each world."""
+
+import dataclasses
+import functools
+import pathlib
+import time
+
+from elastic_ckpt.core import events
+from elastic_ckpt.integrations import maxtext_elastic
+from tests.maxtext import hosts
+
+# The second world waits here until it is asked to leave, some steps after a slice
+# is back: MaxText reports a step after the next one.
+LEAVES_AT = 12
+
+
+def train(directory, arguments, config, world):
+    """Trains on a host of a world, which has a directory of its batches."""
+    from elastic_ckpt.core import topology
+
+    noted = pathlib.Path(directory, f"world-{world.number}")
+    noted.mkdir(exist_ok=True)
+    hosts.note_batches(noted / f"{topology.this_host()}.jsonl")
+    asked = pathlib.Path(directory, "world_leaving")
+
+    def is_leaving(step):
+        # The world of fewer slices goes on until there are all again.
+        while world.number == 2 and step >= LEAVES_AT and not asked.exists():
+            time.sleep(0.1)
+        return world.is_leaving(step)
+
+    changed = dataclasses.replace(world, is_leaving=is_leaving)
+    maxtext_elastic.train_maxtext(arguments, config, changed)
+
+
+def run(directory, arguments):
+    """Runs MaxText on the hosts that the arguments name."""
+
+    def emit(name, **fields):
+        events.check(name, fields)
+        pathlib.Path(directory, name).touch()
+
+    config = maxtext_elastic.run_config(arguments)
+    noted = functools.partial(train, directory)
+    maxtext_elastic.run(config, arguments, emit=emit, train=noted)
