@@ -1,4 +1,4 @@
-"""Faults as data: what is to fail in a run, and at which step.
+"""Faults as data: what is to fail in a run, and when.
 
     faults: [{kill_slice: 1, at_step: 40}, {return_slice: 1, at_step: 80}]
 
@@ -9,6 +9,13 @@
 * `break_slice`: the devices of a slice compute wrong values when it is checked.
 * `kill_host`: the process of a host is killed; the memory of its machine stays.
 * `hang_host`: a host stops (SIGSTOP), and its connections stay open.
+
+A fault happens when `at_step` steps are done, or a host of its target is in a phase:
+
+    faults: [{kill_slice: 2, in_phase: restore, in_world: 2}]
+
+`in_phase` is one of `PHASES`; without `in_world` it is that of any world. With
+`at_step`, too, it is the first such phase from that step on.
 
 Hosts are numbered as in the world that runs. Faults are for tests and demonstrations;
 they are the supervisor's, so training code need not contain any.
@@ -21,10 +28,22 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from elastic_ckpt.core import errors
+
+# The phases of a host; see `watch`.
+PHASES = (
+    "start",
+    "prepare",
+    "restore",
+    "compile",
+    "step",
+    "evaluate",
+    "save",
+    "close",
+)
 
 
 class Kind(enum.Enum):
@@ -45,12 +64,16 @@ class Fault:
     Attributes:
       kind: what happens.
       target: the number of the slice or host.
-      at_step: the number of steps that are done when it happens.
+      at_step: the least number of steps that are done when it happens.
+      in_phase: the phase in which a host of the target is then; empty for any.
+      in_world: the number of the world in which it happens; 0 for any.
     """
 
     kind: Kind
     target: int
-    at_step: int
+    at_step: int = 0
+    in_phase: str = ""
+    in_world: int = 0
 
 
 def parse(text: str) -> tuple[Fault, ...]:
@@ -71,20 +94,46 @@ def parse(text: str) -> tuple[Fault, ...]:
     return tuple(sorted(map(_fault, listed), key=lambda fault: fault.at_step))
 
 
-def due(faults: Sequence[Fault], step: int) -> tuple[Fault, ...]:
-    """The first of `faults`, which `parse` sorted, that happen when `step` is done."""
-    return tuple(fault for fault in faults if fault.at_step <= step)
+def due(
+    faults: Sequence[Fault],
+    step: int,
+    *,
+    world: int = 0,
+    phases: Callable[[Fault], Collection[str]] = lambda _: (),
+) -> tuple[Fault, ...]:
+    """Those of `faults` that happen now, in the order in which `parse` sorted them.
+
+    Args:
+      faults: that have not happened yet.
+      step: the number of steps that are done.
+      world: the number of the world that runs.
+      phases: returns the phases of the hosts of a fault's target.
+    """
+    return tuple(
+        fault
+        for fault in faults
+        if fault.at_step <= step
+        and fault.in_world in (0, world)
+        and (not fault.in_phase or fault.in_phase in phases(fault))
+    )
 
 
 def _fault(entry: Any) -> Fault:
     kinds = [kind.value for kind in Kind]
-    if isinstance(entry, dict) and len(entry) == 2 and "at_step" in entry:
-        (name,) = entry.keys() - {"at_step"}
-        values = (entry[name], entry["at_step"])
-        if name in kinds and all(type(value) is int and value >= 0 for value in values):
-            target, at_step = values
-            return Fault(kind=Kind(name), target=target, at_step=at_step)
+    numbers = {"at_step", "in_world"}
+    if isinstance(entry, dict) and entry.keys() & {"at_step", "in_phase"}:
+        names = list(entry.keys() - numbers - {"in_phase"})
+        counts = [entry[name] for name in entry.keys() - {"in_phase"}]
+        are_counts = all(type(value) is int and value >= 0 for value in counts)
+        phase = entry.get("in_phase", "")
+        is_phase = phase == "" or phase in PHASES
+        if len(names) == 1 and names[0] in kinds and are_counts and is_phase:
+            when = {name: entry[name] for name in entry.keys() & numbers}
+            return Fault(
+                kind=Kind(names[0]), target=entry[names[0]], in_phase=phase, **when
+            )
     raise errors.ConfigError(
         f"faults has the entry {entry!r}; an entry is one of {kinds} with a number, and"
-        " at_step with a number of steps"
+        f" at_step with a number of steps, or in_phase with one of {list(PHASES)}, and"
+        " perhaps in_world with the number of a world"
     )

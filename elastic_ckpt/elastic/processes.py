@@ -176,7 +176,7 @@ class Processes:
                 self._faults = [f for f in self._faults if f.at_step >= start_step]
 
         def look(running: supervisor.HostProcesses) -> None:
-            self._inject(running, slices)
+            self._inject(running, assignment)
             self._note_preempted(running, slices)
             decided = has_changed()
             if self._can_leave(running, train, assignment, decided) and running.leave():
@@ -189,8 +189,11 @@ class Processes:
         except host_failure.WorldLostError as error:
             self._note_machines()
             lost = {self._slice_of(host, slices) for host in error.hosts}
+            gone = set(slices) - self._since.keys() - self._leaving - lost
             for number in sorted(lost):
                 self._lose(number, why=str(error).partition("\n")[0])
+            for number in sorted(gone):
+                self._lose(number, why="it is gone at the same time")
             raise
         finally:
             for number in self._leaving:
@@ -351,8 +354,20 @@ class Processes:
                 self._since.pop(number, None)
                 self._emit("slice_preempted", slice=number)
 
-    def _inject(self, running: supervisor.HostProcesses, slices: Sequence[int]) -> None:
-        for fault in faults.due(self._faults, self._step):
+    def _inject(
+        self, running: supervisor.HostProcesses, assignment: Assignment
+    ) -> None:
+        slices = assignment.work.slices
+
+        def phases(fault: faults.Fault) -> set[str]:
+            hosts = [fault.target]
+            if fault.kind not in (faults.Kind.KILL_HOST, faults.Kind.HANG_HOST):
+                hosts = list(self._hosts_of(fault.target, slices))
+            return {running.phase(host) for host in hosts}
+
+        for fault in faults.due(
+            self._faults, self._step, world=assignment.number, phases=phases
+        ):
             self._faults.remove(fault)
             match fault.kind:
                 case faults.Kind.KILL_SLICE:

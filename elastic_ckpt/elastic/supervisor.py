@@ -180,6 +180,10 @@ class HostProcesses:
         self._terminate()
         return True
 
+    def phase(self, host: int) -> str:
+        """The phase that a host began last; empty if it has ended."""
+        return self._hangs.phase(host)
+
     def end(self) -> None:
         """Ends the hosts at once; `watch` calls it."""
         self._deadline_secs = time.monotonic()

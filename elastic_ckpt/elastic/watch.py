@@ -85,6 +85,10 @@ class Watch:
         self._counts = dict.fromkeys(range(hosts), 0)
         self._since_secs = dict.fromkeys(range(hosts), now_secs)
 
+    def phase(self, host: int) -> str:
+        """The phase that a host began last; empty if it has ended."""
+        return self._phases.get(host, "")
+
     def heartbeat(self, host: int, *, now_secs: float) -> None:
         """Notes a heartbeat."""
         self._heartbeat_secs[host] = now_secs

@@ -26,6 +26,25 @@ def test_faults_are_due_when_their_step_is_done():
     ]
 
 
+def test_faults_of_a_phase_are_due_when_a_host_of_their_target_is_in_it():
+    (fault,) = faults.parse(
+        '[{"kill_host": 2, "in_phase": "save", "in_world": 3, "at_step": 4}]'
+    )
+    assert fault == Fault(
+        kind=Kind.KILL_HOST, target=2, at_step=4, in_phase="save", in_world=3
+    )
+
+    def is_due(step, world, phase):
+        phases = {2: phase}
+        of_target = lambda fault: {phases[fault.target]}  # noqa: E731
+        return bool(faults.due([fault], step, world=world, phases=of_target))
+
+    assert is_due(4, 3, "save")
+    assert not is_due(3, 3, "save")
+    assert not is_due(4, 2, "save")
+    assert not is_due(4, 3, "step")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -40,6 +59,9 @@ def test_faults_are_due_when_their_step_is_done():
         ('[{"kill_slice": -1, "at_step": 2}]', "-1"),
         ('[{"kill_slice": true, "at_step": 2}]', "True"),
         ('[{"kill_slice": 1, "at_step": "2"}]', "at_step"),
+        ('[{"kill_slice": 1, "in_phase": "lunch"}]', "in_phase with one of"),
+        ('[{"kill_slice": 1, "in_world": 2}]', "has the entry"),
+        ('[{"kill_slice": 1, "kill_host": 1, "at_step": 2}]', "has the entry"),
     ],
 )
 def test_another_entry_is_refused_by_name(text, message):

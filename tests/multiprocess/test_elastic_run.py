@@ -81,21 +81,22 @@ def losses(run):
 
 
 @pytest.mark.slow(minutes=1.5)
-@pytest.mark.parametrize("lost", [1, 0])
-def test_a_run_loses_a_slice_with_its_memory_and_gets_it_back(
+@pytest.mark.parametrize("lost", [[1, 2], [0]], ids=["two", "of_process_0"])
+def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
     tmp_path, corpus, ram, lost
 ):
     faults = [
-        {"kill_slice": lost, "at_step": 12},
-        {"return_slice": lost, "at_step": 20},
+        {kind: number, "at_step": step}
+        for kind, step in (("kill_slice", 12), ("return_slice", 20))
+        for number in lost
     ]
     config = configured(
         tmp_path / "faults", corpus, ram, faults=faults, learning_rate=1e-4
     )
     run = trained_until(config, "world 3 starts")
-    others = sorted({0, 1, 2, 3} - {lost})
+    others = sorted({0, 1, 2, 3} - set(lost))
     assert worlds(run) == [[0, 1, 2, 3], others, [0, 1, 2, 3]]
-    assert [each["slice"] for each in runs.events(run, "slice_lost")] == [lost]
+    assert [each["slice"] for each in runs.events(run, "slice_lost")] == lost
     assert names(run).count("world_left") == 1
     assert names(run)[-1] == "run_stopped"
     # A planned change loses no step.
@@ -128,6 +129,38 @@ def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
     (restored,) = runs.events(run, "restored_from")
     assert restored["persistent_bytes"] == 0
     assert "PASSED" in runs.verb("audit", run)
+
+
+@pytest.mark.slow(minutes=1)
+def test_a_host_is_lost_in_each_phase_of_a_recovery(tmp_path, corpus, ram):
+    phases = ["start", "prepare", "restore", "compile", "step", "save"]
+    # The hosts of world n+2 die in the n-th of these phases, in turn.
+    faults = [{"kill_host": 1, "at_step": 12}] + [
+        {"kill_host": number % 2, "in_phase": phase, "in_world": number + 2}
+        for number, phase in enumerate(phases)
+    ]
+    faults.append({"hang_host": 1, "in_phase": "restore", "in_world": 8})
+    config = configured(
+        *(tmp_path, corpus, ram),
+        hosts=2,
+        slices=2,
+        elastic_min_slice_count=2,
+        elastic_heartbeat_timeout_seconds=10,
+        elastic_quarantine_failures=0,
+        steps=40,
+        faults=faults,
+    )
+    run = trained(config)
+    assert worlds(run) == [[0, 1]] * 9
+    lost = [each["slice"] for each in runs.events(run, "slice_lost")]
+    assert lost == [1, 0, 1, 0, 1, 0, 1, 1]
+    assert "s, in ['restore']" in runs.events(run, "slice_lost")[-1]["why"]
+    # All of it was in RAM, whichever process was killed.
+    restored = runs.events(run, "restored_from")
+    assert {each["persistent_bytes"] for each in restored} == {0}
+    assert names(run)[-1] == "run_finished"
+    assert "40 steps took" in runs.verb("audit", run)
+    assert "PASSED" in runs.verb("verify", run)
 
 
 @pytest.mark.slow(minutes=0.8)
