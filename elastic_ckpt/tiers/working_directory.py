@@ -65,9 +65,8 @@ def _remove_leftovers(parent: str) -> None:
                 own = entry.stat(follow_symlinks=False).st_uid == os.getuid()
                 if not (named and own and entry.is_dir(follow_symlinks=False)):
                     continue
-                # A directory without the lock is just being made, if its maker lives.
-                has_lock = os.path.exists(os.path.join(entry.path, _LOCK))
-                if has_lock or not os.path.exists(f"/proc/{named[1]}"):
+                # The maker of a directory may be about to lock it.
+                if not os.path.exists(f"/proc/{named[1]}"):
                     _remove_unless_used(entry.path)
 
 

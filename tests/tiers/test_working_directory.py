@@ -100,8 +100,11 @@ def test_the_last_of_several_users_removes_the_directory(temporary):
 
 
 def test_what_is_just_being_made_or_has_another_name_is_not_removed(temporary):
-    made = [working_directory.new_path(), str(temporary / "elastic_ckpt-run-0")]
+    # The lock of the second is there, and not taken yet.
+    made = [working_directory.new_path(), working_directory.new_path()]
+    made.append(str(temporary / "elastic_ckpt-run-0"))
     for path in made:
         storage.make_private_directory(path)
+    (temporary / made[1] / "in-use.lock").touch()
     working_directory.WorkingDirectory(working_directory.new_path()).close()
     assert {str(path) for path in directories(temporary)} == set(made)
