@@ -68,12 +68,8 @@ def test_a_slice_that_computes_wrong_values_is_refused_and_quarantined(
     assert refused["slice"] == 1
     assert "device 0 of its host 0 computed" in refused["why"]
     (quarantined,) = runs.events(run, "slice_quarantined")
-    assert quarantined == {
-        "time": quarantined["time"],
-        "event": "slice_quarantined",
-        "slice": 1,
-        "why": "it has failed 2 times in this run",
-    }
+    assert quarantined["slice"] == 1
+    assert quarantined["why"] == "it has failed 2 times in this run"
 
 
 @pytest.mark.slow(minutes=0.8)
