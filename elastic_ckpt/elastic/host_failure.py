@@ -81,13 +81,26 @@ class WorldLostError(errors.RunError):
 def lost_hosts(failures: list[HostFailure]) -> frozenset[int] | None:
     """The hosts whose death ended a world; None if the program itself failed.
 
-    A host that JAX aborts has lost the coordination service, and is not a cause if
-    another host died otherwise.
+    A host that JAX aborts has lost the coordination service. It is not a cause if
+    another host died otherwise, or if the program failed before on host 0, which ends
+    the service.
     """
     silent = [failure for failure in failures if failure.is_silent]
-    causes = [failure for failure in silent if not failure.is_consequence] or silent[:1]
+    causes = [failure for failure in silent if not failure.is_consequence]
+    if not causes and silent and not _has_failed_before(silent[0], failures):
+        causes = silent[:1]
     if causes:
         return frozenset(failure.host for failure in causes)
     if failures and all(failure.is_of_devices for failure in failures):
         return frozenset()
     return None
+
+
+def _has_failed_before(aborted: HostFailure, failures: list[HostFailure]) -> bool:
+    return any(
+        failure.host == 0
+        and not failure.is_silent
+        and not failure.is_of_devices
+        and failure.at_secs < aborted.at_secs
+        for failure in failures
+    )

@@ -307,6 +307,17 @@ def test_the_first_failure_is_ours_then_a_signal_then_the_earliest():
     assert host_failure.first_failure([early, killed, ours]) == ours
 
 
+def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before():
+    aborted = failure(1, 2.0, is_silent=True, is_consequence=True)
+    assert host_failure.lost_hosts([aborted]) == {1}
+    assert host_failure.lost_hosts([failure(0, 1.0), aborted]) is None
+    # Its end on another host, or later, has not ended the service.
+    assert host_failure.lost_hosts([failure(2, 1.0), aborted]) == {1}
+    assert host_failure.lost_hosts([aborted, failure(0, 3.0)]) == {1}
+    killed = failure(2, 2.5, is_silent=True)
+    assert host_failure.lost_hosts([failure(0, 1.0), aborted, killed]) == {2}
+
+
 SLEEPING_WORLD = """
 import sys, time
 from elastic_ckpt.core import events
