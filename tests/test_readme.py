@@ -134,7 +134,8 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(
     assert "hosts: 4 -> 3 -> 4 -> 2" in output
     assert output.count("PASSED") == 2
     assert "60 steps took 1,440 rows; hosts: 4 -> 3" in output
-    assert "demo_cpu: 11 steps in storage: 20, 40, 60, " in output
+    inspected = run("uv run elastic-ckpt inspect runs/demo_cpu")
+    assert "demo_cpu: 11 steps in storage: 20, 40, 60, " in inspected
     for name in ("demo_cpu", "demo_packed"):
         verified = run(f"uv run elastic-ckpt verify --strict runs/{name}")
         assert verified.endswith("\nPASSED: every copy is what was saved\n")
