@@ -244,7 +244,7 @@ def test_nothing_comes_after_the_end_of_data_that_drops_the_remainder(num_hosts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("num_workers", [1, 5])
 def test_nothing_comes_after_the_end_where_processes_read(num_workers):
     ending = flat({"a": 28}, {"a": 1}, elastic_data.End.DROPPED)
     read_by_processes = dataclasses.replace(ending, num_workers=num_workers)
