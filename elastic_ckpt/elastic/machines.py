@@ -117,7 +117,7 @@ class Machines:
         return [each for each, _ in self._machines.values() if not each.is_lost]
 
     def end(self, *, is_stopped: bool, failure: str | None = None) -> None:
-        """Tells the other machines that the run has ended.
+        """Reports the end of the run to the other machines.
 
         Args:
           is_stopped: whether it was asked to end.

@@ -187,7 +187,7 @@ class RemoteMachine:
         return verdicts
 
     def end(self, *, is_stopped: bool, failure: str | None) -> None:
-        """Tells the machine that the run has ended.
+        """Reports the end of the run to the machine.
 
         Args:
           is_stopped: whether it was asked to end.
