@@ -51,7 +51,7 @@ def of_keys(
     wanted: Collection[str],
     path: str | pathlib.Path | None,
     overrides: Sequence[str] = (),
-) -> tuple[schema.Config, frozenset[str]]:
+) -> tuple[schema.Config, dict[str, object]]:
     """The configuration of some keys, in a file that has those of another program too.
 
     Args:
@@ -60,16 +60,20 @@ def of_keys(
       overrides: as in `load`.
 
     Returns:
-      The configuration, and which of the wanted keys are set.
+      The configuration, and the value of each wanted key that is set, and not to null.
 
     Raises:
       ConfigError: as in `load`.
     """
     settings = _settings(path, overrides)
-    chosen = {key: settings[key] for key in settings.keys() & set(wanted)}
+    chosen = {
+        key: each
+        for key, each in settings.items()
+        if key in wanted and each.value is not None
+    }
     known = keys.keys()
     config = _build({key: each for key, each in chosen.items() if key in known})
-    return config, frozenset(chosen)
+    return config, {key: each.value for key, each in chosen.items()}
 
 
 def origins(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, str]:

@@ -37,6 +37,12 @@ _SET_BY_WORLDS = {
     "enable_single_controller": "leave it out, or leave hosts out: Pathways has the"
     " hosts of a single controller",
 }
+# Their values where MaxText's own files have them.
+_UNSET = {
+    "gradient_accumulation_steps": 1,
+    "elastic_machines": "",
+    "enable_single_controller": False,
+}
 # The fork server imports it, and with it what a host needs.
 _HOST_PROGRAM = "elastic_ckpt.integrations.maxtext"
 
@@ -62,19 +68,19 @@ def run_config(arguments: Sequence[str]) -> schema.Config:
         *_SET_BY_WORLDS,
     )
     path, overrides = named[0] if named else None, arguments[len(named) :]
-    config, are_set = load.of_keys(wanted, path, overrides)
+    config, given = load.of_keys(wanted, path, overrides)
     world = config.world
     if world.hosts == 1:
         return config
     for key in ("run_name", "base_output_directory", "per_device_batch_size"):
-        if key not in are_set:
+        if not given.get(key):
             raise errors.ConfigError(
                 f"{maxtext_config.PLACE}: hosts={world.hosts} needs {key}"
             )
     for key, remedy in _SET_BY_WORLDS.items():
-        if key in are_set:
+        if given.get(key, _UNSET[key]) != _UNSET[key]:
             raise errors.ConfigError(
-                f"{maxtext_config.PLACE}: {key} is set, with hosts={world.hosts}:"
+                f"{maxtext_config.PLACE}: {key}={given[key]} with hosts={world.hosts}:"
                 f" {remedy}"
             )
     rows = config.data.per_device_batch_size * world.hosts * world.devices_per_host

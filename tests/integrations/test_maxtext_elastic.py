@@ -21,6 +21,19 @@ def test_the_supervisor_reads_its_keys_among_those_of_maxtext(tmp_path):
     assert config.data.global_batch_size == 24
 
 
+def test_the_defaults_in_maxtext_s_own_file_are_no_settings(tmp_path):
+    file = tmp_path / "base.yml"
+    file.write_text(
+        "run_name: ''\ngradient_accumulation_steps: 1\nhardware: cpu\n"
+        "enable_single_controller: false\nelastic_min_slice_count: -1\n"
+        "multi_tier_checkpointing_backup_interval_minutes: null\n"
+    )
+    with pytest.raises(errors.ConfigError, match="hosts=2 needs run_name"):
+        maxtext_elastic.run_config([str(file), "hosts=2", *RUN[1:]])
+    config = maxtext_elastic.run_config([str(file), "hosts=2", *RUN])
+    assert config.run.run_name == "a"
+
+
 def test_without_hosts_maxtext_starts_alone():
     assert maxtext_elastic.run_config(["dtype=float32"]).world.hosts == 1
 
@@ -32,7 +45,7 @@ def test_without_hosts_maxtext_starts_alone():
         (["hosts=2", *RUN[:2]], "hosts=2 needs per_device_batch_size"),
         (
             ["hosts=2", *RUN, "gradient_accumulation_steps=2"],
-            "gradient_accumulation_steps is set, with hosts=2: leave it out; fewer",
+            "gradient_accumulation_steps=2 with hosts=2: leave it out; fewer",
         ),
         (["hosts=two", *RUN], "hosts takes a whole number, not 'two'"),
     ],
