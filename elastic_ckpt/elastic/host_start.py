@@ -95,8 +95,11 @@ class LocalHost:
 
     def send_signal(self, number: signal.Signals) -> None:
         """See `StartedHost`."""
-        if self._process.is_alive():
-            assert self._process.pid is not None
+        if not self._process.is_alive():
+            return
+        assert self._process.pid is not None
+        # The fork server may have reaped a host whose end it has not reported yet.
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, number)
 
     def wait(self) -> int:
