@@ -121,7 +121,7 @@ def test_an_upload_that_was_cut_short_is_repeated_on_other_hosts(root, tier, wor
     names = set(tree(root.final(5)))
     assert "manifest-m0.0.json" not in names
     assert "data/shards-00007.json" not in names
-    assert not any(ocdbt.store_name("m0.0") in name for name in names)
+    assert not any(ocdbt.store_name("m0.0", "0") in name for name in names)
 
 
 def test_one_host_alone_may_repeat_its_part(root, tier, world):
@@ -300,8 +300,16 @@ def test_a_step_of_another_run_is_offered_as_nothing(root, world):
     [
         ("data/shards-00002.json", 1, "ends after 3 bytes, before 9"),
         ("data/none.json", 0, "is missing"),
-        (f"state/{ocdbt.store_name('m0.0')}//params.w/c/9/9", 0, "ends after 0 bytes"),
-        (f"state/{ocdbt.store_name('m9.0')}//params.w/c/0/0", 0, "ends after 0 bytes"),
+        (
+            f"state/{ocdbt.store_name('m0.0', '0')}//params.w/c/9/9",
+            0,
+            "ends after 0 bytes",
+        ),
+        (
+            f"state/{ocdbt.store_name('m9.0', '0')}//params.w/c/0/0",
+            0,
+            "ends after 0 bytes",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_said(root, tier, world, file, offset, message):

@@ -17,6 +17,7 @@ from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.tiers.persistent.persistent_root import (
     ABANDONED,
     PersistentRoot,
+    committed_save,
     manifest_names,
 )
 
@@ -116,9 +117,12 @@ def save_of(root: PersistentRoot, step: int, *, run: str) -> str | None:
     names = manifest_names(directory)
     if not names:
         return root.foreign_save(step)
+    committed = committed_save(directory)
     for name in names:
         try:
-            return manifest_file.read(directory / name, run=run, step=step).save
+            save = manifest_file.read(directory / name, run=run, step=step).save
         except errors.CheckpointError:
             continue
+        if committed in (None, save):
+            return save
     return None

@@ -28,6 +28,7 @@ from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, progress
 from elastic_ckpt.tiers.persistent.persistent_root import (
     COMMIT_FILE,
     PersistentRoot,
+    commit_text,
     read_manifests,
 )
 from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
@@ -86,7 +87,7 @@ def commit(
         path = unfinished / name
         retries.call(doing, lambda path=path, content=content: _write(path, content))
     parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
-    success = f"Checkpoint commit was successful to {root.final(saved.step)}".encode()
+    success = commit_text(root.final(saved.step), saved.save)
     retries.call(doing, make_way)
     for path in _commit_files(unfinished, saved, parts):
         retries.call(doing, lambda path=path: _write(path, success))

@@ -76,14 +76,14 @@ class Chunk:
     values: np.ndarray
 
 
-def store_name(host_id: str) -> str:
-    """The directory of a host's store in that of a checkpointable.
+def store_name(host_id: str, save: str) -> str:
+    """The directory of a host's store, for one save, in that of a checkpointable.
 
     Orbax numbers processes here. A number may be another host's when an upload is
-    repeated in another world, so the name stands for the host; Orbax accepts only
-    letters and digits.
+    repeated in another world, so the name stands for the host, and for the save: a
+    replaced start may still write to its own. Orbax accepts only letters and digits.
     """
-    return f"{_PREFIX}{digest.name_hash(host_id):016x}"
+    return f"{_PREFIX}{digest.name_hash(f'{save}/{host_id}'):016x}"
 
 
 def new_context() -> ts.Context:

@@ -39,6 +39,7 @@ REMOVED = "removed"
 _READERS = 32
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _STEP = re.compile(r"0|[1-9]\d*")
+_SAVE = re.compile(rb"^save (\S+)$", re.MULTILINE)
 _UNFINISHED = re.compile(rf"(0|[1-9]\d*){re.escape(_TEMPORARY)}(?:-(.*))?")
 
 
@@ -94,13 +95,16 @@ class PersistentRoot:
             there = "one that Orbax saved without elastic_ckpt"
             older = self.foreign_save(step) < save
         else:
-            manifest = manifest_file.read(
-                final / names[0], run=run, step=step, stores=True
+            committed = (
+                committed_save(final)
+                or manifest_file.read(
+                    final / names[0], run=run, step=step, stores=True
+                ).save
             )
-            if manifest.save == save:
+            if committed == save:
                 return False
-            there = f"its save {manifest.save!r}"
-            older = manifest.save < save
+            there = f"its save {committed!r}"
+            older = committed < save
         if older and not self.in_place:
             return True
         raise errors.CheckpointError(
@@ -225,6 +229,23 @@ def run_of(directory: epath.Path) -> str | None:
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             content = (directory / name).read_bytes()
             return manifest_file.parse(content, stores=True).run
+    return None
+
+
+def commit_text(final: epath.Path, save: str) -> bytes:
+    """The content of the file that commits a save of a step."""
+    return f"Checkpoint commit was successful to {final}\nsave {save}\n".encode()
+
+
+def committed_save(directory: epath.Path) -> str | None:
+    """The save that the file names which commits a step; None if it names none.
+
+    A start of the run that was replaced while it uploaded in place may have added a
+    manifest of another save.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        match = _SAVE.search((directory / COMMIT_FILE).read_bytes())
+        return match and match[1].decode()
     return None
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
+from etils import epath
 
 from elastic_ckpt.core import boxes, errors, storage
 from elastic_ckpt.manifests import layout, manifest_file
@@ -31,7 +32,7 @@ from elastic_ckpt.manifests.manifest import (
     Host,
     Manifest,
 )
-from elastic_ckpt.tiers.persistent import ocdbt, progress
+from elastic_ckpt.tiers.persistent import claims, ocdbt, progress
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.progress import Part
 from elastic_ckpt.tiers.persistent.retries import PATIENT, Retries
@@ -106,7 +107,7 @@ class Upload:
         self._directory = root.unfinished(saved.step, saved.save)
         self._manifest = self._directory / manifest_file.file_name(host.id)
         self._progress = self._directory / progress.file_name(host.id)
-        self._store = ocdbt.store_name(host.id)
+        self._store = ocdbt.store_name(host.id, saved.save)
         self._context = ocdbt.new_context()
         self._lock = threading.Lock()
         # By leaf and box, and by path, what this host has written; and what other hosts
@@ -118,6 +119,8 @@ class Upload:
         self._completed: set[str] = set()
         self._noting = threading.Lock()
         self._next_note_secs = 0.0
+        # The number of the newest world that was claimed when the upload began.
+        self._world = 0
 
     def begin(self, held: Callable[[], Set[Part]] | None = None) -> None:
         """Makes room, or continues an upload of this save that was cut short.
@@ -138,6 +141,9 @@ class Upload:
                 f"step {saved.step} in {self._root.path} is committed already, by this"
                 f" save {saved.save!r}; nothing is left to upload"
             )
+        if self._root.in_place:
+            newest = claims.newest(self._root.path)
+            self._world = 0 if newest is None else newest.number
         if held is not None:
             self._retries.call(
                 f"looking for an upload in {self._directory}",
@@ -209,11 +215,10 @@ class Upload:
 
         Raises:
           CheckpointError: if storage fails for good, or longer than is waited.
+          ReplacedError: if another start of the run has written the file since.
         """
         path = self._directory / file.path
-        self._retries.call(
-            f"writing {path}", lambda: storage.write_atomic(path, content)
-        )
+        self._retries.call(f"writing {path}", lambda: self._put(path, content))
         with self._lock:
             self._files[file.path] = file
         self._note_progress()
@@ -223,14 +228,25 @@ class Upload:
 
         Raises:
           CheckpointError: if storage fails for good, or longer than is waited.
+          ReplacedError: if another start of the run has written it since.
         """
         with self._noting:
             manifest = self._written()
             self._retries.call(
                 f"writing {self._manifest}",
-                lambda: manifest_file.write(self._directory, manifest),
+                lambda: self._put(self._manifest, manifest_file.to_bytes(manifest)),
             )
         return manifest
+
+    def _put(self, path: epath.Path, content: bytes) -> None:
+        if not self._root.in_place:
+            storage.write_atomic(path, content)
+        elif not storage.create(path, content) and path.read_bytes() != content:
+            # Another start may write the same step, into the same directory.
+            newest = claims.newest(self._root.path)
+            if newest is not None and newest.number > self._world:
+                raise claims.replaced(newest)
+            storage.write_atomic(path, content)
 
     def _continue(self, held: Callable[[], Set[Part]]) -> None:
         saved = self._saved
