@@ -93,7 +93,7 @@ class ElasticSection:
     faults: str = key(
         "",
         "Faults to inject, for tests and demonstrations, such as [{kill_slice: 1,"
-        " at_step: 40}, {return_slice: 1, at_step: 80}]; also kill_host and hang_host,"
-        " and in_phase: restore (or another) of in_world: 2.",
+        " at_step: 40}, {return_slice: 1, at_step: 80}]; also kill_host, hang_host,"
+        " slow_host, cut_off, and in_phase: restore (or another) of in_world: 2.",
         lists="any",
     )

@@ -9,6 +9,10 @@
 * `break_slice`: the devices of a slice compute wrong values when it is checked.
 * `kill_host`: the process of a host is killed; the memory of its machine stays.
 * `hang_host`: a host stops (SIGSTOP), and its connections stay open.
+* `slow_host`: a host gets a quarter of its time, until its world ends.
+* `cut_off`: the hosts of a slice lose their connections, though they live, and can make
+  none; nor can hosts of the slice that are started later. Once it is lost it is absent,
+  with its memory.
 
 A fault happens when `at_step` steps are done, or a host of its target is in a phase:
 
@@ -36,6 +40,8 @@ from elastic_ckpt.core import errors
 # The phases of a host; see `watch`.
 PHASES = (
     "start",
+    "reach",
+    "join",
     "prepare",
     "restore",
     "compile",
@@ -55,6 +61,11 @@ class Kind(enum.Enum):
     BREAK_SLICE = "break_slice"
     KILL_HOST = "kill_host"
     HANG_HOST = "hang_host"
+    SLOW_HOST = "slow_host"
+    CUT_OFF = "cut_off"
+
+
+OF_HOSTS = (Kind.KILL_HOST, Kind.HANG_HOST, Kind.SLOW_HOST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

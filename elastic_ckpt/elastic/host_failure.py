@@ -59,9 +59,19 @@ def first_failure(failures: list[HostFailure]) -> HostFailure:
     """The failure that caused the others.
 
     An ElasticCkptError is never a consequence of another host's death, and death by a
-    signal is never a consequence of an exception. Among equals the earliest is first.
+    signal is never a consequence of an exception, unless JAX has aborted the host; nor
+    is that of failed devices. Among equals the earliest is first.
     """
-    return min(failures, key=lambda f: (not f.is_ours, not f.is_signal, f.at_secs))
+    return min(
+        failures,
+        key=lambda f: (
+            not f.is_ours,
+            not f.is_signal or f.is_consequence,
+            f.is_of_devices,
+            f.is_consequence,
+            f.at_secs,
+        ),
+    )
 
 
 class WorldLostError(errors.RunError):
@@ -83,12 +93,12 @@ def lost_hosts(failures: list[HostFailure]) -> frozenset[int] | None:
 
     A host that JAX aborts has lost the coordination service. It is not a cause if
     another host died otherwise, or if the program failed before on host 0, which ends
-    the service.
+    the service. If host 0 is aborted, too, the others have lost it.
     """
     silent = [failure for failure in failures if failure.is_silent]
     causes = [failure for failure in silent if not failure.is_consequence]
     if not causes and silent and not _has_failed_before(silent[0], failures):
-        causes = silent[:1]
+        causes = [each for each in silent if each.host == 0] or silent[:1]
     if causes:
         return frozenset(failure.host for failure in causes)
     if failures and all(failure.is_of_devices for failure in failures):

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -25,6 +26,12 @@ from elastic_ckpt.elastic.member import Member
 # Between two heartbeats, and at least between two reports of the same phase.
 _HEARTBEAT_SECS = 1.0
 _PHASE_SECS = 0.2
+# How soon JAX aborts a process that has lost the coordination service.
+_ABORT_SECS = 2.0
+# How long other hosts have to report their failures, at most.
+_REPORT_SECS = 10.0
+# Between two looks for connections of a host that is cut off.
+_CUT_SECS = 0.02
 # The messages of the supervisor: a world begins, and its hosts leave for another one.
 BEGIN = b"begin"
 LEAVE = b"leave"
@@ -73,19 +80,8 @@ class HostChannel:
 
     def _report_sigterm(self) -> None:
         # JAX handles the signal outside of Python, and does not name the host that got
-        # it. `faulthandler` can run before such a handler, and writes into a pipe.
-        reader, writer = os.pipe()
-        faulthandler.register(
-            signal.SIGTERM, file=writer, all_threads=False, chain=True
-        )
-
-        def report() -> None:
-            # The supervisor's end is closed when it is about to kill this process.
-            with contextlib.suppress(OSError):
-                while os.read(reader, 65536):
-                    self.send({"sigterm": True})
-
-        threading.Thread(target=report, name="report-sigterm", daemon=True).start()
+        # it.
+        _call_after(signal.SIGTERM, lambda: self.send({"sigterm": True}), chain=True)
 
     @property
     def is_left(self) -> bool:
@@ -115,6 +111,8 @@ def run(
     channel = HostChannel(pipe)
     # The supervisor asks for the stacks of hosts that hang.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # A fault, see `faults`.
+    _call_after(signal.SIGUSR2, _cut_off, chain=False)
     threading.Thread(
         target=_send_heartbeats, args=(channel,), name="heartbeats", daemon=True
     ).start()
@@ -132,10 +130,17 @@ def run(
             is_of_devices=_is_of_devices(error),
             at_secs=time.monotonic(),
         )
+        if failure.is_of_devices:
+            # If it is this host that has lost all others, JAX aborts it meanwhile.
+            time.sleep(_ABORT_SECS)
         fields: dict[str, Any] = dataclasses.asdict(failure)
         del fields["host"]
         channel.send({"failure": fields})
         sys.stdout.flush()
+        if failure.is_of_devices:
+            # The supervisor ends it when all have reported: with host 0 the others
+            # lose the coordination service, and JAX would abort them for that.
+            time.sleep(_REPORT_SECS)
         # Skips JAX's shutdown, which would wait for hosts that hang.
         os._exit(1)
     sys.stdout.flush()
@@ -164,10 +169,54 @@ def _send_heartbeats(channel: HostChannel) -> None:
             time.sleep(_HEARTBEAT_SECS)
 
 
+def _call_after(
+    number: signal.Signals, call: Callable[[], object], *, chain: bool
+) -> None:
+    # Calls a function in a thread after each signal, whatever the main thread does.
+    # `faulthandler` runs before handlers outside of Python, and writes into a pipe.
+    reader, writer = os.pipe()
+    faulthandler.register(number, file=writer, all_threads=False, chain=chain)
+
+    def wait() -> None:
+        # The supervisor's end is closed when it is about to kill this process.
+        with contextlib.suppress(OSError):
+            while os.read(reader, 65536):
+                call()
+
+    threading.Thread(target=wait, name=f"await-{number.name}", daemon=True).start()
+
+
+def _cut_off() -> None:
+    # Ends the connections of this process to others, and each one that is made later.
+    while True:
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                _shut_down(os.dup(int(descriptor)))
+        time.sleep(_CUT_SECS)
+
+
+def _shut_down(descriptor: int) -> None:
+    # Closes the descriptor as well, whatever it is.
+    try:
+        connected = socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
+        return
+    with connected:
+        # A socket that accepts connections may do so: they are ended, too.
+        is_listening = connected.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if connected.family in (socket.AF_INET, socket.AF_INET6) and not is_listening:
+            connected.shutdown(socket.SHUT_RDWR)
+
+
 def _is_of_devices(error: BaseException) -> bool:
-    # JAX was imported by whatever could raise it.
+    # JAX was imported by whatever could raise it. On CPU, a lost connection is a
+    # ValueError.
     jax = sys.modules.get("jax")
-    return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)
+    return jax is not None and (
+        isinstance(error, jax.errors.JaxRuntimeError)
+        or (isinstance(error, ValueError) and "Gloo" in str(error))
+    )
 
 
 def _redirect_output(log: str) -> None:

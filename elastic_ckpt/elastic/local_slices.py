@@ -104,13 +104,19 @@ class LocalSlices:
         memory = self._owned.memory
         if memory is None or number not in self.numbers:
             return
-        if number in self._agents:
-            gone = self._agents.pop(number)
-            gone.close()
-            for other in self._agents:
-                # The next world does not wait for it.
-                known_agents.forget(memory.root(other), gone.address.url)
+        self.end_agent(number)
         storage.remove(memory.of_slice(number))
+
+    def end_agent(self, number: int) -> None:
+        """Has the memory of a slice served no more, if it is."""
+        memory = self._owned.memory
+        if memory is None or number not in self._agents:
+            return
+        gone = self._agents.pop(number)
+        gone.close()
+        for other in self._agents:
+            # The next world does not wait for it.
+            known_agents.forget(memory.root(other), gone.address.url)
 
     def close(self) -> None:
         """Ends the checks and agents, and removes the executables."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import storage
-from elastic_ckpt.elastic import member, termination
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.elastic import member, termination, watch
 
 
 def configure(world: schema.WorldSection) -> None:
@@ -42,18 +44,41 @@ def join_outer_launcher() -> bool:
     return True
 
 
+# The longest time to join, if the supervisor does not end the hosts before. When it is
+# over JAX aborts all hosts, and does not name the one that is missing.
+_JOIN_SECS = 900
+# The limit of a try to reach host 0, and the time between two: it is about to listen.
+_TRY_SECS = 5.0
+_REACH_SECS = 0.02
+
+
 @contextlib.contextmanager
-def joined(place: member.Member) -> Iterator[None]:
+def joined(
+    place: member.Member, *, begin: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
     """Joins the world; at the end of the body leaves it together with all hosts.
 
     If the body raises, JAX is not shut down: the process must end.
+
+    Args:
+      place: of this host.
+      begin: called with each phase that begins: to reach host 0, and to wait there for
+        the others.
+
+    Raises:
+      RunError: if this host does not reach host 0.
     """
+    begin(watch.REACH)
+    if place.host:
+        _reach(place)
+    begin(watch.JOIN)
     jax.distributed.initialize(
         place.address,
         num_processes=place.num_hosts,
         process_id=place.host,
         coordinator_bind_address=place.address,
         cluster_detection_method="deactivate",
+        initialization_timeout=_JOIN_SECS,
     )
     # From here on JAX's preemption service receives the signal.
     termination.release()
@@ -64,3 +89,21 @@ def joined(place: member.Member) -> Iterator[None]:
 
 # The CPU is always included: colocated data iterators use its devices.
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+
+
+def _reach(place: member.Member) -> None:
+    # Returns when host 0 accepts connections.
+    host, port = place.address.rsplit(":", 1)
+    began_secs = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _TRY_SECS).close()
+        except OSError as error:
+            if time.monotonic() - began_secs > _JOIN_SECS:
+                raise errors.RunError(
+                    f"host {place.host} has not reached host 0 at {place.address} in"
+                    f" {_JOIN_SECS} s ({error}); check the network between them"
+                ) from error
+            time.sleep(_REACH_SECS)
+        else:
+            return

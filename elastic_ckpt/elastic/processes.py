@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,6 +24,7 @@ from elastic_ckpt.elastic import (
     faults,
     host_failure,
     host_start,
+    injector,
     local_slices,
     machines,
     process_world,
@@ -103,10 +103,15 @@ class Processes:
     ) -> None:
         self._own = own
         self._others = others
-        self._faults = list(injected)
         self._emit = emit
         self._resources = contextlib.ExitStack()
         self._claimant = claims.new_claimant()
+        self._injector = injector.Injector(
+            injected,
+            own,
+            gone=lambda number: self._since.pop(number, None),
+            returned=self._return,
+        )
         # By slice that is alive, since when.
         self._since = dict.fromkeys(self._connected(), time.monotonic())
         # The slices that were lost since they were last in a world.
@@ -131,8 +136,7 @@ class Processes:
         checkers = self._checkers()
         for verdict in [each for checker in checkers for each in checker.poll()]:
             if verdict.problem is not None:
-                self._fail(verdict.slice)
-                self._emit("slice_refused", slice=verdict.slice, why=verdict.problem)
+                self._refuse(verdict.slice, why=verdict.problem)
         unsound = {each for checker in checkers for each in checker.unsound}
         present = {
             number: now_secs - since
@@ -157,6 +161,7 @@ class Processes:
         slices = assignment.work.slices
         self._training = frozenset(slices)
         self._lost -= set(slices)
+        self._injector.begin_world()
         has_trained = False
         shadows = contextlib.ExitStack()
 
@@ -171,12 +176,15 @@ class Processes:
             elif name == "world_claimed":
                 self._claimant = dataclasses.replace(self._claimant, has_claimed=True)
             elif name == "run_started" and assignment.number == 1:
-                # Faults that an earlier start of the run has lived through are over.
-                start_step = int(str(fields["start_step"]))
-                self._faults = [f for f in self._faults if f.at_step >= start_step]
+                self._injector.pass_over(int(str(fields["start_step"])))
 
         def look(running: supervisor.HostProcesses) -> None:
-            self._inject(running, assignment)
+            self._injector.inject(
+                running,
+                world=assignment.number,
+                step=self._step,
+                hosts_of=lambda number: self._hosts_of(number, slices),
+            )
             self._note_preempted(running, slices)
             decided = has_changed()
             if self._can_leave(running, train, assignment, decided) and running.leave():
@@ -240,13 +248,18 @@ class Processes:
 
     def _lose(self, number: int, *, why: str) -> None:
         self._lost.add(number)
-        if number in self._since:
-            # It is there again at once, and has to settle.
-            self._since[number] = time.monotonic()
-            self._check(number)
+        self._settle_again(number)
         if number not in self._leaving:
             self._fail(number)
         self._emit("slice_lost", slice=number, why=why)
+
+    def _settle_again(self, number: int) -> None:
+        # Unless it is gone, a slice is there again at once.
+        if number in self._injector.cut_off:
+            self._since.pop(number, None)
+        elif number in self._since:
+            self._since[number] = time.monotonic()
+            self._check(number)
 
     def _connected(self) -> frozenset[int]:
         # The slices of the machines that are there.
@@ -285,6 +298,10 @@ class Processes:
     def _check(self, number: int) -> None:
         (self._remote(number) or self._own.checks).begin(number)
 
+    def _refuse(self, number: int, *, why: str) -> None:
+        self._fail(number)
+        self._emit("slice_refused", slice=number, why=why)
+
     def _fail(self, number: int) -> None:
         self._failures.append(Failure(slice=number, at_secs=time.monotonic()))
 
@@ -309,7 +326,7 @@ class Processes:
     def _machine(self, number: int, assignment: Assignment) -> host_start.HostMachine:
         remote = self._remote(number)
         if remote is None:
-            return self._own.machine
+            return self._injector.machine(number)
         return remote_machine.RemoteStart(machine=remote, assignment=assignment)
 
     def _can_leave(
@@ -329,7 +346,17 @@ class Processes:
             self._discard()
             self._prepared = self._world(train, following)
             self._prepared.hosts.prepare()
-        return self._prepared.hosts.is_prepared() or bool(running.noticed)
+        is_prepared = self._prepared.hosts.is_prepared()
+        not_joined = self._prepared.hosts.not_joined()
+        missing = {self._slice_of(host, decided.slices) for host in not_joined}
+        if running.noticed or not missing - self._training:
+            return is_prepared or bool(running.noticed)
+        # This world goes on.
+        for number in sorted(missing - self._training):
+            self._settle_again(number)
+            self._refuse(number, why="its hosts do not join the others")
+        self._discard()
+        return False
 
     def _taken(self, assignment: Assignment) -> process_world.ProcessWorld | None:
         # The prepared world, if it is for this assignment.
@@ -353,40 +380,3 @@ class Processes:
                 self._leaving.add(number)
                 self._since.pop(number, None)
                 self._emit("slice_preempted", slice=number)
-
-    def _inject(
-        self, running: supervisor.HostProcesses, assignment: Assignment
-    ) -> None:
-        slices = assignment.work.slices
-
-        def phases(fault: faults.Fault) -> set[str]:
-            hosts = [fault.target]
-            if fault.kind not in (faults.Kind.KILL_HOST, faults.Kind.HANG_HOST):
-                hosts = list(self._hosts_of(fault.target, slices))
-            return {running.phase(host) for host in hosts}
-
-        for fault in faults.due(
-            self._faults, self._step, world=assignment.number, phases=phases
-        ):
-            self._faults.remove(fault)
-            match fault.kind:
-                case faults.Kind.KILL_SLICE:
-                    self._since.pop(fault.target, None)
-                    running.send_signal(
-                        self._hosts_of(fault.target, slices), signal.SIGKILL
-                    )
-                    self._own.checks.forget(fault.target)
-                    self._own.drop_memory(fault.target)
-                case faults.Kind.PREEMPT_SLICE:
-                    running.send_signal(
-                        self._hosts_of(fault.target, slices), signal.SIGTERM
-                    )
-                case faults.Kind.BREAK_SLICE:
-                    self._own.checks.broken.add(fault.target)
-                case faults.Kind.RETURN_SLICE:
-                    self._own.serve(fault.target)
-                    self._return(fault.target)
-                case faults.Kind.KILL_HOST:
-                    running.send_signal([fault.target], signal.SIGKILL)
-                case faults.Kind.HANG_HOST:
-                    running.send_signal([fault.target], signal.SIGSTOP)

@@ -28,8 +28,10 @@ from elastic_ckpt.elastic import watch as hang_watch
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
 
-# An exception may be the consequence of a death: how long to wait for further reports.
+# An exception may be the consequence of a death: how long to wait for further reports,
+# and if devices have failed, or JAX has ended the host. All hosts report soon then.
 _GRACE_SECS = 0.5
+_DEVICES_GRACE_SECS = 5.0
 # The longest time between two calls of `watch`.
 _WATCH_SECS = 0.1
 # How long hosts that hang have to write their stacks.
@@ -109,6 +111,13 @@ class HostProcesses:
         secs = time.monotonic() - self._prepared_secs
         are_ready = len(self._ready) == self._num_hosts
         return are_ready or not self.can_run() or secs > _PREPARE_SECS
+
+    def not_joined(self) -> frozenset[int]:
+        """The hosts for which a prepared world has waited in vain."""
+        secs = time.monotonic() - self._prepared_secs
+        if secs <= _PREPARE_SECS or not self.can_run():
+            return frozenset()
+        return self._hangs.behind()
 
     def can_run(self) -> bool:
         """Whether no host that was prepared has failed."""
@@ -205,7 +214,7 @@ class HostProcesses:
             self._channels[started.channel] = host
 
     def _watch(self, notice: termination.Notice | None) -> None:
-        while self._channels:
+        while not {*self._channels.values()} <= {f.host for f in self._failures}:
             wait_secs = None
             if self._deadline_secs is not None:
                 wait_secs = self._deadline_secs - time.monotonic()
@@ -260,7 +269,9 @@ class HostProcesses:
 
     def _fail(self, failure: HostFailure) -> None:
         if not self._failures:
-            self._deadline_secs = time.monotonic() + _GRACE_SECS
+            is_of_others = failure.is_of_devices or failure.is_consequence
+            secs = _DEVICES_GRACE_SECS if is_of_others else _GRACE_SECS
+            self._deadline_secs = time.monotonic() + secs
         if failure.is_signal and not failure.is_consequence:
             # Nothing else has caused it; the other hosts hang, or will.
             self._deadline_secs = time.monotonic()

@@ -10,6 +10,9 @@ A phase may take `_PATIENCE` times the longest that the run has seen, at least
 `_LEAST_SECS`, and at most a bound that is configured; a phase that is not known yet may
 take as long as that bound. A training function that names no phases is in `TRAIN`,
 which may be anything, so nothing is learned from it. In `CLOSE` hosts wait for uploads.
+
+A host that does not reach host 0 (`REACH`) is lost. If most do not, host 0 is: it is
+host 0 that the others have lost.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import math
 
 _PATIENCE = 10
 _LEAST_SECS = 60.0
+# A host reaches host 0, and there joins, when all have reached it.
+REACH = "reach"
+JOIN = "join"
 TRAIN = "train"
 CLOSE = "close"
 
@@ -127,13 +133,17 @@ class Watch:
             secs = now_secs - since_secs
             if secs > self._limits.limit_secs(self._phases[host]):
                 return Hang(
-                    hosts=self._behind(),
+                    hosts=self.behind(),
                     why=f"hangs in phase {self._phases[host]!r} for {secs:.0f} s",
                 )
         return None
 
-    def _behind(self) -> frozenset[int]:
-        least, most = min(self._counts.values()), max(self._counts.values())
-        if least == most:
+    def behind(self) -> frozenset[int]:
+        """The hosts that the others wait for; empty if all are equally far."""
+        least = min(self._counts.values(), default=0)
+        behind = frozenset(h for h, count in self._counts.items() if count == least)
+        if len(behind) == len(self._counts):
             return frozenset()
-        return frozenset(h for h, count in self._counts.items() if count == least)
+        if all(self._phases[host] == REACH for host in behind):
+            return behind if 2 * len(behind) <= len(self._counts) else frozenset([0])
+        return behind

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import events
-from elastic_ckpt.elastic import host_process, kept_executables
+from elastic_ckpt.elastic import host_process, kept_executables, watch
 from elastic_ckpt.elastic.cluster import Assignment, TrainFunction
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.world import World
@@ -90,11 +90,11 @@ def run_host(
     agreed = termination.agreed(
         grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
     )
-    with multicontroller.joined(member), agreed as is_leaving:
+    with multicontroller.joined(member, begin=channel.begin), agreed as is_leaving:
         channel.wait()
         emit = channel if member.host == 0 else events.nobody
         emit("world_joined", world=assignment.number)
-        channel.begin()
+        channel.begin(watch.TRAIN)
         left: list[int] = []
 
         def leave(step: int) -> bool:

@@ -19,7 +19,9 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(token_blocks, "_num_cores", lambda: 12)
     monkeypatch.setattr(multicontroller, "configure", lambda *_: None)
-    monkeypatch.setattr(multicontroller, "joined", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(
+        multicontroller, "joined", lambda *_, **__: contextlib.nullcontext()
+    )
     monkeypatch.setattr(host_process.HostChannel, "wait", lambda _: None)
     threads = []
     _, pipe = multiprocessing.Pipe()

@@ -305,6 +305,10 @@ def test_the_first_failure_is_ours_then_a_signal_then_the_earliest():
     assert host_failure.first_failure([late, early]) == early
     assert host_failure.first_failure([early, killed, late]) == killed
     assert host_failure.first_failure([early, killed, ours]) == ours
+    aborted = failure(4, 0.5, is_signal=True, is_consequence=True)
+    devices = failure(5, 0.2, is_of_devices=True)
+    assert host_failure.first_failure([devices, aborted, early]) == early
+    assert host_failure.first_failure([devices, aborted]) == aborted
 
 
 def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before():
@@ -314,6 +318,9 @@ def test_a_host_that_is_aborted_is_lost_unless_the_program_failed_before():
     # Its end on another host, or later, has not ended the service.
     assert host_failure.lost_hosts([failure(2, 1.0), aborted]) == {1}
     assert host_failure.lost_hosts([aborted, failure(0, 3.0)]) == {1}
+    # Host 0 has the service itself, so that the others have lost host 0.
+    first = failure(0, 2.5, is_silent=True, is_consequence=True)
+    assert host_failure.lost_hosts([aborted, first]) == {0}
     killed = failure(2, 2.5, is_silent=True)
     assert host_failure.lost_hosts([failure(0, 1.0), aborted, killed]) == {2}
 

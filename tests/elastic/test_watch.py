@@ -90,6 +90,25 @@ def test_hosts_that_are_equally_far_are_no_culprits(world):
     assert world.hang.hosts == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("joined", "culprits"),
+    [((0, 1), {2}), ((0, 2), {1}), ((0,), {0}), ((0, 1, 2), set())],
+)
+def test_a_host_that_does_not_reach_host_0_is_lost_unless_most_do_not(
+    world, joined, culprits
+):
+    world.begins(watch.REACH)
+    world.begins(watch.JOIN, hosts=joined)
+    world.passes(601)
+    assert world.hang.hosts == culprits
+
+
+def test_a_host_that_has_not_started_is_the_culprit_if_the_others_wait_for_it(world):
+    world.begins(watch.REACH, hosts=(1, 2))
+    world.passes(601)
+    assert world.hang.hosts == {0}
+
+
 def test_a_later_world_knows_the_phases_of_an_earlier_one(limits):
     first = World(limits)
     first.begins("restore")

@@ -182,6 +182,18 @@ def test_a_host_that_is_stopped_is_found_and_its_slice_left_out(tmp_path, corpus
         assert "Thread 0x" in (logs / f"host-{host}.log").read_text()
 
 
+@pytest.mark.slow(minutes=0.7)
+def test_a_slice_that_is_cut_off_is_left_out_until_it_is_back(tmp_path, corpus, ram):
+    faults = [{"cut_off": 1, "at_step": 12}, {"return_slice": 1, "at_step": 60}]
+    config = configured(tmp_path, corpus, ram, hosts=3, slices=3, faults=faults)
+    run = trained_until(config, "world 3 starts")
+    assert worlds(run) == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert [each["slice"] for each in runs.events(run, "slice_lost")] == [1]
+    restored = runs.events(run, "restored_from")
+    assert {each["persistent_bytes"] for each in restored} == {0}
+    assert "PASSED" in runs.verb("audit", run)
+
+
 @pytest.mark.slow(minutes=0.3)
 def test_a_run_that_is_not_elastic_ends_with_its_first_host(tmp_path, corpus, ram):
     faults = [{"kill_host": 1, "at_step": 3}]

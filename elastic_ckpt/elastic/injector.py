@@ -1,0 +1,127 @@
+"""Carries out faults on the host processes of this machine, and on its slices."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from elastic_ckpt.elastic import faults, host_start, local_slices, supervisor
+
+# A slow host is stopped for so much of each period.
+_SLOW_PERIOD_SECS = 1.0
+_SLOW_STOPPED_SECS = 0.75
+
+
+class Injector:
+    """Carries out each fault when it is due.
+
+    Args:
+      injected: the faults, by their steps.
+      own: the slices of this machine.
+      gone: called with the number of a slice that is absent from now on.
+      returned: called with the number of a slice that is there again.
+
+    Attributes:
+      cut_off: the slices that have lost their network.
+    """
+
+    def __init__(
+        self,
+        injected: Sequence[faults.Fault],
+        own: local_slices.LocalSlices,
+        *,
+        gone: Callable[[int], object],
+        returned: Callable[[int], None],
+    ) -> None:
+        self._faults = list(injected)
+        self._own = own
+        self._gone = gone
+        self._returned = returned
+        self.cut_off: set[int] = set()
+        # By slow host of the world that runs, whether it is stopped now.
+        self._slow: dict[int, bool] = {}
+
+    def pass_over(self, start_step: int) -> None:
+        """Drops faults that an earlier start of the run has lived through."""
+        self._faults = [f for f in self._faults if f.at_step >= start_step]
+
+    def begin_world(self) -> None:
+        """Ends the faults that last as long as a world."""
+        self._slow.clear()
+
+    def machine(self, number: int) -> host_start.HostMachine:
+        """The machine that starts hosts of a slice."""
+        if number in self.cut_off:
+            return host_start.CutOffMachine(self._own.machine)
+        return self._own.machine
+
+    def inject(
+        self,
+        running: supervisor.HostProcesses,
+        *,
+        world: int,
+        step: int,
+        hosts_of: Callable[[int], Collection[int]],
+    ) -> None:
+        """Carries out the faults that are due; called every 0.1 s.
+
+        Args:
+          running: the hosts of the world.
+          world: its number.
+          step: the number of steps that are done.
+          hosts_of: returns the hosts of a slice in this world.
+        """
+
+        def hosts(fault: faults.Fault) -> Collection[int]:
+            if fault.kind in faults.OF_HOSTS:
+                return [fault.target]
+            return hosts_of(fault.target)
+
+        def phases(fault: faults.Fault) -> set[str]:
+            return {running.phase(host) for host in hosts(fault)}
+
+        self._pace(running)
+        for fault in faults.due(self._faults, step, world=world, phases=phases):
+            self._faults.remove(fault)
+            self._carry_out(fault, running, hosts(fault))
+
+    def _carry_out(
+        self,
+        fault: faults.Fault,
+        running: supervisor.HostProcesses,
+        hosts: Collection[int],
+    ) -> None:
+        match fault.kind:
+            case faults.Kind.KILL_SLICE:
+                self._gone(fault.target)
+                running.send_signal(hosts, signal.SIGKILL)
+                self._own.checks.forget(fault.target)
+                self._own.drop_memory(fault.target)
+            case faults.Kind.PREEMPT_SLICE:
+                running.send_signal(hosts, signal.SIGTERM)
+            case faults.Kind.BREAK_SLICE:
+                self._own.checks.broken.add(fault.target)
+            case faults.Kind.CUT_OFF:
+                self.cut_off.add(fault.target)
+                self._own.end_agent(fault.target)
+                running.send_signal(hosts, signal.SIGUSR2)
+            case faults.Kind.RETURN_SLICE:
+                self.cut_off.discard(fault.target)
+                self._own.serve(fault.target)
+                self._returned(fault.target)
+            case faults.Kind.KILL_HOST:
+                running.send_signal(hosts, signal.SIGKILL)
+            case faults.Kind.HANG_HOST:
+                running.send_signal(hosts, signal.SIGSTOP)
+            case faults.Kind.SLOW_HOST:
+                self._slow[fault.target] = False
+
+    def _pace(self, running: supervisor.HostProcesses) -> None:
+        # Stops the slow hosts, and lets them go on, in turns.
+        is_stopped = time.monotonic() % _SLOW_PERIOD_SECS < _SLOW_STOPPED_SECS
+        for host, was_stopped in self._slow.items():
+            if is_stopped != was_stopped:
+                self._slow[host] = is_stopped
+                number = signal.SIGSTOP if is_stopped else signal.SIGCONT
+                running.send_signal([host], number)
