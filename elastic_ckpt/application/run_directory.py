@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from elastic_ckpt.config import keys, load, schema
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, events, storage
 
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
@@ -44,14 +44,7 @@ def read_events(
       DataError: if the file was changed after it was written.
     """
     path = storage.absolute(directory) / EVENTS
-    newest = 0
-    counted = []
-    for event in storage.read_log(path, last_bytes=last_bytes):
-        claim = event.pop("claim", newest)
-        if claim >= newest:
-            newest = claim
-            counted.append(event)
-    return counted
+    return events.counted(storage.read_log(path, last_bytes=last_bytes))
 
 
 def write_config(directory: str, config: schema.Config) -> None:

@@ -16,7 +16,7 @@ from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import Schedule
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import errors, events, metrics, storage
 from elastic_ckpt.host import (
     backup_requests,
     read_requests,
@@ -92,6 +92,7 @@ class SavedSteps:
             line = self._line
             self._claimed = self.stages.claim(line)
             step = line.parents[-1][0]
+            metrics.TRAIN_CLAIM.record(self._claimed)
             self._emit("world_claimed", world=self._claimed, step=step)
         return self._claimed
 

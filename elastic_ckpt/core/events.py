@@ -6,7 +6,8 @@ An event is a name in `NAMES` and a few JSON fields. Code reports events by call
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from elastic_ckpt.core import storage
 
@@ -90,3 +91,20 @@ def check(name: str, fields: dict[str, storage.Json]) -> None:
 def nobody(name: str, **fields: storage.Json) -> None:
     """An `Emit` that only checks the event."""
     check(name, fields)
+
+
+def counted(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of a log, without those of starts after another one replaced them.
+
+    Args:
+      records: in the order in which they were written; `claim`, the number of the world
+        that their writer had claimed last, is taken out of them.
+    """
+    newest = 0
+    kept = []
+    for record in records:
+        claim = record.pop("claim", newest)
+        if claim >= newest:
+            newest = claim
+            kept.append(record)
+    return kept

@@ -161,6 +161,7 @@ CHECKPOINT_BACKUP_SECS = _metric(
     "until a step was committed in persistent storage",
 )
 TRAIN_STEPS = _metric("train/steps", "gauge", "steps done, by the step log")
+TRAIN_CLAIM = _metric("train/claim", "gauge", "the claimed world that trains")
 TRAIN_LOSS = _metric("train/loss", "gauge", "of the step, over its global batch")
 TRAIN_STEP = _metric(
     "train/step_secs", "duration", "from one logged step to the next, waits included"

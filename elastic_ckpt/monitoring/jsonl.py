@@ -7,8 +7,9 @@ describes the aggregation:
      "min":16.0,"max":16.0,"last":16.0}
 
 (on one line in the file). `time` is that of the last value, in seconds since the
-epoch. `step`, the steps that were done by then, comes last if the process records it.
-A run that is restarted appends to the same file.
+epoch. `step`, the steps that were done by then, and `claim`, the world that had been
+claimed (`core.events.counted`), come last if the process records them. A run that is
+restarted appends to the same file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import events, storage
 from elastic_ckpt.monitoring import summaries
 
 
@@ -34,9 +35,12 @@ class JsonLines:
         self._path = path
 
     def write(self, batch: Sequence[summaries.Summary]) -> None:
-        """Appends a line for each summary, durably; creates file and directory."""
+        """Appends a line for each summary, durably, in the order of time.
+
+        Creates file and directory.
+        """
         with contextlib.closing(storage.AppendLog(self._path)) as log:
-            for summary in batch:
+            for summary in sorted(batch, key=lambda each: each.time):
                 log.append(
                     {
                         "time": summary.time,
@@ -47,6 +51,7 @@ class JsonLines:
                         "max": summary.max,
                         "last": summary.last,
                         **({} if summary.step is None else {"step": summary.step}),
+                        **({} if summary.claim is None else {"claim": summary.claim}),
                     }
                 )
 
@@ -59,6 +64,8 @@ def read(
 ) -> dict[str, list[dict[str, Any]]]:
     """The lines of all files in `directory`, by the name of the file; none if absent.
 
+    Without those of starts after another one has replaced them.
+
     Args:
       directory: of the files.
       last_bytes: see `storage.read_log`.
@@ -68,4 +75,5 @@ def read(
     """
     root = storage.absolute(directory)
     files = sorted(root.glob("*.jsonl")) if root.exists() else []
-    return {file.stem: storage.read_log(file, last_bytes=last_bytes) for file in files}
+    logs = {file.stem: storage.read_log(file, last_bytes=last_bytes) for file in files}
+    return {name: events.counted(log) for name, log in logs.items()}

@@ -45,7 +45,9 @@ class RunMetrics:
                 if secs > before[cause]:
                     metrics.GOODPUT_SECS[cause].record(secs - before[cause])
             metrics.GOODPUT.record(self._account.percent)
-        if name == "recovered":
+        if name == "world_claimed":
+            metrics.TRAIN_CLAIM.record(float(str(fields["world"])))
+        elif name == "recovered":
             metrics.LOST_STEPS.record(float(str(fields["steps_lost"])))
         elif name in _COUNTED:
             _COUNTED[name].record(1)

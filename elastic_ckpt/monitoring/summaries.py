@@ -42,6 +42,7 @@ class Summary:
       number: the number of the last value among all of the metric, from 1.
       step: how many steps were done at the last value; None if this process does not
         record it.
+      claim: the number of the world that was claimed by then; None before the first.
       count: how many values are aggregated.
       sum: the sum of the values.
       min: the smallest value.
@@ -53,16 +54,25 @@ class Summary:
     time: float
     number: int
     step: int | None = None
+    claim: int | None = None
     count: int
     sum: float
     min: float
     max: float
     last: float
 
-    def add(self, now: float, value: float, *, step: int | None = None) -> None:
+    def add(
+        self,
+        now: float,
+        value: float,
+        *,
+        step: int | None = None,
+        claim: int | None = None,
+    ) -> None:
         """Includes the next value of the metric, recorded at the time `now`."""
         self.time = now
         self.step = step
+        self.claim = claim
         self.number += 1
         self.count += 1
         self.sum += value
@@ -101,6 +111,7 @@ class Summaries:
         self._lock = threading.Lock()
         self._numbers: collections.Counter[str] = collections.Counter()
         self._step: int | None = None
+        self._claim: int | None = None
         self._pending: dict[str, list[Summary]] = {}
         self._has_warned = False
         self._closing = threading.Event()
@@ -126,16 +137,19 @@ class Summaries:
                     # A process that trains and keeps the journal records it twice.
                     return
                 self._step = int(value)
+            elif metric is metrics.TRAIN_CLAIM:
+                self._claim = int(value)
             self._numbers[metric.name] += 1
             pending = self._pending.setdefault(metric.name, [])
             if pending and pending[-1].number > NUM_SINGLE:
-                pending[-1].add(now, value, step=self._step)
+                pending[-1].add(now, value, step=self._step, claim=self._claim)
                 return
             first = Summary(
                 metric=metric,
                 time=now,
                 number=self._numbers[metric.name],
                 step=self._step,
+                claim=self._claim,
                 count=1,
                 sum=value,
                 min=value,

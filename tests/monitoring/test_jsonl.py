@@ -1,3 +1,4 @@
+import dataclasses
 import shutil
 
 from elastic_ckpt.core import metrics, storage
@@ -34,6 +35,29 @@ def test_a_further_start_goes_on_after_what_a_crash_cut_short(tmp_path):
     path.write_text(LINE + LINE[:30])
     jsonl.JsonLines(path).write([summary(8.0)])
     assert [line["sum"] for line in storage.read_log(path)] == [32.0, 8.0]
+
+
+def test_what_a_replaced_start_records_is_not_read(tmp_path):
+    path = tmp_path / "host-00000.jsonl"
+    for value, claim in ((1.0, None), (2.0, 1), (3.0, 2), (4.0, 1), (5.0, 2)):
+        jsonl.JsonLines(path).write([dataclasses.replace(summary(value), claim=claim)])
+    lines = jsonl.read(tmp_path)[path.stem]
+    assert [line["sum"] for line in lines] == [1.0, 2.0, 3.0, 5.0]
+    assert all("claim" not in line for line in lines)
+
+
+def test_lines_carry_the_world_that_was_claimed(tmp_path):
+    path = tmp_path / "run.jsonl"
+    listener = summaries.Summaries(jsonl.JsonLines(path), name=str(path))
+    metrics.DATA_ROWS.record(1)
+    for world in (1, 2):
+        metrics.TRAIN_CLAIM.record(world)
+        metrics.DATA_ROWS.record(1)
+    listener.close()
+    name = metrics.DATA_ROWS.name
+    lines = [line for line in storage.read_log(path) if line["metric"] == name]
+    assert [line.get("claim") for line in lines] == [None, 1, 2]
+    assert len(jsonl.read(tmp_path)["run"]) == 5
 
 
 def test_a_removed_directory_is_made_anew(tmp_path):
