@@ -17,13 +17,13 @@ MEMBER = Member(address="127.0.0.1:1", num_hosts=2, host=1)
 class Linked:
     """Both ends of a link: a machine as its leader sees it, and the raw other end."""
 
-    def __init__(self):
+    def __init__(self, lost_secs=600):
         self.listener = machine_link.Listener("127.0.0.1")
         accepting = threading.Thread(target=self._accept)
         accepting.start()
         self.far = machine_link.connect(self.listener.address, self.listener.key)
         accepting.join()
-        self.machine = remote_machine.RemoteMachine(1, self.near, lost_secs=0.2)
+        self.machine = remote_machine.RemoteMachine(1, self.near, lost_secs=lost_secs)
         self._serving = threading.Thread(target=self.machine.serve)
         self._serving.start()
 
@@ -108,7 +108,8 @@ def test_hosts_of_a_lost_machine_count_as_killed(linked):
     assert late.wait() == -signal.SIGKILL
 
 
-def test_a_machine_that_does_not_answer_is_lost(linked):
+def test_a_machine_that_does_not_answer_is_lost():
+    linked = Linked(lost_secs=0.2)
     host, _ = linked.start()
     assert host.wait() == -signal.SIGKILL
     linked.close()
