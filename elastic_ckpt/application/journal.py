@@ -32,19 +32,26 @@ class Journal:
       emit: shows the events.
       log: of the run.
       directory: of the run.
+      claim: the world that was claimed last when this start began; 0 if there is none,
+        or no other start can be there.
 
     Attributes:
       is_stopped: whether the run ended because it was asked to.
     """
 
     def __init__(
-        self, emit: events.Emit, log: storage.AppendLog, directory: str
+        self,
+        emit: events.Emit,
+        log: storage.AppendLog,
+        directory: str,
+        *,
+        claim: int = 0,
     ) -> None:
         self._emit = emit
         self._log = log
         self._directory = directory
         # The number of the world that was claimed last; none before the first.
-        self._claim: dict[str, storage.Json] = {}
+        self._claim: dict[str, storage.Json] = {"claim": claim} if claim else {}
         self._lock = threading.Lock()
         self._has_begun = False
         self._step = 0
@@ -127,6 +134,7 @@ def kept(
 
     Raises:
       RunError: if another live process is writing the run.
+      CheckpointError: if it is not locked, and its claims cannot be read.
     """
     from elastic_ckpt.monitoring import run_metrics
 
@@ -136,7 +144,8 @@ def kept(
         log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
-            journal = Journal(measured, log, directory)
+            claim = 0 if is_locked else _newest_claim(directory)
+            journal = Journal(measured, log, directory, claim=claim)
             closing.callback(journal.close)
             try:
                 with _synced(journal, is_needed=not storage.is_local(directory)):
@@ -168,6 +177,13 @@ def _synced(journal: Journal, *, is_needed: bool) -> Iterator[None]:
     finally:
         is_closing.set()
         thread.join()
+
+
+def _newest_claim(directory: str) -> int:
+    from elastic_ckpt.tiers.persistent import claims
+
+    newest = claims.newest(run_directory.steps_of(directory))
+    return 0 if newest is None else newest.number
 
 
 def _newest_step(directory: str) -> int:

@@ -186,8 +186,7 @@ class _Machine:
         config = self._config
         others = machines.Machines(
             self._members,
-            interface=self._own.interface,
-            slices_per_machine=self._own.num_slices,
+            self._slices,
             configured=self._configured,
             needs_majority=config.elastic.elastic_machine_majority,
         )
@@ -200,10 +199,11 @@ class _Machine:
                     # A leader that is cut off, or frozen, would hold it.
                     is_locked=False,
                 ) as emit:
-                    self._run(others, emit)
+                    try:
+                        self._run(others, emit)
+                    except machines.LeadershipLostError:
+                        return None
                     is_stopped = emit.is_stopped
-            except machines.LeadershipLostError:
-                return None
             except (errors.StoppedError, KeyboardInterrupt, SystemExit):
                 others.end(is_stopped=True)
                 raise
@@ -216,11 +216,11 @@ class _Machine:
     def follow(self) -> Over | None:
         """Follows the leader, and returns the run's end; None if there is no leader."""
         self._members.poll()
-        listener = self._members.values.get(machines.LISTENER)
+        listener = json.loads(self._members.values.get(machines.LISTENER, "null"))
         link = None
         if listener is not None and not self._members.is_leader:
             link = follower.connected(
-                self._members, json.loads(listener), self._configured
+                self._members, self._slices, listener, self._configured
             )
         if link is None:
             secs = self._config.elastic.elastic_timeout_seconds
@@ -242,7 +242,10 @@ class _Machine:
         )
         try:
             with termination.Notice() as notice:
-                return following.run(notice)
+                over = following.run(notice)
+            if over is None:
+                self._slices.forget(listener["agents"])
+            return over
         finally:
             self._since_secs = time.monotonic()
 
@@ -251,7 +254,9 @@ class _Machine:
 
         def report(name: str, **fields: storage.Json) -> None:
             if name == "world_claimed":
-                self._members.is_settled = True
+                self._members.claimed()
+            elif name == "waiting_for_slices":
+                self._members.short()
             emit(name, **fields)
 
         emit("leader_found", machine=number, leader=number)

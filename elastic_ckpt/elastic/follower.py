@@ -153,6 +153,8 @@ class Follower:
             case {"signal": int(number), "number": int(signal_number)}:
                 if number in self._hosts:
                     self._hosts[number].send_signal(signal.Signals(signal_number))
+            case {"forget": list(agents)}:
+                self._own.forget(agents)
             case {"check": int(number)}:
                 self._own.checks.begin(number)
             case {"over": True, "failure": str(failure)}:
@@ -184,17 +186,21 @@ class Follower:
 
 
 def connected(
-    members: membership.Membership, listener: Mapping[str, str], configured: str
+    members: membership.Membership,
+    own: local_slices.LocalSlices,
+    listener: Mapping[str, Any],
+    configured: str,
 ) -> machine_link.Link | None:
     """A link to the leader's listener; None if it cannot be had now.
 
     Args:
       members: the membership.
+      own: the slices of this machine.
       listener: as the leader published it.
       configured: the digest of the run's configuration.
     """
     with contextlib.suppress(machine_link.LinkLostError):
         link = machine_link.connect(listener["address"], listener["key"])
-        link.send(machine=members.own, configured=configured)
+        link.send(machine=members.own, configured=configured, agents=own.agents)
         return link
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterable
 
 from elastic_ckpt.config import schema
@@ -36,6 +37,7 @@ class LocalSlices:
       hardware: as given.
       log_directory: as given.
       limits: as given.
+      interface: as given.
       numbers: of the slices.
       hosts_per_slice: the hosts of each.
       checks: of the slices that came back.
@@ -59,7 +61,7 @@ class LocalSlices:
         self.hardware = hardware
         self.log_directory = log_directory
         self.limits = limits
-        self._interface = interface
+        self.interface = interface
         self._agents: dict[int, agent_process.AgentProcess] = {}
         with contextlib.ExitStack() as resources:
             self._owned = world_host.Owned(
@@ -96,8 +98,23 @@ class LocalSlices:
             return
         root = memory.root(number)
         storage.make_directory(root)
-        service = agent.Service(root=root, interface=self._interface)
+        service = agent.Service(root=root, interface=self.interface)
         self._agents[number] = agent_process.AgentProcess(service)
+
+    @property
+    def agents(self) -> list[str]:
+        """The addresses of the agents."""
+        return [each.address.url for each in self._agents.values()]
+
+    def forget(self, agents: Iterable[str]) -> None:
+        """Notes that the agents at these addresses are gone.
+
+        The next world does not wait for them.
+        """
+        memory = self._owned.memory
+        roots = [] if memory is None else map(memory.root, self._agents)
+        for root, url in itertools.product(roots, agents):
+            known_agents.forget(root, url)
 
     def drop_memory(self, number: int) -> None:
         """Removes the memory of a slice of this machine: a fault, or it is gone."""
@@ -109,14 +126,11 @@ class LocalSlices:
 
     def end_agent(self, number: int) -> None:
         """Has the memory of a slice served no more, if it is."""
-        memory = self._owned.memory
-        if memory is None or number not in self._agents:
+        if number not in self._agents:
             return
         gone = self._agents.pop(number)
         gone.close()
-        for other in self._agents:
-            # The next world does not wait for it.
-            known_agents.forget(memory.root(other), gone.address.url)
+        self.forget([gone.address.url])
 
     def close(self) -> None:
         """Ends the checks and agents, and removes the executables."""

@@ -18,7 +18,7 @@ from multiprocessing import connection
 from absl import logging
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import machine_link, membership
+from elastic_ckpt.elastic import local_slices, machine_link, membership
 from elastic_ckpt.elastic.remote_machine import RemoteMachine
 
 # The value of the membership with the leader's listener.
@@ -35,8 +35,7 @@ class Machines:
 
     Args:
       members: the membership, in which this machine leads.
-      interface: the address by which the others reach this machine.
-      slices_per_machine: machine n has those from n times that many on.
+      own: the slices of this machine; each has as many.
       configured: the digest of the run's configuration, the same on all machines.
       needs_majority: whether the run continues only with more than half of all.
     """
@@ -44,24 +43,28 @@ class Machines:
     def __init__(
         self,
         members: membership.Membership,
+        own: local_slices.LocalSlices,
         *,
-        interface: str,
-        slices_per_machine: int,
         configured: str,
         needs_majority: bool,
     ) -> None:
         self._members = members
         self._term = members.term
-        self._slices_per_machine = slices_per_machine
+        self._own = own
+        self._slices_per_machine = len(own.numbers)
         self._configured = configured
         self._needs_majority = needs_majority
-        self._listener = machine_link.Listener(interface)
+        self._listener = machine_link.Listener(own.interface)
         self._is_complete = False
         self._lock = threading.Lock()
         # New ones, by the time of their links, and those that were there.
         self._arrived: list[tuple[RemoteMachine, float]] = []
         self._machines: dict[int, tuple[RemoteMachine, float]] = {}
-        listener = {"address": self._listener.address, "key": self._listener.key}
+        listener = {
+            "address": self._listener.address,
+            "key": self._listener.key,
+            "agents": own.agents,
+        }
         members.publish({LISTENER: json.dumps(listener)})
 
     def await_all(self, within_secs: float) -> None:
@@ -150,7 +153,10 @@ class Machines:
                 logging.warning("%s", why)
                 return
             machine = RemoteMachine(
-                hello["machine"], link, lost_secs=self._members.lost_secs
+                hello["machine"],
+                link,
+                lost_secs=self._members.lost_secs,
+                agents=hello["agents"],
             )
             with self._lock:
                 self._arrived.append((machine, time.monotonic()))
@@ -175,3 +181,10 @@ class Machines:
             is_new = now_secs - at_secs < self._members.lost_secs
             if number not in alive and not is_new:
                 machine.cut()
+        lost = [each for each, _ in self._machines.values() if each.is_lost]
+        if gone := [agent for machine in lost for agent in machine.agents]:
+            self._own.forget(gone)
+            for machine in self.all():
+                machine.forget(gone)
+            for machine in lost:
+                machine.agents.clear()

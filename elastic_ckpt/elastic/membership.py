@@ -79,8 +79,6 @@ class Membership:
       num_machines: of the run.
       lost_secs: the time without a sign after which a machine counts as lost.
       leader: the machine that holds the service; None while there is none.
-      is_settled: set by a leader that has claimed a world, and does not yield to a
-        lower machine any more.
       term: how many services this machine has joined.
       values: of the service, by key, without those of `BEAT`.
       expected: the machines that were alive under the last leader, without it; at first
@@ -102,8 +100,10 @@ class Membership:
         self._addresses = tuple(addresses)
         self._log = log
         self._clock = clock
+        self._lower = frozenset(range(own))
+        # A leader yields to services at these machines.
+        self._yields_to = self._lower
         self.leader: int | None = None
-        self.is_settled = False
         self.term = 0
         self.values: Mapping[str, str] = {}
         self._attempt: int | None = None
@@ -140,6 +140,18 @@ class Membership:
             with contextlib.suppress(OSError):
                 self._pipe.send_bytes(json.dumps(dict(values)).encode())
 
+    def claimed(self) -> None:
+        """Notes that this leader has claimed a world: it does not yield any more."""
+        self._yields_to = frozenset()
+
+    def short(self) -> None:
+        """Notes that this leader lacks slices for a world.
+
+        If it has claimed one before, any other leader may have continued the run.
+        """
+        if not self._yields_to:
+            self._yields_to = frozenset(range(self.num_machines)) - {self.own}
+
     def poll(self) -> None:
         """Takes in what has changed, and looks for a service if there is none."""
         if self._child is None:
@@ -152,9 +164,9 @@ class Membership:
         except (EOFError, OSError):
             self._lose()
             return
-        can_yield = self.is_leader and not self.is_settled
+        can_yield = self.is_leader and bool(self._yields_to)
         is_time = can_yield and self._is_time_to_probe(self.lost_secs / 2)
-        if is_time and self._lower_services():
+        if is_time and self._other_services():
             # Two parts of the run reach each other again: one leader is left.
             self._lose()
 
@@ -191,7 +203,7 @@ class Membership:
         self._lost.add(self._attempt)
         self._silent.add(self._attempt)
         self._lost.discard(self.own)
-        self.leader, self.values, self.is_settled = None, {}, False
+        self.leader, self.values, self._yields_to = None, {}, self._lower
 
     def _alive(self, now_secs: float) -> frozenset[int]:
         return frozenset(
@@ -213,8 +225,8 @@ class Membership:
             accept = list(threads.map(_accepts, (self._addresses[n] for n in others)))
         return [number for number, does in zip(others, accept, strict=True) if does]
 
-    def _lower_services(self) -> set[int]:
-        accepting = set(self._accepting(range(self.own)))
+    def _other_services(self) -> set[int]:
+        accepting = set(self._accepting(self._yields_to))
         self._silent &= accepting
         return accepting - self._silent
 

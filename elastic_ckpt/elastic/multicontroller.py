@@ -10,9 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import jax
+from jax._src import config as jax_config
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import addresses, errors, storage
 from elastic_ckpt.elastic import member, termination, watch
 
 
@@ -80,11 +83,29 @@ def joined(
         cluster_detection_method="deactivate",
         initialization_timeout=_JOIN_SECS,
     )
+    _collect_over_the_same_network()
     # From here on JAX's preemption service receives the signal.
     termination.release()
     yield
     # The coordination service ends with host 0; hosts still connected would fail.
     jax.distributed.shutdown()
+
+
+def _collect_over_the_same_network() -> None:
+    # By default the CPU's collectives use the address of the machine's own name, which
+    # is often a loopback address that other machines cannot reach.
+    def make_client() -> object:
+        return xla_bridge.make_cpu_client(
+            _jax.make_gloo_tcp_collectives(
+                distributed_client=distributed.global_state.client,
+                hostname=addresses.of_this_host(),
+            )
+        )
+
+    if jax_config.cpu_collectives_implementation.value == "gloo":
+        xla_bridge.register_backend_factory(
+            "cpu", make_client, priority=0, fail_quietly=False
+        )
 
 
 # The CPU is always included: colocated data iterators use its devices.

@@ -10,7 +10,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.elastic import host_process, host_start, machine_link
@@ -108,18 +108,26 @@ class RemoteMachine:
       number: of the machine.
       link: to it.
       lost_secs: how long to wait for a machine that does not answer.
+      agents: the addresses of its agents.
 
     Attributes:
       number: of the machine.
+      agents: the addresses of its agents, as long as they count.
       is_lost: whether the link is lost.
       is_leaving: whether it is about to go, and takes no more hosts.
       unsound: the slices that have not passed their checks.
     """
 
     def __init__(
-        self, number: int, link: machine_link.Link, *, lost_secs: float
+        self,
+        number: int,
+        link: machine_link.Link,
+        *,
+        lost_secs: float,
+        agents: Iterable[str] = (),
     ) -> None:
         self.number = number
+        self.agents = list(agents)
         self.is_lost = False
         self.is_leaving = False
         self.unsound: set[int] = set()
@@ -185,6 +193,10 @@ class RemoteMachine:
                 verdicts.append(self._verdicts.get_nowait())
         self.unsound -= {each.slice for each in verdicts if each.problem is None}
         return verdicts
+
+    def forget(self, agents: Sequence[str]) -> None:
+        """Reports that agents of other machines are gone."""
+        self._link.send(forget=agents)
 
     def end(self, *, is_stopped: bool, failure: str | None) -> None:
         """Reports the end of the run to the machine.

@@ -165,3 +165,22 @@ def test_events_of_a_run_in_a_bucket_are_there_while_it_runs(bucket, monkeypatch
         while not recorded(there) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert [event["event"] for event in recorded(there)] == ["run_started"]
+
+
+def test_events_of_a_start_that_was_replaced_before_it_claimed_a_world_are_not_read(
+    config,
+):
+    directory = run_directory.path_of(config)
+    with journal.kept(config, events.nobody, is_locked=False) as first:
+        first("world_claimed", **claim(config, "8"))
+    with (
+        journal.kept(config, events.nobody, is_locked=False) as cut_off,
+        journal.kept(config, events.nobody, is_locked=False) as new,
+    ):
+        cut_off("leader_found", machine=2, leader=2)
+        new("world_claimed", **claim(config, "9"))
+        cut_off("run_failed", step=5, why="too few slices")
+    log = run_directory.read_events(directory)
+    assert [each["event"] for each in log] == [
+        *("world_claimed", "leader_found", "world_claimed"),
+    ]

@@ -1,0 +1,158 @@
+"""The supervisors of a run on several machines.
+
+Each has its own address, and leads a process group, which is killed or stopped as one.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+from elastic_ckpt.application import run_directory
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.tiers import working_directory
+from elastic_ckpt.training import step_log
+from tests import runs
+from tests.multiprocess import test_elastic_run
+
+# Far more than it takes, also on a slow machine.
+WAIT_SECS = 600
+
+
+def free_address(host):
+    with socket.socket() as bound:
+        bound.bind((host, 0))
+        return f"{host}:{bound.getsockname()[1]}"
+
+
+class Supervisors:
+    """The supervisors of a run, by the numbers of their machines.
+
+    Args:
+      directory: for the run and the outputs.
+      corpus: its data.
+      ram: for the memory of all machines.
+      machines: how many, each with one slice of one host.
+      network: that they are on; by default each has an address of this machine.
+      settings: of the run.
+    """
+
+    def __init__(self, directory, corpus, ram, *, machines, network=None, **settings):
+        self._network = network
+        addresses = (
+            [free_address(f"127.0.0.{n + 1}") for n in range(machines)]
+            if network is None
+            else network.addresses
+        )
+        self.directory, self.ram, self.run = directory, ram, directory / "tiny"
+        self.config = test_elastic_run.configured(
+            directory,
+            corpus,
+            ram,
+            hosts=machines,
+            slices=machines,
+            steps=1_000_000,
+            elastic_machines=";".join(addresses),
+            termination_grace_period_seconds=900,
+            **{
+                "elastic_min_slice_count": 1,
+                "elastic_machine_timeout_seconds": 20,
+                **settings,
+            },
+        )
+        self.started = {}
+        for number in range(machines):
+            self.start(number)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for number in list(self.started):
+            self.kill(number)
+        # The next start on a machine removes what killed supervisors had there.
+        next_start = working_directory.new_path("/dev/shm")
+        working_directory.WorkingDirectory(next_start).close()
+
+    def start(self, number):
+        inside = () if self._network is None else self._network.inside(number)
+        command = runs.command("train", self.config, f"elastic_machine={number}")
+        with open(self._output(number), "ab") as output:
+            self.started[number] = subprocess.Popen(
+                [*inside, *command],
+                cwd=runs.ROOT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def kill(self, number):
+        """Kills all processes of a machine, whose memory is lost with it."""
+        machine = self.started.pop(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(machine.pid, signal.SIGKILL)
+        machine.wait()
+        memory = layout.slice_directory(self.ram, number)
+        shutil.rmtree(memory, ignore_errors=True)
+
+    def freeze(self, number):
+        """Stops all processes of a machine, until `wake`."""
+        os.killpg(self.started[number].pid, signal.SIGSTOP)
+
+    def wake(self, number):
+        os.killpg(self.started[number].pid, signal.SIGCONT)
+
+    def ended(self, number):
+        """The exit code of a machine, once it has ended, and its output."""
+        self.wait_until(lambda: self.started[number].poll() is not None, may=[number])
+        code = self.started.pop(number).returncode
+        return code, self._output(number).read_text()
+
+    def outputs(self):
+        return "\n".join(
+            "\n".join([f"== {path.name}", *path.read_text().splitlines()[-40:]])
+            for path in sorted(self.directory.glob("machine-*.txt"))
+        )
+
+    def worlds(self):
+        """The slices of each world, without those of leaders that were replaced."""
+        events = run_directory.read_events(str(self.run))
+        return [each["slices"] for each in events if each["event"] == "world_started"]
+
+    def leaders(self):
+        """The leaders, in turn."""
+        events = run_directory.read_events(str(self.run))
+        return [each["leader"] for each in events if each["event"] == "leader_found"]
+
+    def wait_until(self, is_so, *, may=()):
+        """Waits; only machines that `may` end do so meanwhile."""
+        deadline = time.monotonic() + WAIT_SECS
+        while not is_so():
+            assert time.monotonic() < deadline, self.outputs()
+            ended = [n for n, each in self.started.items() if each.poll() is not None]
+            assert set(ended) <= set(may), (ended, self.outputs())
+            time.sleep(0.1)
+
+    def train_on(self, slices, *, steps=12, may=()):
+        """Waits until a world of these slices has done a number of steps."""
+
+        def is_trained():
+            logs = list((self.run / step_log.DIRECTORY).glob("*"))
+            if not logs or self.worlds()[-1] != slices:
+                return False
+            last = step_log.read(self.run)[-1]
+            return last.hosts == len(slices) and len(last.records) >= steps
+
+        self.wait_until(is_trained, may=may)
+
+    def stop(self, leader):
+        """Asks the leader's machine to end the run, and waits for all machines."""
+        self.started[leader].terminate()
+        codes = {number: each.wait(WAIT_SECS) for number, each in self.started.items()}
+        assert set(codes.values()) == {128 + signal.SIGTERM}, self.outputs()
+
+    def _output(self, number):
+        return self.directory / f"machine-{number}.txt"
