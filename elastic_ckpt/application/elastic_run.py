@@ -131,6 +131,7 @@ def policy(config: schema.Config, groups: Groups) -> Policy:
         max_retries=section.elastic_max_retries if section.elastic_enabled else 0,
         quarantine_failures=section.elastic_quarantine_failures,
         quarantine_secs=section.elastic_quarantine_seconds,
+        leave_out_slow=section.elastic_leave_out_slow_hosts,
     )
 
 

@@ -147,6 +147,12 @@ class Progress:
     def _on_slice_quarantined(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is not used again: {event['why']}")
 
+    def _on_slow_host(self, **event: Any) -> None:
+        self._line(
+            f"host {event['host']} of slice {event['slice']} is slow in phase"
+            f" {event['phase']!r}: {event['why']}"
+        )
+
     def _on_scale_requested(self, **event: Any) -> None:
         self._line(
             f"{_count(event['slices'], 'slice')} requested: the run is to be on slices"

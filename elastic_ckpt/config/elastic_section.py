@@ -51,6 +51,12 @@ class ElasticSection:
     elastic_quarantine_seconds: float = key(
         3600.0, "The time within which failures of a slice add up.", at_least=0
     )
+    elastic_leave_out_slow_hosts: bool = key(
+        False,
+        "Continue without the slices of slow hosts if enough others are left. They are"
+        " not used again before they are replaced, or the next start. Otherwise slow"
+        " hosts are only named.",
+    )
     elastic_hang_timeout_seconds: float = key(
         600.0,
         "The longest that hosts may take without a step; a shorter limit for each phase"

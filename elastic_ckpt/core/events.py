@@ -38,6 +38,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "slice_returned": ("slice",),
     "slice_refused": ("slice", "why"),
     "slice_quarantined": ("slice", "why"),
+    "slow_host": ("host", "slice", "phase", "why"),
     "scale_requested": ("slices", "chosen"),
     "waiting_for_slices": ("why", "within_secs"),
     "run_started": ("run", "hosts", "slices", "devices", "start_step", "steps"),

@@ -42,6 +42,8 @@ class Policy:
       max_retries: how many worlds may be lost in a row without a new step.
       quarantine_failures: a slice that fails so often is not used again; 0 for never.
       quarantine_secs: within how long these failures have to be.
+      leave_out_slow: whether slices with slow hosts are left out, if the run can train
+        without them.
     """
 
     min_slices: int = 1
@@ -52,6 +54,7 @@ class Policy:
     max_retries: int = 10
     quarantine_failures: int = 0
     quarantine_secs: float = 3600.0
+    leave_out_slow: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,12 +137,14 @@ class Slices:
       present_secs: by slice that is alive, how long it has been.
       quarantined: alive, and not to be used.
       failures: of all slices in this run; a cluster need not give `quarantined`.
+      slow: the slices that have slow hosts.
     """
 
     current: frozenset[int] = frozenset()
     present_secs: dict[int, float]
     quarantined: frozenset[int] = frozenset()
     failures: tuple[Failure, ...] = ()
+    slow: frozenset[int] = frozenset()
 
     def usable(self, policy: Policy) -> list[int]:
         """The slices to train on, best first: those of the current world, then others.
@@ -220,6 +225,12 @@ def decide(
       work: of the run.
       waited_secs: how long the run has waited already.
     """
+    if slices.slow and policy.leave_out_slow:
+        left_out = slices.quarantined | slices.slow
+        others = dataclasses.replace(slices, quarantined=left_out, slow=frozenset())
+        decided = decide(others, policy, work, waited_secs=waited_secs)
+        if isinstance(decided, Train):
+            return decided
     usable = slices.usable(policy)
     most = min(len(usable), policy.max_slices or len(usable))
     objections = []

@@ -19,12 +19,11 @@ from multiprocessing import connection
 from typing import Any
 
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import watch
+from elastic_ckpt.elastic import host_load, watch
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
 
-# Between two heartbeats, and at least between two reports of the same phase.
-_HEARTBEAT_SECS = 1.0
+# At least between two reports of the same phase.
 _PHASE_SECS = 0.2
 # How soon JAX aborts a process that has lost the coordination service.
 _ABORT_SECS = 2.0
@@ -47,6 +46,7 @@ class HostChannel:
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
+        self._load = host_load.HostLoad()
         self._phase = watch.TRAIN
         self._phase_secs = 0.0
 
@@ -74,9 +74,18 @@ class HostChannel:
         From here on SIGTERM is reported to the supervisor.
         """
         self._report_sigterm()
+        self._load.listen()
         self.send({"ready": True})
         message = self._pipe.recv_bytes()
         assert message == BEGIN, message
+
+    def send_heartbeats(self) -> None:
+        """Sends one each second, with what this host alone spends time on."""
+        # The supervisor's end is closed when it is about to kill this process.
+        with contextlib.suppress(OSError):
+            while True:
+                self.send({"heartbeat": self._load.take()})
+                self._load.sleep()
 
     def _report_sigterm(self) -> None:
         # JAX handles the signal outside of Python, and does not name the host that got
@@ -114,7 +123,7 @@ def run(
     # A fault, see `faults`.
     _call_after(signal.SIGUSR2, _cut_off, chain=False)
     threading.Thread(
-        target=_send_heartbeats, args=(channel,), name="heartbeats", daemon=True
+        target=channel.send_heartbeats, name="heartbeats", daemon=True
     ).start()
     try:
         program(member, channel)
@@ -159,14 +168,6 @@ def detach(log: str) -> None:
     # Ctrl-C reaches every process of the terminal; only the supervisor reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _redirect_output(log)
-
-
-def _send_heartbeats(channel: HostChannel) -> None:
-    # The supervisor's end is closed when it is about to kill this process.
-    with contextlib.suppress(OSError):
-        while True:
-            channel.send({"heartbeat": True})
-            time.sleep(_HEARTBEAT_SECS)
 
 
 def _call_after(

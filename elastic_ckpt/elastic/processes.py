@@ -118,6 +118,8 @@ class Processes:
         self._lost: set[int] = set()
         # The slices that are absent from when their hosts have left: preempted.
         self._leaving: set[int] = set()
+        # The slices that have slow hosts, until they are replaced.
+        self._slow: set[int] = set()
         # The slices of the world that runs.
         self._training: frozenset[int] = frozenset()
         self._failures: list[Failure] = []
@@ -147,6 +149,7 @@ class Processes:
             current=current - self._lost,
             present_secs=present,
             failures=tuple(self._failures),
+            slow=frozenset(self._slow),
         )
 
     def run_world(
@@ -185,7 +188,7 @@ class Processes:
                 step=self._step,
                 hosts_of=lambda number: self._hosts_of(number, slices),
             )
-            self._note_preempted(running, slices)
+            self._note_hosts(running, slices)
             decided = has_changed()
             if self._can_leave(running, train, assignment, decided) and running.leave():
                 emit("world_leaving", slices=leaving_for(decided))
@@ -282,6 +285,7 @@ class Processes:
 
     def _return(self, number: int) -> None:
         self._since[number] = time.monotonic()
+        self._slow.discard(number)
         self._check(number)
         self._emit("slice_returned", slice=number)
 
@@ -372,7 +376,7 @@ class Processes:
             self._prepared.hosts.close()
             self._prepared = None
 
-    def _note_preempted(
+    def _note_hosts(
         self, running: supervisor.HostProcesses, slices: Sequence[int]
     ) -> None:
         for number in sorted({self._slice_of(h, slices) for h in running.noticed}):
@@ -380,3 +384,7 @@ class Processes:
                 self._leaving.add(number)
                 self._since.pop(number, None)
                 self._emit("slice_preempted", slice=number)
+        for slow in running.newly_slow():
+            number = self._slice_of(slow.host, slices)
+            self._slow.add(number)
+            self._emit("slow_host", slice=number, **dataclasses.asdict(slow))

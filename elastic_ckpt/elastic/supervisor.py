@@ -23,7 +23,13 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection, forkserver
 
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import host_failure, host_process, host_start, termination
+from elastic_ckpt.elastic import (
+    host_failure,
+    host_process,
+    host_start,
+    slow_hosts,
+    termination,
+)
 from elastic_ckpt.elastic import watch as hang_watch
 from elastic_ckpt.elastic.host_failure import HostFailure
 from elastic_ckpt.elastic.member import Member
@@ -73,6 +79,7 @@ class HostProcesses:
         self._machines = machines or [host_start.ThisMachine()] * num_hosts
         self._limits = limits = limits or hang_watch.Limits()
         self._hangs = hang_watch.Watch(limits, num_hosts, now_secs=time.monotonic())
+        self._slow = slow_hosts.SlowHosts(now_secs=time.monotonic())
         self.is_left = False
         self.noticed: set[int] = set()
         self._on_watch: Callable[[HostProcesses], None] = lambda _: None
@@ -152,6 +159,7 @@ class HostProcesses:
                 self._hangs = hang_watch.Watch(
                     self._limits, self._num_hosts, now_secs=now_secs
                 )
+                self._slow = slow_hosts.SlowHosts(now_secs=now_secs)
                 self._tell(host_process.BEGIN)
                 self._watch(notice)
         finally:
@@ -192,6 +200,10 @@ class HostProcesses:
     def phase(self, host: int) -> str:
         """The phase that a host began last; empty if it has ended."""
         return self._hangs.phase(host)
+
+    def newly_slow(self) -> list[slow_hosts.SlowHost]:
+        """The hosts that were found to be slow since the last call."""
+        return self._slow.newly_slow(now_secs=time.monotonic())
 
     def end(self) -> None:
         """Ends the hosts at once; `watch` calls it."""
@@ -253,6 +265,8 @@ class HostProcesses:
         now_secs = time.monotonic()
         if "heartbeat" in message:
             self._hangs.heartbeat(host, now_secs=now_secs)
+            load = message["heartbeat"]
+            self._slow.note(host, load, phase=self._hangs.phase(host))
         elif "phase" in message:
             self._hangs.begin(host, message["phase"], now_secs=now_secs)
         elif "ready" in message:

@@ -379,7 +379,7 @@ def _marks(record: Record) -> list[tuple[float, str]]:
     return [
         ((e["time"] - began) / 60, f"{e['event']}: {_details(e)}")
         for e in record.events
-        if e["event"] in ("slice_lost", "host_lost", "run_failed")
+        if e["event"] in ("slice_lost", "host_lost", "slow_host", "run_failed")
     ]
 
 

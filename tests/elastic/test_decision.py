@@ -65,6 +65,27 @@ def test_a_quarantined_slice_is_not_used():
     assert decide(slices).slices == (0, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("least", "leave_out", "chosen"),
+    [
+        (2, True, (0, 2, 3)),
+        (3, True, (0, 2, 3)),
+        (4, True, (0, 1, 2, 3)),
+        (2, False, (0, 1, 2, 3)),
+    ],
+)
+def test_slow_slices_are_left_out_if_that_is_asked_for_and_enough_are_left(
+    least, leave_out, chosen
+):
+    slices = decision.Slices(
+        current=frozenset(range(4)),
+        present_secs=present(0, 1, 2, 3),
+        slow=frozenset((1,)),
+    )
+    decided = decide(slices, min_slices=least, leave_out_slow=leave_out)
+    assert (decided.slices, decided.spares) == (chosen, ())
+
+
 def test_the_reason_names_slices_that_are_quarantined():
     slices = decision.Slices(present_secs=present(0, 1), quarantined=frozenset((1, 2)))
     decided = decide(slices, min_slices=2)

@@ -1,17 +1,20 @@
 """Faults of real host processes."""
 
+import dataclasses
 import functools
 import time
 
 import pytest
 
 from elastic_ckpt.config import schema
+from elastic_ckpt.core import metrics, topology
 from elastic_ckpt.elastic import (
     decision,
     faults,
     host_start,
     multicontroller,
     processes,
+    slow_hosts,
     supervisor,
     watch,
 )
@@ -36,14 +39,79 @@ class Recorded:
         return [fields for each, fields in self.events if each == name]
 
 
-def trained(cluster, recorded, directory, slices, *, number=1, steps=MANY):
+def trained(
+    cluster, recorded, directory, slices, *, number=1, steps=MANY, train=None, **changed
+):
     work = decision.Train(slices=slices, spares=(), rows=24, accumulated=1)
+    train = train or tiny_hosts.counts
     return cluster.run_world(
-        functools.partial(tiny_hosts.counts, steps=steps, directory=directory),
+        functools.partial(train, steps=steps, directory=directory),
         Assignment(number=number, work=work),
         emit=recorded,
-        has_changed=lambda: None,
+        **{"has_changed": lambda: None, **changed},
     )
+
+
+def waits_for_data(world, **arguments):
+    """Trains as `counts`, but host 1 reads the batch of each step slowly."""
+
+    def is_leaving(step):
+        if topology.this_host() == 1:
+            with metrics.DATA_WAIT.timed():
+                time.sleep(0.2)
+        return world.is_leaving(step)
+
+    tiny_hosts.counts(dataclasses.replace(world, is_leaving=is_leaving), **arguments)
+
+
+@pytest.mark.slow(minutes=0.4)
+@pytest.mark.parametrize(
+    ("train", "kinds", "phase", "why"),
+    [
+        (
+            tiny_hosts.counts,
+            [faults.Kind.SLOW_HOST],
+            watch.TRAIN,
+            "it was stopped, or had no processor, ",
+        ),
+        (waits_for_data, [], "data", "it waited for its data "),
+    ],
+    ids=["stopped", "data"],
+)
+def test_a_slow_host_is_named_with_its_phase_and_left_out(
+    tmp_path, monkeypatch, train, kinds, phase, why
+):
+    monkeypatch.setattr(slow_hosts, "WINDOW_SECS", 3.0)
+    recorded = Recorded()
+    cluster = processes.Processes(
+        schema.WorldSection(hosts=3, slices=3, devices_per_host=1),
+        log_directory=str(tmp_path / "logs"),
+        injected=[faults.Fault(kind=kind, target=1, at_step=3) for kind in kinds],
+        emit=recorded,
+    )
+    policy = decision.Policy(min_slices=2, leave_out_slow=True)
+    work = decision.Work(
+        num_slices=3, rows=24, devices_per_slice=1, max_rows_per_device=24
+    )
+
+    def has_changed():
+        now = decision.decide(cluster.slices(frozenset(range(3))), policy, work)
+        return None if now.slices == (0, 1, 2) else now
+
+    try:
+        over = trained(
+            *(cluster, recorded, tmp_path, (0, 1, 2)),
+            train=train,
+            has_changed=has_changed,
+        )
+        assert not over
+        (slow,) = recorded.named("slow_host")
+        assert (slow["host"], slow["slice"], slow["phase"]) == (1, 1, phase)
+        assert slow["why"].startswith(why)
+        assert recorded.named("world_leaving") == [{"slices": [0, 2]}]
+        assert not recorded.named("slice_lost")
+    finally:
+        cluster.close()
 
 
 @pytest.mark.slow(minutes=0.3)
