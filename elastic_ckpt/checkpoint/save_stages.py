@@ -30,6 +30,7 @@ from elastic_ckpt.checkpoint.catch_up import CatchUp
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
+from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.stage_work import StageWork
 from elastic_ckpt.core import errors, events, metrics
@@ -47,7 +48,7 @@ class SaveStages:
     Args:
       hosts: of the world.
       in_ram: whether there is a local tier.
-      back_up_every_secs: between two backups; None if only steps count.
+      clock: of backups.
       world: among those of the run.
       emit: called for each event, in the threads of the stages.
 
@@ -61,7 +62,7 @@ class SaveStages:
         hosts: Hosts,
         *,
         in_ram: bool = True,
-        back_up_every_secs: float | None = None,
+        clock: BackupClock | None = None,
         world: RunWorld = ALONE,
         emit: events.Emit,
     ) -> None:
@@ -73,8 +74,7 @@ class SaveStages:
         # Set once another start of the run has continued it.
         self._replaced: errors.ReplacedError | None = None
         self._in_ram = in_ram
-        self._back_up_every_secs = back_up_every_secs
-        self._backed_up_secs = time.monotonic()
+        self._clock = clock or BackupClock()
         self._commit_stage = Stage("commit")
         self._copy_stage = Stage("replicate")
         self._backup_stage = Stage("back-up")
@@ -293,7 +293,7 @@ class SaveStages:
         if not self._work.upload(saving):
             return False
         self._owed, self._late = False, None
-        self._backed_up_secs = time.monotonic()
+        self._clock.begin_again()
         self._note_committed(saving, commit.notes)
         # RAM holds nothing of it that could be copied.
         self._copied = self.committed
@@ -321,7 +321,7 @@ class SaveStages:
         # When their stages are idle, all hosts have the same late step.
         if can_back_up and (is_due or self._late is not None):
             self._late, self._in_backup, self._owed = None, saving.step, False
-            self._backed_up_secs = time.monotonic()
+            self._clock.begin_again()
             after = [*self._cleaned, *copying]
             back_up = functools.partial(self._back_up, saving, after=after)
             self._start(self._backup_stage, "persistent", saving.step, back_up)
@@ -341,13 +341,11 @@ class SaveStages:
             self._start(self._copy_stage, "local", self.committed.step, collect)
 
     def _share_readiness(self) -> list[Readiness]:
-        secs = self._back_up_every_secs
-        waited_secs = time.monotonic() - self._backed_up_secs
         is_late = self._catch_up is not None and self._catch_up.is_backing_up
         readiness = Readiness(
             can_copy=self._copy_stage.idle,
             can_back_up=self._backup_stage.idle and not is_late,
-            is_time=secs is not None and waited_secs >= secs,
+            is_time=self._clock.left_secs() <= 0,
         )
         return self._hosts.share(readiness)
 

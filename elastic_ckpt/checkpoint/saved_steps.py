@@ -14,7 +14,7 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import SaveResponse
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
-from elastic_ckpt.checkpoint.schedule import Schedule
+from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors, events, metrics, storage
 from elastic_ckpt.host import (
@@ -56,18 +56,18 @@ class SavedSteps:
         self._is_left = world.is_left if chosen.local is not None else _never
         self._emit = emit
         self.root: PersistentRoot | None = None
-        minutes = None
+        clock = BackupClock()
         if chosen.persistent is not None:
             self.root = PersistentRoot.from_path(chosen.persistent.directory)
-            minutes = chosen.persistent.every_minutes
+            clock = _clock(hosts, chosen.persistent.every_minutes)
         self.stages = SaveStages(
             hosts,
             in_ram=chosen.local is not None,
-            back_up_every_secs=None if minutes is None else 60 * minutes,
+            clock=clock,
             world=world,
             emit=emit,
         )
-        self._schedule = Schedule(chosen, agree=functools.partial(_agree, hosts))
+        self._schedule = Schedule(chosen, clock, agree=functools.partial(_agree, hosts))
         # The line that was saved to last, by this process.
         self._own_line: Line | None = None
         self._claimed = 0
@@ -285,6 +285,14 @@ class SavedSteps:
         # Later saves must not be mixed with earlier ones.
         self._save = self._hosts.first(world_requests.NewSave(after=search.newest_save))
         self._schedule.go_on_from([] if self._restored is None else [self._restored])
+
+
+def _clock(hosts: Hosts, every_minutes: float | None) -> BackupClock:
+    # Goes on from the backup of another world: worlds may be shorter than the period.
+    if every_minutes is None:
+        return BackupClock()
+    since_secs = hosts.first(backup_requests.GetSecsSinceBackup())
+    return BackupClock(every_minutes, since_secs=since_secs)
 
 
 def _never() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,26 +17,51 @@ from elastic_ckpt.tiers.choices import Chosen
 _MOST_STEPS = 16
 
 
+class BackupClock:
+    """Whether a backup is due because of the time since the last one.
+
+    Args:
+      every_minutes: between two backups; None if only steps count.
+      since_secs: the time since the last backup, which an earlier world may have made.
+    """
+
+    def __init__(
+        self, every_minutes: float | None = None, *, since_secs: float = 0.0
+    ) -> None:
+        self.every_secs = math.inf if every_minutes is None else 60 * every_minutes
+        self._began_secs = time.monotonic() - since_secs
+
+    def begin_again(self) -> None:
+        """Notes that a backup begins now."""
+        self._began_secs = time.monotonic()
+
+    def left_secs(self) -> float:
+        """The time until a backup is due; not above 0 if one is."""
+        return self._began_secs + self.every_secs - time.monotonic()
+
+
 class Schedule:
     """Decides which tiers are due at a step, the same in every process of a world.
 
     Args:
       chosen: the tiers.
+      clock: of backups.
       agree: returns the values of host 0, in every process.
     """
 
     def __init__(
         self,
         chosen: Chosen,
+        clock: BackupClock,
         *,
         agree: Callable[[bool, int], tuple[bool, int]],
     ) -> None:
         self._local = chosen.local
         self._persistent = chosen.persistent
+        self._clock = clock
         self._agree = agree
         # The steps that a policy is given: that of the start, and those stored since.
         self._stored: list[Any] = []
-        self._began_secs = time.monotonic()
         self._is_time = False
         # The step at which hosts compare clocks next, and when they did last.
         self._next_look = 0
@@ -54,7 +80,9 @@ class Schedule:
         """
         if back_up:
             self._stored.append(step)
-        self._began_secs, self._is_time, self._last_look = time.monotonic(), False, None
+        if self._local is None:
+            self._clock.begin_again()
+        self._is_time, self._last_look = False, None
         self._next_look = 0
 
     def is_due(self, step: Any, *, is_saving: bool) -> bool:
@@ -101,20 +129,18 @@ class Schedule:
         return self._local is None and self._has_time_passed(step.step)
 
     def _has_time_passed(self, step: int) -> bool:
-        assert self._persistent is not None
-        assert self._persistent.every_minutes is not None
         if self._is_time or step < self._next_look:
             return self._is_time
         now_secs = time.monotonic()
-        due_secs = self._began_secs + 60 * self._persistent.every_minutes
+        left_secs = self._clock.left_secs()
         skipped = 1
         if self._last_look is not None:
             last_step, last_secs = self._last_look
             step_secs = (now_secs - last_secs) / max(1, step - last_step)
             # Half of what is left: steps may become slower.
-            left = (due_secs - now_secs) / (2 * max(step_secs, 1e-6))
+            left = left_secs / (2 * max(step_secs, 1e-6))
             skipped = int(min(_MOST_STEPS, max(1, left)))
         self._last_look = (step, now_secs)
-        self._is_time, skipped = self._agree(now_secs >= due_secs, skipped)
+        self._is_time, skipped = self._agree(left_secs <= 0, skipped)
         self._next_look = step + skipped
         return self._is_time

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from elastic_ckpt.core import bucket_clients, errors
 from elastic_ckpt.host.answers import StepInRam
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.tiers import find
-from elastic_ckpt.tiers.persistent import arrange
+from elastic_ckpt.tiers.persistent import arrange, claims
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.source import Leftover
 
@@ -32,6 +34,27 @@ def steps_in_ram(world: HostWorld, line: Line) -> list[StepInRam]:
         )
         for each in held
     ]
+
+
+def secs_since_backup(world: HostWorld) -> float:
+    """The time since the newest step was committed in storage, in seconds.
+
+    Before the first one it is that since the first world of the run was claimed; 0 if
+    neither is known, or storage is out of reach.
+    """
+    root, tier = world.root, world.persistent
+    if root is None or tier is None:
+        return 0.0
+    try:
+        steps = root.steps()
+        if steps:
+            nsecs = tier.notes(steps[-1])["commit_timestamp_nsecs"] or time.time_ns()
+        else:
+            first = claims.first(root.path)
+            nsecs = time.time_ns() if first is None else first.time_ms * 10**6
+    except (errors.CheckpointError, *bucket_clients.failures()):
+        return 0.0
+    return max(0.0, (time.time_ns() - nsecs) / 10**9)
 
 
 def is_held(world: HostWorld, leftover: Leftover) -> bool:

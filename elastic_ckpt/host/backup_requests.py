@@ -47,6 +47,15 @@ class BeginLine:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GetSecsSinceBackup:
+    """Asks how long ago the newest step was committed in storage, in seconds."""
+
+    def run(self, host: AnyHost) -> float:
+        """See `backlog.secs_since_backup`."""
+        return backlog.secs_since_backup(host.tiers.world)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ListStepsInRam:
     """Asks for the steps that are whole in RAM, and whether storage has them.
 

@@ -4,6 +4,7 @@ import os
 import pathlib
 import shutil
 import stat
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import errors, events
+from elastic_ckpt.host import backlog
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
 from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.tiers.persistent import persistent_root
 from tests import shared_memory
 from tests.tiers import served
 
@@ -171,6 +174,24 @@ def test_ram_keeps_the_newest_step_and_storage_what_is_due(make, tmp_path):
     assert [each["step"] for each in recorded.named("backed_up")] == [2, 4]
     names = os.listdir(tmp_path / "ram" / "hosts" / "0")
     assert sorted(name.partition("-")[0] for name in names) == ["5", "lock"]
+
+
+@pytest.mark.parametrize("tiers", [1, 0], ids=["beside_ram", "alone"])
+def test_minutes_go_on_from_the_backup_of_the_world_before(
+    tmp_path, monkeypatch, tiers
+):
+    # Worlds may be shorter than the time between two backups.
+    chosen = [Local(tmp_path / "ram", every=1)][:tiers]
+    chosen.append(Persistent(tmp_path / "steps", every_minutes=60))
+    stored = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+    for step, minutes in ((1, 0), (2, 30), (3, 61)):
+        later_ns = time.time_ns() + minutes * 60 * 10**9
+        with monkeypatch.context() as patch:
+            patch.setattr(backlog.time, "time_ns", lambda late=later_ns: late)
+            with factory.Checkpointer(chosen, run="run") as world:
+                parts = {"state": state(step), "data": Counter(step)}
+                world.save_checkpointables(step, parts, force=step == 1)
+        assert stored.steps() == ([1, 3] if step == 3 else [1])
 
 
 def test_a_forced_save_is_backed_up_before_close_returns(make, tmp_path):

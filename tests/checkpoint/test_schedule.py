@@ -21,13 +21,16 @@ def make(monkeypatch):
     monkeypatch.setattr(schedule.time, "monotonic", lambda: clock[0])
     asked = []
 
-    def make(*tiers, **options):
+    def make(*tiers, since_secs=0.0, **options):
         def agree(is_time, skipped):
             asked.append((is_time, skipped))
             return is_time, skipped
 
         chosen = Chosen.from_choices([*tiers, Persistent("/steps", **options)])
-        return schedule.Schedule(chosen, agree=agree)
+        clock = schedule.BackupClock(
+            options.get("every_minutes"), since_secs=since_secs
+        )
+        return schedule.Schedule(chosen, clock, agree=agree)
 
     make.clock, make.asked = clock, asked
     return make
@@ -63,6 +66,12 @@ def test_minutes_are_counted_without_a_local_tier(make, secs):
     assert all(period <= gap <= period + 17 for gap in gaps)
     if secs < 20:
         assert len(make.asked) < len(steps) / 4
+
+
+def test_minutes_are_counted_from_the_backup_of_an_earlier_world(make):
+    steps = range(1, 30)
+    made = make(every_minutes=10, since_secs=500.0)
+    assert due(made, steps, 60.0, make.clock)[0] == 2
 
 
 def test_beside_a_local_tier_minutes_are_counted_by_the_stages(make):

@@ -74,14 +74,14 @@ def newest(steps: epath.PathLike) -> Claim | None:
     Raises:
       CheckpointError: if the storage is out of reach, or the record cannot be read.
     """
-    directory = storage.absolute(steps) / DIRECTORY
-    try:
-        there = directory.iterdir() if directory.exists() else ()
-        names = [each.name for each in there]
-    except bucket_clients.failures() as error:
-        raise _out_of_reach(directory, error) from error
-    numbers = [int(match[1]) for match in map(_NAME.fullmatch, names) if match]
+    directory, numbers = _numbers(steps)
     return _read(directory, max(numbers)) if numbers else None
+
+
+def first(steps: epath.PathLike) -> Claim | None:
+    """The claim of the first world, likewise."""
+    directory, numbers = _numbers(steps)
+    return _read(directory, min(numbers)) if numbers else None
 
 
 def claim(steps: epath.PathLike, line: Line, *, run: str, claimant: Claimant) -> Claim:
@@ -154,6 +154,16 @@ def replaced(by: Claim) -> errors.ReplacedError:
         f" {by.number}, so this one stops, and nothing that it saved since counts; if"
         " that one is not wanted, end it and start the run again"
     )
+
+
+def _numbers(steps: epath.PathLike) -> tuple[epath.Path, list[int]]:
+    directory = storage.absolute(steps) / DIRECTORY
+    try:
+        there = directory.iterdir() if directory.exists() else ()
+        names = [each.name for each in there]
+    except bucket_clients.failures() as error:
+        raise _out_of_reach(directory, error) from error
+    return directory, [int(m[1]) for m in map(_NAME.fullmatch, names) if m]
 
 
 def _path(steps: epath.PathLike, number: int) -> epath.Path:
