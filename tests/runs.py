@@ -91,6 +91,11 @@ def verb(*arguments: object, code: int = 0) -> str:
     return output
 
 
+def jax_cache(corpus: str) -> str:
+    """A directory for which the same few programs are compiled once for all tests."""
+    return str(pathlib.Path(corpus).parent / "jax_cache")
+
+
 def write_config(
     directory: pathlib.Path, corpus: str, **settings: object
 ) -> pathlib.Path:
@@ -109,8 +114,7 @@ def write_config(
         "learning_rate": 0.01,
         "learning_rate_schedule_steps": 100,
         "colocated_python_data_input": True,
-        # The same few programs are compiled once for all tests.
-        "jax_cache_dir": str(pathlib.Path(corpus).parent / "jax_cache"),
+        "jax_cache_dir": jax_cache(corpus),
         "checkpoint_period": 4,
         "steps": 12,
         "log_period": 4,

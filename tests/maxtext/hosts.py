@@ -9,6 +9,7 @@ what, and the digest of each row that this host holds, by its number in the batc
 """
 
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -52,6 +53,8 @@ def serve():
 
     import maxtext.trainers.pre_train.train  # noqa: F401
 
+    # A collection in a host would visit all that is imported, and so copy its pages.
+    gc.freeze()
     for line in sys.stdin:
         run = Run(**json.loads(line))
         os.makedirs(run.directory, exist_ok=True)
@@ -102,7 +105,7 @@ def host(run, number, port):
         from tests.maxtext import elastic_hosts
 
         return elastic_hosts.run(run.directory, run.arguments)
-    cache_what_is_compiled()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if run.num_hosts > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # MaxText starts JAX no second time. By itself, on CPU, it takes a fixed port.
@@ -127,24 +130,6 @@ def stock(arguments):
         traceback.print_exc()
         return 1
     return 0
-
-
-def cache_what_is_compiled():
-    """Has every host write into JAX's compilation cache.
-
-    JAX has host 0 alone do so, though the keys of the others differ: in every run they
-    would compile everything again, which takes longer than all the rest.
-    """
-    import jax
-    from jax._src import compilation_cache, compiler
-
-    def write(key, secs, name, backend, executable):
-        compilation_cache.put_executable_and_time(
-            key, name, executable, backend, int(secs)
-        )
-
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compiler._cache_write = write
 
 
 def note_batches(path):

@@ -113,6 +113,8 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
             *(tmp_path / "calm", corpus, other),
             learning_rate=1e-4,
             steps=len(losses(run)),
+            # No executable is counted here.
+            jax_cache_dir=runs.jax_cache(corpus),
         )
     )
     np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=LOSS_RTOL)
@@ -121,7 +123,7 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
 @pytest.mark.slow(minutes=0.8)
 def test_a_process_that_is_killed_is_taken_in_again(tmp_path, corpus, ram):
     faults = [{"kill_host": 1, "at_step": 12}]
-    settings = {"hosts": 2, "slices": 2, "faults": faults}
+    settings = {"hosts": 2, "slices": 2, "faults": faults, "steps": 60}
     run = trained(configured(tmp_path, corpus, ram, **settings))
     # Both slices are needed, so the run goes on when the second is there again.
     assert worlds(run) == [[0, 1], [0, 1]]
@@ -168,7 +170,12 @@ def test_a_host_that_is_stopped_is_found_and_its_slice_left_out(tmp_path, corpus
     faults = [{"hang_host": 2, "at_step": 12}]
     settings = {"slices": 4, "faults": faults, "elastic_settle_seconds": 3600}
     config = configured(
-        tmp_path, corpus, ram, elastic_heartbeat_timeout_seconds=10, **settings
+        tmp_path,
+        corpus,
+        ram,
+        elastic_heartbeat_timeout_seconds=10,
+        steps=60,
+        **settings,
     )
     run = trained(config)
     assert worlds(run) == [[0, 1, 2, 3], [0, 1, 3]]
