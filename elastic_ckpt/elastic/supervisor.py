@@ -312,6 +312,8 @@ class HostProcesses:
                     at_secs=now_secs,
                 )
             )
+        # Hosts that hang report nothing more.
+        self.end()
 
     def _stop(self) -> None:
         self._is_stopping = True
