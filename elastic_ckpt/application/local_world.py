@@ -147,5 +147,8 @@ def memory(config: schema.Config) -> world_host.SliceMemory | None:
     if not config.tiers.enable_multi_tier_checkpointing:
         return None
     return world_host.SliceMemory(
-        directory=config.tiers.local_checkpoint_directory, run=config.run.run_name
+        directory=config.tiers.local_checkpoint_directory,
+        run=config.run.run_name,
+        tls_certificate=config.tiers.peer_tls_certificate or None,
+        tls_key=config.tiers.peer_tls_key or None,
     )

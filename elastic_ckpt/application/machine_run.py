@@ -40,7 +40,15 @@ from elastic_ckpt.elastic.follower import Over
 _POLL_SECS = 0.05
 _NUMBER_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 # Keys that may differ between machines.
-_OWN_KEYS = ("elastic_machine", "peer_interface", "peer_port", "peer_domains")
+_OWN_KEYS = (
+    "elastic_machine",
+    "peer_interface",
+    "peer_port",
+    "peer_domains",
+    "peer_tls_certificate",
+    "peer_tls_key",
+    "peer_tls_ca",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

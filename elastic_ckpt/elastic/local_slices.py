@@ -98,7 +98,12 @@ class LocalSlices:
             return
         root = memory.root(number)
         storage.make_directory(root)
-        service = agent.Service(root=root, interface=self.interface)
+        service = agent.Service(
+            root=root,
+            interface=self.interface,
+            tls_certificate=memory.tls_certificate,
+            tls_key=memory.tls_key,
+        )
         self._agents[number] = agent_process.AgentProcess(service)
 
     @property

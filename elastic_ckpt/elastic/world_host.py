@@ -22,10 +22,14 @@ class SliceMemory:
     Attributes:
       directory: for the directories of the slices.
       run: the name of the run, the last part of each path.
+      tls_certificate: of the agents that serve it, a PEM file; None for no TLS.
+      tls_key: its private key, a PEM file.
     """
 
     directory: str
     run: str
+    tls_certificate: str | None = None
+    tls_key: str | None = None
 
     def of_slice(self, number: int) -> str:
         """The directory to which hosts of a slice add the run's name."""

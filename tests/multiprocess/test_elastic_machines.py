@@ -1,5 +1,7 @@
 """A run on several machines outlives each of them, and the one that leads it, too."""
 
+import signal
+
 import pytest
 
 from elastic_ckpt.training import step_log
@@ -38,4 +40,32 @@ def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
         restored = runs.events(machines.run, "restored_from")
         assert all(each["persistent_bytes"] == 0 for each in restored)
         assert test_elastic_run.names(machines.run)[-1] == "run_stopped"
+        assert "PASSED" in runs.verb("audit", machines.run)
+
+
+@pytest.mark.slow(minutes=0.8)
+def test_a_machine_that_gets_sigterm_leaves_without_a_lost_step_and_then_all_end(
+    tmp_path, corpus
+):
+    with (
+        shared_memory.directory("machines") as ram,
+        supervisors.Supervisors(*(tmp_path, corpus, ram), machines=3) as machines,
+    ):
+        machines.train_on([0, 1, 2])
+        machines.started[2].terminate()
+        code, output = machines.ended(2)
+        assert code == 128 + signal.SIGTERM, output
+        machines.train_on([0, 1])
+        for machine in machines.started.values():
+            machine.terminate()
+        machines.stop(0)
+        assert machines.worlds() == [[0, 1, 2], [0, 1]]
+        # The second world begins with the step that the first one has left after.
+        (left,) = runs.events(machines.run, "world_left")
+        first, second = step_log.read(machines.run)
+        assert second.start_step == left["step"] == len(first.records)
+        assert not runs.events(machines.run, "slice_lost")
+        (stopped,) = runs.events(machines.run, "run_stopped")
+        assert stopped["saved"]
+        assert stopped["step"] == second.start_step + len(second.records)
         assert "PASSED" in runs.verb("audit", machines.run)

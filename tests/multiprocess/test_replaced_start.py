@@ -7,6 +7,8 @@ import signal
 import pytest
 
 from elastic_ckpt.application import run_directory
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import step_log
 from tests import runs, shared_memory
 from tests.multiprocess import test_stopped_run
@@ -68,3 +70,18 @@ def test_nothing_that_a_replaced_start_writes_is_read(tmp_path, corpus):
         assert run_directory.is_finished(str(run))
         assert "PASSED" in runs.verb("audit", run)
         assert "PASSED" in runs.verb("verify", run)
+
+
+def test_a_start_that_cannot_claim_its_world_in_storage_does_not_train(
+    tmp_path, corpus
+):
+    config = runs.write_config(tmp_path, corpus, hosts=1)
+    claimed = tmp_path / "tiny" / layout.STEPS / claims.DIRECTORY
+    claimed.parent.mkdir(parents=True)
+    # It can be neither listed nor written.
+    claimed.write_text("")
+    ended = runs.cli("train", config)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count("are out of reach") == 1, ended.stderr
+    assert "so this one stops" in ended.stderr
+    assert not list((tmp_path / "tiny" / step_log.DIRECTORY).glob("*"))
