@@ -12,6 +12,7 @@ recovered from the last one. Afterwards the run is audited.
 * `recover_secs`: of each change, from the failure to the first step.
 * `goodput_percent`: of the run's time, the part that trained new steps
   (`elastic_ckpt.monitoring.goodput` has the formula).
+* `load`: of the machine, before and after.
 """
 
 from __future__ import annotations
@@ -158,11 +159,13 @@ def measure() -> dict[str, report.Figure]:
     seed = random.randrange(2**16)
     listed = faults(_NUM_EVENTS, seed)
     print(f"seed {seed}: {json.dumps(listed)}")
+    loads = [os.getloadavg()[0]]
     with (
         tempfile.TemporaryDirectory() as directory,
         tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
     ):
         outcome = soak(directory, ram, _CONFIG, listed)
+    loads.append(os.getloadavg()[0])
     changes = outcome.named("recovered")
     return {
         "events": report.figure("faults and returns", f"seed {seed}", [len(listed)]),
@@ -190,6 +193,7 @@ def measure() -> dict[str, report.Figure]:
         "goodput_percent": report.figure(
             "%", "of the run's time", [outcome.goodput_percent]
         ),
+        "load": report.figure("processes", "running, in a minute", loads),
     }
 
 
