@@ -105,9 +105,10 @@ class Supervisors:
     def wake(self, number):
         os.killpg(self.started[number].pid, signal.SIGCONT)
 
-    def ended(self, number):
+    def ended(self, number, *, may=()):
         """The exit code of a machine, once it has ended, and its output."""
-        self.wait_until(lambda: self.started[number].poll() is not None, may=[number])
+        ends = self.started[number]
+        self.wait_until(lambda: ends.poll() is not None, may=[number, *may])
         code = self.started.pop(number).returncode
         return code, self._output(number).read_text()
 
@@ -140,7 +141,8 @@ class Supervisors:
         """Waits until a world of these slices has done a number of steps."""
 
         def is_trained():
-            logs = list((self.run / step_log.DIRECTORY).glob("*"))
+            # A log has a temporary name at first.
+            logs = list((self.run / step_log.DIRECTORY).glob("*.jsonl"))
             if not logs or self.worlds()[-1] != slices:
                 return False
             last = step_log.read(self.run)[-1]
