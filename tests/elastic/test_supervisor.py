@@ -182,7 +182,7 @@ def no_call():
     raise AssertionError("in a world of several hosts the supervisor watches the time")
 
 
-def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path):
+def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step(tmp_path):
     recorded = RecordedEvents()
 
     def emit(name, **fields):
@@ -198,8 +198,8 @@ def test_hosts_that_get_sigterm_while_they_start_agree_on_a_step_later(tmp_path)
         limits=watch.Limits(grace_secs=600),
     ).run()
     first, second = [fields for name, fields in recorded.events if name == "saved"]
+    # It may be the first one that they ask about.
     assert first == second
-    assert first["step"] > 7
 
 
 def fail_in_turn(place, _):
