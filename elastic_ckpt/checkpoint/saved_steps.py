@@ -63,7 +63,8 @@ class SavedSteps:
         self.stages = SaveStages(
             hosts,
             in_ram=chosen.local is not None,
-            clock=clock,
+            # Without RAM a save begins the period, not the end of its upload.
+            clock=None if chosen.local is None else clock,
             world=world,
             emit=emit,
         )

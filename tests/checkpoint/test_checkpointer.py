@@ -14,7 +14,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.checkpoint import factory, schedule
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.host import backlog
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent
@@ -192,6 +192,22 @@ def test_minutes_go_on_from_the_backup_of_the_world_before(
                 parts = {"state": state(step), "data": Counter(step)}
                 world.save_checkpointables(step, parts, force=step == 1)
         assert stored.steps() == ([1, 3] if step == 3 else [1])
+
+
+def test_without_ram_minutes_are_counted_from_the_begin_of_a_save(
+    tmp_path, monkeypatch
+):
+    begun = []
+    monkeypatch.setattr(
+        schedule.BackupClock, "begin_again", lambda clock: begun.append(clock)
+    )
+    stored = Persistent(tmp_path / "steps", every_minutes=60)
+    with factory.Checkpointer([stored], run="run") as checkpointer:
+        response = checkpointer.save_async(1, state(1), force=True)
+        (clock,) = [each for each in begun if each.every_secs == 3600]
+        assert response.result()
+    # Not once more when its upload has ended.
+    assert begun.count(clock) == 1
 
 
 def test_a_forced_save_is_backed_up_before_close_returns(make, tmp_path):
