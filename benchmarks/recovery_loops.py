@@ -28,6 +28,11 @@ LOOP = "loop"
 _RESULTS = "turns.json"
 
 
+def thread_of(name: str) -> str:
+    """The name of the processor seconds of a turn."""
+    return f"{name} thread"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns:
     """The turns of the hosts.
@@ -54,7 +59,8 @@ def measure(
       turns: of the hosts.
 
     Returns:
-      The seconds of a step in each turn, by `BARE`, `LOOP` or the period.
+      The seconds of a step in each turn, by `BARE`, `LOOP` or the period; and, by
+      `thread_of` these, the processor seconds of the loop's thread.
     """
     values = {
         "run_name": "loops",
@@ -138,16 +144,19 @@ def _taken(
     sides = {BARE: bare, LOOP: functools.partial(looped, period=None)}
     for period in turns.periods:
         sides[str(period)] = functools.partial(looped, period=period)
-    secs: dict[str, list[float]] = {name: [] for name in sides}
+    names = [*sides, *map(thread_of, sides)]
+    secs: dict[str, list[float]] = {name: [] for name in names}
     for number in range(turns.rounds + 1):
         for name, side in sides.items():
             multihost_utils.sync_global_devices(name)
-            began = time.perf_counter()
+            began, thread_began = time.perf_counter(), time.thread_time()
             state = jax.block_until_ready(side(state))
             took = time.perf_counter() - began
+            thread_took = time.thread_time() - thread_began
             wait()
             if number:
                 secs[name].append(took / turns.steps)
+                secs[thread_of(name)].append(thread_took / turns.steps)
     return secs
 
 
@@ -157,6 +166,10 @@ class _Every:
     def __init__(self, saver: RunSaver, period: int) -> None:
         self._saver = saver
         self._period = period
+
+    def claim_world(self) -> int:
+        """Claims the world, once for all turns."""
+        return self._saver.claim_world()
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`."""

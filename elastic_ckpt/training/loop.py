@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
+
 from elastic_ckpt.core import events, metrics
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step
@@ -151,7 +153,7 @@ class Loop:
 
 
 class _Recorder:
-    """Logs each step while the next one is computed."""
+    """Logs each step, on the host that logs, while the next one is computed."""
 
     def __init__(
         self, log: step_log.StepLog | None, emit: events.Emit, steps: int
@@ -180,6 +182,9 @@ class _Recorder:
         self._pending = None
         metrics.TRAIN_STEPS.record(step + 1)
         if self._log is None:
+            # No host runs ahead of the one that logs: hosts that leave do so after a
+            # step that all have begun.
+            jax.block_until_ready(report)
             return
         loss = self._log.append(step, report)
         now = time.monotonic()

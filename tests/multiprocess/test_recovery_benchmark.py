@@ -1,6 +1,8 @@
 """The suite `recovery` of the benchmarks computes its figures from a run's events."""
 
-from benchmarks import recovery, recovery_run, report
+import pytest
+
+from benchmarks import recovery, recovery_loops, recovery_run, report
 
 
 def event(name, time, **fields):
@@ -46,8 +48,30 @@ def test_the_smallest_period_costs_less_than_five_percent():
 
 
 def test_the_loop_is_held_against_a_step_of_fifty_ms():
-    figures = recovery.of_loop({"bare": [0.04], "loop": [0.0405]})
+    thread = {"bare thread": [0.001], "loop thread": [0.0011]}
+    figures = recovery.of_loop({"bare": [0.04], "loop": [0.0405]} | thread)
     assert abs(figures["loop_overhead_percent"].value - 1) < 1e-6
+    assert abs(figures["loop_thread_percent"].value - 0.2) < 1e-6
+
+
+@pytest.mark.slow(minutes=0.4)
+def test_turns_of_the_loop_and_of_its_saves_are_timed(tmp_path):
+    settings = {
+        **recovery._COMMON,
+        **recovery.SMALL.large,
+        "hosts": 2,
+        "slices": 2,
+        "elastic_min_slice_count": 2,
+        "grain_train_files": f"{tmp_path}/text.array_record",
+        "local_checkpoint_directory": f"{tmp_path}/memory",
+    }
+    turns = recovery.SMALL.large_turns
+    secs = recovery_loops.measure(settings, tmp_path / "turns", turns)
+    assert {*recovery.of_loop(secs), *recovery.of_saves(secs)} >= {
+        "loop_thread_percent",
+        "smallest_period_under_5_percent",
+    }
+    assert all(len(each) == turns.rounds for each in secs.values())
 
 
 def test_figures_of_several_runs_have_the_samples_of_all():
