@@ -116,6 +116,36 @@ def test_a_host_that_writes_no_log_still_saves(journal):
     assert journal.calls == ["step 0", "step 1", "save 2: 2", "step 2", "save 3: 3"]
 
 
+def test_a_host_that_writes_no_log_is_one_step_behind_the_devices_too(journal):
+    class OnDevice:
+        def __init__(self, step):
+            self._step = step
+
+        def block_until_ready(self):
+            journal.calls.append(f"wait {self._step}")
+            return self
+
+    class Program(Journal):
+        def step(self, state, batch):
+            journal.calls.append(f"step {batch}")
+            _, report = super().step(state, batch)
+            return state + 1, report._replace(loss=OnDevice(batch))
+
+    program = Program()
+    loop.Loop(
+        program=program,
+        batches=Batches(journal, 3),
+        sizes=batch_size.Schedule(stages=((0, 8),)),
+        log=None,
+        saver=None,
+        evaluation=None,
+        emit=program.emit,
+        compiled=program.compiled,
+    ).run(0, start_step=0, steps=3)
+    order = ["step 0", "wait 0", "step 1", "step 2", "wait 1", "wait 2"]
+    assert journal.calls == order
+
+
 def test_the_first_step_is_logged_at_once_and_others_one_step_behind(journal):
     run(journal, saver=None)
     assert [c for c in journal.calls if c.startswith(("step", "log", "save"))] == [
