@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: their layouts, and values for trees of ours."""

@@ -1,0 +1,1 @@
+"""Files that other programs write, read without those programs and without torch."""

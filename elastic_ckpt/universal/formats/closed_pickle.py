@@ -1,0 +1,344 @@
+"""Decodes pickles of plain data; imports nothing and calls nothing that they name.
+
+Python's unpickler imports whatever a file names, and allocates memory for whatever
+length or memo number a file claims. This decoder has neither problem: it accepts the
+opcodes that Python writes for plain data in protocols 2 to 5, and names from an exact
+table, which stand for values and constructors of the caller. Everything else is an
+error that names the file. A value is bounded: by the bytes of the pickle, by
+`MOST_NODES` once shared parts are counted as often as they are referred to, and by
+`MOST_NESTED`. There are no cycles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_ckpt.universal.formats.format_error import FormatError
+
+MOST_NODES = 20_000_000
+MOST_NESTED = 200
+
+_MARK = object()
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A name that a pickle may call: with it the decoder calls `function` instead.
+
+    Attributes:
+      name: as the pickle has it.
+      function: makes an inert value of the arguments; raises TypeError or ValueError.
+    """
+
+    name: str
+    function: Callable[..., Any] = dataclasses.field(repr=False)
+
+
+def decode(
+    content: bytes,
+    *,
+    file: str,
+    names: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """The value of a pickle.
+
+    Args:
+      content: the pickle, and nothing after it.
+      file: where it comes from, for messages.
+      names: by "module name": a `Call`, or the value that the name stands for.
+      persistent: makes a value of a persistent id; raises ValueError.
+
+    Raises:
+      FormatError: if it has another opcode or name, is cut short or malformed, or
+        holds too much.
+    """
+    decoder = _Decoder(content, file, names, persistent)
+    try:
+        value = decoder.run()
+    except (struct.error, IndexError, KeyError, ValueError) as error:
+        # The stack, the memo, or the content ended early.
+        raise decoder.error(f"is malformed or cut short ({error})") from None
+    _check_size(value, file)
+    return value
+
+
+class _Decoder:
+    def __init__(
+        self,
+        content: bytes,
+        file: str,
+        names: Mapping[str, Any],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        self._content = content
+        self._at = 0
+        self._file = file
+        self._names = names
+        self._persistent = persistent
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def error(self, what: str) -> FormatError:
+        return FormatError(f"{self._file} {what}, at byte {self._at} of its pickle")
+
+    def run(self) -> Any:
+        content, operations = self._content, _OPERATIONS
+        while True:
+            opcode = content[self._at]
+            self._at += 1
+            if opcode == _STOP:
+                break
+            operation = operations.get(opcode)
+            if operation is None:
+                raise self.error(
+                    f"has the pickle opcode {bytes([opcode])!r}, which plain data does"
+                    " not have; it was not written by torch.save of a state dict, or"
+                    " is damaged"
+                )
+            operation(self)
+        if len(self._stack) != 1 or self._stack[0] is _MARK:
+            raise self.error("is malformed (its pickle ends with an open value)")
+        if self._at != len(content):
+            raise self.error("goes on after the end of its pickle")
+        return self._stack[0]
+
+    def take(self, size: int) -> bytes:
+        taken = self._content[self._at : self._at + size]
+        if len(taken) != size:
+            raise self.error("is cut short")
+        self._at += size
+        return taken
+
+    def number(self, layout: str) -> Any:
+        return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
+
+    def text(self, layout: str) -> str:
+        return self.take(self.number(layout)).decode("utf-8", "surrogatepass")
+
+    def line(self) -> str:
+        end = self._content.index(b"\n", self._at, self._at + 1000)
+        return self.take(end + 1 - self._at)[:-1].decode()
+
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def pop(self) -> Any:
+        value = self._stack.pop()
+        if value is _MARK:
+            raise self.error("is malformed (a value is missing)")
+        return value
+
+    def pop_to_mark(self) -> list[Any]:
+        stack = self._stack
+        start = len(stack) - 1
+        while stack[start] is not _MARK:
+            start -= 1
+            if start < 0:
+                raise self.error("is malformed (a mark is missing)")
+        taken = stack[start + 1 :]
+        del stack[start:]
+        return taken
+
+    def top(self, kind: type) -> Any:
+        value = self._stack[-1]
+        if type(value) is not kind:
+            raise self.error(
+                f"is malformed (a {kind.__name__} is expected, not a"
+                f" {type(value).__name__})"
+            )
+        return value
+
+    def set_items(self, items: list[Any]) -> None:
+        mapping = self.top(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            mapping[self._hashable(key)] = value
+
+    def add_items(self) -> None:
+        items = self.pop_to_mark()
+        self.top(set).update(map(self._hashable, items))
+
+    def append(self, items: list[Any]) -> None:
+        self.top(list).extend(items)
+
+    def frozen(self) -> None:
+        self.push(frozenset(map(self._hashable, self.pop_to_mark())))
+
+    def tuple_of(self, size: int) -> None:
+        parts = [self.pop() for _ in range(size)]
+        self.push(tuple(reversed(parts)))
+
+    def _hashable(self, key: Any) -> Any:
+        # Python hashes nested tuples by recursion.
+        if isinstance(key, frozenset) or (
+            isinstance(key, tuple)
+            and any(isinstance(part, tuple | frozenset) for part in key)
+        ):
+            raise self.error("has a nested tuple as a key, which is not supported")
+        try:
+            hash(key)
+        except TypeError as error:
+            raise self.error(f"is malformed ({error})") from None
+        return key
+
+    def put(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+        if self._stack[-1] is _MARK:
+            raise self.error("is malformed (a mark is kept)")
+
+    def memoize(self) -> None:
+        self.put(len(self._memo))
+
+    def get(self, number: int) -> None:
+        self.push(self._memo[number])
+
+    def global_(self, module: Any, name: Any) -> None:
+        full = f"{module} {name}"
+        if full not in self._names:
+            raise self.error(
+                f"names {module}.{name}, which is not among the names that are read"
+                " (nothing was imported or called); if you trust the file, load it"
+                " where it was written and save a state dict of tensors, numbers,"
+                " texts, lists and dicts alone"
+            )
+        self.push(self._names[full])
+
+    def stack_global(self) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise self.error("is malformed (a name is no text)")
+        self.global_(module, name)
+
+    def call(self, *, with_keywords: bool = False) -> None:
+        keywords = self.pop() if with_keywords else {}
+        arguments, callee = self.pop(), self.pop()
+        if not isinstance(callee, Call):
+            raise self.error(f"calls a {type(callee).__name__}, which is no function")
+        if type(arguments) is not tuple or keywords:
+            raise self.error("is malformed (arguments are no tuple)")
+        try:
+            self.push(callee.function(*arguments))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self.error(f"has an invalid {callee.name} ({error})") from None
+
+    def build(self) -> None:
+        # Attributes of dicts (`_metadata` of a state dict) are no values.
+        self.pop()
+        if not isinstance(self._stack[-1], dict):
+            raise self.error("sets attributes of something that is no dict")
+
+    def persistent_id(self) -> None:
+        if self._persistent is None:
+            raise self.error("has a persistent id, which plain pickles do not have")
+        try:
+            self.push(self._persistent(self.pop()))
+        except (TypeError, ValueError) as error:
+            raise self.error(f"has an invalid storage ({error})") from None
+
+    def protocol(self) -> None:
+        version = self.number("<B")
+        if not 2 <= version <= 5:
+            raise self.error(
+                f"has pickle protocol {version}, and this program reads 2 to 5"
+            )
+
+
+def _check_size(value: Any, file: str) -> None:
+    """Fails if a value nests too deep or in a cycle, or is huge when copied."""
+    # By id: the nodes of a copy, and how deep it nests. None while it is open.
+    sizes: dict[int, tuple[int, int] | None] = {}
+    stack = [value]
+    while stack:
+        node = stack[-1]
+        parts = _parts(node)
+        if id(node) not in sizes:
+            sizes[id(node)] = None
+            for part in parts:
+                if not isinstance(part, _CONTAINERS):
+                    continue
+                if id(part) in sizes and sizes[id(part)] is None:
+                    raise FormatError(f"{file} holds a value that contains itself")
+                stack.append(part)
+            continue
+        stack.pop()
+        if sizes[id(node)] is not None:
+            continue
+        measured = [sizes.get(id(part)) or (1, 0) for part in parts]
+        nodes = 1 + sum(size for size, _ in measured)
+        nested = 1 + max((depth for _, depth in measured), default=0)
+        if nodes > MOST_NODES or nested > MOST_NESTED:
+            raise FormatError(
+                f"{file} holds more than {MOST_NODES} values, or values nested deeper"
+                f" than {MOST_NESTED}; it is no state dict, or made to exhaust memory"
+            )
+        sizes[id(node)] = (nodes, nested)
+
+
+def _parts(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return [*node.keys(), *node.values()]
+    return list(node) if isinstance(node, _CONTAINERS) else []
+
+
+def _long(decoder: _Decoder) -> None:
+    # At most 255 bytes: longer integers have another opcode, which is refused.
+    number = decoder.take(decoder.number("<B"))
+    decoder.push(int.from_bytes(number, "little", signed=True))
+
+
+_STOP = ord(".")
+_OPERATIONS: dict[int, Callable[[_Decoder], object]] = {
+    ord(opcode): operation
+    for opcode, operation in {
+        "\x80": _Decoder.protocol,
+        # A frame only helps to read ahead.
+        "\x95": lambda d: d.take(8),
+        "(": lambda d: d.push(_MARK),
+        "0": lambda d: d.pop(),
+        "1": lambda d: d.pop_to_mark(),
+        "N": lambda d: d.push(None),
+        "\x88": lambda d: d.push(True),
+        "\x89": lambda d: d.push(False),
+        "J": lambda d: d.push(d.number("<i")),
+        "K": lambda d: d.push(d.number("<B")),
+        "M": lambda d: d.push(d.number("<H")),
+        "\x8a": _long,
+        "G": lambda d: d.push(d.number(">d")),
+        "X": lambda d: d.push(d.text("<I")),
+        "\x8c": lambda d: d.push(d.text("<B")),
+        "\x8d": lambda d: d.push(d.text("<Q")),
+        "B": lambda d: d.push(d.take(d.number("<I"))),
+        "C": lambda d: d.push(d.take(d.number("<B"))),
+        "\x8e": lambda d: d.push(d.take(d.number("<Q"))),
+        "}": lambda d: d.push({}),
+        "]": lambda d: d.push([]),
+        ")": lambda d: d.push(()),
+        "\x8f": lambda d: d.push(set()),
+        "t": lambda d: d.push(tuple(d.pop_to_mark())),
+        "\x85": lambda d: d.tuple_of(1),
+        "\x86": lambda d: d.tuple_of(2),
+        "\x87": lambda d: d.tuple_of(3),
+        "\x91": _Decoder.frozen,
+        "\x90": _Decoder.add_items,
+        "a": lambda d: d.append([d.pop()]),
+        "e": lambda d: d.append(d.pop_to_mark()),
+        "s": lambda d: d.set_items([d.pop(), d.pop()][::-1]),
+        "u": lambda d: d.set_items(d.pop_to_mark()),
+        "q": lambda d: d.put(d.number("<B")),
+        "r": lambda d: d.put(d.number("<I")),
+        "\x94": _Decoder.memoize,
+        "h": lambda d: d.get(d.number("<B")),
+        "j": lambda d: d.get(d.number("<I")),
+        "c": lambda d: d.global_(d.line(), d.line()),
+        "\x93": _Decoder.stack_global,
+        "R": _Decoder.call,
+        "\x81": _Decoder.call,
+        "\x92": lambda d: d.call(with_keywords=True),
+        "b": _Decoder.build,
+        "Q": _Decoder.persistent_id,
+    }.items()
+}

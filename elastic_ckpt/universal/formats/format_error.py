@@ -1,0 +1,9 @@
+"""The error of files of other programs that cannot be read."""
+
+from __future__ import annotations
+
+from elastic_ckpt.core import errors
+
+
+class FormatError(errors.CheckpointError):
+    """A file of another program that is damaged, unsafe, or of another layout."""

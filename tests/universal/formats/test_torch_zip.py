@@ -1,0 +1,279 @@
+"""Files of torch.save are read bit-equal, without torch, and run nothing."""
+
+import contextlib
+import os
+import pathlib
+import pickle
+import struct
+import sys
+import tracemalloc
+import zipfile
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_ckpt.universal.formats import torch_zip
+from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.universal.formats import torch_files
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
+VALUES = np.load(GOLDEN / "values.npz")
+
+
+def test_tensors_of_every_type_are_read_bit_equal():
+    content = torch_zip.read(GOLDEN / "types.pt")
+    tensors = content["tensors"]
+    names = [name for name in VALUES if name.startswith("types/")]
+    assert {f"types/{name}" for name in tensors} == set(names)
+    for name in names:
+        array, expected = tensors[name.removeprefix("types/")], VALUES[name]
+        if array.dtype == ml_dtypes.bfloat16:
+            array = array.view(np.int16)
+        assert (array.dtype, array.shape) == (expected.dtype, expected.shape), name
+        assert array.tobytes() == np.ascontiguousarray(expected).tobytes(), name
+    assert "torch" not in sys.modules
+
+
+def test_other_values_are_plain_ones():
+    content = torch_zip.read(GOLDEN / "types.pt")
+    first, second = content.pop("same")
+    assert first is second
+    del content["tensors"]
+    assert content == {
+        "dtype": np.dtype(ml_dtypes.bfloat16),
+        "size": (2, 3),
+        "device": "cpu",
+        "bytes": b"\x00\xff",
+        "set": {1, 2},
+        "counter": {3: 1},
+        "numbers": [1, -1, 2**40, -(2**70), 0.5, float("inf"), True, None],
+        "tuple": (1, ("two", {"three": [4]})),
+    }
+
+
+def test_a_tensor_is_read_when_it_is_asked_for():
+    with torch_zip.TorchZip(GOLDEN / "types.pt") as file:
+        by_path = dict(torch_zip.tensors(file.value))
+        scalar = by_path["tensors", "scalar"]
+        assert (scalar.dtype, scalar.shape) == (np.float64, ())
+        assert scalar.read() == 2.5
+    with pytest.raises(FormatError, match="is closed"):
+        scalar.read()
+
+
+def refused(path, match):
+    with pytest.raises(FormatError, match=match) as error:
+        torch_zip.read(path)
+    assert str(path) in str(error.value)
+
+
+class Attack:
+    """Runs a command when Python unpickles it."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_code_in_a_pickle_is_named_and_not_run(tmp_path, protocol):
+    touched = tmp_path / "touched"
+    content = pickle.dumps({"w": Attack(touched)}, protocol=protocol)
+    path = torch_files.write(tmp_path / "x.pt", None, content=content)
+    refused(path, r"names (posix|nt)\.system, which is not among the names")
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch_files.Named("builtins", "eval", "1"),
+        torch_files.Named("builtins", "getattr", {}, "clear"),
+        torch_files.Named("torch", "load", "x"),
+        torch_files.Named("torch._utils", "_rebuild_tensor_v2.__globals__"),
+        torch_files.Named("elastic_ckpt.core.storage", "remove", "/"),
+        torch_files.Global("numpy", "load"),
+        torch_files.Global("collections", "OrderedDict.fromkeys"),
+    ],
+)
+def test_names_outside_the_table_are_refused(tmp_path, value):
+    refused(torch_files.write(tmp_path / "x.pt", value), "nothing was imported or")
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (torch_files.tensor(offset=1), "not inside 4 elements"),
+        (torch_files.tensor(shape=(5,), strides=(1,)), "not inside"),
+        (torch_files.tensor(shape=(2, 2), strides=(3, 1)), "not inside"),
+        (torch_files.tensor(shape=(2**40,), strides=(0,)), "not inside"),
+        (torch_files.tensor(shape=(0, 2**62), strides=(1, 1)), "too large"),
+        (torch_files.tensor(shape=(-2, -2)), "no number from 0 up"),
+        (torch_files.tensor(strides=(-1, 1)), "no number from 0 up"),
+        (torch_files.tensor(offset=-1), "no number from 0 up"),
+        (torch_files.tensor(shape=(2.0, 2)), "no number from 0 up"),
+        (torch_files.tensor(shape=(2,)), "1 dims and 2 strides"),
+        (torch_files.tensor(shape=[2, 2]), "no tuples"),
+        (torch_files.tensor(elements=5), "16 bytes, and 5 elements take 20"),
+        (torch_files.tensor(kind="DoubleStorage"), "4 elements take 32"),
+        (torch_files.tensor(key="1"), "no entry data/1"),
+        (torch_files.tensor(key="../data.pkl"), "no entry data/../data.pkl"),
+        (torch_files.tensor(kind="OrderedDict"), "names torch.OrderedDict"),
+        (torch_files.Named("torch._utils", "_rebuild_tensor_v2", 1), "invalid tensor"),
+        (torch_files.Id("storage"), "no tuple of five"),
+        ({(1, (2,)): 3}, "nested tuple as a key"),
+    ],
+)
+def test_lying_tensors_are_refused(tmp_path, value, match):
+    refused(torch_files.write(tmp_path / "x.pt", {"w": value}), match)
+
+
+def test_tensors_that_overlap_cannot_exhaust_memory(tmp_path):
+    views = [
+        torch_files.tensor(shape=(n, 1), strides=(1, s), elements=1 << 16)
+        for n in range(1 << 15, (1 << 15) + 40)
+        for s in range(3)
+    ]
+    entries = {"data/0": bytes(4 << 16)}
+    path = torch_files.write(tmp_path / "x.pt", views, entries=entries)
+    refused(path, "they overlap; clone them")
+
+
+def test_entries_that_are_compressed_or_missing_are_refused(tmp_path):
+    packed = torch_files.write(
+        tmp_path / "packed.pt", {}, compression=zipfile.ZIP_DEFLATED
+    )
+    refused(packed, "compressed")
+    with zipfile.ZipFile(tmp_path / "other.pt", "w") as archive:
+        archive.writestr("something", "else")
+    refused(tmp_path / "other.pt", "has no data.pkl")
+    (tmp_path / "old.pt").write_bytes(pickle.dumps({"w": 1}))
+    refused(tmp_path / "old.pt", "before PyTorch 1.6")
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_an_entry_that_is_there_twice_is_refused(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("archive/data/0", bytes(16))
+    refused(path, "data/0 twice")
+
+
+def test_offsets_outside_of_the_file_and_overlaps_are_refused(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    content = path.read_bytes()
+    # The central directory's record of the storage: its sizes, and its header's offset.
+    at = content.rindex(b"archive/data/0") - 46
+
+    def written(*, size=None, offset=None):
+        changed = bytearray(content)
+        if size is not None:
+            struct.pack_into("<II", changed, at + 20, size, size)
+        if offset is not None:
+            struct.pack_into("<I", changed, at + 42, offset)
+        path.write_bytes(changed)
+
+    written(size=1 << 30)
+    refused(path, "not inside the")
+    written(size=200)
+    refused(path, "overlap")
+    written(offset=0)
+    refused(path, "overlap|not inside")
+    written(offset=1)
+    refused(path, "has no entry where")
+    written()
+    assert torch_zip.read(path)["w"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_each_flipped_byte_is_an_error_or_changes_nothing_that_was_read(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    content = path.read_bytes()
+    expected = torch_zip.read(path)["w"].tobytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 0x41
+        path.write_bytes(changed)
+        try:
+            read = torch_zip.read(path)
+        except FormatError:
+            continue
+        assert [array.tobytes() for array in read.values()] == [expected], place
+
+
+def test_a_file_that_was_cut_short_is_refused_at_every_length(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {"w": torch_files.tensor()})
+    content = path.read_bytes()
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
+        refused(path, None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # Lengths that are not there.
+        b"\x80\x04\x8e\x00\x00\x00\x00\x00\x01\x00\x00.",
+        b"\x80\x02X\xff\xff\xff\x7fx.",
+        # A list in a list in ...
+        b"\x80\x02" + b"]" * 10_000 + b"a" * 9_999 + b".",
+        # Shared lists: 2 ** 60 of them when they are copied.
+        b"\x80\x02]q\x00"
+        + b"".join(b"]q%c(h%ch%ce" % (n, n - 1, n - 1) for n in range(1, 60))
+        + b"0" * 59
+        + b"h\x3b1.",
+        # A list that contains itself.
+        b"\x80\x02]q\x00h\x00a.",
+    ],
+)
+def test_a_small_pickle_takes_little_memory(tmp_path, content):
+    path = torch_files.write(tmp_path / "x.pt", None, content=content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            torch_zip.read(path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_memo_number_takes_no_memory(tmp_path):
+    # Python's unpickler takes 32 GiB for it.
+    content = b"\x80\x02]r\xff\xff\xff\x7f."
+    path = torch_files.write(tmp_path / "x.pt", None, content=content)
+    tracemalloc.start()
+    try:
+        assert torch_zip.read(path) == []
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_later_version_is_one_clear_error(tmp_path):
+    path = torch_files.write(tmp_path / "x.pt", {}, entries={})
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    assert names[-1] == "archive/version"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", torch_files.pickled({}))
+        archive.writestr("archive/version", "11\n")
+    refused(path, "version b'11', and this program reads 1 to 10")
+    path.write_bytes(content)
+    assert torch_zip.read(path) == {}
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=60), st.integers(0, 5))
+def test_no_pickle_ends_with_another_error(tmp_path_factory, content, start):
+    good = torch_files.pickled({"w": [1, (2, "x")], "y": torch_files.tensor()})
+    path = tmp_path_factory.mktemp("pickles") / "x.pt"
+    # The beginning of a good pickle, and then anything.
+    mixed = good[: len(good) * start // 5] + content
+    torch_files.write(path, None, content=mixed or b".")
+    with contextlib.suppress(FormatError):
+        torch_zip.read(path)

@@ -1,0 +1,83 @@
+"""Zips as torch.save writes them, made without torch; each part can be wrong."""
+
+import io
+import pickle
+import struct
+import zipfile
+from typing import ClassVar
+
+
+class Named:
+    """Pickles as a call of a name with arguments, whatever the name is."""
+
+    def __init__(self, module, name, *arguments):
+        self.parts = module, name, arguments
+
+
+class Id:
+    """Pickles as a persistent id."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+
+class Global:
+    """Pickles as a name."""
+
+    def __init__(self, module, name):
+        self.parts = module, name
+
+
+class _Pickler(pickle._Pickler):
+    # The pickler in Python: names need not exist.
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def save_named(self, value):
+        module, name, arguments = value.parts
+        self.save(Global(module, name))
+        self.save(arguments)
+        self.write(pickle.REDUCE)
+
+    def save_global_name(self, value):
+        module, name = value.parts
+        self.write(b"c" + module.encode() + b"\n" + name.encode() + b"\n")
+
+    def save_id(self, value):
+        self.save(value.parts)
+        self.write(pickle.BINPERSID)
+
+    dispatch[Named] = save_named
+    dispatch[Global] = save_global_name
+    dispatch[Id] = save_id
+
+
+def pickled(value, protocol=2):
+    file = io.BytesIO()
+    _Pickler(file, protocol).dump(value)
+    return file.getvalue()
+
+
+def storage(key="0", elements=4, kind="FloatStorage"):
+    return Id("storage", Global("torch", kind), key, "cpu", elements)
+
+
+def tensor(shape=(2, 2), strides=(2, 1), offset=0, **parts):
+    return Named(
+        "torch._utils",
+        "_rebuild_tensor_v2",
+        *(storage(**parts), offset, shape, strides, False),
+        Named("collections", "OrderedDict"),
+    )
+
+
+def write(path, value, *, entries=None, compression=zipfile.ZIP_STORED, content=None):
+    """A file of torch.save that holds `value`, and 4 floats as the storage 0."""
+    if entries is None:
+        entries = {"data/0": struct.pack("<4f", 1, 2, 3, 4)}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", content or pickled(value))
+        archive.writestr("archive/byteorder", "little")
+        for name, values in entries.items():
+            archive.writestr(f"archive/{name}", values)
+        archive.writestr("archive/version", "3\n")
+    return path
