@@ -10,10 +10,15 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.frontend.batches import batches
     from elastic_ckpt.frontend.checkpointer import Checkpointer
     from elastic_ckpt.host.answers import CheckpointMetadata
+    from elastic_ckpt.manifests.best_steps import BestN
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
+    from elastic_ckpt.tiers.persistent.follow import follow, record_metrics
+    from elastic_ckpt.tiers.persistent.leases import leased
+    from elastic_ckpt.tiers.preserved import preserve, release
 
 __version__ = "0.1.0"
 __all__ = [
+    "BestN",
     "CheckpointMetadata",
     "Checkpointer",
     "ElasticCkptError",
@@ -27,4 +32,9 @@ __all__ = [
     "batches",
     "data",
     "elastic",
+    "follow",
+    "leased",
+    "preserve",
+    "record_metrics",
+    "release",
 ]

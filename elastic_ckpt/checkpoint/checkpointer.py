@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import queue
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -50,13 +48,11 @@ class Checkpointer:
         self._hosts = hosts
         self._chosen = chosen
         self._world = world
-        self._emit = emit
-        self._events: queue.SimpleQueue[tuple[str, dict[str, Json]]]
-        self._events = queue.SimpleQueue()
+        self._events = events.EventQueue(emit)
         # Loads and removals in the background.
         self._background = Stage("background")
         self._steps = SavedSteps(hosts, chosen, world=world, emit=self._put_event)
-        self._flush()
+        self._events.flush()
 
     @property
     def directory(self) -> epath.Path:
@@ -72,7 +68,7 @@ class Checkpointer:
 
     def claim_world(self) -> int:
         """Claims the world, as a save does (see `RunWorld`); returns its number."""
-        with self._flushing():
+        with self._events.flushing():
             return self._steps.claim()
 
     @property
@@ -85,7 +81,7 @@ class Checkpointer:
 
     def should_save(self, step: int) -> bool:
         """Whether a tier is due at `step`, or the job is about to be preempted."""
-        self._flush()
+        self._events.flush()
         return self._steps.is_due(step, is_saving=self.is_saving_in_progress())
 
     def save_checkpointables_async(
@@ -119,7 +115,7 @@ class Checkpointer:
           Exception: as `save` of a component; an OSError fails the step alone.
         """
         self._background.wait()
-        with self._flushing():
+        with self._events.flushing():
             return self._steps.begin_save(
                 step,
                 checkpointables,
@@ -154,6 +150,22 @@ class Checkpointer:
         response = self.save_async(step, state, **options)
         return response is not None and response.result()
 
+    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Records metrics of training step `step` in storage, saved or not.
+
+        They rank it, or the newest saved one before (`tiers.persistent.evaluations`).
+
+        Raises:
+          CheckpointError: if they are not JSON, or there is no persistent tier.
+        """
+        with self._events.flushing():
+            self._steps.record_metrics(step, metrics)
+
+    def evaluations(self) -> dict[int, dict[str, Any]]:
+        """The recorded metrics of steps that are kept, or not saved yet, by step."""
+        with self._events.flushing():
+            return self._steps.evaluations()
+
     def cancel(self, step: int | CheckpointMetadata | None = None) -> None:
         """Removes a step once its save is done: a save is not interrupted.
 
@@ -187,7 +199,7 @@ class Checkpointer:
           CheckpointError: if there is no such step.
         """
         self.wait()
-        with self._flushing():
+        with self._events.flushing():
             return self._steps.held(step)
 
     def metadata(
@@ -230,7 +242,7 @@ class Checkpointer:
             copy of a part of it is left.
         """
         self.wait()
-        with self._flushing():
+        with self._events.flushing():
             return self._steps.load(step, abstract_checkpointables, partial=partial)
 
     def load_checkpointables_async(
@@ -275,7 +287,7 @@ class Checkpointer:
     def reload(self) -> None:
         """Searches again for the newest complete step: other programs may write too."""
         self.wait()
-        with self._flushing():
+        with self._events.flushing():
             self._steps.reload()
 
     def delete(
@@ -303,7 +315,7 @@ class Checkpointer:
         response = self.delete_async(
             step, checkpointable_name=name, missing_ok=missing_ok
         )
-        with self._flushing():
+        with self._events.flushing():
             return response.result()
 
     def delete_async(
@@ -337,7 +349,7 @@ class Checkpointer:
         """Returns when all started work is done, in every tier."""
         self._background.wait()
         self._steps.stages.wait()
-        self._flush()
+        self._events.flush()
 
     @property
     def is_left(self) -> bool:
@@ -350,7 +362,7 @@ class Checkpointer:
             if self.is_left:
                 self._background.wait()
                 self._steps.stages.wait_for_commit()
-                self._flush()
+                self._events.flush()
             else:
                 self.wait()
         finally:
@@ -379,20 +391,7 @@ class Checkpointer:
         return Response(self._background.start(work))
 
     def _put_event(self, name: str, **fields: Json) -> None:
-        self._events.put((name, fields))
+        self._events.put(name, **fields)
         if name == "save_started":
             # In the caller's thread: the save before is reported before the next one.
-            self._flush()
-
-    @contextlib.contextmanager
-    def _flushing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._flush()
-
-    def _flush(self) -> None:
-        # Listeners are called in the caller's thread alone.
-        while not self._events.empty():
-            name, fields = self._events.get()
-            self._emit(name, **fields)
+            self._events.flush()

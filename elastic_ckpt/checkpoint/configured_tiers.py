@@ -11,6 +11,8 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.manifests import failure_domains, layout
+from elastic_ckpt.manifests.best_steps import BestN
+from elastic_ckpt.manifests.retention import PreservationPolicy
 from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TierChoice, TlsFiles
 from elastic_ckpt.tiers.peers import agent_url
 
@@ -33,9 +35,7 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoi
       ConfigError: if keys are missing or exclude each other.
     """
     section = config.tiers
-    policies = ocp.training.preservation_policies
-    newest = config.checkpoint.max_num_checkpoints_to_keep
-    keep = policies.LatestN(newest) if newest else None
+    keep = preservation(config.checkpoint)
     if not section.enable_multi_tier_checkpointing:
         period = config.checkpoint.checkpoint_period
         return [Persistent(persistent, every=period, keep=keep)]
@@ -59,6 +59,39 @@ def tiers(config: schema.Config, *, persistent: epath.PathLike) -> list[TierChoi
         _peers(section),
         Persistent(persistent, every=steps, every_minutes=minutes, keep=keep),
     ]
+
+
+def preservation(section: schema.CheckpointSection) -> PreservationPolicy | None:
+    """Which steps persistent storage keeps; None keeps all.
+
+    Raises:
+      ConfigError: if `checkpoint_steps_to_keep` is not a list of steps.
+    """
+    policies = ocp.training.preservation_policies
+    names = [each for each in section.checkpoint_steps_to_keep.split(";") if each]
+    if not all(each.strip().isdecimal() for each in names):
+        raise errors.ConfigError(
+            f"checkpoint_steps_to_keep={section.checkpoint_steps_to_keep!r} is not a"
+            " list of steps; write 1000;5000"
+        )
+    newest = section.max_num_checkpoints_to_keep
+    if not newest:
+        return None
+    kept: list[PreservationPolicy] = [policies.LatestN(newest)]
+    if section.num_best_checkpoints_to_keep:
+        kept.append(best_steps(section))
+    if names:
+        kept.append(policies.CustomSteps([int(each) for each in names]))
+    return kept[0] if len(kept) == 1 else policies.AnyPreservationPolicy(kept)
+
+
+def best_steps(section: schema.CheckpointSection) -> BestN:
+    """The policy that ranks steps by their evaluations."""
+    return BestN(
+        section.num_best_checkpoints_to_keep,
+        metric=section.best_checkpoint_metric,
+        higher_is_better=section.best_checkpoint_mode == "max",
+    )
 
 
 def ram_directory(config: schema.Config) -> str:

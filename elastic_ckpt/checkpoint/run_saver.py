@@ -6,11 +6,13 @@ A step is named by the number of steps done. It holds two checkpointables, `stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.checkpoint import configured_tiers
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics
@@ -43,6 +45,8 @@ class RunSaver:
         self._data = data
         # The step that ends the run, once it is saved.
         self._last_step: int | None = None
+        # The step whose evaluation was better than all before.
+        self._best_step: int | None = None
         self._is_closed = False
 
     def claim_world(self) -> int:
@@ -77,23 +81,44 @@ class RunSaver:
             return False
         return True
 
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of an evaluation of `step`, which may also be saved."""
+        if self._section.save_best_checkpoint and self._is_best(metrics):
+            self._best_step = step
+        self._checkpointer.record_metrics(step, metrics)
+
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`, which has just been computed."""
         if last and self._section.save_checkpoint_on_completion:
             return not self._checkpointer.is_durable(step)
-        return self._checkpointer.should_save(step)
+        return self._checkpointer.should_save(step) or step == self._best_step
 
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last one to every tier."""
         self._last_step = step if last else None
         # A run that had already ended saves its last step again.
         overwrite = last and self.latest_step == step
+        force = last or step == self._best_step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             saving = self._checkpointer.save_checkpointables_async(
-                step, {STATE: state, DATA: self._data}, force=last, overwrite=overwrite
+                step,
+                {STATE: state, DATA: self._data},
+                force=force,
+                overwrite=overwrite,
             )
             if saving is not None and not self._section.async_checkpointing:
                 saving.result()
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        policy = configured_tiers.best_steps(self._section)
+        rank = policy.rank(metrics)
+        try:
+            before = self._checkpointer.evaluations().values()
+        except errors.CheckpointError as error:
+            logging.warning("evaluations cannot be compared: %s", error)
+            return False
+        ranks = [each for each in map(policy.rank, before) if each is not None]
+        return rank is not None and all(rank < each for each in ranks)
 
     def close(self) -> None:
         """Waits for all tiers, a late backup too; a second call does nothing.

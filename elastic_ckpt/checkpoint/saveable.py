@@ -7,18 +7,22 @@ leaves that Orbax would write under one name, because one would be lost.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from elastic_ckpt.checkpoint import orbax_format
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors
 from elastic_ckpt.host.trees import leaf_path
 from elastic_ckpt.manifests import manifest_file
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, persistent_root
+from elastic_ckpt.tiers.persistent import (
+    evaluations,
+    ocdbt,
+    orbax_digests,
+    persistent_root,
+)
 from elastic_ckpt.tiers.ram import ram_disk
 
 # Names of Orbax's own, and of files that lie beside the directories of checkpointables.
@@ -28,6 +32,7 @@ _RESERVED = frozenset(
         "_CHECKPOINT_DELETION",
         "_CHECKPOINT_METADATA",
         "metrics",
+        evaluations.FILE,
         orbax_digests.FILE,
         persistent_root.COMMIT_FILE,
         preserved.FILE,
@@ -69,29 +74,6 @@ def check(checkpointables: Mapping[str, Any], components: Mapping[str, Any]) -> 
                 f"a text of {name!r} is not Unicode, and no tier can store it;"
                 f" its texts are {texts[:5]}"
             )
-
-
-def json_of(what: str, value: Mapping[str, Any] | None) -> str | None:
-    """The JSON of metrics or metadata of a user; None for None.
-
-    Args:
-      what: its name in messages.
-      value: as it was given.
-
-    Raises:
-      CheckpointError: if it is not JSON.
-    """
-    if value is None:
-        return None
-    try:
-        text = storage.canonical_json(dict(value)).decode()
-        json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise errors.CheckpointError(
-            f"the {what} {str(value)[:200]} are not JSON ({error}); give plain numbers,"
-            " such as float(loss), texts, lists and dicts"
-        ) from None
-    return text
 
 
 def _check_name(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,14 +17,14 @@ from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import errors, events, metrics, storage
+from elastic_ckpt.core import errors, events, metrics, storage, user_json
 from elastic_ckpt.host import (
     backup_requests,
     read_requests,
     save_requests,
     world_requests,
 )
-from elastic_ckpt.host.answers import CheckpointMetadata, Due
+from elastic_ckpt.host.answers import CheckpointMetadata, Due, HostsFailedError
 from elastic_ckpt.manifests.line import FROM_SCRATCH, Line
 from elastic_ckpt.tiers.choices import Chosen
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
@@ -96,6 +97,26 @@ class SavedSteps:
             metrics.TRAIN_CLAIM.record(self._claimed)
             self._emit("world_claimed", world=self._claimed, step=step)
         return self._claimed
+
+    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Records an evaluation; see `Checkpointer.record_metrics`."""
+        text = user_json.text_of("metrics", metrics)
+        self._check_storage()
+        try:
+            self._hosts.first(
+                backup_requests.RecordMetrics(
+                    step=step, save=self._line.save, metrics=text
+                )
+            )
+        except HostsFailedError as error:
+            why = f"its metrics were not recorded: {error}"
+            self._emit("degraded", tier="persistent", step=step, why=why)
+
+    def evaluations(self) -> dict[int, dict[str, Any]]:
+        """The metrics that were recorded; see `Checkpointer.evaluations`."""
+        self._check_storage()
+        request = backup_requests.ListEvaluations(line=self._line)
+        return {step: json.loads(text) for step, text in self._hosts.first(request)}
 
     def is_due(self, step: int, *, is_saving: bool) -> bool:
         """Whether a tier is due at `step`, and it is newer than all others.
@@ -231,6 +252,13 @@ class SavedSteps:
         if latest is None or latest.step != step or self.root is None:
             return False
         return self._hosts.first(backup_requests.HasBackup(step=step, save=latest.save))
+
+    def _check_storage(self) -> None:
+        if self.root is None:
+            raise errors.CheckpointError(
+                "metrics of evaluations are recorded in persistent storage, and there"
+                " is none; add Persistent(directory), or give metrics with a save"
+            )
 
     def _is_stored(self, saving: Saving) -> bool:
         if not saving.stored.is_set():

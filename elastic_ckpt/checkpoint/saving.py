@@ -87,7 +87,10 @@ class Saving:
         """Removes what storage does not keep now that the step is there."""
         hosts.first(
             backup_requests.CollectBackups(
-                step=self.step, save=self.save, overwrite=self.overwrite
+                step=self.step,
+                save=self.save,
+                overwrite=self.overwrite,
+                parents=tuple(self.parents),
             )
         )
 

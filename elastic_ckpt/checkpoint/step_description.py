@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from elastic_ckpt.checkpoint import orbax_format, saveable, tree_structure
+from elastic_ckpt.core import user_json
 from elastic_ckpt.host.step_notes import HostNotes, StepNotes
 from elastic_ckpt.host.trees import AbstractArray
 from elastic_ckpt.manifests.manifest import Contents
@@ -56,8 +57,8 @@ class StepDescription:
         return cls(
             trees={name: jax.tree.map(_abstract, tree) for name, tree in trees.items()},
             components=sorted(components),
-            metrics_json=saveable.json_of("metrics", metrics),
-            custom_json=saveable.json_of("custom metadata", custom_metadata),
+            metrics_json=_text("metrics", metrics),
+            custom_json=_text("custom metadata", custom_metadata),
             init_timestamp_nsecs=time.time_ns(),
         )
 
@@ -144,6 +145,10 @@ class StepDescription:
             ),
         )
         return {path: content.decode() for path, content in files.items()}
+
+
+def _text(what: str, value: Mapping[str, Any] | None) -> str | None:
+    return None if value is None else user_json.text_of(what, value)
 
 
 def _parsed(text: str | None) -> Any:

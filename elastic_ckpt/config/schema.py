@@ -132,6 +132,28 @@ class CheckpointSection:
         "Number of newest steps to keep; older ones are deleted. 0 keeps all.",
         at_least=0,
     )
+    num_best_checkpoints_to_keep: int = key(
+        0,
+        "Number of best steps in storage to keep besides the newest: those with the"
+        " best `best_checkpoint_metric`.",
+        at_least=0,
+    )
+    best_checkpoint_metric: str = key(
+        "eval_loss",
+        "The metric that ranks steps: eval_loss is the mean loss of an evaluation, and"
+        " programs that follow the run can record others.",
+    )
+    best_checkpoint_mode: str = key(
+        "min", "Whether a lower or a higher metric is better.", choices=("min", "max")
+    )
+    save_best_checkpoint: bool = key(
+        False,
+        "Save a step to storage, besides those that are due, if its evaluation is"
+        " better than all before.",
+    )
+    checkpoint_steps_to_keep: str = key(
+        "", "Steps that are kept besides the newest, separated by `;`: 1000;5000."
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

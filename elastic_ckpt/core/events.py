@@ -6,7 +6,9 @@ An event is a name in `NAMES` and a few JSON fields. Code reports events by call
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import queue
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from elastic_ckpt.core import storage
@@ -92,6 +94,37 @@ def check(name: str, fields: dict[str, storage.Json]) -> None:
 def nobody(name: str, **fields: storage.Json) -> None:
     """An `Emit` that only checks the event."""
     check(name, fields)
+
+
+class EventQueue:
+    """Events from any thread, which `emit` receives in the thread that flushes.
+
+    Args:
+      emit: called for each event.
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._queue: queue.SimpleQueue[tuple[str, dict[str, storage.Json]]]
+        self._queue = queue.SimpleQueue()
+
+    def put(self, name: str, **fields: storage.Json) -> None:
+        """Adds an event; an `Emit`."""
+        self._queue.put((name, fields))
+
+    def flush(self) -> None:
+        """Passes on the events that are there."""
+        while not self._queue.empty():
+            name, fields = self._queue.get()
+            self._emit(name, **fields)
+
+    @contextlib.contextmanager
+    def flushing(self) -> Iterator[None]:
+        """Flushes when the block ends, also after an error."""
+        try:
+            yield
+        finally:
+            self.flush()
 
 
 def counted(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

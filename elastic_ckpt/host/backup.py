@@ -14,12 +14,12 @@ from concurrent import futures
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import backlog, recovery, verified_read
+from elastic_ckpt.host import backlog, backup_collector, recovery, verified_read
 from elastic_ckpt.host.answers import BackedUp
 from elastic_ckpt.host.captured_step import CapturedStep
 from elastic_ckpt.host.step_notes import OfBackup
 from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests import layout, retention, uploads
+from elastic_ckpt.manifests import layout, uploads
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import ComponentFile, Contents, Fragment, Host
@@ -190,44 +190,16 @@ class HostBackup:
                 make_way=lambda: self._make_way(holdings.contents, step, save),
             )
 
-    def collect(self, step: int, save: str, overwrite: bool) -> None:
+    def collect(self, line: Line, step: int, overwrite: bool) -> None:
         """Removes steps that are no longer kept, after a commit; host 0 does it.
 
-        Keeps the newest complete step there, those that are preserved by hand, and
-        those that plain Orbax or another run saved.
-
         Args:
+          line: of the save that was committed.
           step: the training step.
-          save: which save of it.
           overwrite: whether older saves of the step that were set aside go too.
         """
-        self._writing.discard_own(step, save)
-        storage, tier = self._world.storage, self._world.persistent
-        assert storage is not None
-        assert tier is not None
-        for number, name in self._root().set_aside_steps() if overwrite else ():
-            replaced = number == step and name < save
-            if replaced and step not in tier.preserved_aside():
-                self._root().discard_aside(number, name)
-        if storage.keep is None:
-            return
-        held = tier.held()
-        removed = retention.steps_to_delete(
-            held,
-            storage.keep,
-            newest_complete=max(
-                (each.step for each in held if each.complete), default=None
-            ),
-            # Uploads lie elsewhere until they are committed.
-            in_flight=(),
-            preserved=tier.preserved(),
-        )
-        for each in removed:
-            tier.remove(each)
-        for gone in retention.abandoned_to_delete(
-            tier.abandoned(), held, storage.keep, preserved=tier.preserved_aside()
-        ):
-            self._root().discard_aside(gone.step, gone.save)
+        self._writing.discard_own(step, line.save)
+        self.collector.collect(line, step, overwrite=overwrite)
 
     def holds(self, step: int, save: str) -> bool:
         """Whether that save of a step is committed to persistent storage.
@@ -285,6 +257,11 @@ class HostBackup:
         return self._world.root
 
     @functools.cached_property
+    def collector(self) -> backup_collector.BackupCollector:
+        """Removes the steps that are not kept, and records what ranks them."""
+        return backup_collector.BackupCollector(self._world)
+
+    @functools.cached_property
     def _writing(self) -> writers.WritingWorld:
         return writers.WritingWorld(self._root(), run=self._world.run)
 
@@ -292,7 +269,7 @@ class HostBackup:
         self, holdings: Holdings, step: int, save: str
     ) -> dict[str, tuple[int, ...]]:
         captured = self._world.captured.get((step, save))
-        return _chunk_shapes(holdings) if captured is None else captured.chunk_shapes
+        return chunk_shapes(holdings) if captured is None else captured.chunk_shapes
 
     def _saved_step(self, holdings: Holdings, backup: OfBackup) -> upload.SavedStep:
         chunks = self._chunks(holdings, backup.step, backup.save)
@@ -380,8 +357,11 @@ def _part(
     return holdings.fragment(int(shared.row[item]))
 
 
-def _chunk_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
-    # All chunks of a leaf are of one shape; a leaf without elements has none.
+def chunk_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
+    """The shapes of the chunks of each leaf of a step, by its path.
+
+    All chunks of a leaf are of one shape; a leaf without elements has none.
+    """
     leaves = holdings.contents.leaves
     first = np.searchsorted(holdings.leaf, np.arange(len(leaves) + 1))
     sizes = (holdings.boxes.stop - holdings.boxes.start).tolist()

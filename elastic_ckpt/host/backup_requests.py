@@ -118,13 +118,46 @@ class CollectBackups(OfStep):
 
     Attributes:
       overwrite: whether older saves of the step that were set aside go too.
+      parents: of the save.
     """
 
     overwrite: bool
+    parents: tuple[tuple[int, str], ...]
 
     def run(self, host: AnyHost) -> None:
         """See `HostBackup.collect`."""
-        host.tiers.backup.collect(self.step, self.save, self.overwrite)
+        line = Line(save=self.save, parents=self.parents)
+        host.tiers.backup.collect(line, self.step, self.overwrite)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordMetrics(OfStep):
+    """Records the metrics of an evaluation in storage.
+
+    Attributes:
+      metrics: JSON text.
+    """
+
+    metrics: str
+
+    def run(self, host: AnyHost) -> None:
+        """See `BackupCollector.record`."""
+        host.tiers.backup.collector.record(self.step, self.save, self.metrics)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ListEvaluations:
+    """Asks for the metrics of the evaluations of a line, by training step.
+
+    Attributes:
+      line: of the driver.
+    """
+
+    line: Line
+
+    def run(self, host: AnyHost) -> tuple[tuple[int, str], ...]:
+        """See `BackupCollector.evaluations`; metrics are JSON text."""
+        return tuple(host.tiers.backup.collector.evaluations(self.line))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,9 @@ from elastic_ckpt.core import events
 from elastic_ckpt.data import elastic_data
 from elastic_ckpt.training import train_step
 
+# The name of the mean loss among the metrics that rank a step.
+METRIC = "eval_loss"
+
 
 class Restartable(Protocol):
     """Finite global batches that can start again."""

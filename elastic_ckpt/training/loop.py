@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -22,6 +22,9 @@ class Saver(Protocol):
 
     def save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
         """Starts to save `state` and the position of the data; `last` ends the run."""
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of an evaluation at `step`, which may not be saved."""
 
 
 class Batches(Protocol):
@@ -124,7 +127,9 @@ class Loop:
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
                 self.begin("evaluate")
-                self.evaluation.run(done, state)
+                loss = self.evaluation.run(done, state)
+                if self.saver:
+                    self.saver.record(done, {evaluation.METRIC: loss})
             stopping = done < steps and self.is_stopping(done)
             last = done == steps
             if self.saver and (stopping or self.saver.is_due(done, last=last)):

@@ -37,6 +37,9 @@ class Journal:
         del last
         self.calls.append(f"save {step}: {state}")
 
+    def record(self, step, metrics):
+        self.calls.append(f"record {step}: {metrics}")
+
     def append(self, step, report):
         self.calls.append(f"log {step}")
         return float(report.loss)
@@ -268,6 +271,9 @@ def test_an_evaluation_is_the_mean_over_all_targets_each_time_anew(
     )
     run(journal, evaluation=evaluated)
     assert recorded == [("evaluated", 2, loss)]
+    # Before the step is saved.
+    evaluated_at = journal.calls.index(f"record 2: {{'eval_loss': {loss}}}")
+    assert evaluated_at < journal.calls.index("save 2: 2")
     evaluated.run(4, None)
     assert recorded[-1] == ("evaluated", 4, loss)
     assert batches.begun == 2

@@ -4,6 +4,7 @@
     <root>/<step>/preserve                      keeps it, regardless of policies
     <root>/<step>.orbax-checkpoint-tmp-<save>/  one that is being uploaded, or was
     <root>/abandoned/<step>-<save>/             a committed step that was set aside
+    <root>/evaluations/, <root>/leases/         see the modules of these names
     <root>/writers.lock                         held by the worlds that upload
 
 If directories can be renamed atomically, a step is written under the second name, and

@@ -23,7 +23,7 @@ from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import arrange, ocdbt
+from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt
 from elastic_ckpt.tiers.persistent.persistent_root import (
     PersistentRoot,
     manifest_names,
@@ -159,7 +159,7 @@ class PersistentTier:
         A step without a readable manifest may be another run's, and is left out.
 
         The time is that of the commit by Orbax's metadata (1970 if that is damaged),
-        the metrics are those that Orbax finds too.
+        the metrics are those that Orbax finds too, and those of evaluations.
         """
         held = [self._held(step, self.root.final(step)) for step in self._steps()]
         return [step for step in held if step is not None]
@@ -243,7 +243,9 @@ class PersistentTier:
             step=step,
             time=time,
             save=save,
-            metrics=read_json(directory / "metrics" / "metrics") or None,
+            metrics=evaluations.metrics_of(
+                directory, read_json(directory / "metrics" / "metrics") or None
+            ),
             complete=self._whole[step, time],
         )
 

@@ -1,0 +1,151 @@
+"""Steps that are kept for their evaluations, or while another program reads them."""
+
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import elastic_ckpt as ec
+from elastic_ckpt.checkpoint import factory, run_saver
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.persistent import evaluations, leases
+from tests.checkpoint.test_tier_retention import opened, stored
+from tests.tiers import tiered_steps
+
+# Orbax warns about loads without a sharding.
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+policies = ocp.training.preservation_policies
+
+
+def keep(n=1, **options):
+    """The newest, and the best."""
+    best = ec.BestN(n, metric="loss", **options)
+    return policies.AnyPreservationPolicy([policies.LatestN(1), best])
+
+
+def test_the_best_by_evaluations_stay_over_worlds_whether_they_saved_or_not(tmp_path):
+    with opened(tmp_path, keep=keep(2)) as checkpointer:
+        # Evaluated before it is saved.
+        checkpointer.record_metrics(2, {"loss": 0.5})
+        tiered_steps.save(checkpointer, 2)
+        # Saved, and never evaluated; an evaluation that was not saved.
+        tiered_steps.save(checkpointer, 4)
+        checkpointer.record_metrics(5, {"loss": 0.4})
+        tiered_steps.save(checkpointer, 6)
+        assert stored(tmp_path) == [2, 4, 6]
+        assert checkpointer.evaluations() == {2: {"loss": 0.5}, 5: {"loss": 0.4}}
+    with opened(tmp_path, keep=keep(2)) as checkpointer:
+        # Evaluated after it was saved, in another world.
+        checkpointer.record_metrics(6, {"loss": float("nan")})
+        tiered_steps.save(checkpointer, 8)
+        assert stored(tmp_path) == [2, 4, 8]
+        checkpointer.record_metrics(8, {"loss": 0.45})
+        tiered_steps.save(checkpointer, 9)
+        assert stored(tmp_path) == [4, 8, 9]
+        # The list shrinks with the directories.
+        storage.remove(tmp_path / "steps" / "4")
+        tiered_steps.save(checkpointer, 10)
+        assert stored(tmp_path) == [8, 10]
+        assert checkpointer.evaluations() == {8: {"loss": 0.45}}
+
+
+def test_another_program_records_metrics_of_a_step_in_storage(tmp_path):
+    with opened(tmp_path, keep=keep()) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        ec.record_metrics(tmp_path / "steps" / "1", {"loss": 0.5})
+        tiered_steps.save(checkpointer, 2, 3)
+        assert stored(tmp_path) == [1, 3]
+        with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+            assert [each.step for each in orbax.checkpoints] == [1, 3]
+    for path in (tmp_path / "steps" / "2", tmp_path / "steps", tmp_path / "ram"):
+        with pytest.raises(errors.CheckpointError, match="has committed"):
+            ec.record_metrics(path, {"loss": 0.5})
+    with pytest.raises(errors.CheckpointError, match="are not JSON"):
+        ec.record_metrics(tmp_path / "steps" / "1", {"loss": object()})
+
+
+def test_what_a_line_recorded_that_the_run_left_does_not_count(tmp_path):
+    with opened(tmp_path, keep=keep()) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        ec.preserve(tmp_path / "steps" / "1")
+        checkpointer.record_metrics(2, {"loss": 0.1})
+        tiered_steps.save(checkpointer, 2)
+        checkpointer.load_checkpointables(1, {"state": None})
+        checkpointer.record_metrics(2, {"loss": 0.7})
+        tiered_steps.save(checkpointer, 2)
+        assert checkpointer.evaluations() == {2: {"loss": 0.7}}
+
+
+def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkeypatch):
+    with (
+        tiered_steps.checkpointer(tmp_path / "ram") as checkpointer,
+        pytest.raises(errors.CheckpointError, match="add Persistent"),
+    ):
+        checkpointer.record_metrics(1, {"loss": 0.1})
+    events = []
+
+    def emit(name, **fields):
+        events.append((name, fields.get("tier"), fields.get("why")))
+
+    def away(*_):
+        raise OSError(5, "storage is away")
+
+    with opened(tmp_path, emit=emit) as checkpointer:
+        monkeypatch.setattr(evaluations, "record", away)
+        checkpointer.record_metrics(1, {"loss": 0.1})
+    (why,) = (
+        why for name, tier, why in events if (name, tier) == ("degraded", "persistent")
+    )
+    assert "its metrics were not recorded: host 0: [Errno 5]" in why
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, mode):
+    section = schema.CheckpointSection(
+        save_best_checkpoint=True, best_checkpoint_mode=mode, async_checkpointing=False
+    )
+    sign = 1 if mode == "min" else -1
+
+    def evaluate(run, *steps):
+        for step, loss in steps:
+            run.record(step, {"eval_loss": sign * loss})
+            if run.is_due(step, last=False):
+                run.save(step, tiered_steps.state(step), last=False)
+                run._checkpointer.wait()
+
+    def run():
+        tiers = [
+            ec.Local(tmp_path / "ram", every=100),
+            ec.Persistent(tmp_path / "steps", every=100),
+        ]
+        checkpointer = factory.Checkpointer(tiers, run="run", slice_name="s0")
+        return run_saver.RunSaver(checkpointer, section, data=tiered_steps.Cursors())
+
+    first = run()
+    evaluate(first, (1, 0.5), (2, 0.6), (3, 0.4), (4, 0.4), (5, float("nan")))
+    first.close()
+    assert stored(tmp_path) == [1, 3]
+    again = run()
+    evaluate(again, (6, 0.45), (7, 0.3))
+    again.close()
+    assert stored(tmp_path) == [1, 3, 7]
+
+
+def test_a_step_that_is_read_is_not_removed_until_then(tmp_path):
+    with opened(tmp_path, keep=policies.LatestN(1)) as checkpointer:
+        tiered_steps.save(checkpointer, 1)
+        with ec.leased(tmp_path / "steps" / "1") as path:
+            tiered_steps.save(checkpointer, 2, 3)
+            assert stored(tmp_path) == [1, 3]
+            assert ocp.load_checkpointables(path, {"state": None})
+        tiered_steps.save(checkpointer, 4)
+        assert stored(tmp_path) == [4]
+        followed = ec.follow(tmp_path / "steps", timeout_secs=0)
+        assert next(followed).name == "4"
+        tiered_steps.save(checkpointer, 5)
+        assert stored(tmp_path) == [4, 5]
+        assert [each.name for each in followed] == ["5"]
+        tiered_steps.save(checkpointer, 6)
+        assert stored(tmp_path) == [6]
+        leases_left = list((tmp_path / "steps" / leases.DIRECTORY).iterdir())
+        assert leases_left == []

@@ -1,0 +1,127 @@
+import time
+
+import pytest
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.persistent import leases, persistent_root
+from tests.tiers.test_evaluations import committed
+
+BY = f"{100:015d}"
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+    committed(root, 1, 2)
+    return root
+
+
+class Clock:
+    secs = 0.0
+
+    def __call__(self):
+        return self.secs
+
+
+def lease(path, act=lambda: None, **options):
+    with leases.leased(path, **options):
+        act()
+
+
+def files(root):
+    return sorted(each.name for each in (root.path / leases.DIRECTORY).iterdir())
+
+
+def test_a_step_is_leased_while_the_block_runs(root):
+    watch = leases.Watch()
+    with leases.leased(root.final(1)) as path:
+        assert path == root.final(1)
+        assert watch.leased(root) == {1}
+        with leases.leased(root.final(1)), leases.leased(root.final(2)):
+            assert watch.leased(root) == {1, 2}
+        assert watch.leased(root) == {1}
+    assert watch.leased(root) == set()
+    assert files(root) == []
+
+
+def test_a_step_that_is_being_removed_is_not_leased(root):
+    with leases.announced(root, [1], by=BY):
+        with pytest.raises(leases.StepGoneError, match="is being removed"):
+            lease(root.final(1))
+        with leases.leased(root.final(2)):
+            assert leases.Watch().leased(root) == {2}
+    with leases.leased(root.final(1)):
+        assert leases.Watch().leased(root) == {1}
+
+
+def test_a_lease_is_seen_by_a_removal_that_was_announced_before_or_after(root):
+    with leases.leased(root.final(1)), leases.announced(root, [1], by=BY):
+        assert leases.Watch().leased(root) == {1}
+
+
+def test_steps_that_are_not_there_are_not_leased(root, tmp_path):
+    for path in (root.final(3), tmp_path / "other"):
+        with pytest.raises(leases.StepGoneError, match="name PERSISTENT_DIRECTORY"):
+            lease(path)
+    assert files(root) == []
+
+
+def test_a_lease_that_is_not_renewed_expires_by_the_clock_of_the_remover(root):
+    clock = Clock()
+    watch = leases.Watch(clock)
+    lease = leases._Lease(root.final(1), 100.0)
+    lease.begin()
+    try:
+        assert watch.leased(root) == {1}
+        clock.secs = 99.0
+        assert watch.leased(root) == {1}
+        lease._write()
+        clock.secs = 150.0
+        assert watch.leased(root) == {1}
+        clock.secs = 249.0
+        assert watch.leased(root) == {1}
+        clock.secs = 251.0
+        assert watch.leased(root) == set()
+        assert files(root) == []
+    finally:
+        # Its holder finds that it was lost.
+        assert lease.end() is not None
+
+
+def test_a_lease_is_renewed_for_as_long_as_it_takes(root):
+    watch = leases.Watch()
+    with leases.leased(root.final(1), duration_secs=1.0):
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            assert watch.leased(root) == {1}
+            time.sleep(0.05)
+
+
+def lose(root, loss):
+    if loss == "removed":
+        storage.remove(root.final(1))
+    elif loss == "saved again":
+        committed(root, 1, save=f"{200:015d}")
+    else:
+        for name in files(root):
+            storage.remove(root.path / leases.DIRECTORY / name)
+
+
+@pytest.mark.parametrize("loss", ["removed", "saved again", "expired"])
+def test_a_reader_whose_lease_was_lost_gets_an_error(root, loss):
+    with pytest.raises(errors.CheckpointError, match="was lost while it was read"):
+        lease(root.final(1), lambda: lose(root, loss))
+
+
+def test_announcements_of_worlds_that_were_killed_are_removed(root):
+    killed = leases.announced(root, [1], by=f"{50:015d}")
+    killed.__enter__()
+    assert files(root) == [f"removing-{50:015d}.json"]
+    with leases.announced(root, [2], by=BY):
+        lease(root.final(1))
+    assert files(root) == []
+
+
+def test_a_lease_lasts_for_a_positive_time(root):
+    with pytest.raises(errors.ConfigError, match="positive"):
+        lease(root.final(1), duration_secs=0)
