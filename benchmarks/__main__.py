@@ -15,6 +15,7 @@ SUITES = {
     "tiers": "saves and restores in RAM, beside plain copies and Orbax; peers, digests",
     "recovery": "lost slices: until the first step, steps lost; loop; beside Orbax",
     "soak": "one run that loses and regains slices a hundred times",
+    "validation": "comparing replicas on devices, over one read of the state",
     "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
 

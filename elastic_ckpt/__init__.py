@@ -5,7 +5,7 @@ from etils import epy
 from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
-    from elastic_ckpt import data, elastic
+    from elastic_ckpt import components, data, elastic
     from elastic_ckpt.checkpoint.response import Response, SaveResponse
     from elastic_ckpt.frontend.batches import batches
     from elastic_ckpt.frontend.checkpointer import Checkpointer
@@ -30,6 +30,7 @@ __all__ = [
     "TlsFiles",
     "__version__",
     "batches",
+    "components",
     "data",
     "elastic",
     "follow",

@@ -12,9 +12,10 @@ from absl import logging
 from jax.sharding import Mesh
 
 from elastic_ckpt.application import run_directory
-from elastic_ckpt.checkpoint import allgather, run_saver
+from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import events, topology
+from elastic_ckpt.core import allgather, events, topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.elastic import executables
 from elastic_ckpt.training import evaluation, loop, step_log, train_step
@@ -117,6 +118,9 @@ class Job:
             log=log,
             saver=self.checkpointer,
             evaluation=self.evaluation,
+            validation=validation_schedule.configured(
+                self.config.validation, self.emit
+            ),
             emit=self.emit,
             compiled=compiled
             or executables.Executables(kept=None, emit=self.emit).compiled,

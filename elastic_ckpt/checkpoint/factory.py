@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic_ckpt.checkpoint import allgather, checkpointer, hosts, rendezvous
+from elastic_ckpt.checkpoint import checkpointer, hosts, rendezvous
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
-from elastic_ckpt.core import events, topology
+from elastic_ckpt.core import allgather, events, topology
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.world import HostConfig
 from elastic_ckpt.tiers.choices import Chosen, TierChoice

@@ -14,8 +14,8 @@ from typing import Any, Protocol, TypeVar
 
 from absl import logging
 
-from elastic_ckpt.checkpoint.allgather import Allgather
 from elastic_ckpt.core import codec, errors
+from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.host.answers import failure
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer

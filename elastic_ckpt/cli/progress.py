@@ -298,6 +298,12 @@ class Progress:
         if step == steps:
             self._begin(f"step {step} is done and is being saved")
 
+    def _on_replicas_differ(self, **event: Any) -> None:
+        self._line(f"step {event['step']}: copies differ: {event['why']}")
+
+    def _on_validated(self, **event: Any) -> None:
+        pass
+
     def _on_save_started(self, **event: Any) -> None:
         self._saved = f"saving step {event['step']}"
 

@@ -12,6 +12,7 @@ import dataclasses
 from elastic_ckpt.config.data_section import DataSection
 from elastic_ckpt.config.elastic_section import ElasticSection
 from elastic_ckpt.config.key import key
+from elastic_ckpt.config.validation_section import ValidationSection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,6 +330,7 @@ class Config:
     data: DataSection = dataclasses.field(default_factory=DataSection)
     checkpoint: CheckpointSection = CheckpointSection()
     tiers: TiersSection = TiersSection()
+    validation: ValidationSection = dataclasses.field(default_factory=ValidationSection)
     elastic: ElasticSection = dataclasses.field(default_factory=ElasticSection)
     metrics: MetricsSection = MetricsSection()
     deploy: DeploySection = DeploySection()

@@ -17,7 +17,9 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from elastic_ckpt.core import digest
 
@@ -140,6 +142,15 @@ def of_index(index: Sequence[slice], shape: Sequence[int]) -> Box:
         raise ValueError(f"{index} has steps: it is no box of an array of {shape}")
     start = tuple(first for first, _, _ in ranges)
     return Box(start=start, stop=tuple(max(a, b) for a, b, _ in ranges))
+
+
+def holders(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
+    """The devices that hold each box of an array, in the same order everywhere."""
+    devices_of: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = of_index(index or (), shape)
+        devices_of.setdefault(box, []).append(device)
+    return devices_of
 
 
 def unique(boxes: Boxes) -> tuple[np.ndarray, np.ndarray]:

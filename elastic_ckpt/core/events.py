@@ -52,6 +52,8 @@ NAMES: dict[str, tuple[str, ...]] = {
     "compiled_ahead": ("hosts", "secs"),
     "compile_ahead_failed": ("hosts", "why"),
     "step": ("step", "steps", "loss", "secs", "tokens", "learning_rate"),
+    "replicas_differ": ("step", "leaf", "hosts", "devices", "is_certain", "why"),
+    "validated": ("step", "level", "findings", "secs"),
     "save_started": ("step",),
     "save_blocked": ("step", "secs"),
     "saved": ("step", "secs"),

@@ -160,6 +160,14 @@ CHECKPOINT_BACKUP_SECS = _metric(
     "duration",
     "until a step was committed in persistent storage",
 )
+VALIDATION = _metric(
+    "validation/check_secs", "duration", "copies of the state were compared"
+)
+VALIDATION_FINDINGS = _metric(
+    "validation/findings",
+    "counter",
+    "parts of the state whose copies differ; recorded by the first host",
+)
 TRAIN_STEPS = _metric("train/steps", "gauge", "steps done, by the step log")
 TRAIN_CLAIM = _metric("train/claim", "gauge", "the claimed world that trains")
 TRAIN_LOSS = _metric("train/loss", "gauge", "of the step, over its global batch")
@@ -182,6 +190,7 @@ GOODPUT_SECS = {
         "again": "trained steps again that were lost",
         "save": "the loop was blocked by a save",
         "evaluate": "evaluated",
+        "validate": "compared copies of the state",
         "end": "a world ended: a failure was found, or hosts saved and left",
         "wait": "waited for slices",
         "decide": "the slices of a world were chosen",

@@ -197,18 +197,7 @@ def _placed(value: Value) -> _Placed:
 
 def _owners(sharding: Sharding, shape: tuple[int, ...]) -> dict[boxes.Box, int]:
     owners = {}
-    for number, (box, devices) in enumerate(holders(sharding, shape).items()):
+    for number, (box, devices) in enumerate(boxes.holders(sharding, shape).items()):
         processes = sorted({device.process_index for device in devices})
         owners[box] = processes[number % len(processes)]
     return owners
-
-
-def holders(
-    sharding: Sharding, shape: tuple[int, ...]
-) -> dict[boxes.Box, list[jax.Device]]:
-    """The devices that hold each box of an array, in the same order everywhere."""
-    devices_of: dict[boxes.Box, list[jax.Device]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        box = boxes.of_index(index or (), shape)
-        devices_of.setdefault(box, []).append(device)
-    return devices_of

@@ -36,10 +36,16 @@ OWN_DATA_KEYS = (
     "data_read_ahead_batches",
     "data_read_ahead_mib",
 )
-OWN_TIER_KEYS = tuple(
-    field.name
-    for field in dataclasses.fields(schema.TiersSection)
-    if field.name not in TIER_KEYS
+OWN_TIER_KEYS = (
+    *(
+        field.name
+        for field in dataclasses.fields(schema.TiersSection)
+        if field.name not in TIER_KEYS
+    ),
+    # A step is validated before it is saved to them.
+    "replica_validation",
+    "replica_validation_tolerance",
+    "replica_validation_action",
 )
 # Keys of MaxText's elastic training, which mean the same here.
 ELASTIC_KEYS = (

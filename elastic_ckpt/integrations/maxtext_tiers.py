@@ -14,8 +14,9 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import run_saver
+from elastic_ckpt.checkpoint import components, run_saver
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
+from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.core import storage
 
 # The name under which MaxText saves its iterator.
@@ -34,6 +35,9 @@ class TieredManager:
       last_step: that is backed up, due or not; None if MaxText saves no last step.
       use_async: whether saves return before they are committed.
       guard: wraps each call, so that errors of ours pass MaxText's handlers by.
+
+    Attributes:
+      validation: compares the replicas of what is saved; None does not.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class TieredManager:
         self._last_step = last_step
         self._has_ended = False
         self._guard = guard
+        self.validation: validation_schedule.ValidationSchedule | None = None
         # MaxText reads this attribute, which it sets on Orbax's.
         self.use_async = use_async
 
@@ -94,6 +99,10 @@ class TieredManager:
         is_last = self._has_ended or self._checkpointer.is_left
         options["force"] = options.get("force", False) or is_last
         with self._guard():
+            is_due = options["force"] or self._checkpointer.should_save(step)
+            if self.validation and is_due:
+                trees, _ = components.split(checkpointables)
+                self.validation.run(step, trees)
             return self._checkpointer.save_checkpointables_async(
                 step, checkpointables, **options
             )

@@ -10,6 +10,7 @@ productive  from one logged step to the next, if no earlier world had trained it
 again       the same, for a step that an earlier world had trained: lost steps
 save        the loop was blocked by a save (`save_blocked`)
 evaluate    an evaluation (`evaluated`)
+validate    copies of the state were compared (`validated`)
 end         from the last logged step of a world until its end: a failure is detected,
             what was trained of the next step is lost, the last uploads are awaited
 wait        `waiting_for_slices`
@@ -46,6 +47,7 @@ _ENDS = {
 _WITHIN = {
     "save_blocked": "save",
     "evaluated": "evaluate",
+    "validated": "validate",
     "compiled": "compile",
     "executable_loaded": "compile",
 }

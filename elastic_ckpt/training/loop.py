@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 
+from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.core import events, metrics
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step
@@ -70,10 +71,12 @@ class Loop:
       log: the step log; None on the hosts that do not write it.
       saver: None trains without checkpoints.
       evaluation: None trains without evaluation.
+      validation: compares copies of the state; None does not.
       emit: called for each step, after each save, and before and after compiling.
       compiled: compiles the step for its arguments, given the number of the step; emits
         the events.
-      begin: called with the name of each phase that begins: `step`, `evaluate`, `save`.
+      begin: called with the name of each phase that begins: `step`, `evaluate`,
+        `validate`, `save`.
       barrier: returns when all hosts have called it. It is called after
         compiling, because a collective on CPU fails if a host is more than 30 s late.
       is_stopping: called after each step; returns whether to save and end now, the same
@@ -88,6 +91,7 @@ class Loop:
     evaluation: evaluation.Evaluation | None
     emit: events.Emit
     compiled: Compile
+    validation: validation_schedule.ValidationSchedule | None = None
     begin: Callable[[str], None] = lambda _: None
     barrier: Callable[[], object] = lambda: None
     is_stopping: Callable[[int], bool] = lambda _: False
@@ -132,15 +136,32 @@ class Loop:
                     self.saver.record(done, {evaluation.METRIC: loss})
             stopping = done < steps and self.is_stopping(done)
             last = done == steps
-            if self.saver and (stopping or self.saver.is_due(done, last=last)):
+            saver = self.saver
+            saving = saver and (stopping or saver.is_due(done, last=last))
+            self._validate(done, state, recorder, is_saving=bool(saving))
+            if saving:
                 recorder.catch_up()
                 self._save(done, state, last=last or stopping)
                 saved = done
         recorder.catch_up()
         # A run that was already complete may lack its last checkpoint in storage.
         if self.saver and done not in (0, saved) and self.saver.is_due(done, last=True):
+            self._validate(done, state, recorder, is_saving=True)
             self._save(done, state, last=True)
         return Ended(state=state, step=done, is_stopped=stopping)
+
+    def _validate(
+        self,
+        step: int,
+        state: train_step.TrainState,
+        recorder: _Recorder,
+        *,
+        is_saving: bool,
+    ) -> None:
+        if self.validation and self.validation.is_due(step, is_saving=is_saving):
+            recorder.catch_up()
+            self.begin("validate")
+            self.validation.run(step, state)
 
     def _save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
         assert self.saver is not None

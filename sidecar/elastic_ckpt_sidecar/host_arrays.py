@@ -11,7 +11,6 @@ import numpy as np
 from elastic_ckpt.core import boxes
 from elastic_ckpt.host import trees
 from elastic_ckpt.host.capture import Shards
-from elastic_ckpt.host.captured_step import holders
 from elastic_ckpt.host.reader import HostReader
 from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.manifests.manifest import Leaf
@@ -178,7 +177,7 @@ class HostArrays:
         # One of the hosts that hold a box uploads it: that of the device chosen here.
         key = (layout, leaf.path)
         if key not in self._uploaders:
-            devices_of = holders(group.sharding(leaf), leaf.shape)
+            devices_of = boxes.holders(group.sharding(leaf), leaf.shape)
             self._uploaders[key] = {
                 held: devices[number % len(devices)].id
                 for number, (held, devices) in enumerate(devices_of.items())

@@ -12,6 +12,7 @@ from elastic_ckpt.core import events, metrics
 ROOT = pathlib.Path(__file__).parents[2]
 PUBLIC = [
     "elastic_ckpt",
+    "elastic_ckpt.components",
     "elastic_ckpt.data",
     "elastic_ckpt.elastic",
     "elastic_ckpt_sidecar",

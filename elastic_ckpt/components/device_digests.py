@@ -1,0 +1,250 @@
+"""Digests of what each device holds of arrays, computed on the devices themselves.
+
+A program runs on all devices of a mesh (`jax.shard_map` over every axis), so that each
+replica is read where it lies; a jitted function of a replicated array might look at one
+of them. One program digests all arrays of a mesh. It is compiled once for their shapes.
+
+A digest is a sum modulo 2**32 over the words of a part. Each word is added to a number
+that depends on its position, and the sum goes through a one-to-one function of 32 bits
+(a multiplication by an odd number between two xor-shifts, as in the finaliser of
+MurmurHash3). So a change of one word, of one bit for example, always changes the
+digest; changes of several words, as of a swap, are missed with a probability of about
+2**-32. Only integers are added, so the order of a sum does not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from elastic_ckpt.core import topology
+
+Kind: TypeAlias = Literal["sample", "digest", "compare"]
+
+_SAMPLE = 1024
+# Odd numbers: the second is a multiplier of MurmurHash3's finaliser (Appleby 2008).
+_STRIDE = 0x9E3779B1
+_MULTIPLIER = 0x85EBCA6B
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Looked:
+    """The digest of the part of an array that a device holds.
+
+    Attributes:
+      digest: of its bits, or of those of a sample, in hex.
+      differing: the number of elements that differ from the first replica; None if
+        there was no comparison.
+    """
+
+    digest: str
+    differing: int | None = None
+
+
+class _Program(NamedTuple):
+    # For the arrays of one mesh, each with its spec.
+    mesh: Mesh
+    specs: tuple[PartitionSpec, ...]
+    kind: Kind
+    tolerance: float
+
+
+def look(
+    arrays: Sequence[jax.Array], kind: Kind, *, tolerance: float = 0.0
+) -> list[Mapping[jax.Device, Looked]]:
+    """Looks at the part of each array that each device of this process holds.
+
+    All processes that share arrays call this alike.
+
+    Args:
+      arrays: of any dtypes and shardings.
+      kind: of what to compute: a digest of about a thousand elements of each part, or
+        of all; or `compare`, which digests and compares the replicas of an array
+        elementwise with the first one, over the network between the devices.
+      tolerance: the largest difference between elements of floating point that
+        `compare` takes as equal, absolute, and relative to the first replica's.
+
+    Returns:
+      For each array, by device.
+    """
+    looked: list[Mapping[jax.Device, Looked]] = [{}] * len(arrays)
+    groups: dict[Any, list[int]] = {}
+    placed = []
+    for number, array in enumerate(arrays):
+        on_mesh, is_replica = _on_mesh(array)
+        placed.append(on_mesh)
+        compared = kind == "compare" and is_replica and bool(replica_axes(on_mesh))
+        # Comparisons need memory of the size of an array: one at a time.
+        group = (on_mesh.sharding.mesh, number if compared else None)
+        groups.setdefault(group, []).append(number)
+    for (mesh, compared), numbers in groups.items():
+        program = _Program(
+            mesh=mesh,
+            specs=tuple(placed[number].sharding.spec for number in numbers),
+            kind="compare" if compared is not None else _digest_kind(kind),
+            tolerance=tolerance,
+        )
+        words = _compiled(program)([placed[number] for number in numbers])
+        for shard in words.addressable_shards:
+            shard.data.copy_to_host_async()
+        on_devices = {
+            shard.device: np.asarray(shard.data)[0]
+            for shard in words.addressable_shards
+        }
+        for column, number in enumerate(numbers):
+            looked[number] = {
+                device: _looked(rows[column]) for device, rows in on_devices.items()
+            }
+    return looked
+
+
+def replica_axes(array: jax.Array) -> tuple[Any, ...]:
+    """The axes of the mesh of an array over which it is replicated."""
+    sharding = array.sharding
+    assert isinstance(sharding, NamedSharding)
+    used = {axis for entry in sharding.spec for axis in topology.axes_of(entry)}
+    return tuple(
+        axis
+        for axis, size in sharding.mesh.shape.items()
+        if size > 1 and axis not in used
+    )
+
+
+def host_sample(values: np.ndarray) -> np.ndarray:
+    """The elements of `values` that a sample of them consists of."""
+    return np.ascontiguousarray(values[_sample(values.shape)])
+
+
+def _on_mesh(array: jax.Array) -> tuple[Any, bool]:
+    # The array under a NamedSharding, and whether its replicas are those of the mesh.
+    if isinstance(array.sharding, NamedSharding) and array.sharding.mesh.axis_names:
+        return array, True
+    # Each local device gets an axis, and its part stands for a replica of a whole.
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+    mesh = Mesh(np.array([shard.device for shard in shards]), ("device",))
+    parts = [shard.data for shard in shards]
+    together = jax.make_array_from_single_device_arrays(
+        parts[0].shape, topology.replicated(mesh), parts
+    )
+    return together, False
+
+
+def _digest_kind(kind: Kind) -> Kind:
+    return "digest" if kind == "compare" else kind
+
+
+def _looked(words: np.ndarray) -> Looked:
+    differing = int(words[1]) if len(words) > 1 else None
+    return Looked(digest=f"{words[0]:08x}", differing=differing)
+
+
+@functools.lru_cache(maxsize=2**12)
+def _compiled(program: _Program) -> Callable[[list[jax.Array]], jax.Array]:
+    # Returns uint32 `[devices, arrays, words]`.
+    def of_device(parts: list[jax.Array]) -> jax.Array:
+        words = [
+            _words(part, spec, program)
+            for part, spec in zip(parts, program.specs, strict=True)
+        ]
+        return jnp.stack(words)[None]
+
+    return jax.jit(
+        jax.shard_map(
+            of_device,
+            mesh=program.mesh,
+            in_specs=(list(program.specs),),
+            out_specs=PartitionSpec(program.mesh.axis_names),
+            check_vma=False,
+        )
+    )
+
+
+def _words(part: jax.Array, spec: PartitionSpec, program: _Program) -> jax.Array:
+    if jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key):
+        part = jax.random.key_data(part)
+    if program.kind == "sample":
+        part = part[_sample(part.shape)]
+    digest = part_digest(part)
+    if program.kind != "compare":
+        return digest[None]
+    used = {axis for entry in spec for axis in topology.axes_of(entry)}
+    axes = tuple(axis for axis in program.mesh.axis_names if axis not in used)
+    differing = _differing(part, axes, program.tolerance)
+    return jnp.stack([digest, differing])
+
+
+def part_digest(part: jax.Array) -> jax.Array:
+    """The digest of an array that one device holds, a uint32; to be traced."""
+    digest = jnp.uint32(0)
+    for number, words in enumerate(_bits(part)):
+        words = words.astype(jnp.uint32) + _positions(words.shape, number)
+        words = words ^ (words >> 16)
+        words = words * np.uint32(_MULTIPLIER)
+        words = words ^ (words >> 15)
+        digest += words.sum(dtype=jnp.uint32)
+    return digest
+
+
+def _positions(shape: tuple[int, ...], number: int) -> jax.Array | np.uint32:
+    # The number of each element times an odd number, modulo 2**32.
+    positions: Any = np.uint32(number << 16)
+    stride = _STRIDE
+    for dim in reversed(range(len(shape))):
+        steps = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        positions = positions + steps * np.uint32(stride % 2**32)
+        stride *= shape[dim]
+    return positions
+
+
+def _bits(part: jax.Array) -> list[jax.Array]:
+    # The bits of an array as unsigned integers of at most 32 bits.
+    dtype = part.dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return [*_bits(lax.real(part)), *_bits(lax.imag(part))]
+    if dtype == jnp.bool_:
+        return [part.astype(jnp.uint8)]
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    num_bits = (jnp.finfo if is_float else jnp.iinfo)(dtype).bits
+    # 64 bits become one more dim.
+    unsigned = jnp.dtype(f"uint{min(num_bits, 32)}")
+    words = lax.bitcast_convert_type(part, unsigned)
+    # No network has smaller ones.
+    return [words.astype(jnp.uint8) if num_bits < 8 else words]
+
+
+def _differing(part: jax.Array, axes: tuple[Any, ...], tolerance: float) -> jax.Array:
+    # How many elements differ from those of the first device along the axes.
+    is_first = sum(lax.axis_index(axis) for axis in axes) == 0
+
+    def of_first(values: jax.Array) -> jax.Array:
+        # All others add zeros.
+        return lax.psum(jnp.where(is_first, values, jnp.zeros_like(values)), axes)
+
+    if tolerance and jnp.issubdtype(part.dtype, jnp.inexact):
+        if part.dtype.itemsize < 4:
+            part = part.astype(jnp.float32)
+        first = of_first(part)
+        difference = jnp.abs(part - first)
+        same = (part == first) | (jnp.isnan(part) & jnp.isnan(first))
+        same |= difference <= tolerance + tolerance * jnp.abs(first)
+        return (~same).sum(dtype=jnp.uint32)
+    same = jnp.bool_(True)
+    for words in _bits(part):
+        equal = words == of_first(words)
+        # 64 bits are two words of an element.
+        same = same & (equal if equal.ndim == part.ndim else equal.all(axis=-1))
+    return (~same).sum(dtype=jnp.uint32)
+
+
+def _sample(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    # About as many elements of each dim, spread over it.
+    most = max(1, int(_SAMPLE ** (1 / max(1, len(shape)))))
+    return tuple(slice(None, None, -(-size // most) or 1) for size in shape)

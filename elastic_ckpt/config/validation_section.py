@@ -1,0 +1,36 @@
+"""The keys of validation: which copies of the state are compared, and when."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_ckpt.config.key import key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidationSection:
+    """Comparison of the copies of the state that should be equal."""
+
+    replica_validation: str = key(
+        "none",
+        "Compare the copies of the state on devices and hosts, to find memory that"
+        " changed without an error: `quick` compares a sample of each array, `tensor` a"
+        " digest of it, `full` its elements.",
+        choices=("none", "quick", "tensor", "full"),
+    )
+    replica_validation_at_saves: bool = key(True, "Compare before each save.")
+    replica_validation_interval: int = key(
+        0, "Steps between two comparisons besides those; 0 makes none.", at_least=0
+    )
+    replica_validation_tolerance: float = key(
+        0.0,
+        "With `full`, the largest difference of two elements that counts as equal,"
+        " absolute and relative.",
+        at_least=0,
+    )
+    replica_validation_action: str = key(
+        "warn",
+        "The answer to copies that differ: `warn` reports them and goes on, `stop` ends"
+        " the run before the step is saved.",
+        choices=("warn", "stop"),
+    )
