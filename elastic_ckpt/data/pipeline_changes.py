@@ -39,7 +39,11 @@ def between(before: Pipeline, now: Pipeline) -> list[str]:
     If the data is finite, no dataset may be new or gone: shards that have ended would
     not read it.
     """
-    before, now = dict(before), dict(now)
+    # 0 epochs is no end, as if there were no such field.
+    before, now = (
+        {key: value for key, value in each.items() if value or key != NUM_EPOCH}
+        for each in (before, now)
+    )
     if STEPS not in before:
         # Older programs saved only the name, and none if the user gave none.
         now.pop(STEPS, None)

@@ -182,7 +182,10 @@ def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
     host = content["host"]
     _require(bool(_ID.fullmatch(host["id"])), "the host's id")
     _require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
-    listed = [content[each] for each in ("leaves", "components", "time_ms", "metrics")]
+    listed = [content["leaves"], content["components"]]
+    # The first manifests lack the time: the save is named after it.
+    listed.append(content["time_ms"] if "time_ms" in content else int(content["save"]))
+    listed.append(content.get("metrics"))
     listed.append(content.get("parents", []))
     listed.append({name: content[name] for name in _ADDED if name in content})
     listed.append(content.get("due", False))
