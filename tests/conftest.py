@@ -5,12 +5,14 @@ import os
 import pathlib
 import runpy
 import signal
+import sys
 import time
 from collections.abc import Callable
 
 import hypothesis
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from elastic_ckpt.application import local_world
 from elastic_ckpt.core import metrics
@@ -35,8 +37,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 runpy.run_path(str(SITE / "sitecustomize.py"))
 
 # Compiling is half of the time of the tests, and what is compiled runs for moments. The
-# processes that tests start inherit it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# processes that tests start inherit it. (The older of two code generators takes a third
+# of the time; the JAX of Python 3.12 has it no more, tests/site/sitecustomize.py.)
+FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+if sys.version_info < (3, 12):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
 # Speed is for the benchmarks: no test fails because the machine is busy.
 hypothesis.settings.register_profile(
@@ -81,9 +90,32 @@ def golden(request):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_fork_server():
-    """The hosts that tests start in this process are forked from a warm server."""
+def warm_fork_server(tmp_path_factory):
+    """The hosts that tests start in this process are forked from a warm server.
+
+    They and this process write what they compile where all of this session find it;
+    `.ci/run` has one directory for all of its sessions.
+    """
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    shared = str(directory / "jax_cache")
+    directory = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", shared)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     local_world.warm_up()
+
+
+@pytest.fixture
+def without_jax_cache():
+    """This process compiles all that it runs: programs of JAX's cache are not kept."""
+    directory = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

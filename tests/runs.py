@@ -1,22 +1,26 @@
 """Starts the program as a person does, and reads what it left."""
 
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 
 from elastic_ckpt.application import local_world
 from elastic_ckpt.cli import main
 from elastic_ckpt.training import step_log
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Far more than any run of a test takes.
+LIMIT_SECS = 1800
 
 
 def command(*arguments: object) -> list[str]:
@@ -40,20 +44,72 @@ def forked(
     Args:
       function: returns the exit code; picklable, as its arguments.
       leads_group: whether the process leads a new group, with all processes that it
-        starts: they come from another server.
+        starts.
     """
-    local_world.warm_up()
-    server = None if leads_group else forkserver._forkserver._forkserver_address
     with tempfile.TemporaryDirectory() as directory:
         outputs = [pathlib.Path(directory, name) for name in ("stdout", "stderr")]
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_run, args=(outputs, _environment(), server, function, arguments)
-        )
-        process.start()
-        process.join(1800)
+        process = _start(outputs, leads_group, function, arguments)
+        process.join(LIMIT_SECS)
         assert process.exitcode is not None, f"{arguments} did not end"
         stdout, stderr = (output.read_text() for output in outputs)
     return subprocess.CompletedProcess(arguments, process.exitcode, stdout, stderr)
+
+
+class Started:
+    """The program in a process forked from this session's warm server, like a Popen.
+
+    Args:
+      arguments: of the program.
+      output: a file that all output is added to; None has it read from `stdout`.
+      leads_group: whether the process leads a new group, with all processes that it
+        starts.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        output: pathlib.Path | None = None,
+        leads_group: bool = False,
+    ) -> None:
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        with reader, writer:
+            outputs = [output or writer] * 2
+            words = ([str(argument) for argument in arguments],)
+            self._process = _start(outputs, leads_group, main.main, words)
+            self.stdout = open(os.dup(reader.fileno()))  # noqa: SIM115
+        self.pid = self._process.pid
+
+    def __enter__(self) -> "Started":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float = LIMIT_SECS) -> int:
+        self._process.join(timeout)
+        assert self.returncode is not None, "it does not end"
+        self.stdout.close()
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+
+def _start(outputs, leads_group, function, arguments):
+    local_world.warm_up()
+    server = None if leads_group else forkserver._forkserver._forkserver_address
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_run, args=(outputs, _environment(), server, function, arguments)
+    )
+    process.start()
+    return process
 
 
 def _environment() -> dict[str, str]:
@@ -68,17 +124,44 @@ def _is_running() -> None:
 
 def _run(outputs, environment, server, function, arguments):
     for descriptor, output in enumerate(outputs, start=1):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
+        if isinstance(output, pathlib.Path):
+            opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        else:
+            opened = output.fileno()
+        os.dup2(opened, descriptor)
+    # Processes that are forked start another server, if nothing is done.
+    if environment == _environment():
+        if server is None:
+            util.spawnv_passfds = functools.partial(_spawn, util.spawnv_passfds)
+        else:
+            forkserver._forkserver._forkserver_address = server
+            forkserver._forkserver.ensure_running = _is_running
+            forkserver.ensure_running = _is_running
     if server is None:
         os.setsid()
-    elif environment == _environment():
-        # Without it, processes that are forked start another server.
-        forkserver._forkserver._forkserver_address = server
-        forkserver._forkserver.ensure_running = forkserver.ensure_running = _is_running
+    # The server has it blocked for its hosts.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
     raise SystemExit(function(*arguments))
+
+
+def _spawn(spawn, path, arguments, descriptors):
+    # The server of a group is forked from this process, which has imported everything.
+    if "multiprocessing.forkserver" not in arguments[-1]:
+        return spawn(path, arguments, descriptors)
+    server = os.fork()
+    if server:
+        return server
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor not in (0, 1, 2, *descriptors):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+    try:
+        forkserver.main(*descriptors, forkserver._forkserver._preload_modules)
+    finally:
+        os._exit(0)
 
 
 def verb(*arguments: object, code: int = 0) -> str:
@@ -89,11 +172,6 @@ def verb(*arguments: object, code: int = 0) -> str:
     output = printed.getvalue() + complained.getvalue()
     assert returned == code, output
     return output
-
-
-def jax_cache(corpus: str) -> str:
-    """A directory for which the same few programs are compiled once for all tests."""
-    return str(pathlib.Path(corpus).parent / "jax_cache")
 
 
 def write_config(
@@ -114,7 +192,6 @@ def write_config(
         "learning_rate": 0.01,
         "learning_rate_schedule_steps": 100,
         "colocated_python_data_input": True,
-        "jax_cache_dir": jax_cache(corpus),
         "checkpoint_period": 4,
         "steps": 12,
         "log_period": 4,

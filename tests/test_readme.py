@@ -109,7 +109,7 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("UV_", "VIRTUAL_ENV", "PYTEST", "PYTHON"))
+        if not name.startswith(("UV_", "VIRTUAL_ENV", "PYTEST", "PYTHON", "JAX_"))
     }
     environment["PATH"] = f"{bare}/bin:{os.environ['PATH']}"
 
@@ -139,9 +139,9 @@ def test_every_command_runs_as_written_on_a_fresh_clone_with_a_bare_python(
     for name in ("demo_cpu", "demo_packed"):
         verified = run(f"uv run elastic-ckpt verify --strict runs/{name}")
         assert verified.endswith("\nPASSED: every copy is what was saved\n")
-        flip = f"uv run python -m tests.faults.flipped_runs 150 configs/{name}.yml"
+        flip = f"uv run python -m tests.faults.flipped_runs 40 configs/{name}.yml"
         refused, unharmed = map(int, re.findall(r"[0-9]+", run(flip)))
         assert refused > unharmed
-        assert refused + unharmed == 150
+        assert refused + unharmed == 40
     # Neither the lock file nor a run shows up as something to commit.
     assert run("git status --porcelain") == " M configs/demo_cpu.yml\n"

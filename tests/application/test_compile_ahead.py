@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from elastic_ckpt.application import host_program
 from elastic_ckpt.config import load
 from elastic_ckpt.elastic import kept_executables
@@ -9,6 +11,7 @@ from elastic_ckpt.elastic.world import World
 from tests import runs
 
 
+@pytest.mark.usefixtures("without_jax_cache")
 def test_the_training_loads_what_was_compiled_ahead_and_nothing_is_written(
     tmp_path, corpus
 ):

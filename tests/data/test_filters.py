@@ -81,11 +81,16 @@ def world(make_shard, end=elastic_data.End.NEVER):
     return worlds.World(data, 1, NUM_SHARDS)
 
 
-@pytest.mark.parametrize("make", MADE)
 @pytest.mark.parametrize(
-    ("rejecting", "name"), [(is_never, "is_never @ "), (Never(), "Never ")]
+    ("make", "rejecting", "name"),
+    [
+        *((make, is_never, "is_never @ ") for make in MADE),
+        (from_map, Never(), "Never "),
+    ],
 )
-def test_it_ends_soon_and_names_the_filter(make, rejecting, name):
+def test_it_ends_soon_and_names_the_filter(make, rejecting, name, monkeypatch):
+    if make is not from_files:
+        monkeypatch.setattr(filters, "_MIN_PATIENCE", 1_000)
     # The second of two filters rejects everything.
     rejects = world(lambda shard: make(shard, is_even, rejecting))
     message = rf"the filter {name}.*rejected the last \d+,\d+ elements"

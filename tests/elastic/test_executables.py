@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.elastic import executables, kept_executables
 
+pytestmark = pytest.mark.usefixtures("without_jax_cache")
+
 ROWS = 8
 
 

@@ -18,7 +18,10 @@ class Run:
         self.events = []
         self.gate = directory / "gate"
         self.processes = processes.Processes(
-            schema.WorldSection(hosts=2, slices=2),
+            # A program that JAX's cache has is not kept.
+            schema.WorldSection(
+                hosts=2, slices=2, jax_cache_dir=str(directory / "jax_cache")
+            ),
             log_directory=str(directory / "logs"),
             limits=watch.Limits(compile_ahead_secs=budget_secs),
             emit=self.emit,

@@ -78,11 +78,15 @@ class Supervisors:
         working_directory.WorkingDirectory(next_start).close()
 
     def start(self, number):
-        inside = () if self._network is None else self._network.inside(number)
-        command = runs.command("train", self.config, f"elastic_machine={number}")
+        command = ("train", self.config, f"elastic_machine={number}")
+        if self._network is None:
+            self.started[number] = runs.Started(
+                *command, output=self._output(number), leads_group=True
+            )
+            return
         with open(self._output(number), "ab") as output:
             self.started[number] = subprocess.Popen(
-                [*inside, *command],
+                [*self._network.inside(number), *runs.command(*command)],
                 cwd=runs.ROOT,
                 stdout=output,
                 stderr=output,

@@ -23,6 +23,7 @@ def test_a_spare_replaces_a_preempted_slice_and_no_step_is_lost(tmp_path, corpus
         ram,
         elastic_max_slice_count=3,
         faults=[{"preempt_slice": 1, "at_step": 12}],
+        **test_elastic_run.anew(tmp_path),
     )
     run = test_elastic_run.trained(config)
     # The spare has the mesh and the program of the slice that it replaces.
@@ -97,7 +98,7 @@ def test_a_live_run_is_scaled_then_stopped_and_continues_on_all_slices(
                 assert "the run trains on 1 to 2 slices" in refused.stderr
                 scaled = runs.cli("scale", run, "--slices", 1)
                 assert scaled.returncode == 0, scaled.stderr
-                started.send_signal(signal.SIGTERM)
+                started.terminate()
                 at = "never again"
     # The verb shows the change.
     assert "world 2 starts on slices 0, spare: 1" in scaled.stdout

@@ -40,11 +40,14 @@ def configured(directory, corpus, ram, **settings):
         "local_checkpoint_directory": ram,
         "local_checkpoint_period": 5,
         "multi_tier_checkpointing_backup_interval_steps": 100,
-        # Otherwise it depends on earlier runs which executables are kept.
-        "jax_cache_dir": "",
         **settings,
     }
     return runs.write_config(directory, corpus, **values)
+
+
+def anew(directory):
+    """Settings of a run whose executables are counted: only compiled ones are kept."""
+    return {"jax_cache_dir": str(directory / "jax_cache")}
 
 
 def trained(config, *settings):
@@ -91,7 +94,10 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
         for number in lost
     ]
     config = configured(
-        tmp_path / "faults", corpus, ram, faults=faults, learning_rate=1e-4
+        *(tmp_path / "faults", corpus, ram),
+        faults=faults,
+        learning_rate=1e-4,
+        **anew(tmp_path),
     )
     run = trained_until(config, "world 3 starts")
     others = sorted({0, 1, 2, 3} - set(lost))
@@ -113,8 +119,6 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
             *(tmp_path / "calm", corpus, other),
             learning_rate=1e-4,
             steps=len(losses(run)),
-            # No executable is counted here.
-            jax_cache_dir=runs.jax_cache(corpus),
         )
     )
     np.testing.assert_allclose(losses(run), losses(undisturbed), rtol=LOSS_RTOL)

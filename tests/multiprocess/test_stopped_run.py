@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import time
 from concurrent import futures
 
@@ -12,25 +11,19 @@ from tests import runs, shared_memory
 from tests.multiprocess import outer_launcher
 
 
-def start(config, *settings):
+def start(config, *settings, leads_group=False):
     """Starts a run that would not end."""
-    return subprocess.Popen(
-        runs.command(
-            "train", config, "steps=1000000", "termination_grace_period_seconds=900",
-            *settings,
-        ),
-        cwd=runs.ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        text=True,
-    )  # fmt: skip
+    return runs.Started(
+        *("train", config, "steps=1000000", "termination_grace_period_seconds=900"),
+        *settings,
+        leads_group=leads_group,
+    )
 
 
 def stopped(config, *settings, everybody=False):
     """Starts a run, ends it by SIGTERM at its first step; its output and code."""
     output, at = "", "step "
-    with start(config, *settings) as started:
+    with start(config, *settings, leads_group=everybody) as started:
         for line in started.stdout:
             output += line
             if line.startswith(at):

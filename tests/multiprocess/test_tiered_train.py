@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 
 import pytest
@@ -75,11 +74,10 @@ def test_a_run_that_is_killed_goes_on_from_what_its_processes_left_in_ram(
 ):
     run = tmp_path / "tiny"
     for hosts in (4, 2, 4):
-        started = subprocess.Popen(
-            runs.command("train", config, f"hosts={hosts}", "steps=1000"),
-            cwd=runs.ROOT,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
+        started = runs.Started(
+            *("train", config, f"hosts={hosts}", "steps=1000"),
+            output=tmp_path / "output.txt",
+            leads_group=True,
         )
         before = 0
         if (run / "events.jsonl").exists():
