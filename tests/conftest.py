@@ -36,6 +36,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 runpy.run_path(str(SITE / "sitecustomize.py"))
 
+# Containers often have Python write no bytecode. Each of the processes that tests start
+# would compile all that it imports, for five seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Compiling is half of the time of the tests, and what is compiled runs for moments. The
 # processes that tests start inherit it. (The older of two code generators takes a third
 # of the time; the JAX of Python 3.12 has it no more, tests/site/sitecustomize.py.)
@@ -47,13 +52,18 @@ if sys.version_info < (3, 12):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
-# Speed is for the benchmarks: no test fails because the machine is busy.
+# Speed is for the benchmarks: no test fails because the machine is busy. More examples
+# are a matter of hours, for this variable.
 hypothesis.settings.register_profile(
     "untimed",
+    max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "40")),
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("untimed")
+
+# The rooms of tests that start hosts.
+WORLDS = ("faults", "multiprocess")
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -70,7 +80,8 @@ def pytest_collection_modifyitems(items):
     minutes = collections.Counter()
     for item in items:
         slow = item.get_closest_marker("slow")
-        minutes[item.path] += slow.kwargs.get("minutes", 0.3) if slow else 0.005
+        ordinary = 0.1 if item.path.parent.name in WORLDS else 0.005
+        minutes[item.path] += slow.kwargs.get("minutes", 0.3) if slow else ordinary
     items.sort(key=lambda item: -minutes[item.path])
 
 

@@ -6,8 +6,6 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = sorted(
     path for room in ("elastic_ckpt", "sidecar") for path in (ROOT / room).rglob("*.py")
@@ -36,9 +34,19 @@ def functions(path):
             yield node
 
 
-@pytest.fixture(params=SOURCES, ids=relative)
-def source(request):
-    return request.param
+def in_every_file(check):
+    """A test that calls `check` for each source, and names all that break the rule."""
+
+    def test():
+        broken = []
+        for path in SOURCES:
+            try:
+                check(path)
+            except AssertionError as error:
+                broken.append(f"{relative(path)}: {error}")
+        assert not broken, "\n".join(broken)
+
+    return test
 
 
 def test_there_are_sources():
@@ -57,14 +65,17 @@ def test_imports_point_downwards():
     assert "3 kept, 0 broken" in linted.stdout
 
 
+@in_every_file
 def test_a_file_is_one_room(source):
     assert len(source.read_text().splitlines()) <= MAX_FILE_LINES
 
 
+@in_every_file
 def test_a_file_is_named_after_what_it_defines(source):
     assert source.stem not in VAGUE
 
 
+@in_every_file
 def test_functions_are_short_and_take_few_parameters(source):
     for function in functions(source):
         lines = function.end_lineno - function.lineno + 1
@@ -79,6 +90,7 @@ def test_functions_are_short_and_take_few_parameters(source):
         assert len(names) <= MAX_PARAMETERS, function.name
 
 
+@in_every_file
 def test_everything_public_is_documented_and_everything_is_annotated(source):
     tree = tree_of(source)
     assert ast.get_docstring(tree)
@@ -94,12 +106,14 @@ def test_everything_public_is_documented_and_everything_is_annotated(source):
         assert function.returns or function.name == "__init__", function.name
 
 
+@in_every_file
 def test_one_module_reads_process_numbers(source):
     if relative(source) != ONLY_READER_OF_PROCESS_INDEX:
         assert "process_index(" not in source.read_text()
         assert "process_count(" not in source.read_text()
 
 
+@in_every_file
 def test_one_module_writes_files(source):
     if relative(source) == ONLY_WRITER_OF_FILES:
         return
@@ -108,6 +122,7 @@ def test_one_module_writes_files(source):
     assert not [writer for writer in writers if f"{writer}(" in text]
 
 
+@in_every_file
 def test_nothing_is_unpickled_and_nothing_is_evaluated(source):
     text = source.read_text()
     if relative(source) == "elastic_ckpt/elastic/executables.py":

@@ -25,15 +25,20 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.data import elastic_data, example_id, shard_rows
 from tests import formats, stages, worlds
 
-# A search that takes hours sets it to more.
+# A search that takes hours sets the variable to more.
 MOST_EXAMPLES = int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "80"))
 
-each_format = pytest.mark.parametrize("file_format", formats.FORMATS)
+# The hypothesis properties draw the others.
+each_combination = pytest.mark.parametrize(
+    ("file_format", "name"),
+    [("parquet", name) for name in formats.PIPELINES]
+    + [(other, "plain") for other in formats.FORMATS if other != "parquet"]
+    + [(other, "everything") for other in formats.FORMATS if other != "parquet"],
+)
 each_pipeline = pytest.mark.parametrize("name", formats.PIPELINES)
 
 
-@each_format
-@each_pipeline
+@each_combination
 def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(
     files, file_format, name
 ):
@@ -55,8 +60,7 @@ def test_one_host_takes_the_rows_that_each_shard_yields_in_turn(
         saved = one.save()
 
 
-@each_format
-@each_pipeline
+@each_combination
 def test_the_state_before_every_batch_continues_on_another_number_of_hosts(
     files, file_format, name
 ):
@@ -71,8 +75,7 @@ def test_the_state_before_every_batch_continues_on_another_number_of_hosts(
         assert worlds.content(world.batch()) == worlds.content(one.batch())
 
 
-@each_format
-@each_pipeline
+@each_combination
 def test_a_shard_resumes_from_the_state_before_every_element(files, file_format, name):
     # As Grain's own contract test, but through JSON; and a mixture's state may get more
     # fields as its datasets are opened.
@@ -157,8 +160,7 @@ def expected_targets(steps):
     return sorted(targets)
 
 
-@each_format
-@each_pipeline
+@each_combination
 def test_an_epoch_has_every_token_once_and_ends_at_the_same_step_on_any_hosts(
     files, file_format, name
 ):

@@ -150,6 +150,7 @@ def of_own_iter_dataset(shard):
     return OwnIterDataset(shard)
 
 
+@pytest.mark.slow(minutes=0.1)
 class TestOwnIterDataset(ShardedContract):
     @pytest.fixture
     def data(self):
