@@ -82,7 +82,9 @@ class Started:
     def __enter__(self) -> "Started":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self._process.kill()
         self.wait()
 
     @property
