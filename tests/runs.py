@@ -71,12 +71,14 @@ class Started:
         output: pathlib.Path | None = None,
         leads_group: bool = False,
     ) -> None:
+        words = ([str(argument) for argument in arguments],)
         reader, writer = multiprocessing.Pipe(duplex=False)
         with reader, writer:
             outputs = [output or writer] * 2
-            words = ([str(argument) for argument in arguments],)
             self._process = _start(outputs, leads_group, main.main, words)
-            self.stdout = open(os.dup(reader.fileno()))  # noqa: SIM115
+            self.stdout = None
+            if output is None:
+                self.stdout = open(os.dup(reader.fileno()))  # noqa: SIM115
         self.pid = self._process.pid
 
     def __enter__(self) -> "Started":
@@ -97,7 +99,8 @@ class Started:
     def wait(self, timeout: float = LIMIT_SECS) -> int:
         self._process.join(timeout)
         assert self.returncode is not None, "it does not end"
-        self.stdout.close()
+        if self.stdout is not None:
+            self.stdout.close()
         return self.returncode
 
     def terminate(self) -> None:
