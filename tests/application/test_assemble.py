@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.config import load
-from elastic_ckpt.core import errors, topology
+from elastic_ckpt.core import errors, metrics, topology
 from elastic_ckpt.training import step_log
 from tests import runs
 
@@ -49,19 +49,28 @@ def losses(attempt, steps):
     return [records[step].loss for step in steps]
 
 
-def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(tmp_path, corpus):
+def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
+    tmp_path, corpus, recorded
+):
     worlds = ((2, 4, 6), (1, 2, 7), (4, 4, 7), (2, 4, 7))
     starts = []
     for number, (slices, num_devices, steps) in enumerate(worlds):
         # Each kind of iterator loads the state that the other saved.
         config = configured(
-            tmp_path, corpus, steps=steps, colocated_python_data_input=number % 2 == 0
+            tmp_path,
+            corpus,
+            steps=steps,
+            colocated_python_data_input=number % 2 == 0,
+            replica_validation="none" if number else "quick",
         )
         job = assembled(config, slices, num_devices)
         starts.append(job.start_step)
         assert train(job).step == steps
     # Step 4 is the only one that was saved: the other worlds repeat what followed it.
     assert starts == [0, 4, 4, 4]
+    # Before that the copies of the state were compared, and are equal.
+    assert len(recorded[metrics.VALIDATION]) == 1
+    assert metrics.VALIDATION_FINDINGS not in recorded
     attempts = step_log.read(tmp_path / "tiny")
     assert [(a.slices, a.devices) for a in attempts] == [(s, d) for s, d, _ in worlds]
     first, *others = attempts
