@@ -19,11 +19,14 @@ class RunWorld:
       is_left: whether the run goes on in another world after the save that begins, or
         after the end of the checkpointer; the same on all hosts. Then a save goes to
         RAM, and its copies and its backup are left to the next world.
+      loses_memory: whether some host's RAM is lost with this world; then its last save
+        has its copies before the world ends.
     """
 
     number: int = 0
     claimant: Claimant | None = None
     is_left: Callable[[], bool] = lambda: False
+    loses_memory: Callable[[], bool] = lambda: False
 
 
 # A world of a run that has no others, or does not count them.

@@ -171,8 +171,7 @@ class SaveStages:
         self._backup_stage.wait()
         self._copy_stage.wait()
         self.check()
-        if self._is_broken:
-            # Do not wait for hosts that may be gone.
+        if self._is_broken:  # Hosts may be gone.
             return
         late, self._late = self._late, None
         if late is not None:
@@ -180,12 +179,20 @@ class SaveStages:
             work = functools.partial(self._back_up, late)
             self._start(self._backup_stage, "persistent", late.step, work)
             self._backup_stage.wait()
+        self._copy_newest()
+
+    def _copy_newest(self) -> None:
+        # Returns when the newest step has its copies.
+        self._copy_stage.wait()
         if self.committed is not None and self.committed != self._copied:
-            self._copied = self.committed
-            copy = functools.partial(self._replicate, self.committed)
-            self._start(self._copy_stage, "peer", self.committed.step, copy)
-            self._copy_stage.wait()
+            futures.wait([self._copy()])
             self.check()
+
+    def _copy(self) -> futures.Future[None]:
+        assert self.committed is not None
+        self._copied = self.committed
+        copy = functools.partial(self._replicate, self.committed)
+        return self._start(self._copy_stage, "peer", self.committed.step, copy)
 
     def _start(
         self, stage: Stage, tier: str, step: int, work: Callable[[], T]
@@ -233,7 +240,9 @@ class SaveStages:
             return stored
         self._note_committed(saving, commit.notes)
         self._begin_line(saving)
-        if not saving.is_last_of_world:
+        if saving.is_copied_at_once:
+            self._copy_newest()
+        elif not saving.is_last_of_world:
             self._begin_others(saving)
         return True
 
@@ -307,15 +316,8 @@ class SaveStages:
         can_back_up = all(each.can_back_up for each in readiness)
         # Clocks differ: the clock of host 0 decides.
         is_due = saving.back_up or readiness[0].is_time or self._owed
-        copying: list[futures.Future[None]] = []
-        if can_copy:
-            assert self.committed is not None
-            self._copied = self.committed
-            replicate = functools.partial(self._replicate, self.committed)
-            copying.append(
-                self._start(self._copy_stage, "peer", saving.step, replicate)
-            )
-        else:
+        copying = [self._copy()] if can_copy else []
+        if not can_copy:
             why = "copies of an earlier step are not done; it gets none yet"
             self._work.degraded("peer", saving.step, why)
         # When their stages are idle, all hosts have the same late step.

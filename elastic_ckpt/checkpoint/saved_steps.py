@@ -55,6 +55,7 @@ class SavedSteps:
         self._hosts = hosts
         # Without RAM there is nothing that another world could back up.
         self._is_left = world.is_left if chosen.local is not None else _never
+        self._loses_memory = world.loses_memory
         self._emit = emit
         self.root: PersistentRoot | None = None
         clock = BackupClock()
@@ -177,6 +178,7 @@ class SavedSteps:
             back_up=back_up,
             overwrite=overwrite,
             is_last_of_world=is_last_of_world,
+            is_copied_at_once=is_last_of_world and self._loses_memory(),
             description=description,
             parents=line.parents,
             path=current.path,

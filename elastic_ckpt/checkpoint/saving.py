@@ -35,6 +35,7 @@ class Saving:
       began_secs: when it was begun, on the monotonic clock.
       is_last_of_world: whether the run goes on in another world, which makes its
         copies and its backup.
+      is_copied_at_once: whether this world makes its copies before it is committed.
       stored: set when the step is in persistent storage.
     """
 
@@ -48,6 +49,7 @@ class Saving:
     began_secs: float
     path: epath.Path | None = None
     is_last_of_world: bool = False
+    is_copied_at_once: bool = False
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def agreed(self, hosts: Hosts) -> Saving:

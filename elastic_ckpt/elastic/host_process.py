@@ -31,9 +31,11 @@ _ABORT_SECS = 2.0
 _REPORT_SECS = 10.0
 # Between two looks for connections of a host that is cut off.
 _CUT_SECS = 0.02
-# The messages of the supervisor: a world begins, and its hosts leave for another one.
+# The messages of the supervisor: a world begins, and its hosts leave for another one;
+# with the last one, the memory of some of them is lost when they have left.
 BEGIN = b"begin"
 LEAVE = b"leave"
+LOSE_MEMORY = b"lose memory"
 
 
 class HostChannel:
@@ -49,6 +51,8 @@ class HostChannel:
         self._load = host_load.HostLoad()
         self._phase = watch.TRAIN
         self._phase_secs = 0.0
+        # The message with which this host leaves.
+        self._left = b""
 
     def __call__(self, name: str, **fields: storage.Json) -> None:
         """Sends an event."""
@@ -95,7 +99,19 @@ class HostChannel:
     @property
     def is_left(self) -> bool:
         """Whether this host stops because the run continues in another world."""
-        return self._pipe.poll()
+        with self._lock:
+            if not self._left and self._pipe.poll():
+                try:
+                    self._left = self._pipe.recv_bytes()
+                except (EOFError, OSError):
+                    # The supervisor is about to kill this process.
+                    self._left = LEAVE
+            return bool(self._left)
+
+    @property
+    def loses_memory(self) -> bool:
+        """Whether hosts leave whose memory is lost then."""
+        return self.is_left and self._left == LOSE_MEMORY
 
 
 # The program of a host; it joins the world as the given member.

@@ -193,7 +193,9 @@ class HostProcesses:
         if not self._is_running or self._deadline_secs is not None or self.is_left:
             return False
         self.is_left = True
-        self._tell(host_process.LEAVE)
+        # Hosts that the signal came to are about to go with their memory.
+        is_lost = bool(self.noticed)
+        self._tell(host_process.LOSE_MEMORY if is_lost else host_process.LEAVE)
         self._terminate()
         return True
 

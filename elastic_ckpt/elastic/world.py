@@ -47,6 +47,8 @@ class World:
         returns whether to save and return now, the same on all hosts.
       is_left: whether the hosts have agreed to leave, and the run continues in another
         world, so that copies and backups are left to that world.
+      loses_memory: whether the memory of some host is lost when it has left, so that
+        copies have to be made before.
       begin: called with the name of a phase that begins (`restore`, `step`,
         `evaluate`), or begins once more, so that a hang in it is found sooner.
     """
@@ -64,6 +66,7 @@ class World:
     emit: events.Emit = events.nobody
     is_leaving: Callable[[int], bool] = lambda _: False
     is_left: Callable[[], bool] = lambda: False
+    loses_memory: Callable[[], bool] = lambda: False
     begin: Callable[[str], None] = lambda _: None
 
     def compiled(
@@ -142,5 +145,8 @@ class World:
         # A process that goes on makes its backups itself, before it leaves.
         is_left = self.is_left if self.devices is None else lambda: False
         return run_world.RunWorld(
-            number=self.number, claimant=self.claimant, is_left=is_left
+            number=self.number,
+            claimant=self.claimant,
+            is_left=is_left,
+            loses_memory=self.loses_memory,
         )

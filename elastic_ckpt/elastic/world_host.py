@@ -120,6 +120,7 @@ def run_host(
                 emit=emit,
                 is_leaving=leave,
                 is_left=lambda: bool(left) and channel.is_left,
+                loses_memory=lambda: bool(left) and channel.loses_memory,
                 begin=channel.begin,
             )
         )
