@@ -88,8 +88,7 @@ def run_host(
 
     # The hosts of a machine share its cores.
     os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(owned.local_hosts(member))
-    slices = _simulated(assignment.work.slices, hardware)
-    number = slices[member.host * len(slices) // member.num_hosts]
+    slices, number = _simulated(assignment.work.slices, hardware, member)
     multicontroller.configure(hardware)
     agreed = termination.agreed(
         grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
@@ -128,10 +127,15 @@ def run_host(
             emit("world_left", step=left[-1])
 
 
-def _simulated(slices: Sequence[int], hardware: schema.WorldSection) -> tuple[int, ...]:
-    # A host may be several slices of the mesh.
+def _simulated(
+    slices: Sequence[int], hardware: schema.WorldSection, member: Member
+) -> tuple[tuple[int, ...], int]:
+    # The slices of the mesh, and the first that is this host's: it may be several.
     parts = max(1, hardware.slices // hardware.hosts)
-    return tuple(number * parts + part for number in slices for part in range(parts))
+    simulated = tuple(
+        number * parts + part for number in slices for part in range(parts)
+    )
+    return simulated, simulated[member.host * len(simulated) // member.num_hosts]
 
 
 def _nothing() -> None:
