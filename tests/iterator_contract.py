@@ -162,6 +162,35 @@ class IteratorContract:
             position, cursors = host.position(), host.shard_cursors()
         return batches
 
+    def test_rows_since_an_older_state_can_be_left_out(self, batches, data, tmp_path):
+        expected = self.expected(data, 6)
+        for number in (0, 1):
+            next(batches)
+            (tmp_path / str(number)).mkdir()
+            run(batches.save(Created(tmp_path / str(number))))
+        next(batches)
+        next(batches)
+        run(batches.leaving_out().load(epath.Path(tmp_path / "1")))
+        assert batches.left_out == ((32, 64),)
+        # The position has not changed.
+        assert ids(next(batches)) == ids(expected[4])
+        run(batches.save(Created(tmp_path)))
+        # Once more, to a step from before the first time.
+        run(batches.leaving_out().load(epath.Path(tmp_path / "0")))
+        assert batches.left_out == ((16, 80),)
+        assert ids(next(batches)) == ids(expected[5])
+        run(batches.load(epath.Path(tmp_path)))
+        assert batches.left_out == ((32, 64),)
+        assert ids(next(batches)) == ids(expected[5])
+
+    def test_rows_before_a_later_state_cannot_be_left_out(self, batches, tmp_path):
+        next(batches)
+        run(batches.save(Created(tmp_path)))
+        batches.reset()
+        with pytest.raises(errors.DataError, match="of position 16, after 0, where"):
+            run(batches.leaving_out().load(epath.Path(tmp_path)))
+        assert batches.left_out == ()
+
     def test_a_spoilt_state_is_refused_and_the_position_stays(
         self, batches, data, tmp_path
     ):

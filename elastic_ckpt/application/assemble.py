@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -23,7 +23,8 @@ from elastic_ckpt.data import batch_size, pipeline
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.frontend.batches import configured_batches
 from elastic_ckpt.frontend.checkpointer import Checkpointer
-from elastic_ckpt.training import evaluation, train_step
+from elastic_ckpt.training import configured_callbacks, evaluation, train_step
+from elastic_ckpt.training.callbacks import Callback
 
 
 def assemble(
@@ -32,6 +33,7 @@ def assemble(
     *,
     devices: Sequence[jax.Device] | None = None,
     place: World | None = None,
+    callbacks: Mapping[str, Callback] | None = None,
     emit: events.Emit = events.nobody,
 ) -> job.Job:
     """The job of a run on `world`; every host of it calls this.
@@ -41,22 +43,21 @@ def assemble(
       world: the hosts, slices and devices to train on.
       devices: those of `world`; by default all that JAX has.
       place: of this host in an elastic run.
+      callbacks: your own by name, the same on all hosts, besides the configured ones.
       emit: called for each event of the run.
 
     Raises:
-      ConfigError: if the parts do not fit together, or the devices are not those of
-        `world`, or the run has more steps than the configuration.
+      ConfigError: if parts, devices or the number of steps do not fit together.
       DataError: if the data cannot be read.
       RunError: if another run uses the RAM disk, or hosts cannot be reached.
     """
+    called = configured_callbacks.of_run(config, callbacks or {}, emit=emit)
     mesh = topology.mesh_of(world, devices)
     sizes = batch_size.schedule(config.data, world)
     vocab_size = config.model.vocab_size or pipeline.vocab_size(config.data)
+    data = pipeline.from_config(config.data, vocab_size=vocab_size)
     batches = configured_batches(
-        pipeline.from_config(config.data, vocab_size=vocab_size),
-        config.data,
-        mesh=mesh,
-        global_batch_size=sizes.at(0),
+        data, config.data, mesh=mesh, global_batch_size=sizes.at(0)
     )
     parts = 1 if place is None else place.microbatches
     program = train_step.build(config, mesh, vocab_size=vocab_size, microbatches=parts)
@@ -66,8 +67,10 @@ def assemble(
         if config.checkpoint.enable_checkpointing:
             checkpointer = _checkpointer(config, world, mesh, place, emit)
             on_error.enter_context(checkpointer)
-            saver = run_saver.RunSaver(checkpointer, config.checkpoint, data=batches)
-        start_step = _start_step(config, saver.latest_step if saver else None)
+            saver = run_saver.RunSaver(
+                checkpointer, config.checkpoint, data=batches, callbacks=called or None
+            )
+        start_step = _start_step(config, saver)
         if sizes.at(start_step) != sizes.at(0):
             batches.resize(sizes.at(start_step))
         on_error.pop_all()
@@ -80,6 +83,7 @@ def assemble(
         sizes=sizes,
         checkpointer=saver,
         evaluation=evaluated,
+        callbacks=called,
         start_step=start_step,
         emit=emit,
     )
@@ -129,8 +133,8 @@ def _evaluation(
     )
 
 
-def _start_step(config: schema.Config, latest_step: int | None) -> int:
-    start_step = latest_step or 0
+def _start_step(config: schema.Config, saver: run_saver.RunSaver | None) -> int:
+    start_step = (saver.latest_step if saver else None) or 0
     if start_step > config.run.steps:
         raise errors.ConfigError(
             f"{run_directory.path_of(config)} is at step {start_step}, and"

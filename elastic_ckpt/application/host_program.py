@@ -9,28 +9,38 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from elastic_ckpt.application import journal, listeners
 from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.application.job import Job
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import events, topology
+from elastic_ckpt.core import errors, events, topology
 from elastic_ckpt.elastic import termination, watch
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.tiers.persistent import claims
 from elastic_ckpt.training import loop
+from elastic_ckpt.training.callbacks import Action, Callback
 
 
-def train(config: schema.Config, world: World) -> bool:
+def train(
+    config: schema.Config,
+    world: World,
+    *,
+    callbacks: Mapping[str, Callback] | None = None,
+) -> bool:
     """Trains on this host, a member of a world that all of its hosts have joined.
 
     Args:
       config: of the run; the files of its data exist.
       world: of this host; its events are emitted on the primary host alone.
+      callbacks: your own by name, besides the configured ones.
 
     Returns:
       Whether the hosts left before the last step.
+
+    Raises:
+      DivergedError: if a callback has ended the run.
     """
     began_secs = time.monotonic()
     emit = world.emit if topology.is_primary() else events.nobody
@@ -45,6 +55,7 @@ def train(config: schema.Config, world: World) -> bool:
             world.topology,
             devices=world.devices,
             place=world,
+            callbacks=callbacks,
             emit=emit,
         )
         emit(
@@ -81,7 +92,12 @@ def compile_ahead(config: schema.Config, world: World) -> None:
     data = dataclasses.replace(config.data, eval_interval=0)
     checkpoint = dataclasses.replace(config.checkpoint, enable_checkpointing=False)
     job = assemble(
-        dataclasses.replace(config, data=data, checkpoint=checkpoint),
+        dataclasses.replace(
+            config,
+            data=data,
+            checkpoint=checkpoint,
+            divergence=schema.DivergenceSection(),
+        ),
         world.topology,
         place=world,
     )
@@ -102,6 +118,12 @@ def _run(job: Job, world: World) -> loop.Ended:
     world.begin(watch.CLOSE)
     world.hand_over(ended.step, ended.state)
     job.close()
+    if ended.finding is not None:
+        is_saved = ended.finding.action is Action.STOP and job.checkpointer is not None
+        raise errors.DivergedError(
+            f"the run was ended after step {ended.step}, which is"
+            f" {'' if is_saved else 'not '}saved: {ended.finding.why}"
+        )
     return ended
 
 

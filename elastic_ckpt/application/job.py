@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
 from absl import logging
 from jax.sharding import Mesh
 
@@ -15,10 +17,13 @@ from elastic_ckpt.application import run_directory
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import allgather, events, topology
+from elastic_ckpt.core import allgather, errors, events, topology
 from elastic_ckpt.data import batch_size
+from elastic_ckpt.data.leaving_out import LeavingOut
+from elastic_ckpt.data.state import Ranges
 from elastic_ckpt.elastic import executables
-from elastic_ckpt.training import evaluation, loop, step_log, train_step
+from elastic_ckpt.training import evaluation, loop, rollback, step_log, train_step
+from elastic_ckpt.training.callbacks import Action, Callbacks, Finding
 
 # If a host dies meanwhile, the coordination service ends the others.
 _COMPILE_TIMEOUT_SECS = 24 * 3600
@@ -29,6 +34,13 @@ HandedOver = Callable[[int, Any], Any]
 
 class Batches(loop.Batches, Protocol):
     """The global batches of a run, open until they are closed."""
+
+    @property
+    def left_out(self) -> Ranges:
+        """The rows that were left out, see `data.state`; all hosts ask together."""
+
+    def leaving_out(self) -> LeavingOut:
+        """A component in place of the data when the run goes back to a step."""
 
     def close(self) -> None:
         """Ends the threads and workers that read ahead."""
@@ -49,6 +61,7 @@ class Job:
       sizes: the batch size of each step.
       checkpointer: None trains without checkpoints.
       evaluation: None trains without evaluating.
+      callbacks: called for each step and evaluation.
       start_step: steps that are done already; 0 for a new run.
       emit: called for each event of the run.
     """
@@ -61,6 +74,7 @@ class Job:
     sizes: batch_size.Schedule
     checkpointer: run_saver.RunSaver | None
     evaluation: evaluation.Evaluation | None
+    callbacks: Callbacks
     start_step: int
     emit: events.Emit
 
@@ -101,6 +115,9 @@ class Job:
     ) -> loop.Ended:
         """Trains from `state` to the last step, or until asked to stop.
 
+        When a callback has found a divergence it may go back to an older step, and
+        continue from there with the data that comes next.
+
         Args:
           state: from `restore_or_init`; its buffers are donated.
           compiled: compiles the step; by default anew in each world.
@@ -108,22 +125,23 @@ class Job:
           is_stopping: called after each step; whether to save and end there, the same
             on all hosts.
         """
-        start_step = int(state["step"])
         number = self.checkpointer.claim_world() if self.checkpointer else 0
-        log = self._open_log(start_step, number)
+        compiled = (
+            compiled or executables.Executables(kept=None, emit=self.emit).compiled
+        )
         trained = loop.Loop(
             program=self.program,
             batches=self.batches,
             sizes=self.sizes,
-            log=log,
+            log=None,
             saver=self.checkpointer,
             evaluation=self.evaluation,
             validation=validation_schedule.configured(
                 self.config.validation, self.emit
             ),
+            callbacks=self.callbacks,
             emit=self.emit,
-            compiled=compiled
-            or executables.Executables(kept=None, emit=self.emit).compiled,
+            compiled=_Compiled(compiled),
             begin=begin,
             barrier=functools.partial(
                 allgather.of_this_world().gather,
@@ -133,10 +151,20 @@ class Job:
             ),
             is_stopping=is_stopping,
         )
-        with contextlib.closing(log) if log else contextlib.nullcontext():
-            return trained.run(
-                state, start_step=start_step, steps=self.config.run.steps
-            )
+        while True:
+            start_step = int(state["step"])
+            log = self._open_log(start_step, number)
+            with contextlib.closing(log) if log else contextlib.nullcontext():
+                ended = dataclasses.replace(trained, log=log).run(
+                    state, start_step=start_step, steps=self.config.run.steps
+                )
+            if ended.finding is None or ended.finding.action is not Action.ROLLBACK:
+                return ended
+            begin("restore")
+            ended = self._go_back(ended, ended.finding)
+            if ended.finding is not None or ended.is_stopped:
+                return ended
+            state = ended.state
 
     def close(self) -> None:
         """Waits for all saves, and ends the parts of the job.
@@ -164,7 +192,65 @@ class Job:
             except Exception as error:
                 logging.warning("a part of a failed job cannot be ended: %r", error)
 
+    def _go_back(self, ended: loop.Ended, finding: Finding) -> loop.Ended:
+        # As if the loop had ended with an older step, which is saved. If the run has to
+        # end instead, the finding has the reason.
+        began_secs = time.monotonic()
+        saver, callbacks = self.checkpointer, self.callbacks
+        saved = saver.complete() if saver else []
+        try:
+            step = rollback.choose(
+                finding,
+                [each.step for each in saved],
+                rollbacks=callbacks.rollbacks,
+                section=self.config.divergence,
+            )
+        except errors.DivergedError as error:
+            why = dataclasses.replace(finding, action=Action.ABORT, why=str(error))
+            return dataclasses.replace(ended, finding=why)
+        assert saver is not None
+        rollbacks = callbacks.rollbacks + 1
+        read = self._read_to(callbacks.decided_step + 1, done=ended.step)
+        # The devices may not have room for two states.
+        for leaf in jax.tree.leaves(ended.state):
+            leaf.delete()
+        (good,) = (each for each in saved if each.step == step)
+        state = saver.go_back(
+            good, self.program.abstract_state, data=self.batches.leaving_out()
+        )
+        train_step.check_step(state, step)
+        callbacks.rollbacks = rollbacks
+        self._resize(read, step)
+        saver.save_again(step, state)
+        first, last = self.batches.left_out[-1]
+        self.emit(
+            "rolled_back",
+            step=ended.step,
+            to_step=step,
+            rows=last - first,
+            rollbacks=rollbacks,
+            secs=time.monotonic() - began_secs,
+        )
+        return loop.Ended(state=state, step=step, is_stopped=ended.is_stopped)
+
+    def _read_to(self, step: int, *, done: int) -> int:
+        # Returns the last step whose batch was read, from 0. Mostly the loop has read
+        # one more batch than callbacks have seen; so it always is, and the run always
+        # continues with the same batch.
+        for number in range(done, step):
+            self._resize(number - 1, number)
+            with contextlib.suppress(StopIteration):
+                next(self.batches)
+        return max(done, step) - 1
+
+    def _resize(self, before: int, step: int) -> None:
+        # Batches are of the size of step `before`.
+        if self.sizes.at(step) != self.sizes.at(before):
+            self.batches.resize(self.sizes.at(step))
+
     def _open_log(self, start_step: int, number: int) -> step_log.StepLog | None:
+        # All hosts ask for it.
+        left_out = self.batches.left_out
         if not topology.is_primary():
             return None
         directory = run_directory.path_of(self.config)
@@ -175,4 +261,26 @@ class Job:
             world=self.world,
             data=dataclasses.asdict(self.config.data),
             number=number,
+            left_out=left_out,
         )
+
+
+class _Compiled:
+    """Compiles the step, or takes the last one for batches of the same size.
+
+    Args:
+      compiled: compiles it.
+    """
+
+    def __init__(self, compiled: loop.Compile) -> None:
+        self._compiled = compiled
+        self._rows = 0
+        self._step: Callable[..., Any] | None = None
+
+    def __call__(self, jitted: Any, *arguments: Any, step: int) -> Callable[..., Any]:
+        _, batch = arguments
+        rows = len(next(iter(batch.values())))
+        if self._step is None or rows != self._rows:
+            self._step = self._compiled(jitted, *arguments, step=step)
+            self._rows = rows
+        return self._step

@@ -1,13 +1,14 @@
 """Saves and restores the state and the data state of a run.
 
-A step is named by the number of steps done. It holds two checkpointables, `state`
-(weights, optimizer, step counter) and `data` (the data state).
+A step is named by the number of steps done. It holds the checkpointables `state`
+(weights, optimizer, step counter), `data` (the data state), and, if the run has any,
+`callbacks` (their states).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from absl import logging
 from orbax.checkpoint import v1 as ocp
@@ -16,12 +17,21 @@ from elastic_ckpt.checkpoint import configured_tiers
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics
+from elastic_ckpt.host.answers import CheckpointMetadata
 from elastic_ckpt.manifests import layout
 
 # The directory of the steps in that of a run.
 DIRECTORY = layout.STEPS
 STATE = "state"
 DATA = "data"
+CALLBACKS = "callbacks"
+
+
+class Callbacks(ocp.StatefulCheckpointable, Protocol):
+    """The states of the callbacks of a run."""
+
+    def begin_anew(self) -> None:
+        """Continues a step without states of callbacks."""
 
 
 class RunSaver:
@@ -31,6 +41,7 @@ class RunSaver:
       checkpointer: over the tiers.
       section: whether to save in the background, and at the end.
       data: the data iterator.
+      callbacks: None if the run has none.
     """
 
     def __init__(
@@ -39,10 +50,12 @@ class RunSaver:
         section: schema.CheckpointSection,
         *,
         data: ocp.StatefulCheckpointable,
+        callbacks: Callbacks | None = None,
     ) -> None:
         self._checkpointer = checkpointer
         self._section = section
         self._data = data
+        self._callbacks = callbacks
         # The step that ends the run, once it is saved.
         self._last_step: int | None = None
         # The step whose evaluation was better than all before.
@@ -65,17 +78,18 @@ class RunSaver:
         Raises:
           CheckpointError: if the step is of another model, or none can be read.
         """
-        wanted = {STATE: abstract_state, DATA: self._data}
+        wanted = {STATE: abstract_state, DATA: self._data, **self._saved_callbacks()}
         return self._checkpointer.load_checkpointables(None, wanted)[STATE]
 
     def restore_data(self, step: int) -> bool:
-        """Sets the data iterator alone to its position at `step`.
+        """Sets the data iterator and the callbacks, not the state, to `step`.
 
         Returns:
           Whether it could be read.
         """
         try:
-            self._checkpointer.load_checkpointables(step, {DATA: self._data})
+            wanted = {DATA: self._data, **self._saved_callbacks(step)}
+            self._checkpointer.load_checkpointables(step, wanted)
         except errors.CheckpointError as error:
             logging.warning("the data of step %d cannot be read: %s", step, error)
             return False
@@ -86,6 +100,57 @@ class RunSaver:
         if self._section.save_best_checkpoint and self._is_best(metrics):
             self._best_step = step
         self._checkpointer.record_metrics(step, metrics)
+
+    def complete(self) -> list[CheckpointMetadata]:
+        """The complete steps, ascending, once all saves that have begun are done."""
+        self._checkpointer.wait()
+        return self._checkpointer.checkpoints
+
+    def go_back(
+        self,
+        step: CheckpointMetadata,
+        abstract_state: Any,
+        *,
+        data: ocp.StatefulCheckpointable,
+    ) -> Any:
+        """Returns the state of an older step, and sets the callbacks to it.
+
+        Args:
+          step: one of `complete`.
+          abstract_state: its shapes, dtypes and shardings.
+          data: receives the data state of the step in place of the data iterator.
+
+        Raises:
+          CheckpointError: if it cannot be read.
+        """
+        wanted = {STATE: abstract_state, DATA: data, **self._saved_callbacks(step)}
+        return self._checkpointer.load_checkpointables(step, wanted)[STATE]
+
+    def save_again(self, step: int, state: Any) -> None:
+        """Saves the step that was gone back to, in every tier, and waits for it.
+
+        The run continues from it, with the present data state, even if it crashes now.
+
+        Raises:
+          CheckpointError: if it could not be saved.
+        """
+        latest = self._checkpointer.latest
+        assert latest is not None
+        assert latest.step == step
+        saving = self._checkpointer.save_checkpointables_async(
+            step,
+            self._parts(state),
+            overwrite=True,
+            metrics=latest.metrics,
+            custom_metadata=latest.custom_metadata,
+        )
+        if saving is None or not saving.result():
+            raise errors.CheckpointError(
+                f"step {step}, to which the run has gone back, could not be saved, and"
+                " a restart would continue from a later one; see `degraded` in the"
+                " run's events, make room, and start the run once more"
+            )
+        self._checkpointer.wait()
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`, which has just been computed."""
@@ -101,10 +166,7 @@ class RunSaver:
         force = last or step == self._best_step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
             saving = self._checkpointer.save_checkpointables_async(
-                step,
-                {STATE: state, DATA: self._data},
-                force=force,
-                overwrite=overwrite,
+                step, self._parts(state), force=force, overwrite=overwrite
             )
             if saving is not None and not self._section.async_checkpointing:
                 saving.result()
@@ -133,6 +195,22 @@ class RunSaver:
         self._is_closed = True
         is_left = self._checkpointer.is_left
         close(self._checkpointer, last_step=None if is_left else self._last_step)
+
+    def _parts(self, state: Any) -> dict[str, Any]:
+        callbacks = {} if self._callbacks is None else {CALLBACKS: self._callbacks}
+        return {STATE: state, DATA: self._data, **callbacks}
+
+    def _saved_callbacks(
+        self, step: int | CheckpointMetadata | None = None
+    ) -> dict[str, ocp.StatefulCheckpointable]:
+        # Older steps, and those of a run that had no callbacks, lack them.
+        if self._callbacks is None:
+            return {}
+        saved = self._checkpointer.checkpointables_metadata(step).metadata
+        if CALLBACKS in saved:
+            return {CALLBACKS: self._callbacks}
+        self._callbacks.begin_anew()
+        return {}
 
     def abandon(self) -> None:
         """Releases the hosts after an error, and does not wait for saves."""

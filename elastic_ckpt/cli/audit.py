@@ -102,6 +102,11 @@ def describe(outcome: audit.Audit) -> str:
         lines.append(
             f"steps trained again after an interruption: {outcome.num_redone_steps}"
         )
+    if outcome.num_left_out:
+        lines.append(
+            f"rows left out where the run went back to an older step:"
+            f" {outcome.num_left_out:,}"
+        )
     if outcome.passed:
         lines += [
             "PASSED: every step used the examples and tokens of the one-host run's"

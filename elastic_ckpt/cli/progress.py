@@ -319,6 +319,19 @@ class Progress:
             f"step {event['step']}: evaluated {batches}, loss {event['loss']:.4f}"
         )
 
+    def _on_divergence_found(self, **event: Any) -> None:
+        self._line(
+            f"step {event['step']}: {event['callback']}: {event['why']}"
+            f" ({event['action']})"
+        )
+
+    def _on_rolled_back(self, **event: Any) -> None:
+        self._line(
+            f"went back from step {event['step']} to {event['to_step']}, and left out"
+            f" {_count(event['rows'], 'row')}; {_count(event['rollbacks'], 'rollback')}"
+            " so far"
+        )
+
     def _on_data_ended(self, **event: Any) -> None:
         self._line(f"the data ended after step {event['step']}")
         self._begin(f"step {event['step']} is the last and is being saved")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ckpt.config.data_section import DataSection
+from elastic_ckpt.config.divergence_section import DivergenceSection
 from elastic_ckpt.config.elastic_section import ElasticSection
 from elastic_ckpt.config.key import key
 from elastic_ckpt.config.validation_section import ValidationSection
@@ -329,6 +330,7 @@ class Config:
     optimizer: OptimizerSection = OptimizerSection()
     data: DataSection = dataclasses.field(default_factory=DataSection)
     checkpoint: CheckpointSection = CheckpointSection()
+    divergence: DivergenceSection = dataclasses.field(default_factory=DivergenceSection)
     tiers: TiersSection = TiersSection()
     validation: ValidationSection = dataclasses.field(default_factory=ValidationSection)
     elastic: ElasticSection = dataclasses.field(default_factory=ElasticSection)

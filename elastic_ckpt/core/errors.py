@@ -38,6 +38,10 @@ class ReplacedError(RunError):
     """A run that another start has continued; nothing that this one saves counts."""
 
 
+class DivergedError(RunError):
+    """A run that a callback has ended, such as after a divergence."""
+
+
 class StoppedError(RunError):
     """A run that received SIGTERM and could not save before it ended."""
 

@@ -71,6 +71,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "repaired",
     ),
     "evaluated": ("step", "loss", "batches", "secs"),
+    "divergence_found": ("step", "callback", "action", "why"),
+    "rolled_back": ("step", "to_step", "rows", "rollbacks", "secs"),
     "data_ended": ("step",),
     "run_finished": ("step", "secs"),
     "stop_requested": ("within_secs",),

@@ -180,6 +180,9 @@ TRAIN_TOKENS = _metric(
 )
 TRAIN_TOKEN_RATE = _metric("train/tokens_per_sec", "gauge", "of the step")
 TRAIN_LEARNING_RATE = _metric("train/learning_rate", "gauge", "of the step's update")
+TRAIN_GRADIENT_NORM = _metric(
+    "train/gradient_norm", "gauge", "of the step, before clipping"
+)
 GOODPUT = _metric(
     "goodput/percent", "gauge", "the part of this start's time that trained new steps"
 )
@@ -204,4 +207,8 @@ GOODPUT_SECS = {
 LOST_STEPS = _metric("run/lost_steps", "counter", "steps that a change of slices lost")
 LOST_HOSTS = _metric("run/lost_hosts", "counter", "hosts whose loss ended a world")
 LOST_SLICES = _metric("run/lost_slices", "counter", "slices that were lost")
+FINDINGS = _metric("run/findings", "counter", "findings of callbacks: divergences")
+ROLLBACKS = _metric(
+    "run/rollbacks", "counter", "times that the run went back to a step on a finding"
+)
 FAILURES = _metric("run/failures", "counter", "failures that ended the run")

@@ -4,7 +4,9 @@ The service lets all hosts of a world agree on a step to end after, once one of 
 SIGTERM: the one after the newest that any host has asked about. A process has one such
 number, so all parts that ask have to count alike. The number is 0 until the first
 question; a world that begins at step 1000 and gets the signal before would wait for
-step 1. So within `counting` the first step that any part asks about is 1.
+step 1. So within `counting` the first step that any part asks about is 1. The numbers
+go on when a run goes back to an older step: the service takes -1 for its agreed number
+as long as there is none.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ class _Count:
     def __init__(self) -> None:
         self.is_relative = False
         self.first: int | None = None
+        self._last = 0
 
     def number(self, step: int) -> int:
         """The number of `step` for the service."""
@@ -26,6 +29,9 @@ class _Count:
             return step
         if self.first is None:
             self.first = step
+        elif step < self._last:
+            self.first += step - self._last - 1
+        self._last = step
         return step - self.first + 1
 
 

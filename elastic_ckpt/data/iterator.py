@@ -27,6 +27,7 @@ from elastic_ckpt.data import (
     cursors,
     delivery,
     elastic_data,
+    leaving_out,
     prefetch,
     rows,
     state,
@@ -96,12 +97,18 @@ class HostIterator:
         self._global_batch_size = global_batch_size
         self._read_ahead = read_ahead
         self._rows = self._begin(global_batch_size)
+        self._left_out: state.Ranges = ()
         self.waited_secs = 0.0
+
+    @property
+    def left_out(self) -> state.Ranges:
+        """The rows that were left out; see `DataState`."""
+        return self._left_out
 
     def reset(self) -> None:
         """Moves to the beginning."""
         self._rows.close()
-        self._rows = self._begin(self._global_batch_size)
+        self._rows, self._left_out = self._begin(self._global_batch_size), ()
 
     def resize(self, global_batch_size: int) -> None:
         """Continues with batches of another size.
@@ -157,6 +164,7 @@ class HostIterator:
                 engine=self._data.engine,
                 position=self._rows.position(),
                 pipeline=self._identity,
+                left_out=self._left_out,
             ),
             cursors=dict(self._rows.shard_cursors(shared=True)),
         )
@@ -174,7 +182,7 @@ class HostIterator:
             lambda shards: {shard: taken.cursors[shard] for shard in shards},
         )
         self._rows.close()
-        self._rows = moved
+        self._rows, self._left_out = moved, taken.data_state.left_out
 
     def write(self, directory: epath.PathLike, taken: HostState) -> None:
         """Writes what `to_save` returned into `directory`."""
@@ -201,6 +209,26 @@ class HostIterator:
         loaded.go_to(saved.position, read)
         self._rows.close()
         self._data, self._identity, self._rows = data, identity, loaded
+        self._left_out = saved.left_out
+
+    def leave_out(self, directory: epath.PathLike) -> None:
+        """Notes that all rows since the data state in `directory` were left out.
+
+        The position does not change: the run goes back to the step of that state, and
+        continues with the rows that come next.
+
+        Raises:
+          DataError: if the state cannot be read, or is of another pipeline, or of a
+            later position.
+        """
+        saved, now = state.read(directory), self.get_state().data_state
+        state.check_same_pipeline(saved, now.engine, now.pipeline)
+        if saved.row > now.row:
+            raise errors.DataError(
+                f"the data state in {directory} is of position {saved.row}, after"
+                f" {now.row}, where the run is; load it to continue from there"
+            )
+        self._left_out = (*saved.left_out, (saved.row, now.row))
 
     def _begin(
         self, global_batch_size: int, data: elastic_data.ElasticData | None = None
@@ -349,6 +377,19 @@ class Batches:
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
+
+    @property
+    def left_out(self) -> state.Ranges:
+        """The rows that were left out; see `DataState`."""
+        return self._host.left_out
+
+    def leaving_out(self) -> leaving_out.LeavingOut:
+        """A component in place of the data, for a run that goes back to a step.
+
+        Loading it does not move the iterator: it notes that all rows since that step
+        were left out, so that the run continues with the rows that come next.
+        """
+        return leaving_out.LeavingOut(self._host.leave_out)
 
     def close(self) -> None:
         """Stops reading ahead."""

@@ -6,6 +6,8 @@ Version 1 of `data_state.json` (a `checked_json` file) has the fields
 * `position`: the position that all hosts share: `{"global_next_index": 960}` or
   `{"stream_row": 960}`
 * `pipeline`: the settings that determine the order of examples, by configuration key
+* `left_out`, if there are any: the ranges of positions, `[start, stop]`, that the run
+  has left out
 
 It contains neither the number of hosts nor the batch size: both may differ at resume.
 The cursors of logical shards are in files beside it, see `data.cursors`.
@@ -23,6 +25,8 @@ from elastic_ckpt.data import pipeline_changes
 FILE_NAME = "data_state.json"
 VERSION = 1
 
+Ranges = tuple[tuple[int, int], ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataState:
@@ -32,16 +36,29 @@ class DataState:
       engine: the engine's name.
       position: the position that all hosts share, JSON.
       pipeline: the identity of the pipeline, from configuration key to JSON value.
+      left_out: the positions before `position` whose rows were not trained on, because
+        the run went back and continued after them: starts and stops, ascending.
     """
 
     engine: str
     position: dict[str, storage.Json]
     pipeline: dict[str, storage.Json]
+    left_out: Ranges = ()
+
+    @property
+    def row(self) -> int:
+        """The only number of the position."""
+        return row_of(self.position)
 
 
 def to_bytes(state: DataState) -> bytes:
     """The content of the state's file."""
-    return checked_json.to_bytes(vars(state), version=VERSION)
+    fields = dict(vars(state))
+    # Most states have none, and those of older programs lack the field.
+    if not fields.pop("left_out"):
+        return checked_json.to_bytes(fields, version=VERSION)
+    fields["left_out"] = [list(each) for each in state.left_out]
+    return checked_json.to_bytes(fields, version=VERSION)
 
 
 def write(directory: epath.PathLike, state: DataState) -> None:
@@ -61,7 +78,15 @@ def read(directory: epath.PathLike) -> DataState:
         engine=content["engine"],
         position=content["position"],
         pipeline=content["pipeline"],
+        left_out=tuple((start, stop) for start, stop in content.get("left_out", ())),
     )
+
+
+def row_of(position: dict[str, storage.Json]) -> int:
+    """The only number of a position: rows, or examples, before it."""
+    (row,) = position.values()
+    assert isinstance(row, int)
+    return row
 
 
 def check_same_pipeline(

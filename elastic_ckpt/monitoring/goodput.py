@@ -17,7 +17,7 @@ wait        `waiting_for_slices`
 decide      until `world_started`
 start       until `world_joined`
 prepare     until `run_started`, and what comes between the phases below
-restore     until `restored_from`
+restore     until `restored_from`, or a run went back to an older step (`rolled_back`)
 compile     until `compiled` or `executable_loaded`, from `compile_started`
 first_step  until the first `step` of a world
 """
@@ -48,6 +48,7 @@ _WITHIN = {
     "save_blocked": "save",
     "evaluated": "evaluate",
     "validated": "validate",
+    "rolled_back": "restore",
     "compiled": "compile",
     "executable_loaded": "compile",
 }

@@ -56,6 +56,8 @@ class RunMetrics:
 _COUNTED = {
     "host_lost": metrics.LOST_HOSTS,
     "slice_lost": metrics.LOST_SLICES,
+    "divergence_found": metrics.FINDINGS,
+    "rolled_back": metrics.ROLLBACKS,
     "run_failed": metrics.FAILURES,
 }
 

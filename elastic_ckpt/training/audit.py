@@ -3,20 +3,22 @@
 The batch of a step is the examples that it was computed from, with their tokens; most
 pipelines also guarantee the order of its rows. The one-host run executes the same
 pipeline again: examples that the pipeline itself leaves out (filters, truncation, rows
-of an incomplete batch) are missing in both, and the audit does not report them.
+of an incomplete batch) are missing in both, and the audit does not report them. It
+leaves out what the run has left out when it went back to an older step, as the step log
+has it.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from elastic_ckpt.core import digest
-from elastic_ckpt.data import delivery, elastic_data, example_id, rows
+from elastic_ckpt.data import delivery, elastic_data, example_id, rows, state
 from elastic_ckpt.training import step_log
 
 
@@ -34,7 +36,9 @@ class Audit:
       num_batch_identical_steps: steps with the batch of the one-host run.
       num_row_identical_steps: those of them with its order of rows.
       num_row_promised_steps: steps whose pipeline guarantees that order.
-      num_redone_steps: steps that were trained again after a crash (and count once).
+      num_redone_steps: steps that were trained again, after a crash or because the run
+        went back (and count once).
+      num_left_out: positions that the run left out after it went back.
       hosts: the number of hosts of each attempt.
       first_difference: a description of the first step that differs; empty if none
         does.
@@ -51,6 +55,7 @@ class Audit:
     num_row_identical_steps: int
     num_row_promised_steps: int
     num_redone_steps: int
+    num_left_out: int
     hosts: tuple[int, ...]
     first_difference: str
     missing_checkpoint: str
@@ -93,7 +98,7 @@ def audit(
     used: collections.Counter[int] = collections.Counter()
     expected: collections.Counter[int] = collections.Counter()
     compared: list[_Compared] = []
-    oracle = _OneHost(data_of)
+    oracle = _OneHost(data_of, {each.attempt: each.left_out for each in attempts})
     for number, record in enumerate(steps):
         one_host = oracle.next(record)
         expected.update(row for row, _ in one_host)
@@ -109,7 +114,6 @@ def audit(
         )
     for padding in (used, expected):
         del padding[example_id.NONE]
-    num_logged = sum(len(attempt.records) for attempt in attempts)
     num_examples = sum(used.values())
     return Audit(
         num_steps=len(steps),
@@ -120,7 +124,8 @@ def audit(
         num_batch_identical_steps=sum(not each.in_batch for each in compared),
         num_row_identical_steps=sum(not each.in_rows for each in compared),
         num_row_promised_steps=sum(each.is_in_order for each in compared),
-        num_redone_steps=num_logged - len(steps),
+        num_redone_steps=sum(len(each.records) for each in attempts) - len(steps),
+        num_left_out=oracle.num_left_out,
         hosts=tuple(attempt.hosts for attempt in attempts),
         first_difference=difference,
         missing_checkpoint=missing_checkpoint,
@@ -188,10 +193,19 @@ def _compared(
 
 
 class _OneHost:
-    """The run on one host, whose batch size and data change at the same steps."""
+    """The run on one host, whose batch size and data change at the same steps.
 
-    def __init__(self, data_of: Callable[[int], elastic_data.ElasticData]) -> None:
+    It leaves out the same positions.
+    """
+
+    def __init__(
+        self,
+        data_of: Callable[[int], elastic_data.ElasticData],
+        left_out: Mapping[int, state.Ranges],
+    ) -> None:
+        self.num_left_out = 0
         self._data_of = data_of
+        self._left_out = left_out
         self._attempt_and_size: tuple[int, int] | None = None
         self._batches: elastic_data.HostBatches | None = None
         # How many batches without a real row may come before one that has some.
@@ -199,16 +213,13 @@ class _OneHost:
 
     def next(self, record: step_log.StepRecord) -> list[tuple[int, int]]:
         """The batch of a step: example id and row digest of each row, in order."""
-        attempt_and_size = record.attempt, len(record.ids)
-        if self._attempt_and_size != attempt_and_size:
-            self._batches = self._continued(record)
-            self._attempt_and_size = attempt_and_size
-        assert self._batches is not None
-        batch = next(self._batches)
+        self._leave_out(record)
+        batches = self._of_size(record.attempt, len(record.ids))
+        batch = next(batches)
         for _ in range(self._max_empty):
             if batch[elastic_data.MASK].any():
                 break
-            batch = next(self._batches)
+            batch = next(batches)
         tokens = np.concatenate(digest.row_features(batch), axis=1)
         digests = digest.row_digests(tokens).tolist()
         return list(zip(example_id.join(batch["example_id"]), digests, strict=True))
@@ -218,12 +229,29 @@ class _OneHost:
         if self._batches:
             self._batches.close()
 
-    def _continued(self, record: step_log.StepRecord) -> elastic_data.HostBatches:
-        placement = rows.Placement.in_order(
-            0, num_hosts=1, global_batch_size=len(record.ids)
-        )
-        data = self._data_of(record.attempt)
-        self._max_empty = delivery.batches_of_end(data, len(record.ids)) - 1
+    def _leave_out(self, record: step_log.StepRecord) -> None:
+        # Ranges of the attempt that begin here; each may have batches of other sizes.
+        for start, stop in self._left_out[record.attempt]:
+            position = start
+            while self._position() == position < stop:
+                size = min(len(record.ids), stop - position)
+                next(self._of_size(record.attempt, size))
+                self.num_left_out += size
+                position += size
+
+    def _position(self) -> int:
+        return state.row_of(self._batches.position()) if self._batches else 0
+
+    def _of_size(self, attempt: int, size: int) -> elastic_data.HostBatches:
+        if self._batches is None or self._attempt_and_size != (attempt, size):
+            self._batches = self._continued(attempt, size)
+            self._attempt_and_size = attempt, size
+        return self._batches
+
+    def _continued(self, attempt: int, size: int) -> elastic_data.HostBatches:
+        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+        data = self._data_of(attempt)
+        self._max_empty = delivery.batches_of_end(data, size) - 1
         continued = data.host_batches(placement)
         if self._batches:
             cursors = self._batches.shard_cursors()

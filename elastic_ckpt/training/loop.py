@@ -13,6 +13,7 @@ from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.core import events, metrics
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step
+from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
 
 
 class Saver(Protocol):
@@ -53,11 +54,14 @@ class Ended:
       state: the state after the last step.
       step: the number of steps that are done.
       is_stopped: whether it was stopped before its last step.
+      finding: of a callback, because of which it ended; None if none did. Its last step
+        is saved if the action is to stop.
     """
 
     state: train_step.TrainState
     step: int
     is_stopped: bool
+    finding: Finding | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,7 @@ class Loop:
       saver: None trains without checkpoints.
       evaluation: None trains without evaluation.
       validation: compares copies of the state; None does not.
+      callbacks: called for each step and evaluation; the loop ends with a decision.
       emit: called for each step, after each save, and before and after compiling.
       compiled: compiles the step for its arguments, given the number of the step; emits
         the events.
@@ -92,6 +97,7 @@ class Loop:
     emit: events.Emit
     compiled: Compile
     validation: validation_schedule.ValidationSchedule | None = None
+    callbacks: Callbacks = dataclasses.field(default_factory=Callbacks)
     begin: Callable[[str], None] = lambda _: None
     barrier: Callable[[], object] = lambda: None
     is_stopping: Callable[[int], bool] = lambda _: False
@@ -103,13 +109,14 @@ class Loop:
 
         The log is written one step behind the devices, so that they never wait for it,
         except for the first step, with which a change of slices is over. It catches up
-        before a checkpoint, so that every saved step is logged.
+        before a checkpoint, so that every saved step is logged. Callbacks are called
+        with it, so that no step is saved that they have found to be bad.
         """
-        recorder = _Recorder(self.log, self.emit, steps)
+        recorder = _Recorder(self.log, self.emit, steps, self.callbacks)
         done, saved = start_step, -1
         stopping = False
         step = self.program.step
-        while done < steps and not stopping:
+        while done < steps and not stopping and self.callbacks.decision is None:
             self.begin("step")
             is_new_shape = done == start_step
             if self.sizes.at(done) != self.sizes.at(max(done - 1, start_step)):
@@ -130,10 +137,7 @@ class Loop:
             done += 1
             if self.evaluation and self.evaluation.is_due(done):
                 recorder.catch_up()
-                self.begin("evaluate")
-                loss = self.evaluation.run(done, state)
-                if self.saver:
-                    self.saver.record(done, {evaluation.METRIC: loss})
+                self._evaluate(self.evaluation, done, state)
             stopping = done < steps and self.is_stopping(done)
             last = done == steps
             saver = self.saver
@@ -141,14 +145,33 @@ class Loop:
             self._validate(done, state, recorder, is_saving=bool(saving))
             if saving:
                 recorder.catch_up()
-                self._save(done, state, last=last or stopping)
-                saved = done
+                if self.callbacks.decision is None:
+                    self._save(done, state, last=last or stopping)
+                    saved = done
         recorder.catch_up()
+        finding = self.callbacks.decision
         # A run that was already complete may lack its last checkpoint in storage.
-        if self.saver and done not in (0, saved) and self.saver.is_due(done, last=True):
+        if done not in (0, saved) and self._is_end_due(done, finding):
             self._validate(done, state, recorder, is_saving=True)
             self._save(done, state, last=True)
-        return Ended(state=state, step=done, is_stopped=stopping)
+        return Ended(state=state, step=done, is_stopped=stopping, finding=finding)
+
+    def _evaluate(
+        self, evaluated: evaluation.Evaluation, step: int, state: train_step.TrainState
+    ) -> None:
+        self.begin("evaluate")
+        loss = evaluated.run(step, state)
+        self.callbacks.after_evaluation(step, loss)
+        if self.saver:
+            self.saver.record(step, {evaluation.METRIC: loss})
+
+    def _is_end_due(self, step: int, finding: Finding | None) -> bool:
+        # Whether to save the step with which the loop ends.
+        if self.saver is None:
+            return False
+        if finding is None:
+            return self.saver.is_due(step, last=True)
+        return finding.action is Action.STOP
 
     def _validate(
         self,
@@ -179,14 +202,19 @@ class Loop:
 
 
 class _Recorder:
-    """Logs each step, on the host that logs, while the next one is computed."""
+    """Logs each step, and calls the callbacks, while the next one is computed."""
 
     def __init__(
-        self, log: step_log.StepLog | None, emit: events.Emit, steps: int
+        self,
+        log: step_log.StepLog | None,
+        emit: events.Emit,
+        steps: int,
+        callbacks: Callbacks,
     ) -> None:
         self._log = log
         self._emit = emit
         self._steps = steps
+        self._callbacks = callbacks
         self._pending: tuple[int, train_step.StepReport] | None = None
         self._since = time.monotonic()
 
@@ -207,20 +235,37 @@ class _Recorder:
         step, report = self._pending
         self._pending = None
         metrics.TRAIN_STEPS.record(step + 1)
-        if self._log is None:
+        if self._log is None and not self._callbacks:
             # No host runs ahead of the one that logs: hosts that leave do so after a
             # step that all have begun.
             jax.block_until_ready(report)
             return
-        loss = self._log.append(step, report)
-        now = time.monotonic()
-        self._emit(
-            "step",
-            step=step + 1,
-            steps=self._steps,
-            loss=loss,
-            secs=now - self._since,
-            tokens=int(report.tokens),
-            learning_rate=float(report.learning_rate),
-        )
-        self._since = now
+        numbers = _numbers(report)
+        if self._log is not None:
+            self._log.append(step, report)
+            metrics.TRAIN_GRADIENT_NORM.record(numbers.gradient_norm)
+            now = time.monotonic()
+            self._emit(
+                "step",
+                step=step + 1,
+                steps=self._steps,
+                loss=numbers.loss,
+                secs=now - self._since,
+                tokens=numbers.tokens,
+                learning_rate=numbers.learning_rate,
+            )
+            self._since = now
+        self._callbacks.after_step(step + 1, numbers)
+
+
+def _numbers(report: train_step.StepReport) -> Report:
+    # Waits until the step is computed.
+    loss, gradient_norm, tokens, learning_rate = jax.device_get(
+        (report.loss, report.gradient_norm, report.tokens, report.learning_rate)
+    )
+    return Report(
+        loss=float(loss),
+        gradient_norm=float(gradient_norm),
+        tokens=int(tokens),
+        learning_rate=float(learning_rate),
+    )

@@ -1,12 +1,14 @@
 """The step log: a record of the examples that each step was computed from.
 
-A run has one file per start, `step_log/attempt-00001.jsonl` and so on. Version 3 of the
-file is JSON lines. The first line describes the attempt, with the number of the claimed
-world (`world`, which versions 1 and 2 lack; 0 if none is claimed) and the configuration
-of its data (`data`, which version 1 lacks):
+A run has one file per start, and after each time that it goes back to an older step,
+`step_log/attempt-00001.jsonl` and so on. Version 4 of the file is JSON lines. The first
+line describes the attempt, with the configuration of its data (`data`, which version 1
+lacks), the number of the claimed world (`world`, which versions 1 and 2 lack; 0 if none
+is claimed), and the ranges of positions that the run has left out before the attempt
+(`left_out`, which versions 1 to 3 lack; see `data.state`):
 
-    {"version":3,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8,"data":{},
-     "world":1}
+    {"version":4,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8,"data":{},
+     "world":1,"left_out":[]}
 
 (on one line in the file).
 Each further line describes a step, in order:
@@ -32,12 +34,12 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import digest, errors, storage, topology
-from elastic_ckpt.data import example_id
+from elastic_ckpt.data import example_id, state
 from elastic_ckpt.training import train_step
 
 DIRECTORY = "step_log"
-VERSION = 3
-_READABLE = (1, 2, 3)
+VERSION = 4
+_READABLE = (1, 2, 3, 4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class Attempt:
       data: the configuration of its data, by key; empty if unknown.
       records: its steps.
       world: the number of the claimed world; 0 if none is claimed.
+      left_out: the positions that were left out up to its first step.
     """
 
     attempt: int
@@ -80,6 +83,7 @@ class Attempt:
     data: dict[str, storage.Json]
     records: tuple[StepRecord, ...]
     world: int = 0
+    left_out: state.Ranges = ()
 
 
 class StepLog:
@@ -91,6 +95,7 @@ class StepLog:
       world: its hosts, slices and devices.
       data: the configuration of its data, by key.
       number: of the claimed world; 0 if none is claimed.
+      left_out: the positions that were left out so far.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class StepLog:
         world: topology.Topology,
         data: dict[str, storage.Json],
         number: int = 0,
+        left_out: state.Ranges = (),
     ) -> None:
         directory = storage.absolute(run_directory) / DIRECTORY
         header: dict[str, Any] = {
@@ -110,6 +116,7 @@ class StepLog:
             **dataclasses.asdict(world),
             "data": data,
             "world": number,
+            "left_out": [list(each) for each in left_out],
         }
         # Another start may create its file at the same time.
         while not storage.create(_path(directory, header), _first_line(header)):
@@ -208,6 +215,7 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
             " it"
         )
     header.setdefault("data", {})
+    left_out = header.pop("left_out", ())
     try:
         return Attempt(
             records=tuple(
@@ -220,6 +228,7 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
                 )
                 for line in lines[1:]
             ),
+            left_out=tuple((start, stop) for start, stop in left_out),
             **header,
         )
     except (KeyError, TypeError) as error:

@@ -30,6 +30,7 @@ class StepReport(NamedTuple):
       row_digests: uint32 `[B]`, digests of the tokens of these rows.
       tokens: int32 scalar, the targets of the global batch without padding.
       learning_rate: float32 scalar, of the update.
+      gradient_norm: float32 scalar, the L2 norm of all gradients, before clipping.
     """
 
     loss: jax.Array
@@ -37,6 +38,7 @@ class StepReport(NamedTuple):
     row_digests: jax.Array
     tokens: jax.Array
     learning_rate: jax.Array
+    gradient_norm: jax.Array
 
 
 # `(params, batch) -> (loss, targets)`: the sum over targets in nats, and their number.
@@ -97,7 +99,12 @@ def build(
         updates, opt_state = optimizer.update(
             gradients, state["opt_state"], state["params"]
         )
-        report = _report(batch, loss, learning_rate(state["step"]))
+        report = _report(
+            batch,
+            loss,
+            learning_rate=learning_rate(state["step"]),
+            gradient_norm=optax.tree.norm(gradients),
+        )
         return {
             "params": optax.apply_updates(state["params"], updates),
             "opt_state": opt_state,
@@ -122,7 +129,11 @@ def build(
 
 
 def _report(
-    batch: elastic_data.Batch, loss: jax.Array, learning_rate: jax.typing.ArrayLike
+    batch: elastic_data.Batch,
+    loss: jax.Array,
+    *,
+    learning_rate: jax.typing.ArrayLike,
+    gradient_norm: jax.Array,
 ) -> StepReport:
     tokens = jnp.concatenate(digest.row_features(batch), axis=1)
     return StepReport(
@@ -131,6 +142,7 @@ def _report(
         row_digests=digest.row_digests(tokens),
         tokens=transformer.is_counted(batch).sum(dtype=jnp.int32),
         learning_rate=jnp.float32(learning_rate),
+        gradient_norm=gradient_norm,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import itertools
+import json
 import time
 from collections.abc import Awaitable
 from typing import Any
@@ -17,7 +18,15 @@ from jax.experimental import colocated_python
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import background, errors, metrics, topology
-from elastic_ckpt.data import compatibility, delivery, elastic_data, iterator, prefetch
+from elastic_ckpt.data import (
+    compatibility,
+    delivery,
+    elastic_data,
+    iterator,
+    leaving_out,
+    prefetch,
+    state,
+)
 from elastic_ckpt_sidecar import failures, messages, worker
 
 # How long a worker may take to go to the beginning, or to another batch size.
@@ -140,6 +149,28 @@ class RemoteIterator:
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
+
+    @property
+    def left_out(self) -> state.Ranges:
+        """The rows that were left out; see `DataState`."""
+        rows = self._workers.calls.submit(
+            functools.partial(self._call, self._worker.left_out)
+        ).result()
+        ranges = json.loads(rows[0].tobytes())
+        return tuple((start, stop) for start, stop in ranges)
+
+    def leaving_out(self) -> leaving_out.LeavingOut:
+        """See `iterator.Batches.leaving_out`."""
+
+        def leave_out(directory: epath.Path) -> None:
+            self._in_turn(
+                self._worker.leave_out,
+                directory=str(directory),
+                batches=self._workers.num_taken,
+            )
+            self._begin_anew()
+
+        return leaving_out.LeavingOut(leave_out)
 
     def close(self) -> None:
         """Releases the workers; the iterator cannot be used any more.

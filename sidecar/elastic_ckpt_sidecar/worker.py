@@ -7,10 +7,12 @@ storage, but for `load_state`.
 from __future__ import annotations
 
 import collections
+import json
 from concurrent import futures
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import colocated_python
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,6 +24,9 @@ HEAD_AHEAD = 1
 
 # Shorter waits are not reported to the head.
 _SHORT_SECS = 0.001
+
+# Enough for a hundred ranges.
+_LEFT_OUT_BYTES = 4096
 
 # States that are kept until they are written.
 _SAVES_AT_ONCE = 8
@@ -135,6 +140,27 @@ class _HostWorker:
         return call
 
     @failures.reported
+    def leave_out(self, call: jax.Array) -> jax.Array:
+        """Notes that the rows since the state in a directory were left out.
+
+        Continues after so many of the batches that were taken.
+        """
+        content = messages.decode(call)
+        host = self._on(call)
+        self._go_back_to(content["batches"])
+        host.leave_out(content["directory"])
+        return call
+
+    @failures.reported
+    def left_out(self, call: jax.Array) -> jax.Array:
+        """The rows that were left out, as JSON: uint8 `[devices, bytes]`."""
+        # Colocated Python expects the shape of the first reply from all later ones.
+        text = json.dumps(self._on(call).left_out).encode().ljust(_LEFT_OUT_BYTES)
+        assert len(text) == _LEFT_OUT_BYTES, text
+        row = np.frombuffer(text, np.uint8)
+        return messages.reply(call, lambda _: row)
+
+    @failures.reported
     def reset(self, call: jax.Array) -> jax.Array:
         """Goes to the beginning."""
         self._on(call).reset()
@@ -146,9 +172,7 @@ class _HostWorker:
         """Goes on with batches of another size, after so many of the former."""
         content = messages.decode(call)
         host = self._on(call)
-        if content["batches"] < self._count:
-            host.set_state(self._state_after(content["batches"]))
-        self._begin_to_count()
+        self._go_back_to(content["batches"])
         host.resize(content["global_batch_size"])
         return call
 
@@ -157,6 +181,13 @@ class _HostWorker:
         """Ends what reads ahead."""
         self._on(call).close()
         return call
+
+    def _go_back_to(self, batches: int) -> None:
+        # The head drops the batches after those that the loop took.
+        assert self._iterator is not None
+        if batches < self._count:
+            self._iterator.set_state(self._state_after(batches))
+        self._begin_to_count()
 
     def _begin_to_count(self) -> None:
         self._count = 0

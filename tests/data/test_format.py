@@ -63,6 +63,7 @@ def test_the_schemas_refuse_what_is_not_of_the_format(written):
 def test_the_golden_files_are_of_the_schemas(tmp_path):
     for name, kept in (
         ("data_state.json", "data_state_v1.json"),
+        ("data_state.json", "data_state_v1_left_out.json"),
         ("shards-00003-00004.json", "cursors_v1.json"),
     ):
         path = tmp_path / name

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 
@@ -93,6 +94,14 @@ def test_another_pipeline_is_named_part_by_part():
         state.check_same_pipeline(STATE, "positional", changed)
     with refused('engine: saved "positional", now "sharded"'):
         state.check_same_pipeline(STATE, "sharded", current)
+
+
+def test_what_is_left_out_is_read_as_it_was_written(tmp_path, golden):
+    left_out = dataclasses.replace(STATE, left_out=((8, 16), (32, 64)))
+    state.write(tmp_path, left_out)
+    assert state.read(tmp_path) == left_out
+    content = (tmp_path / state.FILE_NAME).read_text()
+    golden("data_state_v1_left_out.json", content)
 
 
 def test_fields_are_a_line_each(tmp_path):

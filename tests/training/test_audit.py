@@ -141,6 +141,55 @@ def test_two_batches_in_the_wrong_order_are_a_difference_though_nothing_is_lost(
     assert outcome.first_difference.startswith("step 0, row 0: example")
 
 
+def after_going_back(data, *, left_out=((16, 40),), skip=5):
+    """The log of a run of 5 steps that went back to step 2, and left out 3 batches."""
+    before = attempt(records(data, 5))
+    after = [
+        dataclasses.replace(record, step=2 + number, attempt=2)
+        for number, record in enumerate(records(data, 3, start_step=skip))
+    ]
+    again = attempt(after, start_step=2)
+    return [before, dataclasses.replace(again, attempt=2, left_out=left_out)]
+
+
+def test_what_a_run_that_went_back_has_left_out_is_neither_lost_nor_repeated(data):
+    outcome = run_audit(after_going_back(data), data)
+    assert outcome.passed, outcome.first_difference
+    assert (outcome.num_steps, outcome.num_redone_steps) == (5, 3)
+    assert outcome.num_left_out == 24
+
+
+def test_ranges_may_adjoin_and_need_not_be_whole_batches(data):
+    outcome = run_audit(
+        after_going_back(data, left_out=((16, 21), (21, 40), (99, 120))), data
+    )
+    assert outcome.passed, outcome.first_difference
+
+
+@pytest.mark.parametrize(
+    ("left_out", "skip"),
+    [((), 5), (((16, 32),), 5), (((16, 48),), 5), (((15, 40),), 5), (((16, 40),), 2)],
+    ids=["not noted", "too few", "too many", "from another row", "not left out"],
+)
+def test_rows_that_are_left_out_otherwise_than_noted_are_lost(data, left_out, skip):
+    outcome = run_audit(after_going_back(data, left_out=left_out, skip=skip), data)
+    assert not outcome.passed
+    assert outcome.num_lost > 0
+    assert outcome.num_repeated > 0
+    assert outcome.first_difference.startswith("step 2, row 0")
+
+
+def test_an_example_used_twice_after_going_back_is_named(data):
+    before, after = after_going_back(data)
+    wrong = after.records[0].ids[5]
+    ids = (*after.records[1].ids[:3], wrong, *after.records[1].ids[4:])
+    changed = dataclasses.replace(after.records[1], ids=ids)
+    records_ = (after.records[0], changed, after.records[2])
+    outcome = run_audit([before, dataclasses.replace(after, records=records_)], data)
+    assert (outcome.num_lost, outcome.num_repeated) == (1, 1)
+    assert outcome.first_difference.startswith(f"step 3, row 3: example {wrong}")
+
+
 def test_the_right_ids_with_other_tokens_are_a_difference(data):
     steps = list(records(data, 3))
     steps[2] = dataclasses.replace(steps[2], digest="0" * 16)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from elastic_ckpt.data import batch_size
-from elastic_ckpt.training import evaluation, loop, train_step
+from elastic_ckpt.training import callbacks, evaluation, loop, train_step
 
 
 class Journal:
@@ -21,6 +21,7 @@ class Journal:
             row_digests=None,
             tokens=np.int32(8),
             learning_rate=np.float32(0.5),
+            gradient_norm=np.float32(batch + 1),
         )
         return state + 1, report
 
@@ -238,6 +239,87 @@ def test_the_last_step_is_not_stopped(journal):
         is_stopping=lambda done: bool(asked.append(done)),
     ).run(0, start_step=0, steps=3)
     assert (ended.is_stopped, asked) == (False, [1, 2])
+
+
+class Recorded:
+    """A callback that notes its calls, and asks for an action at a step."""
+
+    def __init__(self, journal, step=None, action=None):
+        self._journal = journal
+        self._step, self._action = step, action
+
+    def after_step(self, step, report):
+        self._journal.calls.append(f"called {step}: {report.loss}")
+        assert report == callbacks.Report(
+            loss=step - 1, gradient_norm=step, tokens=8, learning_rate=0.5
+        )
+        if step == self._step:
+            return callbacks.Finding(action=self._action, why="it is", since=step)
+        return None
+
+    def after_evaluation(self, step, loss):
+        self._journal.calls.append(f"evaluated {step}: {loss}")
+
+    def get_state(self):
+        return None
+
+    def set_state(self, state):
+        assert state is None
+
+
+def called(journal, **options):
+    recorded = callbacks.Callbacks({"recorded": Recorded(journal, **options)})
+    loop_ = loop.Loop(
+        program=journal,
+        emit=journal.emit,
+        compiled=journal.compiled,
+        batches=Batches(journal, 100),
+        sizes=batch_size.Schedule(stages=((0, 8),)),
+        log=None,
+        saver=journal,
+        evaluation=None,
+        callbacks=recorded,
+    )
+    return loop_.run(0, start_step=0, steps=4)
+
+
+def test_callbacks_are_called_one_step_behind_and_before_a_save(journal):
+    assert called(journal).finding is None
+    assert journal.calls == [
+        "step 0",
+        "called 1: 0.0",
+        "step 1",
+        "called 2: 1.0",
+        "save 2: 2",
+        "step 2",
+        "step 3",
+        "called 3: 2.0",
+        "called 4: 3.0",
+        "save 4: 4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("action", "end"),
+    [
+        (callbacks.Action.STOP, ["save 2: 2"]),
+        (callbacks.Action.ABORT, []),
+        (callbacks.Action.ROLLBACK, []),
+    ],
+)
+def test_a_step_that_a_callback_found_to_be_bad_is_saved_by_stop_alone(
+    journal, action, end
+):
+    ended = called(journal, step=2, action=action)
+    assert (ended.step, ended.is_stopped) == (2, False)
+    assert (ended.finding.action, ended.finding.since) == (action, 2)
+    assert [call for call in journal.calls if call.startswith("save")] == end
+
+
+def test_a_warning_of_a_callback_changes_nothing(journal):
+    ended = called(journal, step=2, action=callbacks.Action.WARN)
+    assert (ended.step, ended.finding) == (4, None)
+    assert journal.calls.count("save 2: 2") == 1
 
 
 class Evaluated:

@@ -15,16 +15,18 @@ def report(ids, loss=1.5):
         row_digests=np.array([id_ % 97 for id_ in ids], np.uint32),
         tokens=np.int32(8),
         learning_rate=np.float32(0.01),
+        gradient_norm=np.float32(1.0),
     )
 
 
-def write_attempt(directory, start_step, steps, *, number=0):
+def write_attempt(directory, start_step, steps, *, number=0, left_out=()):
     log = step_log.StepLog(
         directory,
         start_step=start_step,
         world=WORLD,
         data={"packing": True},
         number=number,
+        left_out=left_out,
     )
     for step, ids in steps.items():
         log.append(step, report(ids))
@@ -55,20 +57,28 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path):
     )
 
 
-def test_version_3_has_these_lines(tmp_path, golden):
-    write_attempt(tmp_path, 0, {0: [12, 7], 1: [3, 4]}, number=5)
-    golden("step_log_v3.jsonl", (tmp_path / "step_log/attempt-00001.jsonl").read_text())
+def test_version_4_has_these_lines(tmp_path, golden):
+    left_out = ((2, 6), (8, 12))
+    steps = {0: [12, 7], 1: [3, 4]}
+    write_attempt(tmp_path, 0, steps, number=5, left_out=left_out)
+    golden("step_log_v4.jsonl", (tmp_path / "step_log/attempt-00001.jsonl").read_text())
+    (attempt,) = step_log.read(tmp_path)
+    assert attempt.left_out == left_out
 
 
-@pytest.mark.parametrize(("version", "data"), [(1, {}), (2, {"packing": True})])
-def test_older_versions_still_load(tmp_path, request, version, data):
+@pytest.mark.parametrize(
+    ("version", "data", "world"),
+    [(1, {}, 0), (2, {"packing": True}, 0), (3, {"packing": True}, 5)],
+)
+def test_older_versions_still_load(tmp_path, request, version, data, world):
     kept = request.path.parent.parent / "golden" / f"step_log_v{version}.jsonl"
     (tmp_path / "step_log").mkdir()
     (tmp_path / "step_log/attempt-00001.jsonl").write_bytes(kept.read_bytes())
     (attempt,) = step_log.read(tmp_path)
-    # Version 1 lacks the data, and both lack the world.
+    # Version 1 lacks the data, it and 2 lack the world, and all lack what is left out.
     assert attempt.data == data
-    assert attempt.world == 0
+    assert attempt.world == world
+    assert attempt.left_out == ()
     assert [record.ids for record in attempt.records] == [(12, 7), (3, 4)]
 
 
@@ -122,7 +132,7 @@ def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version":4}\n', "has version 4, and this program reads versions 1 to 3"),
+        ('{"version":5}\n', "has version 5, and this program reads versions 1 to 4"),
         ('{"no":1}\n', "has version None"),
         (HEADER + '{"step":0}\n', "not a step log"),
         (HEADER.replace("hosts", "hots"), "not a step log"),

@@ -1,0 +1,259 @@
+"""Callbacks of the training loop, whose state is saved with each step.
+
+A callback receives the numbers of each step, and of each evaluation, and may return a
+`Finding`: then the run goes on, stops, or goes back. Its state goes into every step of
+the run under the callback's name, and comes back with it, on any number of hosts.
+
+Every host has the same callbacks, which receive the same numbers: they must be
+deterministic, so that all hosts act alike. The loop reads the numbers of a step while
+the devices compute the next one, so callbacks never delay them.
+
+Version 1 of the component's file, `callbacks.json` (a `checked_json` file), has the
+fields `rollbacks`, how often the run has gone back, and `callbacks`, the state of each
+callback by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import json
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any, Protocol
+
+from absl import logging
+from etils import epath
+
+from elastic_ckpt.core import checked_json, errors, events, storage, topology
+
+# The name of the component of a step with the states of all callbacks.
+COMPONENT = "callbacks"
+_FILE = "callbacks.json"
+_VERSION = 1
+
+
+class Action(enum.Enum):
+    """The action of a run on a finding.
+
+    WARN: goes on. ROLLBACK: goes back to a good step, and leaves out the data since
+    then. STOP: saves, and ends. ABORT: ends without a save.
+    """
+
+    WARN = "warn"
+    ROLLBACK = "rollback"
+    STOP = "stop"
+    ABORT = "abort"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """The numbers of a step, the same on all hosts.
+
+    Attributes:
+      loss: over the global batch, before the update.
+      gradient_norm: of all gradients, before they are clipped.
+      tokens: the targets of the global batch, without padding.
+      learning_rate: of the update.
+    """
+
+    loss: float
+    gradient_norm: float
+    tokens: int
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A divergence, or another reason to act.
+
+    Attributes:
+      action: what the run does about it.
+      why: for people, the end of a sentence.
+      since: the first step that is bad, counted from 1: steps saved before it was
+        computed are good if they are two steps older, as its loss is that of the state
+        before.
+    """
+
+    action: Action
+    why: str
+    since: int
+
+
+class Callback(Protocol):
+    """A callback; a run has any number, each under its own name."""
+
+    def after_step(self, step: int, report: Report) -> Finding | None:
+        """Receives the numbers of a step, while the next one is computed.
+
+        Args:
+          step: its number, counted from 1: the steps done.
+          report: its numbers.
+        """
+
+    def after_evaluation(self, step: int, loss: float) -> Finding | None:
+        """Receives the mean loss of an evaluation after `step` steps."""
+
+    def get_state(self) -> storage.Json:
+        """The state after the last call, as JSON."""
+
+    def set_state(self, state: Any) -> None:
+        """Goes back to a state that `get_state` has returned, in any process."""
+
+
+class Callbacks:
+    """The callbacks of a run, in order; an Orbax `StatefulCheckpointable`.
+
+    Args:
+      callbacks: by name; a state is restored to the callback with its name.
+      required: the names of those without which a saved step must not be continued; the
+        others begin anew, with a warning.
+      emit: called for each finding.
+
+    Attributes:
+      decision: the strongest finding of the first step with one on which the run has to
+        act; None if there is none. Later findings are ignored.
+      decided_step: the number of that step.
+      rollbacks: how often the run has gone back.
+    """
+
+    def __init__(
+        self,
+        callbacks: Mapping[str, Callback] | None = None,
+        *,
+        required: Collection[str] = (),
+        emit: events.Emit = events.nobody,
+    ) -> None:
+        self._callbacks = dict(callbacks or {})
+        self._required = frozenset(required)
+        unknown = sorted(self._required - self._callbacks.keys())
+        if unknown:
+            raise errors.ConfigError(
+                f"callbacks {unknown} are required, but the callbacks of the run are"
+                f" {sorted(self._callbacks)}; correct the names"
+            )
+        self._emit = emit
+        self._fresh = {name: _state(name, c) for name, c in self._callbacks.items()}
+        self.decision: Finding | None = None
+        self.decided_step = 0
+        self.rollbacks = 0
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def after_step(self, step: int, report: Report) -> None:
+        """Passes the numbers of a step to all callbacks."""
+        for name, callback in self._callbacks.items():
+            self._note(name, step, callback.after_step(step, report))
+
+    def after_evaluation(self, step: int, loss: float) -> None:
+        """Passes the loss of an evaluation to all callbacks."""
+        for name, callback in self._callbacks.items():
+            self._note(name, step, callback.after_evaluation(step, loss))
+
+    def get_state(self) -> dict[str, storage.Json]:
+        """The states of all callbacks by name, and the number of rollbacks."""
+        states = {name: _state(name, c) for name, c in self._callbacks.items()}
+        return {"rollbacks": self.rollbacks, "callbacks": states}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Restores the callbacks whose names a state has.
+
+        Raises:
+          CheckpointError: if it lacks one that is required, or a callback refuses its
+            state. Other callbacks that it lacks begin anew.
+        """
+        saved = state["callbacks"]
+        self._check_names(saved)
+        for name, callback in self._callbacks.items():
+            value = saved.get(name, self._fresh[name])
+            try:
+                callback.set_state(value)
+            except (KeyError, TypeError, ValueError) as error:
+                raise errors.CheckpointError(
+                    f"the callback {name!r} cannot continue from its saved state"
+                    f" {json.dumps(value)[:200]} ({error!r}); give the present one"
+                    " another name, and it begins anew"
+                ) from error
+        self.rollbacks = state["rollbacks"]
+        self.decision = None
+
+    def begin_anew(self) -> None:
+        """Continues a step that was saved without any callbacks.
+
+        Raises:
+          CheckpointError: if one is required.
+        """
+        self.set_state({"rollbacks": 0, "callbacks": {}})
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Takes the state; the awaitable writes it into Orbax's directory."""
+        content = checked_json.to_bytes(self.get_state(), version=_VERSION)
+        writes = topology.is_primary()
+
+        async def write() -> None:
+            path = await directory.await_creation()
+            if writes:
+                await asyncio.to_thread(storage.write_atomic, path / _FILE, content)
+
+        return write()
+
+    async def load(self, directory: epath.Path) -> Awaitable[None]:
+        """Restores the state in `directory`; see `set_state`."""
+        path = epath.Path(directory) / _FILE
+        self.set_state(
+            checked_json.read(path, what="state of callbacks", version=_VERSION)
+        )
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    def _note(self, name: str, step: int, finding: Finding | None) -> None:
+        is_late = self.decision is not None and step > self.decided_step
+        if finding is None or is_late:
+            return
+        action = finding.action.value
+        self._emit(
+            "divergence_found", step=step, callback=name, action=action, why=finding.why
+        )
+        if finding.action is not Action.WARN:
+            named = dataclasses.replace(finding, why=f"{name}: {finding.why}")
+            self.decision = stronger(self.decision, named)
+            self.decided_step = step
+
+    def _check_names(self, saved: Mapping[str, Any]) -> None:
+        missing = [name for name in self._callbacks if name not in saved]
+        required = sorted(self._required.intersection(missing))
+        if required:
+            raise errors.CheckpointError(
+                f"the saved step has no state of the required callbacks {required}; it"
+                f" has those of {sorted(saved)}: give them back their names, or do not"
+                " require them, and they begin anew"
+            )
+        if missing and saved:
+            logging.warning("callbacks %s are new, and begin anew", missing)
+        gone = sorted(saved.keys() - self._callbacks.keys())
+        if gone:
+            logging.warning(
+                "the saved step has the state of callbacks %s, which the run does not"
+                " have now; the next save drops it",
+                gone,
+            )
+
+
+def stronger(first: Finding | None, second: Finding) -> Finding:
+    """The finding with the stronger action, and the earlier of the first bad steps."""
+    findings = [f for f in (first, second) if f is not None]
+    strongest = max(findings, key=lambda f: list(Action).index(f.action))
+    return dataclasses.replace(strongest, since=min(f.since for f in findings))
+
+
+def _state(name: str, callback: Callback) -> storage.Json:
+    state = callback.get_state()
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        raise errors.CheckpointError(
+            f"the state of the callback {name!r} is not JSON ({error}); return numbers,"
+            " texts, lists and dicts from its get_state"
+        ) from error

@@ -1,0 +1,135 @@
+"""Runs that diverge at a planted point, go back, and go on without its data."""
+
+import json
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.training import step_log
+from tests import corpora, runs
+
+ROWS = 12
+# Float32 sums over another number of devices, in another order.
+LOSS_RTOL = 1e-5
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory):
+    """A corpus, in order, whose batches 12 to 14 are noise."""
+    path = tmp_path_factory.mktemp("spoilt") / "texts.array_record"
+    noise = np.random.default_rng(0).integers(128, 256, (ROWS * 40, 32), np.uint8)
+    texts = [
+        noise[number].tobytes()
+        if 12 <= number // ROWS < 15
+        else b"text %d " % number * 5
+        for number in range(ROWS * 40)
+    ]
+    return corpora.write_records(path, texts, options="group_size:1")
+
+
+def configured(directory, corpus, **settings):
+    directory.mkdir()
+    values = {
+        "enable_data_shuffling": False,
+        "global_batch_size": ROWS,
+        "learning_rate": 0.02,
+        "warmup_steps_fraction": 0,
+        "divergence_action": "rollback",
+        "divergence_loss_margin": 0.5,
+        "divergence_loss_smoothing": 0.3,
+        "divergence_patience_steps": 3,
+        "divergence_warmup_steps": 4,
+        **settings,
+    }
+    return runs.write_config(directory, corpus, **values)
+
+
+def trained(config, *settings, code=0):
+    ended = runs.cli("train", config, *settings)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == code, output
+    return output
+
+
+def read_rows(run):
+    """The rows of each step, by which attempts, and how the run went back."""
+    (event,) = runs.events(run, "rolled_back")
+    return [record.ids for record in runs.steps(run)], event
+
+
+def check_went_back(run):
+    """The run went back from the noise to step 8, and continued after it."""
+    ids, event = read_rows(run)
+    assert (event["to_step"], event["rollbacks"]) == (8, 1)
+    # All that was read since step 8, with the batch after the third bad one.
+    assert event["rows"] == 8 * ROWS
+    numbers = [*range(8 * ROWS), *range(16 * ROWS, (len(ids) + 8) * ROWS)]
+    assert [number for row in ids for number in row] == numbers
+    assert step_log.read(run)[-1].left_out == ((8 * ROWS, 16 * ROWS),)
+    outcome = json.loads(runs.verb("audit", run, "--json"))
+    assert outcome["passed"], outcome
+    assert outcome["num_left_out"] == 8 * ROWS
+
+
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory, spoilt):
+    """The same run on one host, never stopped."""
+    directory = tmp_path_factory.mktemp("diverging")
+    config = configured(directory / "one_host", spoilt, steps=22)
+    trained(config)
+    return config.parent / "tiny"
+
+
+def test_a_run_that_diverges_goes_back_and_on_without_the_bad_data(one_host):
+    check_went_back(one_host)
+    (event,) = runs.events(one_host, "divergence_found")
+    assert (event["step"], event["callback"]) == (15, "loss_above_best")
+    assert event["why"].endswith("since step 13")
+    # The step that it went back to has the new data state; later ones are gone.
+    assert runs.saved_steps(one_host) == [4, 8, 12, 16, 20, 22]
+    data = json.loads((one_host / "checkpoints/12/data/data_state.json").read_text())
+    assert data["left_out"] == [[8 * ROWS, 16 * ROWS]]
+
+
+@pytest.mark.slow(minutes=0.8)
+def test_hosts_that_change_on_the_way_decide_as_one_host_does(
+    tmp_path, spoilt, one_host
+):
+    config = configured(tmp_path / "hosts", spoilt)
+    # The first hosts leave after the second of three bad steps, and the next ones go
+    # back to a step of theirs.
+    for hosts, steps in ((4, 14), (3, 20), (2, 22)):
+        trained(config, f"hosts={hosts}", f"steps={steps}")
+    run = config.parent / "tiny"
+    check_went_back(run)
+    hosts = [attempt.hosts for attempt in step_log.read(run)]
+    assert hosts == [4, 3, 3, 2]
+    several, one = runs.steps(run), runs.steps(one_host)
+    assert [step.digest for step in several] == [step.digest for step in one]
+    np.testing.assert_allclose(
+        [step.loss for step in several], [step.loss for step in one], rtol=LOSS_RTOL
+    )
+
+
+@pytest.mark.parametrize(
+    ("action", "saved"), [("stop", [4, 8, 12, 16]), ("abort", [4, 8, 12])]
+)
+def test_a_run_that_diverges_ends_with_a_save_or_without(
+    tmp_path, spoilt, action, saved
+):
+    config = configured(tmp_path / action, spoilt, steps=22, divergence_action=action)
+    output = trained(config, code=1)
+    kept = "" if action == "stop" else "not "
+    assert (
+        f"the run was ended after step 16, which is {kept}saved: loss_above" in output
+    )
+    assert runs.saved_steps(config.parent / "tiny") == saved
+    (failed,) = runs.events(config.parent / "tiny", "run_failed")
+    assert "the smoothed loss is" in failed["why"]
+
+
+def test_a_run_that_may_not_go_back_any_more_ends(tmp_path, spoilt):
+    config = configured(tmp_path / "no", spoilt, steps=22, divergence_max_rollbacks=0)
+    output = trained(config, code=1)
+    assert "not saved: loss_above_best" in output
+    assert "the run has gone back 0 times (divergence_max_rollbacks=0)" in output

@@ -1,0 +1,210 @@
+import json
+import logging
+
+import pytest
+from etils import epath
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.training import callbacks, configured_callbacks
+from elastic_ckpt.training.callbacks import Action, Finding
+from tests import iterator_contract
+
+REPORT = callbacks.Report(loss=1.0, gradient_norm=2.0, tokens=8, learning_rate=0.1)
+
+
+class Counter:
+    """Counts steps, and has an opinion of one."""
+
+    def __init__(self, action=None, *, at=2, since=1):
+        self.steps = self.evaluations = 0
+        self._action, self._at, self._since = action, at, since
+
+    def after_step(self, step, report):
+        assert report is REPORT
+        self.steps += 1
+        if self._action is None or step != self._at:
+            return None
+        return Finding(action=self._action, why="it counts", since=self._since)
+
+    def after_evaluation(self, step, loss):
+        del step, loss
+        self.evaluations += 1
+
+    def get_state(self):
+        return {"steps": self.steps}
+
+    def set_state(self, state):
+        self.steps = state["steps"]
+
+
+def made(**counters):
+    return callbacks.Callbacks(counters)
+
+
+def save(component, directory):
+    iterator_contract.run(component.save(iterator_contract.Created(directory)))
+
+
+def load(component, directory):
+    iterator_contract.run(component.load(epath.Path(directory)))
+
+
+def test_states_come_back_under_their_names_in_any_order(tmp_path):
+    one, two = Counter(), Counter()
+    saved = made(one=one, two=two)
+    saved.after_step(1, REPORT)
+    one.steps = 7
+    saved.rollbacks = 2
+    save(saved, tmp_path)
+    again = {"two": Counter(), "one": Counter()}
+    restored = made(**again)
+    load(restored, tmp_path)
+    assert {name: counter.steps for name, counter in again.items()} == {
+        "one": 7,
+        "two": 1,
+    }
+    assert restored.rollbacks == 2
+
+
+def test_version_1_has_these_bytes(tmp_path, golden):
+    saved = made(one=Counter(), two=Counter())
+    saved.rollbacks = 2
+    save(saved, tmp_path)
+    golden("callbacks_v1.json", (tmp_path / "callbacks.json").read_text())
+
+
+def test_the_state_is_that_of_the_moment_of_the_save(tmp_path):
+    counter = Counter()
+    saved = made(counter=counter)
+    begun = saved.save(iterator_contract.Created(tmp_path))
+
+    async def go_on_and_write():
+        writing = await begun
+        counter.steps = 100
+        await writing
+
+    iterator_contract.asyncio.run(go_on_and_write())
+    load(saved, tmp_path)
+    assert counter.steps == 0
+
+
+def test_renamed_and_new_callbacks_begin_anew_and_are_named(tmp_path, caplog):
+    counter = Counter()
+    counter.steps = 5
+    save(made(old=counter, same=counter), tmp_path)
+    new, same = Counter(), Counter()
+    restored = made(new=new, same=same)
+    new.steps = 9
+    with caplog.at_level(logging.WARNING):
+        load(restored, tmp_path)
+    assert (new.steps, same.steps) == (0, 5)
+    assert "callbacks ['new'] are new" in caplog.text
+    assert "the state of callbacks ['old']" in caplog.text
+
+
+def test_a_required_callback_without_a_state_is_an_error(tmp_path):
+    save(made(old=Counter()), tmp_path)
+    new = Counter()
+    restored = callbacks.Callbacks({"new": new}, required=["new"])
+    with pytest.raises(
+        errors.CheckpointError, match=r"no state of the required callbacks \['new'\]"
+    ):
+        load(restored, tmp_path)
+    with pytest.raises(errors.CheckpointError, match="required"):
+        restored.begin_anew()
+    with pytest.raises(errors.ConfigError, match=r"\['gone'\] are required"):
+        callbacks.Callbacks({"new": new}, required=["gone"])
+
+
+def test_a_state_that_a_callback_refuses_is_named(tmp_path):
+    save(made(one=Counter()), tmp_path)
+    path = tmp_path / "callbacks.json"
+    assert json.loads(path.read_text())["callbacks"] == {"one": {"steps": 0}}
+
+    class Other(Counter):
+        def set_state(self, state):
+            self.steps = state["other"]
+
+    with pytest.raises(errors.CheckpointError, match="the callback 'one' cannot"):
+        load(made(one=Other()), tmp_path)
+
+
+def test_a_state_that_is_not_json_is_refused():
+    class Odd(Counter):
+        def get_state(self):
+            return {1j}
+
+    with pytest.raises(errors.CheckpointError, match="'odd' is not JSON"):
+        made(odd=Odd())
+
+
+def test_of_several_findings_the_strongest_action_and_the_first_bad_step_count():
+    emitted = []
+    several = callbacks.Callbacks(
+        {
+            "warns": Counter(Action.WARN, since=0),
+            "goes_back": Counter(Action.ROLLBACK, since=2),
+            "stops": Counter(Action.STOP, since=3),
+        },
+        emit=lambda name, **fields: emitted.append((name, fields)),
+    )
+    several.after_step(1, REPORT)
+    assert several.decision is None
+    several.after_step(2, REPORT)
+    assert several.decision == Finding(
+        action=Action.STOP, why="stops: it counts", since=2
+    )
+    assert [name for name, _ in emitted] == ["divergence_found"] * 3
+    assert emitted[0][1] == {
+        "step": 2,
+        "callback": "warns",
+        "action": "warn",
+        "why": "it counts",
+    }
+
+
+def test_a_finding_after_the_decision_is_ignored_though_callbacks_see_the_step():
+    counter = Counter(Action.ABORT, at=3)
+    both = made(first=Counter(Action.STOP, at=2, since=2), second=counter)
+    for step in (1, 2, 3):
+        both.after_step(step, REPORT)
+    assert (both.decision.action, both.decided_step) == (Action.STOP, 2)
+    assert counter.steps == 3
+
+
+def test_evaluations_reach_all_callbacks():
+    one, two = Counter(), Counter()
+    made(one=one, two=two).after_evaluation(3, 1.5)
+    assert (one.evaluations, two.evaluations) == (1, 1)
+
+
+def configured(own=None, **keys):
+    section = schema.DivergenceSection(**keys)
+    return configured_callbacks.of_run(schema.Config(divergence=section), own or {})
+
+
+def own_callbacks(config):
+    assert isinstance(config, schema.Config)
+    return {"mine": Counter()}
+
+
+def test_a_run_has_the_configured_callbacks_and_those_of_python():
+    name = f"{__name__}:own_callbacks"
+    run_callbacks = configured(
+        {"more": Counter()}, divergence_action="stop", training_callbacks=name
+    )
+    assert list(run_callbacks.get_state()["callbacks"]) == [
+        "non_finite",
+        "mine",
+        "more",
+    ]
+    assert not configured()
+    with pytest.raises(errors.ConfigError, match="two callbacks of the name 'mine'"):
+        configured({"mine": Counter()}, training_callbacks=name)
+
+
+@pytest.mark.parametrize("name", ["json:nothing", "no_such_module:make", "json", ":x"])
+def test_a_function_that_cannot_be_imported_is_named(name):
+    with pytest.raises(errors.ConfigError, match=f"training_callbacks='{name}'"):
+        configured(training_callbacks=name)
