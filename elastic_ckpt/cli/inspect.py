@@ -17,7 +17,8 @@ from typing import Any
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations, tier_report
-from elastic_ckpt.core import errors
+from elastic_ckpt.config import keys
+from elastic_ckpt.core import digest, errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +91,7 @@ def collect(
     from elastic_ckpt.checkpoint import run_saver, summary
     from elastic_ckpt.tiers.persistent import persistent_root
 
-    run_directory.read_config(directory)
+    config = run_directory.read_config(directory)
     checkpoints = os.path.join(directory, run_saver.DIRECTORY)
     interrupted = persistent_root.PersistentRoot.from_path(checkpoints).leftovers()
     complete = summary.steps(checkpoints)
@@ -99,6 +100,7 @@ def collect(
         shown = shown[-1:]
     return {
         "run": directory,
+        "config": digest.json_digest(keys.values(config)),
         "known": list(complete),
         "steps": [_step(each, str(complete[each])) for each in shown],
         "interrupted": [
@@ -124,7 +126,10 @@ def describe(content: dict[str, Any], *, is_brief: bool = False) -> str:
       is_brief: whether arrays are counted rather than listed.
     """
     known = tier_report.numbered(content["known"], "in storage")
-    lines = [f"{content['run']}: {known}"]
+    lines = [
+        f"{content['run']}: {known}",
+        f"configuration: digest {content['config'][:12]}",
+    ]
     before: dict[str, Any] = {}
     for step in content["steps"]:
         lines.append(

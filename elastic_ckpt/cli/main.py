@@ -29,6 +29,8 @@ VERBS = {
     "inspect": "show the steps of a run, their arrays and their data state, or in which"
     " tiers they are, and what they would lose with a host or slice",
     "verify": "read every copy of every part of a checkpoint, in any tier, and compare",
+    "components": "show the parts of a step, how hosts share them, and their sizes",
+    "modify": "edit numbers of a saved step, which is saved once more",
     "preserve": "keep steps that retention would remove",
 }
 

@@ -9,6 +9,7 @@ from elastic_ckpt.core.errors import MOST_NAMED, first_of
 
 if TYPE_CHECKING:
     from elastic_ckpt.inspect import survey
+    from elastic_ckpt.inspect.step_components import StepComponent
 
 
 def describe(run: str, report: survey.Survey) -> str:
@@ -60,6 +61,22 @@ def _step_lines(step: survey.SurveyedStep, *, goes_on: bool) -> Iterator[str]:
         yield (
             f"  {each.tier:<10}  {each.num_bytes:>15,} bytes  at {len(each.holders)}"
             f" ({first_of(each.holders)})  {alone}"
+        )
+    yield from component_lines(step.components)
+
+
+def component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
+    """A line for each component of a step."""
+    width = max((len(each.name) for each in parts), default=0)
+    for each in parts:
+        size = f"{each.num_leaves:,} leaves"
+        if each.num_files:
+            size = f"{each.num_files:,} files"
+        version = "" if each.version is None else f" version {each.version},"
+        yield (
+            f"  {each.name:<{width}}  {each.pattern},{version} {size},"
+            f" {each.num_bytes:,} bytes, digest {each.digest[:12]}; resize:"
+            f" {each.resize}"
         )
 
 

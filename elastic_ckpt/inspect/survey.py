@@ -6,13 +6,16 @@ A survey reads only manifests; `verification` compares the values with their dig
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.core.errors import MOST_NAMED
+from elastic_ckpt.inspect import step_components
+from elastic_ckpt.inspect.step_components import StepComponent
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.coverage import coverage
 from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.tiers.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class SurveyedStep:
       parent: the step, with its save, from which the run went on under this save; None
         of the first one.
       tiers: that have something of it.
+      components: its parts; none of an incomplete step.
     """
 
     step: int
@@ -54,6 +58,7 @@ class SurveyedStep:
     abandoned: bool
     parent: tuple[int, str] | None
     tiers: tuple[TierOfStep, ...]
+    components: tuple[StepComponent, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,7 +167,7 @@ def survey(
             examined = search.Step.from_offers(offers)
             abandoned = locations.line.abandons(number, examined.save)
             of_number.append(
-                _surveyed(examined, preserved=is_preserved, abandoned=abandoned)
+                _surveyed(examined, copies, preserved=is_preserved, abandoned=abandoned)
             )
             is_asked = step == number or not abandoned
             if examined.complete and is_asked and not covered:
@@ -185,7 +190,13 @@ def survey(
     )
 
 
-def _surveyed(step: search.Step, *, preserved: bool, abandoned: bool) -> SurveyedStep:
+def _surveyed(
+    step: search.Step,
+    copies: Mapping[Offer, Source],
+    *,
+    preserved: bool,
+    abandoned: bool,
+) -> SurveyedStep:
     offers = step.holdings.offers
     parents = step.holdings.contents.parents
     return SurveyedStep(
@@ -199,6 +210,7 @@ def _surveyed(step: search.Step, *, preserved: bool, abandoned: bool) -> Surveye
             _tier_of_step(tier, [each for each in offers if each.tier == tier])
             for tier in sorted({each.tier for each in offers})
         ),
+        components=step_components.components(step, copies) if step.complete else (),
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, digest
+from elastic_ckpt.core import bucket_clients, checked_json, digest, errors
 
 FILE = "orbax-digests.json"
 _VERSION = 1
@@ -24,6 +24,24 @@ def to_bytes(files: Mapping[str, bytes]) -> bytes:
     """The content of the file for Orbax's `files`, by path."""
     digests = {path: _digest(content) for path, content in sorted(files.items())}
     return checked_json.to_bytes({"files": digests}, version=_VERSION)
+
+
+def read(directory: epath.Path) -> dict[str, bytes]:
+    """Orbax's files of a step by path, as they were saved.
+
+    Raises:
+      CheckpointError: if one of them is not what was saved, or they were not listed.
+    """
+    wrong = [f"{path} {why}" for path, why in problems(directory)]
+    if wrong:
+        raise errors.CheckpointError(
+            f"{directory}: {'; '.join(wrong)}; restore it from a copy, or save the step"
+            " once more"
+        )
+    fields = checked_json.parse(
+        (directory / FILE).read_bytes(), what="list of files", version=_VERSION
+    )
+    return {path: (directory / path).read_bytes() for path in fields["files"]}
 
 
 def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,350 @@
+"""Edits numbers of a step in persistent storage: the same step, under a new save.
+
+The step is written once more, part by part, as a host writes it: each part is verified,
+only the edited ones differ, and the commit is that of all saves. The version before is
+set aside, where it stays until retention takes it; killed at any point, it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.core import digest, errors, storage
+from elastic_ckpt.host import verified_read
+from elastic_ckpt.host.backup import chunk_shapes
+from elastic_ckpt.manifests import layout, uploads
+from elastic_ckpt.manifests import line as line_of
+from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.line import FROM_SCRATCH, Line
+from elastic_ckpt.manifests.manifest import Host, Leaf
+from elastic_ckpt.tiers.find import Search
+from elastic_ckpt.tiers.persistent import (
+    arrange,
+    commit,
+    ocdbt,
+    orbax_digests,
+    persistent_root,
+    upload,
+    writers,
+)
+from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
+from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
+
+_BATCH_BYTES = layout.CHUNK_BYTES
+_BATCH_ITEMS = 2048
+_HOST = Host(id="modified", number=0, domains={})
+# Numbers of NumPy, and those of ml_dtypes such as bfloat16.
+_NUMBERS = "iufbV"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Edit:
+    """An edit of one number.
+
+    Attributes:
+      path: of the leaf in its component, `opt_state/learning_rate`.
+      value: the new value, as text; None to scale it.
+      factor: that the value is multiplied by, as text; None to set it.
+    """
+
+    path: str
+    value: str | None = None
+    factor: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """A number before and after an edit.
+
+    Attributes:
+      path: of the leaf, with its component.
+      dtype: of the leaf.
+      before: its value.
+      after: its value.
+    """
+
+    path: str
+    dtype: str
+    before: bool | int | float
+    after: bool | int | float
+
+
+class SavedStep:
+    """A step in persistent storage that can be modified.
+
+    Args:
+      step_path: the directory of the step.
+
+    Raises:
+      CheckpointError: if there is no complete step of a run of this library, or a later
+        one is there, which would count no longer.
+    """
+
+    def __init__(self, step_path: epath.PathLike) -> None:
+        directory = storage.absolute(step_path)
+        if not directory.name.isdecimal():
+            raise errors.CheckpointError(
+                f"{directory} is not the directory of a step; name"
+                " PERSISTENT_DIRECTORY/<step>"
+            )
+        self._root = PersistentRoot.from_path(directory.parent)
+        self._step = int(directory.name)
+        run = persistent_root.find_run(self._root.path) or self._run_aside()
+        if run is None:
+            raise errors.CheckpointError(
+                f"{self._root.path} has no steps of a run of this library"
+            )
+        self._run = run
+        self._tier = PersistentTier(self._root, run=run)
+        self._search = Search([self._tier], lines=self._tier.recorded_lines())
+        found = self._search.of_step(self._step).step
+        if self._search.line.abandons(self._step, found.save):
+            raise errors.CheckpointError(
+                f"step {self._step} in {self._root.path} was abandoned: the run went on"
+                " from an earlier step; modify a step that counts"
+            )
+        newest = self._search.newest().found_step
+        if newest is not None and newest.step.step > self._step:
+            raise errors.CheckpointError(
+                f"step {self._step} is not the newest in {self._root.path}, and step"
+                f" {newest.step.step} would count no longer; modify that one, or first"
+                " move the later steps out of the directory"
+            )
+        self._found = found
+
+    def changes(self, component: str, edits: Sequence[Edit]) -> list[Change]:
+        """The changes that edits make; writes nothing.
+
+        Args:
+          component: the name of the tree, such as `state`.
+          edits: of numbers in it.
+
+        Raises:
+          CheckpointError: if a leaf is not there or not one number, or the new value is
+            none of its dtype.
+        """
+        holdings, reader = self._read()
+        changes = []
+        for edit in edits:
+            leaf = _leaf(holdings, f"{component}/{edit.path}")
+            item = int(np.searchsorted(holdings.leaf, leaf))
+            values = verified_read.read_item(holdings, item, reader)
+            description = holdings.contents.leaves[leaf]
+            changes.append(_change(description, values.reshape(()), edit))
+        return changes
+
+    def modify(self, changes: Sequence[Change]) -> str:
+        """Writes the step with some changes, and returns the name of the new save.
+
+        No run may write to the directory meanwhile; see `alone`.
+
+        Raises:
+          CheckpointError: if a part of it cannot be read, or storage fails.
+        """
+        step, save = self._step, self._new_save()
+        line = Line(save=save, parents=self._parents())
+        if self._root.in_place:
+            arrange.arrange(self._root, line, run=self._run, step=step)
+        # In an object store the files were set aside.
+        holdings, reader = self._read()
+        saved = self._saved(holdings, save, line)
+        uploading = upload.Upload(self._root, saved, _HOST)
+        uploading.begin()
+        _write(holdings, reader, uploading, changes)
+        uploading.finish()
+        commit.commit(
+            self._root,
+            saved,
+            hosts=[_HOST.id],
+            orbax_files=orbax_digests.read(self._directory()),
+            make_way=lambda: arrange.arrange(
+                self._root, line, run=self._run, step=step
+            ),
+        )
+        return save
+
+    @contextlib.contextmanager
+    def alone(self, *, is_stopped: bool = False) -> Iterator[None]:
+        """Keeps runs from writing to the directory while the block runs.
+
+        Args:
+          is_stopped: whether the caller knows that no run is alive; object stores have
+            no locks that tell.
+
+        Raises:
+          RunError: if a run is alive, or it is not known.
+        """
+        stop = (
+            "stop it (SIGTERM to its processes, or delete its job) and wait until it"
+            " has ended, then modify the step"
+        )
+        if not storage.is_local(self._root.path):
+            if not is_stopped:
+                raise errors.RunError(
+                    f"{self._root.path} has no locks that tell whether a run writes to"
+                    f" it: if one is alive, {stop} with --stopped"
+                )
+            yield
+            return
+        presence = storage.Presence(self._root.path / writers.LOCK)
+        try:
+            with presence.alone() as alone:
+                if not alone:
+                    raise errors.RunError(
+                        f"a live run writes to {self._root.path}; {stop}"
+                    )
+                yield
+        finally:
+            presence.close()
+
+    def _saved(self, holdings: Holdings, save: str, line: Line) -> upload.SavedStep:
+        contents = dataclasses.replace(holdings.contents, parents=line.parents)
+        chunks = chunk_shapes(holdings)
+        names = StepDescription.from_contents(contents).names(chunks)
+        return upload.SavedStep(
+            run=self._run,
+            step=self._step,
+            save=save,
+            contents=contents,
+            arrays={
+                path: ocdbt.StoredArray(
+                    checkpointable=checkpointable, name=name, chunk=chunks[path]
+                )
+                for path, (checkpointable, name) in names.items()
+            },
+        )
+
+    def _parents(self) -> tuple[tuple[int, str], ...]:
+        # Of a save that replaces this step: its line without it.
+        before = self._found.holdings.contents.parents
+        if self._step == 0:
+            return before or FROM_SCRATCH
+        return line_of.after(self._step - 1, self._found.save, before)
+
+    def _new_save(self) -> str:
+        known = [save for _, save in self._tier.known_saves()]
+        known += [self._found.save, self._search.line.save]
+        newest = max((int(save) for save in known if save.isdecimal()), default=0)
+        return f"{max(time.time_ns() // 1_000_000, newest + 1):015d}"
+
+    def _directory(self) -> epath.Path:
+        # Where the files of the step are now.
+        save = self._found.save
+        if self._root.is_committed(self._step) and save == arrange.save_of(
+            self._root, self._step, run=self._run
+        ):
+            return self._root.final(self._step)
+        return self._root.aside(self._step, save)
+
+    def _read(self) -> tuple[Holdings, verified_read.VerifiedReader]:
+        sources = {
+            offer: source
+            for offer, source in self._tier.offers(self._step).sources.items()
+            if offer.manifest.save == self._found.save
+        }
+        holdings = Holdings.from_offers(list(sources))
+        return holdings, verified_read.VerifiedReader(sources)
+
+    def _run_aside(self) -> str | None:
+        aside = self._root.set_aside_steps()
+        runs = (persistent_root.run_of(self._root.aside(*each)) for each in aside)
+        return next((run for run in runs if run is not None), None)
+
+
+def _write(
+    holdings: Holdings,
+    reader: verified_read.VerifiedReader,
+    uploading: upload.Upload,
+    changes: Sequence[Change],
+) -> None:
+    after = {each.path: each.after for each in changes}
+    paths = [leaf.path for leaf in holdings.contents.leaves]
+    num_chunks = len(holdings.leaf)
+    items = np.arange(holdings.num_items)
+    for batch in uploads.batches(
+        items, holdings.stored_bytes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS
+    ):
+        chunks = []
+        for item in batch.tolist():
+            if item >= num_chunks:
+                file = holdings.files[item - num_chunks]
+                content = reader.file(file, holdings.holders(item))
+                uploading.write_file(file, content)
+                continue
+            fragment = holdings.fragment(int(holdings.first_row[item]))
+            values = verified_read.read_item(holdings, item, reader)
+            checksum, path = fragment.digest, paths[fragment.leaf]
+            if path in after:
+                values = np.full(values.shape, after[path], values.dtype)
+                checksum = digest.values_digest(values)
+            chunks.append(upload.Chunk(fragment.leaf, fragment.box, values, checksum))
+        uploading.write_chunks(chunks)
+
+
+def _leaf(holdings: Holdings, path: str) -> int:
+    leaves = holdings.contents.leaves
+    paths = [leaf.path for leaf in leaves]
+    if path not in paths:
+        scalars = [leaf.path for leaf in leaves if _is_number(leaf)]
+        raise errors.CheckpointError(
+            f"the step has no leaf {path!r}; its numbers are"
+            f" {errors.first_of(scalars) or 'none'}"
+        )
+    number = paths.index(path)
+    if not _is_number(leaves[number]):
+        raise errors.CheckpointError(
+            f"{path} is {leaves[number].dtype}{list(leaves[number].shape)}, and only"
+            " single numbers are edited"
+        )
+    return number
+
+
+def _is_number(leaf: Leaf) -> bool:
+    dtype = np.dtype(leaf.dtype)
+    return all(size == 1 for size in leaf.shape) and dtype.kind in _NUMBERS
+
+
+def _change(leaf: Leaf, values: np.ndarray, edit: Edit) -> Change:
+    before = _plain(values)
+    dtype = np.dtype(leaf.dtype)
+    try:
+        if edit.value is not None:
+            wanted = _parsed(edit.value, dtype)
+        else:
+            assert edit.factor is not None
+            wanted = before * float(edit.factor)
+        after = _plain(np.array(wanted).astype(dtype))
+    except (ValueError, OverflowError) as error:
+        raise _refused(leaf, edit, str(error)) from None
+    exact = dtype.kind in "iub"
+    if exact and after != wanted:
+        raise _refused(leaf, edit, f"{wanted} is not a number of {leaf.dtype}")
+    return Change(path=leaf.path, dtype=leaf.dtype, before=before, after=after)
+
+
+def _plain(values: np.ndarray) -> bool | int | float:
+    value = values.item()
+    # Numbers of ml_dtypes are objects of its classes.
+    return value if isinstance(value, bool | int | float) else float(value)
+
+
+def _parsed(text: str, dtype: np.dtype) -> bool | int | float:
+    if dtype.kind == "b":
+        if text.lower() not in ("true", "false"):
+            raise ValueError("give true or false")
+        return text.lower() == "true"
+    return int(text) if dtype.kind in "iu" else float(text)
+
+
+def _refused(leaf: Leaf, edit: Edit, why: str) -> errors.CheckpointError:
+    given = edit.value if edit.value is not None else f"times {edit.factor}"
+    return errors.CheckpointError(
+        f"{leaf.path} is a number of {leaf.dtype}, and cannot become {given}: {why}"
+    )

@@ -1,0 +1,58 @@
+"""`elastic-ckpt components PATH...`: the parts of a step, and how hosts share them.
+
+It shows those of the newest complete step, or of `--step`: the pattern, files, sizes
+and digests. A step is complete with all of its components alone, so each is required
+to load it whole; a load names those that it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+
+from elastic_ckpt.cli import locations, tier_report
+from elastic_ckpt.core import errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    locations.add_arguments(parser)
+    parser.add_argument("--step", type=int, help="the one to show, not the newest")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Shows the components."""
+    from elastic_ckpt.inspect import step_components
+    from elastic_ckpt.manifests import search
+
+    with locations.opened(arguments) as (_, tiers):
+        asked = arguments.step
+        problems: list[str] = []
+        numbers = list(reversed(tiers.steps)) if asked is None else [asked]
+        for number in numbers:
+            copies, problems = tiers.look(number)
+            found = search.search(list(copies)).newest
+            if found is None or (
+                asked is None and tiers.line.abandons(number, found.save)
+            ):
+                continue
+            parts = step_components.components(found, copies)
+            if arguments.json:
+                content = {
+                    "step": number,
+                    "save": found.save,
+                    "components": [dataclasses.asdict(each) for each in parts],
+                }
+                print(json.dumps(content, indent=2))
+            else:
+                print(f"step {number}, save {found.save}")
+                print("\n".join(tier_report.component_lines(parts)))
+            return 0
+        step = "step" if asked is None else f"step {asked}"
+        raise errors.CheckpointError(
+            "; ".join([f"no {step} is complete in these places", *problems])
+            if numbers
+            else "there are no steps in these places; name where they are"
+        )

@@ -1,0 +1,54 @@
+"""`elastic-ckpt components` shows the parts of a step."""
+
+import json
+
+from elastic_ckpt.core import checked_json
+from tests import runs
+from tests.tiers import tiered_steps
+
+
+class Described(tiered_steps.Cursors):
+    """A component with a description of its pattern."""
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            fields = {"pattern": "per_group", "axes": ["data"], "hosts": 1}
+            content = checked_json.to_bytes(fields, version=1)
+            (path / "component.json").write_bytes(content)
+
+        return write()
+
+
+def test_it_shows_patterns_files_sizes_and_digests(tmp_path):
+    ram, steps = tmp_path / "ram", tmp_path / "steps"
+    with tiered_steps.checkpointer(ram, steps) as checkpointer:
+        for step in (1, 2):
+            parts = {
+                "state": tiered_steps.state(7),
+                "data": tiered_steps.Cursors(),
+                "rng": Described(),
+            }
+            assert checkpointer.save_checkpointables(step, parts)
+            checkpointer.wait()
+    shown = json.loads(runs.verb("components", "--json", steps))
+    assert shown["step"] == 2
+    parts = {each["name"]: each for each in shown["components"]}
+    assert list(parts) == ["data", "rng", "state"]
+    assert (parts["rng"]["pattern"], parts["rng"]["version"]) == ("per_group data", 1)
+    assert parts["data"]["num_files"] == 2
+    assert parts["state"]["num_leaves"] == 4
+    assert parts["state"]["num_bytes"] == 16 * 6 * 4 + 6 * 2 + 8
+    # The same in RAM, and in the step before, as the values are the same.
+    before = json.loads(runs.verb("components", "--json", ram, steps, "--step", 1))
+    digests = {each["name"]: each["digest"] for each in before["components"]}
+    assert digests["data"] == parts["data"]["digest"]
+    text = runs.verb("components", steps)
+    assert "  rng    per_group data, version 1, 1 files," in text
+    assert "  state  by sharding, 4 leaves, 404 bytes" in text
+    assert "no step 5 is complete" in runs.verb(
+        "components", steps, "--step", 5, code=1
+    )
+    assert "there are no steps" in runs.verb("components", tmp_path, code=1)
+    # `inspect` has them, too.
+    assert "  data   its own files, 2 files," in runs.verb("inspect", steps)

@@ -1,0 +1,151 @@
+"""Numbers of a saved step are edited, and the step is a checkpoint as before."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import elastic_ckpt as ec
+from elastic_ckpt.checkpoint import factory
+from tests import runs
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+def state(step):
+    return {
+        "w": jnp.arange(6.0).reshape(2, 3) + step,
+        "opt": {"lr": jnp.float32(0.5), "half": jnp.bfloat16(2), "on": jnp.bool_(True)},
+        "step": step,
+    }
+
+
+def opened(directory, **options):
+    tiers = [ec.Persistent(directory, every=1, **options)]
+    return factory.Checkpointer(tiers, run="run-7", slice_name="s0")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two steps of a run that has ended."""
+    directory = tmp_path_factory.mktemp("saved") / "steps"
+    with opened(directory) as checkpointer:
+        for step in (1, 2):
+            assert checkpointer.save(step, state(step))
+    return directory
+
+
+@pytest.fixture
+def steps(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "steps")
+
+
+def modify(step_path, *options, code=0):
+    return runs.verb("modify", str(step_path), *options, code=code)
+
+
+def loaded(step_path):
+    return ocp.load_checkpointables(step_path, {"state": None})["state"]
+
+
+def test_numbers_are_edited_and_all_else_is_as_it_was(steps):
+    before = loaded(steps / "2")
+    edits = ["--set", "step=100", "--scale", "opt/lr=0.1", "--set", "opt/on=false"]
+    output = modify(steps / "2", *edits, "--scale", "opt/half=1.5")
+    assert "state/step (int64): 2 -> 100" in output
+    assert "state/opt/on (bool): True -> False" in output
+    after = loaded(steps / "2")
+    assert after["step"] == 100
+    assert after["opt"]["lr"] == np.float32(0.5) * np.float32(0.1)
+    assert (after["opt"]["half"], bool(after["opt"]["on"])) == (3, False)
+    np.testing.assert_array_equal(after["w"], before["w"])
+    runs.verb("verify", "--strict", str(steps))
+    # The version before is listed until retention takes it.
+    tiers = json.loads(runs.verb("inspect", "--json", str(steps)))["tiers"]
+    listed = [(each["step"], each["abandoned"]) for each in tiers["steps"]]
+    assert listed == [(1, False), (2, True), (2, False)]
+    keep = ocp.training.preservation_policies.LatestN(1)
+    with opened(steps, keep=keep) as checkpointer:
+        assert checkpointer.latest.step == 2
+        assert checkpointer.load(None, None)["step"] == 100
+        assert checkpointer.save(3, state(3))
+    assert not list((steps / "abandoned").iterdir())
+    assert not (steps / "2").exists()
+
+
+def test_a_dry_run_writes_nothing(steps):
+    names = sorted(each.name for each in steps.iterdir())
+    output = modify(steps / "2", "--set", "step=3", "--dry-run")
+    assert "state/step (int64): 2 -> 3\nnothing was written" in output
+    assert loaded(steps / "2")["step"] == 2
+    assert sorted(each.name for each in steps.iterdir()) == names
+
+
+@pytest.mark.parametrize(
+    ("edit", "why"),
+    [
+        (["--set", "nothing=1"], "its numbers are"),
+        (["--set", "w=1"], "only single numbers are edited"),
+        (["--set", "step=1.5"], "cannot become 1.5"),
+        (["--scale", "step=0.3"], "cannot become times 0.3"),
+        (["--set", "opt/on=2"], "give true or false"),
+        (["--scale", "opt/lr=x"], "the factor is not a number"),
+        (["--set", "step"], "write PATH=VALUE"),
+        (["--set", "step=1", "--scale", "step=2"], "once"),
+        (["--set", "step=1", "--component", "other"], "no leaf 'other/step'"),
+        ([], "nothing is to be edited"),
+    ],
+)
+def test_an_edit_that_cannot_be_made_is_refused_and_nothing_is_written(
+    steps, edit, why
+):
+    assert why in modify(steps / "2", *edit, code=1)
+    assert [each["step"] for each in _listed(steps)] == [1, 2]
+
+
+def _listed(steps):
+    return json.loads(runs.verb("inspect", "--json", str(steps)))["tiers"]["steps"]
+
+
+def test_only_the_newest_step_is_edited(steps, tmp_path):
+    assert "step 2 would count no longer" in modify(
+        steps / "1", "--set", "step=3", code=1
+    )
+    for path in (steps / "7", steps, tmp_path / "none" / "3"):
+        assert modify(path, "--set", "step=3", code=1)
+
+
+def test_a_step_of_a_live_run_is_not_edited(steps):
+    with opened(steps) as checkpointer:
+        assert checkpointer.save(3, state(3))
+        output = modify(steps / "3", "--set", "step=4", code=1)
+        assert "a live run writes to" in output
+        assert "stop it (SIGTERM" in output
+        assert "-> 4" in modify(steps / "3", "--set", "step=4", "--dry-run")
+    modify(steps / "3", "--set", "step=4")
+    assert loaded(steps / "3")["step"] == 4
+    # Twice, with the same result.
+    modify(steps / "3", "--set", "step=4")
+    assert [each["step"] for each in _listed(steps)] == [1, 2, 3, 3, 3]
+
+
+def test_components_stay_and_preserved_steps_stay_preserved(tmp_path):
+    steps = tmp_path / "steps"
+    from tests.tiers import tiered_steps
+
+    with opened(steps) as checkpointer:
+        parts = {"state": state(1), "data": tiered_steps.Cursors()}
+        assert checkpointer.save_checkpointables(1, parts)
+    ec.preserve(steps / "1")
+    modify(steps / "1", "--set", "step=9")
+    cursors = tiered_steps.Cursors()
+    with opened(steps) as checkpointer:
+        state_ = checkpointer.load_checkpointables(
+            None, {"state": jax.tree.map(lambda _: ..., state(1)), "data": cursors}
+        )
+    assert cursors.names == ["a.json", "b.json"]
+    assert state_

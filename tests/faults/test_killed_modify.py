@@ -1,0 +1,86 @@
+"""A step that is modified is the old one or the new one, wherever that is killed."""
+
+import os
+import shutil
+import signal
+
+import pytest
+
+from elastic_ckpt.checkpoint import modified_step
+from elastic_ckpt.core import storage
+from elastic_ckpt.tiers.persistent import ocdbt
+from tests import runs
+from tests.cli.test_modify import opened, saved  # noqa: F401
+from tests.faults.test_killed_upload import children, ended  # noqa: F401
+
+# All that a modification does to storage.
+WRITERS = (
+    (ocdbt, "write"),
+    (ocdbt, "merge"),
+    (storage, "write_atomic"),
+    (storage, "rename"),
+    (storage, "remove"),
+    (storage, "make_directory"),
+)
+EDITS = [modified_step.Edit(path="step", value="100")]
+
+
+def modify(steps):
+    step = modified_step.SavedStep(steps / "2")
+    with step.alone():
+        step.modify(step.changes("state", EDITS))
+
+
+def modify_and_die(steps, point, moment):
+    """Is killed before or after the `point`-th write."""
+    done = 0
+
+    def dying(write):
+        def act(*args, **options):
+            nonlocal done
+            done += 1
+            if done == point and moment == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = write(*args, **options)
+            if done == point and moment == "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return act
+
+    for module, name in WRITERS:
+        setattr(module, name, dying(getattr(module, name)))
+    modify(steps)
+
+
+def check(steps):
+    """One version of step 2 counts, and it is whole; returns its number."""
+    runs.verb("verify", "--strict", str(steps))
+    with opened(steps) as checkpointer:
+        assert checkpointer.latest.step == 2
+        return checkpointer.load(None, None)["step"]
+
+
+def killed_at(point, moment, original, steps, children):  # noqa: F811
+    """Kills a modification, and repeats it; whether it had come to its end."""
+    shutil.copytree(original, steps)
+    finished = ended(children, modify_and_die, steps, point, moment)
+    assert check(steps) in ({100} if finished else {2, 100})
+    modify(steps)
+    assert check(steps) == 100
+    shutil.rmtree(steps)
+    return finished
+
+
+@pytest.mark.slow(minutes=1)
+def test_killed_at_any_write_a_version_is_whole(saved, tmp_path, children):  # noqa: F811
+    point = 1
+    while not killed_at(point, "before", saved, tmp_path / "steps", children):
+        point += 1
+    # Chunks, a manifest, the merge, files of Orbax, two renames.
+    assert point > 10
+
+
+@pytest.mark.parametrize("point", [3, 17, 18, 19])
+def test_killed_at_a_write_a_version_is_whole(point, saved, tmp_path, children):  # noqa: F811
+    killed_at(point, "after", saved, tmp_path / "steps", children)
