@@ -104,8 +104,8 @@ class SavedStep:
         self._run = run
         self._tier = PersistentTier(self._root, run=run)
         self._search = Search([self._tier], lines=self._tier.recorded_lines())
-        found = self._search.of_step(self._step).step
-        if self._search.line.abandons(self._step, found.save):
+        saved = self._search.of_step(self._step).step
+        if self._search.line.abandons(self._step, saved.save):
             raise errors.CheckpointError(
                 f"step {self._step} in {self._root.path} was abandoned: the run went on"
                 " from an earlier step; modify a step that counts"
@@ -117,7 +117,7 @@ class SavedStep:
                 f" {newest.step.step} would count no longer; modify that one, or first"
                 " move the later steps out of the directory"
             )
-        self._found = found
+        self._saved = saved
 
     def changes(self, component: str, edits: Sequence[Edit]) -> list[Change]:
         """The changes that edits make; writes nothing.
@@ -175,8 +175,8 @@ class SavedStep:
         """Keeps runs from writing to the directory while the block runs.
 
         Args:
-          is_stopped: whether the caller knows that no run is alive; object stores have
-            no locks that tell.
+          is_stopped: whether no run is alive, by the caller's word: object stores have
+            no locks that show it.
 
         Raises:
           RunError: if a run is alive, or it is not known.
@@ -188,7 +188,7 @@ class SavedStep:
         if not storage.is_local(self._root.path):
             if not is_stopped:
                 raise errors.RunError(
-                    f"{self._root.path} has no locks that tell whether a run writes to"
+                    f"{self._root.path} has no locks that show whether a run writes to"
                     f" it: if one is alive, {stop} with --stopped"
                 )
             yield
@@ -222,21 +222,21 @@ class SavedStep:
         )
 
     def _parents(self) -> tuple[tuple[int, str], ...]:
-        # Of a save that replaces this step: its line without it.
-        before = self._found.holdings.contents.parents
+        # Those of a save that replaces this step: its line without it.
+        before = self._saved.holdings.contents.parents
         if self._step == 0:
             return before or FROM_SCRATCH
-        return line_of.after(self._step - 1, self._found.save, before)
+        return line_of.after(self._step - 1, self._saved.save, before)
 
     def _new_save(self) -> str:
         known = [save for _, save in self._tier.known_saves()]
-        known += [self._found.save, self._search.line.save]
+        known += [self._saved.save, self._search.line.save]
         newest = max((int(save) for save in known if save.isdecimal()), default=0)
         return f"{max(time.time_ns() // 1_000_000, newest + 1):015d}"
 
     def _directory(self) -> epath.Path:
-        # Where the files of the step are now.
-        save = self._found.save
+        # The present directory of the step's files.
+        save = self._saved.save
         if self._root.is_committed(self._step) and save == arrange.save_of(
             self._root, self._step, run=self._run
         ):
@@ -247,7 +247,7 @@ class SavedStep:
         sources = {
             offer: source
             for offer, source in self._tier.offers(self._step).sources.items()
-            if offer.manifest.save == self._found.save
+            if offer.manifest.save == self._saved.save
         }
         holdings = Holdings.from_offers(list(sources))
         return holdings, verified_read.VerifiedReader(sources)

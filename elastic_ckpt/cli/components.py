@@ -33,21 +33,21 @@ def run(arguments: argparse.Namespace) -> int:
         numbers = list(reversed(tiers.steps)) if asked is None else [asked]
         for number in numbers:
             copies, problems = tiers.look(number)
-            found = search.search(list(copies)).newest
-            if found is None or (
-                asked is None and tiers.line.abandons(number, found.save)
+            newest = search.search(list(copies)).newest
+            if newest is None or (
+                asked is None and tiers.line.abandons(number, newest.save)
             ):
                 continue
-            parts = step_components.components(found, copies)
+            parts = step_components.components(newest, copies)
             if arguments.json:
                 content = {
                     "step": number,
-                    "save": found.save,
+                    "save": newest.save,
                     "components": [dataclasses.asdict(each) for each in parts],
                 }
                 print(json.dumps(content, indent=2))
             else:
-                print(f"step {number}, save {found.save}")
+                print(f"step {number}, save {newest.save}")
                 print("\n".join(tier_report.component_lines(parts)))
             return 0
         step = "step" if asked is None else f"step {asked}"

@@ -18,7 +18,7 @@ from typing import Any
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations, tier_report
 from elastic_ckpt.config import keys
-from elastic_ckpt.core import digest, errors
+from elastic_ckpt.core import errors
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +89,7 @@ def collect(
       RunError: if there is no run in `directory`.
     """
     from elastic_ckpt.checkpoint import run_saver, summary
+    from elastic_ckpt.core import digest
     from elastic_ckpt.tiers.persistent import persistent_root
 
     config = run_directory.read_config(directory)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stopped",
         action="store_true",
-        help="confirm that no run writes to the bucket, which has no locks that tell",
+        help="confirm that no run writes to the bucket, which has no locks",
     )
 
 

@@ -19,7 +19,7 @@ from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.tiers.source import Source
 
-# Of a component that describes itself.
+# The file of a component that describes itself.
 _DESCRIPTION = "component.json"
 _BY_SHARDING = "by sharding"
 _OWN = "its own files"
@@ -69,7 +69,7 @@ def components(
     num_leaves: dict[str, int] = dict.fromkeys(items, 0)
     for leaf in holdings.contents.leaves:
         name = leaf.path.partition("/")[0]
-        # Of leaves without elements there are no items.
+        # Leaves without elements have no items.
         items.setdefault(name, [])
         num_leaves[name] = num_leaves.get(name, 0) + 1
     for name in holdings.contents.components:
