@@ -117,7 +117,7 @@ class SavedStep:
                 f" {newest.step.step} would count no longer; modify that one, or first"
                 " move the later steps out of the directory"
             )
-        self._saved = saved
+        self._original = saved
 
     def changes(self, component: str, edits: Sequence[Edit]) -> list[Change]:
         """The changes that edits make; writes nothing.
@@ -223,20 +223,20 @@ class SavedStep:
 
     def _parents(self) -> tuple[tuple[int, str], ...]:
         # Those of a save that replaces this step: its line without it.
-        before = self._saved.holdings.contents.parents
+        before = self._original.holdings.contents.parents
         if self._step == 0:
             return before or FROM_SCRATCH
-        return line_of.after(self._step - 1, self._saved.save, before)
+        return line_of.after(self._step - 1, self._original.save, before)
 
     def _new_save(self) -> str:
         known = [save for _, save in self._tier.known_saves()]
-        known += [self._saved.save, self._search.line.save]
+        known += [self._original.save, self._search.line.save]
         newest = max((int(save) for save in known if save.isdecimal()), default=0)
         return f"{max(time.time_ns() // 1_000_000, newest + 1):015d}"
 
     def _directory(self) -> epath.Path:
         # The present directory of the step's files.
-        save = self._saved.save
+        save = self._original.save
         if self._root.is_committed(self._step) and save == arrange.save_of(
             self._root, self._step, run=self._run
         ):
@@ -247,7 +247,7 @@ class SavedStep:
         sources = {
             offer: source
             for offer, source in self._tier.offers(self._step).sources.items()
-            if offer.manifest.save == self._saved.save
+            if offer.manifest.save == self._original.save
         }
         holdings = Holdings.from_offers(list(sources))
         return holdings, verified_read.VerifiedReader(sources)
