@@ -4,6 +4,10 @@ A component is a `StatefulCheckpointable` of Orbax: `save` takes its state at on
 writes it later, `load` reads it from a directory. Each host may write some of the
 files, under logical names; hosts that write files of one name must write the same
 bytes.
+
+A component that does not return in time fails its step, as one that raises does. Its
+thread is abandoned. The limit is the attribute `save_timeout_secs` of the component, at
+most `SAVE_TIMEOUT_SECS`.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
@@ -19,10 +24,16 @@ from typing import Any, TypeVar
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import background, storage
 from elastic_ckpt.manifests.manifest import ComponentFile
 
 T = TypeVar("T")
+
+# For taking the states of all components, and again for writing them. Both together
+# take less time than other hosts wait for this one (`host.phases.BRIEF_SECS`).
+SAVE_TIMEOUT_SECS = 240.0
+# For the thread of a coroutine that was cancelled.
+_CANCEL_SECS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,29 +79,41 @@ def begin_save(
       The writer of the states, to be called once, on any thread.
 
     Raises:
+      TimeoutError: if a component has not returned in time, here or in the writer.
       Exception: as a component's `save`; then no component writes its state.
     """
     if not components:
         # Saves the caller the time to start a thread and an event loop.
         return lambda: None
+    limit_secs = max(map(_limit_secs, components.values()))
+    deadline_secs = time.monotonic() + limit_secs
 
-    async def begin() -> list[Awaitable[None]]:
-        begun: list[Awaitable[None]] = []
+    async def begin(unfinished: list[str]) -> dict[str, Awaitable[None]]:
+        begun: dict[str, Awaitable[None]] = {}
         try:
             for name, component in components.items():
-                begun.append(await component.save(Created(directory(name))))
+                unfinished[:] = [name]
+                begun[name] = await component.save(Created(directory(name)))
+                if time.monotonic() > deadline_secs:
+                    # The step was given up, and no other directory is made in it.
+                    raise TimeoutError
         except BaseException:
-            for each in begun:
+            for each in begun.values():
                 if inspect.iscoroutine(each):
                     each.close()
             raise
         return begun
 
-    async def finish() -> None:
-        await asyncio.gather(*begun)
+    async def finish(unfinished: list[str]) -> None:
+        async def write(name: str, writing: Awaitable[None]) -> None:
+            await writing
+            unfinished.remove(name)
 
-    begun = _run(begin())
-    return lambda: _run(finish())
+        unfinished += begun
+        await asyncio.gather(*(write(*each) for each in begun.items()))
+
+    begun = _run_within(limit_secs, begin)
+    return lambda: _run_within(limit_secs, finish)
 
 
 def fail_later(
@@ -158,6 +181,36 @@ def materialise(
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _limit_secs(component: ocp.StatefulCheckpointable) -> float:
+    limit_secs = getattr(component, "save_timeout_secs", SAVE_TIMEOUT_SECS)
+    return min(limit_secs, SAVE_TIMEOUT_SECS)
+
+
+def _run_within(
+    limit_secs: float, work: Callable[[list[str]], Coroutine[Any, Any, T]]
+) -> T:
+    unfinished: list[str] = []
+
+    async def limited() -> T:
+        async with asyncio.timeout(limit_secs):
+            return await work(unfinished)
+
+    # A call that blocks the event loop is not cancelled.
+    doing = background.in_thread(lambda: asyncio.run(limited()), name="component")
+    began_secs = time.monotonic()
+    try:
+        return doing.result(limit_secs + _CANCEL_SECS)
+    except TimeoutError:
+        if doing.done() and time.monotonic() - began_secs < limit_secs:
+            # It is an error of a component itself.
+            raise
+        raise TimeoutError(
+            f"the components {unfinished} were not saved within {limit_secs:g} s; see"
+            " what they wait for, or set their save_timeout_secs (at most"
+            f" {SAVE_TIMEOUT_SECS:g})"
+        ) from None
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

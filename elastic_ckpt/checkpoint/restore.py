@@ -1,7 +1,8 @@
 """Restore: all hosts read one step, the newest one that is readable.
 
 No value is returned, and no component is loaded, before every host has read and
-verified all of its part: if one cannot, all hosts read the step before.
+verified all of its part: if one cannot, all hosts read the step before. If a component
+of one host cannot be loaded, the restore fails on all hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.host import read_requests
-from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError
+from elastic_ckpt.host.answers import (
+    CheckpointMetadata,
+    ComponentsLoaded,
+    HostsFailedError,
+)
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.read_plan import NEARNESS
 
@@ -123,8 +128,7 @@ def restore(
         metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
         return search, restored
     bad = _repair(hosts)
-    for name, component in stateful.items():
-        components.load(component, read.directories[name])
+    _load_components(hosts, stateful, read.directories)
     filled = read.asked.filled(hosts.arrays(read.asked.read))
     restored = {**filled, **stateful}
     hosts.all(read_requests.CloseStep())
@@ -133,6 +137,26 @@ def restore(
         _record(read.num_bytes, bad)
     emit("restored_from", step=checkpoint.step, **read.num_bytes, **bad)
     return search, restored
+
+
+def _load_components(
+    hosts: Hosts, stateful: Mapping[str, Any], directories: Mapping[str, str]
+) -> None:
+    own: Exception | None = None
+    problem: str | None = None
+    for name, component in stateful.items():
+        try:
+            components.load(component, directories[name])
+        except Exception as error:
+            own, problem = error, f"{name!r} was not loaded: {error!r}"
+            break
+    # No host waits for one that has stopped.
+    outcomes = hosts.share(ComponentsLoaded(problem=problem))
+    if any(each.problem for each in outcomes):
+        hosts.all(read_requests.CloseStep())
+        raise own or HostsFailedError(
+            {n: each.problem for n, each in enumerate(outcomes) if each.problem}
+        )
 
 
 def _record(read_bytes: Mapping[str, int], bad: Mapping[str, int]) -> None:

@@ -150,6 +150,17 @@ class BackupWaits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ComponentsLoaded:
+    """Whether a driver has loaded its components from an open step.
+
+    Attributes:
+      problem: why not; None if it has.
+    """
+
+    problem: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
     """A complete step, with the attributes of Orbax's class of this name.
 

@@ -1,6 +1,9 @@
 """Components that write no file, or whose `save` raises, in every tier."""
 
+import asyncio
+import contextlib
 import pathlib
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,6 +59,46 @@ class Whole:
             raise AssertionError("a step that is given up is not written")
 
         return write()
+
+    async def load(self, directory):
+        raise NotImplementedError
+
+
+class Hanging:
+    """A component that hangs until it is released.
+
+    Args:
+      in_background: whether the writing of the state hangs, not the taking of it.
+      blocks: whether it blocks its event loop.
+    """
+
+    save_timeout_secs = 0.2
+
+    def __init__(self, *, in_background, blocks):
+        self._in_background = in_background
+        self._blocks = blocks
+        self.released, self.ended = threading.Event(), threading.Event()
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            if self._in_background:
+                await self._hang()
+            with contextlib.suppress(FileNotFoundError):
+                (path / "half").write_text("late")
+
+        if not self._in_background:
+            await self._hang()
+        return write()
+
+    async def _hang(self):
+        try:
+            if self._blocks:
+                self.released.wait()
+            else:
+                await asyncio.sleep(3600)
+        finally:
+            self.ended.set()
 
     async def load(self, directory):
         raise NotImplementedError
@@ -136,3 +179,25 @@ def test_a_component_that_cannot_save_fails_its_step_alone(
     assert checkpointer.save(3, tree)
     # The memory of a step that failed is used again by the next.
     assert len(allocated) == 1
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_component_that_hangs_fails_its_step_alone(
+    make, tmp_path, in_background, blocks
+):
+    checkpointer = make()
+    tree = {"w": np.zeros(8, np.uint8)}
+    hanging = Hanging(in_background=in_background, blocks=blocks)
+    parts = {"state": tree, "slow": hanging, "data": Silent()}
+    try:
+        assert not checkpointer.save_checkpointables(1, parts)
+    finally:
+        hanging.released.set()
+    # The abandoned save ends meanwhile, and leaves no file.
+    assert hanging.ended.wait(60)
+    assert checkpointer.save_checkpointables(2, {"state": tree, "data": Silent()})
+    checkpointer.wait()
+    assert files_below(tmp_path) == []
+    slot = tmp_path / "ram" / "hosts" / "0"
+    assert [p.name[0] for p in slot.iterdir() if p.is_dir()] == ["2"]

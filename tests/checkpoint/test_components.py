@@ -64,6 +64,34 @@ def test_an_error_of_the_writing_is_raised_by_it(tmp_path):
         write()
 
 
+def test_the_components_that_hang_are_named(tmp_path):
+    class Slow(Counter):
+        save_timeout_secs = 0.1
+
+        async def save(self, directory):
+            del directory
+
+            async def write():
+                await asyncio.sleep(3600)
+
+            return write()
+
+    both = {"c": Slow(), "d": Slow()}
+    limited = {**both, "e": Counter()}
+    write = components.begin_save(both, lambda name: _made(tmp_path / name))
+    with pytest.raises(TimeoutError, match=r"components \['c', 'd'\] .* within 0.1 s"):
+        write()
+    # A component without a limit has the longest one.
+    assert max(map(components._limit_secs, limited.values())) == 240
+
+
+def test_a_timeout_of_a_component_itself_is_its_own_error(tmp_path):
+    failing = {"c": Counter(error=TimeoutError("no answer"))}
+    write = components.begin_save(failing, lambda name: _made(tmp_path / name))
+    with pytest.raises(TimeoutError, match=r"^no answer$"):
+        write()
+
+
 def test_trees_and_components_are_told_apart():
     counter = Counter()
     assert components.split({"state": {"w": 1}, "data": counter}) == (

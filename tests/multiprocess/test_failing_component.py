@@ -1,5 +1,6 @@
 """A host that cannot capture a step or save a component fails that step alone."""
 
+import asyncio
 import functools
 import gc
 import pathlib
@@ -20,8 +21,10 @@ FAILURES = {
     5: (0, TypeError, "not that either", "begin"),
     6: (1, TypeError, "no memory", "capture"),
     7: (0, OSError, "no directory", "capture"),
+    8: (1, None, "components ['more'] were not saved within 1 s", "hangs at once"),
+    9: (0, None, "components ['more'] were not saved within 1 s", "hangs later"),
 }
-LAST = 8
+LAST = 10
 
 
 class Failing(tier_worlds.Counter):
@@ -40,6 +43,24 @@ class Failing(tier_worlds.Counter):
         if self._in_background:
             return write()
         return await write()
+
+
+class Hanging(tier_worlds.Counter):
+    """A component that does not return."""
+
+    save_timeout_secs = 1.0
+
+    def __init__(self, *, in_background):
+        self._in_background = in_background
+
+    async def save(self, directory):
+        async def write():
+            (directory.path / "half").write_text("cut")
+            await asyncio.sleep(3600)
+
+        if self._in_background:
+            return write()
+        await write()
 
 
 class Taken:
@@ -78,6 +99,8 @@ def fail_and_go_on(checkpointer, mesh, *, directories):
         fails = topology.this_host() == host
         if fails and moment == "capture":
             capture.capture = functools.partial(_fail, error, message)
+        elif fails and error is None:
+            parts["more"] = Hanging(in_background=moment == "hangs later")
         elif fails:
             in_background = moment == "background"
             parts["more"] = Failing(error, message, in_background=in_background)

@@ -1,0 +1,200 @@
+"""A component: a named piece of the state of a run, under a sharing pattern.
+
+It wraps a pytree, or an object with `get_state` and `set_state`, or with `state_dict`
+and `load_state_dict`, and is a `StatefulCheckpointable` of Orbax: it goes into the same
+dict as weights and batches, in our checkpointer and in Orbax's own.
+
+    step = ec.components.Global({"lr": 0.1, "ema": ema})
+    checkpointer.save_checkpointables(40, {"state": weights, "schedule": step})
+    checkpointer.load_checkpointables(None, {"state": abstract, "schedule": step})
+    step.state["lr"]
+
+Saving and loading contain no collective and no barrier: which host writes which file
+follows from host numbers and the mesh alone (`sharing`), so a host that is missing
+delays no other.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from absl import logging
+from etils import epath
+
+from elastic_ckpt.components import description, encoding, resize, state_file
+from elastic_ckpt.components.sharing import Sharing
+from elastic_ckpt.core import background, errors, storage, topology
+
+T = TypeVar("T")
+
+# How an object gives and takes its state, in the order in which these are tried.
+_METHODS = (("get_state", "set_state"), ("state_dict", "load_state_dict"))
+
+
+class AwaitedDirectory(Protocol):
+    """A directory that Orbax is about to create (its `PathAwaitingCreation`)."""
+
+    async def await_creation(self) -> epath.Path:
+        """Waits until the directory exists, and returns it."""
+
+
+class Component(abc.ABC):
+    """A state under a sharing pattern; a subclass defines the pattern.
+
+    Args:
+      state: a pytree, or an object with `get_state` and `set_state`, or with
+        `state_dict` and `load_state_dict`. The state may hold arrays of JAX and NumPy,
+        random keys, numbers, texts, bytes, None, and dicts, lists, tuples and pytrees
+        of these.
+      on_resize: the rule for other states than were saved, as on another number of
+        hosts: `"error"`, `"reset"`, `"from_first"`, or a
+        function `(old_states, new_count) -> new states`; see `resize`.
+      required: whether a step without this component is an error. An optional one that
+        cannot be saved is left out, with a warning in the log.
+
+    Attributes:
+      state: the object, or the pytree: the one that is saved next, or was loaded last.
+      on_resize: as given.
+      required: as given.
+      save_timeout_secs: how long our checkpointer waits for it in a save, at most 240;
+        then the step fails, and the next one is tried.
+
+    Raises:
+      ConfigError: if `on_resize` is no rule.
+    """
+
+    save_timeout_secs: float = 240.0
+
+    def __init__(
+        self,
+        state: Any,
+        *,
+        on_resize: resize.Rule = resize.ERROR,
+        required: bool = True,
+    ) -> None:
+        resize.check(on_resize)
+        self.state = state
+        self.on_resize = on_resize
+        self.required = required
+        # Only this rule needs it.
+        is_reset = on_resize == resize.RESET
+        self._initial = encoding.encode(self.get()) if is_reset else None
+
+    @abc.abstractmethod
+    def sharing(self) -> Sharing:
+        """The states in this world, and which of them is this host's."""
+
+    def get(self) -> Any:
+        """The values that are saved: the pytree, or what the object returns."""
+        methods = _methods(self.state)
+        return self.state if methods is None else methods[0]()
+
+    def put(self, values: Any) -> None:
+        """Sets the pytree or the object to values that `get` returned once."""
+        methods = _methods(self.state)
+        if methods is None:
+            self.state = values
+        else:
+            methods[1](values)
+
+    async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
+        """Takes the state; the awaitable writes it into Orbax's directory."""
+        files: dict[str, Callable[[], bytes]] = {}
+        try:
+            files = self._files()
+        except Exception as error:
+            if self.required:
+                raise
+            logging.warning("an optional component is not saved: %r", error)
+
+        async def write() -> None:
+            path = await directory.await_creation()
+            await _in_thread(lambda: _write(path, files))
+
+        return write()
+
+    async def load(self, directory: epath.Path) -> Awaitable[None]:
+        """Sets the state to the one in `directory`, before the awaitable is returned.
+
+        Orbax would wrap an error of the awaitable in one about another handler.
+        """
+        self.put(await _in_thread(lambda: self.read(directory)))
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    def read(self, directory: epath.PathLike) -> Any:
+        """This host's values among those that were saved in `directory`.
+
+        Raises:
+          CheckpointError: if they cannot be read, or there are other states than there
+            were and `on_resize` is `"error"`.
+        """
+        path = epath.Path(directory)
+        saved = description.read(path)
+        now = self.sharing()
+        place = resize.place_of_same(saved.states, now.names, now.own)
+        if place is None and self.on_resize == resize.ERROR:
+            raise resize.refused(path.name, saved.pattern, saved.states, now.names)
+        needed = resize.needed(self.on_resize, len(saved.states))
+        encoded = [
+            state_file.read(description.state_path(path, saved.states[number]))
+            for number in (needed if place is None else [place])
+        ]
+        try:
+            current = self.get()
+            states = [encoding.decode(each, current) for each in encoded]
+            if place is not None:
+                return states[0]
+            initial = self._initial and encoding.decode(self._initial, current)
+            return resize.new_state(
+                self.on_resize,
+                states,
+                initial=initial,
+                new_count=len(now.names),
+                own=now.own,
+            )
+        except errors.CheckpointError as error:
+            raise errors.CheckpointError(f"component {path.name!r}: {error}") from None
+
+    def _files(self) -> dict[str, Callable[[], bytes]]:
+        # The files that this host writes, by name.
+        sharing = self.sharing()
+        # On all hosts: a user's object may ask all of them for its state.
+        values = self.get()
+        files: dict[str, Callable[[], bytes]] = {}
+        if sharing.is_writer:
+            encoded = encoding.encode(values)
+            path = description.state_path(epath.Path(), sharing.name)
+            files[path.name] = lambda: state_file.to_bytes(encoded)
+        if topology.this_host() == 0:
+            saved = description.Description(
+                pattern=sharing.pattern,
+                axes=sharing.axes,
+                states=sharing.names,
+                hosts=topology.num_hosts(),
+                kind=encoding.type_name(self.state),
+            )
+            files[description.FILE] = lambda: description.to_bytes(saved)
+        return files
+
+
+def _methods(state: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    for names in _METHODS:
+        get, put = (getattr(state, name, None) for name in names)
+        if callable(get) and callable(put):
+            return get, put
+    return None
+
+
+def _write(directory: epath.Path, files: dict[str, Callable[[], bytes]]) -> None:
+    for name, content in files.items():
+        storage.write_atomic(directory / name, content())
+
+
+def _in_thread(call: Callable[[], T]) -> Awaitable[T]:
+    # Not asyncio's own threads, for which a program waits at its end.
+    return asyncio.wrap_future(background.in_thread(call, name="component"))

@@ -1,0 +1,214 @@
+"""Loads the components of a step, strictly or not, with a summary."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+from collections.abc import Awaitable, Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+from etils import epath
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.components.component import Component
+from elastic_ckpt.core import errors
+
+
+class Source(Protocol):
+    """A checkpointer: ours, or Orbax's `training.Checkpointer`."""
+
+    @property
+    def latest(self) -> Any:
+        """The newest step, or None."""
+        ...
+
+    def checkpointables_metadata(self, step: Any = None) -> Any:
+        """The contents of a step, by checkpointable."""
+        ...
+
+    def load_checkpointables(
+        self, step: Any = None, abstract_checkpointables: Any = None
+    ) -> dict[str, Any]:
+        """Restores checkpointables."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The outcome of loading the components of a step.
+
+    Attributes:
+      step: the training step.
+      loaded: by name, what was restored: components, and trees that were asked for.
+      skipped: by name, why it was left alone.
+      failed: by name, why it could not be loaded.
+    """
+
+    step: int
+    loaded: Mapping[str, Any]
+    skipped: Mapping[str, str]
+    failed: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}: loaded {', '.join(self.loaded) or 'nothing'}"]
+        for kind in ("skipped", "failed"):
+            lines += [f"{kind} {n}: {why}" for n, why in getattr(self, kind).items()]
+        return "\n".join(lines)
+
+
+def named(components: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of named components.
+
+    Args:
+      components: a mapping, or pairs of a name and a component.
+
+    Raises:
+      ConfigError: if names occur twice; it lists them all.
+    """
+    if isinstance(components, Mapping):
+        return dict(components)
+    pairs = list(components)
+    counts = collections.Counter(name for name, _ in pairs)
+    doubled = sorted(name for name, count in counts.items() if count > 1)
+    if doubled:
+        raise errors.ConfigError(
+            f"several components are called {doubled}; give each another name"
+        )
+    return dict(pairs)
+
+
+def load(
+    checkpointer: Source,
+    components: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    step: Any = None,
+    *,
+    strict: bool = True,
+    ignore: Collection[str] = (),
+) -> Summary:
+    """Loads components, and trees beside them, from a step.
+
+    Components are set once all of them have been read: a strict call that fails has set
+    none of ours.
+
+    Args:
+      checkpointer: ours or Orbax's; all hosts call this.
+      components: by name or as pairs; also abstract trees and other checkpointables, as
+        `load_checkpointables` takes them.
+      step: None takes the newest.
+      strict: whether a required component that is missing or cannot be loaded, and a
+        component of the step that is not asked for, are errors. Otherwise they are in
+        the summary alone.
+      ignore: names of the step that need not be asked for.
+
+    Raises:
+      ConfigError: if a name occurs twice.
+      CheckpointError: if there is no such step, a tree cannot be restored, or `strict`
+        does not hold; it lists all names.
+    """
+    wanted = named(components)
+    held = checkpointer.checkpointables_metadata(step)
+    readers = {
+        name: _Reader(value) if isinstance(value, ocp.StatefulCheckpointable) else value
+        for name, value in wanted.items()
+        if name in held.metadata
+    }
+    unknown = [
+        name
+        for name, tree in held.metadata.items()
+        if tree is None and name not in wanted and name not in ignore
+    ]
+    skipped = dict.fromkeys(unknown, "the step has it, and it was not asked for")
+    failed: dict[str, str] = {}
+    for name in [name for name in wanted if name not in readers]:
+        why = f"step {held.step} has no such part; it has {sorted(held.metadata)}"
+        (failed if _is_required(wanted[name]) else skipped)[name] = why
+    if strict:
+        # Before anything is read.
+        _check(held.step, failed, unknown)
+    loaded = checkpointer.load_checkpointables(step, readers) if readers else {}
+    # Ours may have gone back to an earlier step.
+    reached = checkpointer.latest if readers and step is None else held
+    failed |= _finished(readers, wanted, reached.step if strict else None)
+    restored = {
+        name: wanted[name] if isinstance(readers[name], _Reader) else loaded[name]
+        for name in wanted
+        if name in readers and name not in failed
+    }
+    return Summary(step=reached.step, loaded=restored, skipped=skipped, failed=failed)
+
+
+def _finished(
+    readers: Mapping[str, Any], wanted: Mapping[str, Any], strict_step: int | None
+) -> dict[str, str]:
+    # Sets the components that were read; returns the problems of the others. A strict
+    # call sets none unless all required ones were read.
+    failed: dict[str, str] = {}
+    read = {n: each for n, each in readers.items() if isinstance(each, _Reader)}
+    for finish in (False, True):
+        for name, reader in read.items():
+            if finish and reader.problem is None:
+                reader.finish()
+            if reader.problem is not None:
+                failed[name] = reader.problem
+        if strict_step is not None:
+            required = {n: why for n, why in failed.items() if _is_required(wanted[n])}
+            _check(strict_step, required)
+    return failed
+
+
+def _is_required(value: Any) -> bool:
+    return not isinstance(value, Component) or value.required
+
+
+def _check(step: int, failed: Mapping[str, str], unknown: Collection[str] = ()) -> None:
+    problems = [f"{name!r} cannot be loaded: {why}" for name, why in failed.items()]
+    if unknown:
+        problems.append(
+            f"{sorted(unknown)} of the step were not asked for (ask for them, or name"
+            " them in ignore=)"
+        )
+    if problems:
+        raise errors.CheckpointError(
+            f"step {step}: {'; '.join(problems)}; or load what there is with"
+            " strict=False"
+        )
+
+
+class _Reader:
+    # Reads a component without setting it, and keeps an error: the other components
+    # are read all the same.
+
+    def __init__(self, component: ocp.StatefulCheckpointable) -> None:
+        self._component = component
+        self._values: Any = None
+        self.problem: str | None = None
+
+    async def save(self, directory: Any) -> Awaitable[None]:
+        """Never called; Orbax recognizes a checkpointable by this method too."""
+        raise NotImplementedError
+
+    async def load(self, directory: epath.Path) -> Awaitable[None]:
+        """Reads the component in `directory`."""
+        try:
+            if isinstance(self._component, Component):
+                self._values = await asyncio.to_thread(self._component.read, directory)
+            else:
+                await (await self._component.load(directory))
+        except Exception as error:
+            self._note(error)
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+    def finish(self) -> None:
+        """Sets the component to what was read."""
+        try:
+            if isinstance(self._component, Component):
+                self._component.put(self._values)
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> None:
+        is_ours = isinstance(error, errors.ElasticCkptError)
+        self.problem = str(error) if is_ours else repr(error)

@@ -1,0 +1,166 @@
+"""Sharing: how many states a component has, and which of them is this host's.
+
+Pure functions of host numbers and of the mesh. A state has a logical name, which is
+that of its file. The first host that has a state writes it, alone and without asking
+any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import urllib.parse
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.core.errors import first_of
+
+GLOBAL = "global"
+REPLICATED = "replicated"
+PER_RANK = "per_rank"
+PER_NODE = "per_node"
+PER_GROUP = "per_group"
+PATTERNS = (GLOBAL, PER_RANK, REPLICATED, PER_GROUP, PER_NODE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """The states of a component in a world, as one host has them.
+
+    Attributes:
+      pattern: one of `PATTERNS`.
+      names: of all states, in their order: by host, or by coordinates of the mesh.
+      own: the place in `names` of this host's state.
+      is_writer: whether this host is the first that has it.
+      axes: of a group.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    own: int
+    is_writer: bool
+    axes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of this host's state."""
+        return self.names[self.own]
+
+
+def of_all(pattern: str, *, host: int) -> Sharing:
+    """One state that all hosts have, under GLOBAL or REPLICATED; host 0 writes it."""
+    return Sharing(pattern=pattern, names=("global",), own=0, is_writer=host == 0)
+
+
+def per_rank(*, host: int, num_hosts: int) -> Sharing:
+    """A state for each host."""
+    names = tuple(f"rank-{number:05d}" for number in range(num_hosts))
+    return Sharing(pattern=PER_RANK, names=names, own=host, is_writer=True)
+
+
+def per_node(nodes: Sequence[Hashable], *, host: int) -> Sharing:
+    """A state for each node, numbered by the first host on it.
+
+    Args:
+      nodes: of each host, the node that it is on.
+      host: this one.
+    """
+    first = {node: nodes.index(node) for node in nodes}
+    order = sorted(first.values())
+    own = first[nodes[host]]
+    return Sharing(
+        pattern=PER_NODE,
+        names=tuple(f"node-{number:05d}" for number in range(len(order))),
+        own=order.index(own),
+        is_writer=own == host,
+    )
+
+
+def per_group(
+    mesh_hosts: np.ndarray,
+    axis_names: Sequence[str],
+    axes: Sequence[str],
+    *,
+    host: int,
+) -> Sharing:
+    """A state for each group of hosts along some axes of a mesh.
+
+    Args:
+      mesh_hosts: of each device of the mesh, its host.
+      axis_names: of the mesh.
+      axes: devices that differ only in these share a state, as they share the result of
+        `jax.lax.psum` over them.
+      host: this one.
+
+    Raises:
+      ConfigError: if the mesh has no such axis, or this host is in no group or several.
+    """
+    unknown = [axis for axis in axes if axis not in axis_names]
+    if unknown or not axes or len(set(axes)) < len(axes):
+        raise errors.ConfigError(
+            f"PerGroup over {tuple(axes)!r} does not fit the mesh with the axes"
+            f" {tuple(axis_names)}; name axes of the mesh, each once"
+        )
+    others = [
+        number
+        for number, axis in enumerate(axis_names)
+        if axis not in axes and mesh_hosts.shape[number] > 1
+    ]
+    sizes = [mesh_hosts.shape[number] for number in others]
+    names, groups = [], []
+    for place in itertools.product(*map(range, sizes)):
+        at = dict(zip(others, place, strict=True))
+        names.append(
+            "-".join(
+                ["group", *(f"{_quoted(axis_names[n])}-{i}" for n, i in at.items())]
+            )
+        )
+        index = tuple(at.get(number, slice(None)) for number in range(mesh_hosts.ndim))
+        hosts = np.unique(mesh_hosts[index])
+        if host in hosts:
+            groups.append((len(names) - 1, int(hosts[0]) == host))
+    if len(groups) != 1:
+        raise _no_one_group(
+            mesh_hosts, axis_names, axes, host, [names[n] for n, _ in groups]
+        )
+    ((own, is_writer),) = groups
+    return Sharing(
+        pattern=PER_GROUP,
+        names=tuple(names),
+        own=own,
+        is_writer=is_writer,
+        axes=tuple(axes),
+    )
+
+
+def _no_one_group(
+    mesh_hosts: np.ndarray,
+    axis_names: Sequence[str],
+    axes: Sequence[str],
+    host: int,
+    groups: Sequence[str],
+) -> errors.ConfigError:
+    if not groups:
+        return errors.ConfigError(
+            f"no device of host {host} is in the mesh of PerGroup({tuple(axes)!r}), so"
+            " it has no state; make the mesh from devices of every host"
+        )
+    coordinates = np.argwhere(mesh_hosts == host)
+    crossed = [
+        axis
+        for axis, column in zip(axis_names, coordinates.T, strict=True)
+        if axis not in axes and len(set(column)) > 1
+    ]
+    whole = tuple(axis for axis in axis_names if axis in {*axes, *crossed})
+    return errors.ConfigError(
+        f"the devices of host {host} are in {len(groups)} groups of"
+        f" PerGroup({tuple(axes)!r}) ({first_of(groups)}), and a host has one state;"
+        f" share it over {crossed} too (PerGroup(state, {whole!r}, ...)), or order the"
+        " mesh's devices so that those of a host are in one group"
+    )
+
+
+def _quoted(axis: str) -> str:
+    return urllib.parse.quote(axis, safe="")
