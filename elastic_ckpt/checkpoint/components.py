@@ -32,8 +32,8 @@ T = TypeVar("T")
 # For taking the states of all components, and again for writing them. Both together
 # take less time than other hosts wait for this one (`host.phases.BRIEF_SECS`).
 SAVE_TIMEOUT_SECS = 240.0
-# For the thread of a coroutine that was cancelled.
-_CANCEL_SECS = 1.0
+# How often deadlines are looked at; a coroutine that was cancelled ends meanwhile.
+_LOOK_SECS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +85,13 @@ def begin_save(
     if not components:
         # Saves the caller the time to start a thread and an event loop.
         return lambda: None
-    limit_secs = max(map(_limit_secs, components.values()))
-    deadline_secs = time.monotonic() + limit_secs
 
-    async def begin(unfinished: list[str]) -> dict[str, Awaitable[None]]:
+    async def begin(deadlines: dict[str, float]) -> dict[str, Awaitable[None]]:
         begun: dict[str, Awaitable[None]] = {}
         try:
             for name, component in components.items():
-                unfinished[:] = [name]
-                begun[name] = await component.save(Created(directory(name)))
-                if time.monotonic() > deadline_secs:
-                    # The step was given up, and no other directory is made in it.
-                    raise TimeoutError
+                taking = component.save(Created(directory(name)))
+                begun[name] = await _limited(taking, name, component, deadlines)
         except BaseException:
             for each in begun.values():
                 if inspect.iscoroutine(each):
@@ -104,16 +99,16 @@ def begin_save(
             raise
         return begun
 
-    async def finish(unfinished: list[str]) -> None:
-        async def write(name: str, writing: Awaitable[None]) -> None:
-            await writing
-            unfinished.remove(name)
+    async def finish(deadlines: dict[str, float]) -> None:
+        await asyncio.gather(
+            *(
+                _limited(writing, name, components[name], deadlines)
+                for name, writing in begun.items()
+            )
+        )
 
-        unfinished += begun
-        await asyncio.gather(*(write(*each) for each in begun.items()))
-
-    begun = _run_within(limit_secs, begin)
-    return lambda: _run_within(limit_secs, finish)
+    begun = _run_in_time(begin)
+    return lambda: _run_in_time(finish)
 
 
 def fail_later(
@@ -183,34 +178,45 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _limit_secs(component: ocp.StatefulCheckpointable) -> float:
-    limit_secs = getattr(component, "save_timeout_secs", SAVE_TIMEOUT_SECS)
-    return min(limit_secs, SAVE_TIMEOUT_SECS)
-
-
-def _run_within(
-    limit_secs: float, work: Callable[[list[str]], Coroutine[Any, Any, T]]
+async def _limited(
+    work: Awaitable[T],
+    name: str,
+    component: ocp.StatefulCheckpointable,
+    deadlines: dict[str, float],
 ) -> T:
-    unfinished: list[str] = []
+    # Until it is done, `deadlines` has its time limit on the monotonic clock.
+    limit_secs = getattr(component, "save_timeout_secs", SAVE_TIMEOUT_SECS)
+    limit_secs = min(limit_secs, SAVE_TIMEOUT_SECS)
+    deadlines[name] = time.monotonic() + limit_secs
+    async with asyncio.timeout(limit_secs):
+        result = await work
+    if time.monotonic() > deadlines[name]:
+        # It blocked the event loop, and the step was given up meanwhile.
+        if inspect.iscoroutine(result):
+            result.close()
+        raise TimeoutError
+    del deadlines[name]
+    return result
 
-    async def limited() -> T:
-        async with asyncio.timeout(limit_secs):
-            return await work(unfinished)
 
-    # A call that blocks the event loop is not cancelled.
-    doing = background.in_thread(lambda: asyncio.run(limited()), name="component")
-    began_secs = time.monotonic()
-    try:
-        return doing.result(limit_secs + _CANCEL_SECS)
-    except TimeoutError:
-        if doing.done() and time.monotonic() - began_secs < limit_secs:
-            # It is an error of a component itself.
-            raise
-        raise TimeoutError(
-            f"the components {unfinished} were not saved within {limit_secs:g} s; see"
-            " what they wait for, or set their save_timeout_secs (at most"
-            f" {SAVE_TIMEOUT_SECS:g})"
-        ) from None
+def _run_in_time(work: Callable[[dict[str, float]], Coroutine[Any, Any, T]]) -> T:
+    deadlines: dict[str, float] = {}
+    doing = background.in_thread(lambda: asyncio.run(work(deadlines)), name="component")
+    # A call that blocks the event loop is not cancelled: its thread is abandoned.
+    while not futures.wait([doing], timeout=_LOOK_SECS).done:
+        if _late(deadlines, time.monotonic() - _LOOK_SECS):
+            break
+    late = _late(deadlines, time.monotonic())
+    if not late:
+        return doing.result()
+    raise TimeoutError(
+        f"the components {late} were not saved in time; see what they wait for, or set"
+        f" their save_timeout_secs (at most {SAVE_TIMEOUT_SECS:g})"
+    )
+
+
+def _late(deadlines: Mapping[str, float], now_secs: float) -> list[str]:
+    return sorted(name for name, secs in dict(deadlines).items() if secs <= now_secs)
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -2,14 +2,14 @@
 
 The entry `state` is a `checked_json` file as bytes; the entries `0`, `1`, .. are the
 arrays. Types that NumPy's format lacks, such as bfloat16, are stored as unsigned
-integers of their size. Nothing is pickled. FORMAT.md is the page of the format.
+integers of their size. The comment at the end of the archive is the digest of all bytes
+before it. Nothing is pickled. FORMAT.md is the page of the format.
 """
 
 from __future__ import annotations
 
 import io
 import zipfile
-from typing import Any
 
 import numpy as np
 from etils import epath
@@ -20,26 +20,22 @@ from elastic_ckpt.core import checked_json, digest, errors
 VERSION = 1
 _WHAT = "state of a component"
 _STATE = "state"
+_DIGEST_LENGTH = 32
 
 
 def to_bytes(encoded: Encoded) -> bytes:
     """The content of the file of a state; the same bytes for the same state."""
-    stored = [_stored(each) for each in encoded.arrays]
-    metadata = [
-        {
-            "dtype": array.dtype.name if _is_foreign(array) else "",
-            "digest": digest.values_digest(values).hex(),
-        }
-        for array, values in zip(encoded.arrays, stored, strict=True)
-    ]
-    fields = {"tree": encoded.tree, "arrays": metadata}
+    dtypes = [each.dtype.name if _is_foreign(each) else "" for each in encoded.arrays]
+    fields = {"tree": encoded.tree, "dtypes": dtypes}
     text = checked_json.to_bytes(fields, version=VERSION)
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w") as archive:
+    archived = io.BytesIO()
+    with zipfile.ZipFile(archived, "w") as archive:
         _put(archive, _STATE, np.frombuffer(text, np.uint8))
-        for number, values in enumerate(stored):
-            _put(archive, str(number), values)
-    return content.getvalue()
+        for number, values in enumerate(encoded.arrays):
+            _put(archive, str(number), _stored(values))
+        archive.comment = bytes(_DIGEST_LENGTH)
+    content = archived.getvalue()[:-_DIGEST_LENGTH]
+    return content + _digest(content)
 
 
 def from_bytes(content: bytes) -> Encoded:
@@ -48,20 +44,19 @@ def from_bytes(content: bytes) -> Encoded:
     Raises:
       CheckpointError: if it is cut short, altered, or of another version.
     """
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            text = _get(archive, _STATE).tobytes()
+    if _digest(content[:-_DIGEST_LENGTH]) != content[-_DIGEST_LENGTH:]:
+        raise errors.CheckpointError("is cut short or altered (its digest differs)")
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        text = _get(archive, _STATE).tobytes()
+        try:
             fields = checked_json.parse(text, what=_WHAT, version=VERSION)
-            arrays = [
-                _checked(_get(archive, str(number)), metadata)
-                for number, metadata in enumerate(fields["arrays"])
-            ]
-    except checked_json.UnreadableError as error:
-        raise errors.CheckpointError(str(error)) from None
-    except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
-        raise errors.CheckpointError(
-            f"is cut short or altered ({type(error).__name__}: {error})"
-        ) from None
+        except checked_json.UnreadableError as error:
+            raise errors.CheckpointError(str(error)) from None
+        arrays = [
+            values.view(np.dtype(name)) if name else values
+            for number, name in enumerate(fields["dtypes"])
+            for values in [_get(archive, str(number))]
+        ]
     return Encoded(fields["tree"], arrays)
 
 
@@ -100,12 +95,8 @@ def _stored(array: np.ndarray) -> np.ndarray:
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-def _checked(values: np.ndarray, metadata: dict[str, Any]) -> np.ndarray:
-    if digest.values_digest(values).hex() != metadata["digest"]:
-        raise ValueError("the digest of an array differs")
-    if metadata["dtype"]:
-        return values.view(np.dtype(metadata["dtype"]))
-    return values
+def _digest(content: bytes) -> bytes:
+    return digest.values_digest(np.frombuffer(content, np.uint8)).hex().encode()
 
 
 def _put(archive: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
@@ -116,8 +107,4 @@ def _put(archive: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
 
 def _get(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(f"{name}.npy") as file:
-        values = np.lib.format.read_array(file, allow_pickle=False)
-        # Reads on to the checksum at the end.
-        if file.read(1):
-            raise ValueError(f"{name} goes on after its end")
-    return values
+        return np.lib.format.read_array(file, allow_pickle=False)

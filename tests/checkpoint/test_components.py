@@ -76,13 +76,12 @@ def test_the_components_that_hang_are_named(tmp_path):
 
             return write()
 
-    both = {"c": Slow(), "d": Slow()}
-    limited = {**both, "e": Counter()}
-    write = components.begin_save(both, lambda name: _made(tmp_path / name))
-    with pytest.raises(TimeoutError, match=r"components \['c', 'd'\] .* within 0.1 s"):
+    parts = {"c": Slow(), "e": Counter(), "d": Slow()}
+    write = components.begin_save(parts, lambda name: _made(tmp_path / name))
+    with pytest.raises(
+        TimeoutError, match=r"components \['c', 'd'\] were not saved in"
+    ):
         write()
-    # A component without a limit has the longest one.
-    assert max(map(components._limit_secs, limited.values())) == 240
 
 
 def test_a_timeout_of_a_component_itself_is_its_own_error(tmp_path):

@@ -184,12 +184,8 @@ def test_every_cut_and_every_changed_byte_is_noticed(data):
         del content[place:]
     else:
         content[place] ^= data.draw(st.integers(1, 255))
-    try:
-        decoded = encoding.decode(state_file.from_bytes(bytes(content)))
-    except errors.CheckpointError:
-        return
-    # A byte that is no part of the values, such as the time of a file.
-    same(decoded, state)
+    with pytest.raises(errors.CheckpointError, match="cut short or altered"):
+        state_file.from_bytes(bytes(content))
 
 
 def test_numpy_reads_the_file_without_pickle(tmp_path):

@@ -21,8 +21,8 @@ FAILURES = {
     5: (0, TypeError, "not that either", "begin"),
     6: (1, TypeError, "no memory", "capture"),
     7: (0, OSError, "no directory", "capture"),
-    8: (1, None, "components ['more'] were not saved within 1 s", "hangs at once"),
-    9: (0, None, "components ['more'] were not saved within 1 s", "hangs later"),
+    8: (1, None, "components ['more'] were not saved in time", "hangs at once"),
+    9: (0, None, "components ['more'] were not saved in time", "hangs later"),
 }
 LAST = 10
 
