@@ -10,6 +10,8 @@ import dataclasses
 import os
 from collections.abc import Callable
 
+from absl import logging
+
 from elastic_ckpt.application import elastic_run, listeners, run_directory
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
@@ -48,13 +50,16 @@ def check(config: schema.Config) -> None:
     from elastic_ckpt.data import batch_size
 
     world = config.world
-    if world.hardware != "cpu":
-        if world.hosts > 1:
-            raise errors.ConfigError(
-                f"hosts={world.hosts} with hardware={world.hardware}: the local"
-                " launcher starts CPU hosts; start one process a host with Slurm or a"
-                " JobSet, or set hosts=1"
-            )
+    if world.hardware == "tpu" and world.hosts > 1:
+        # libtpu needs the place of each process among all of a world before it
+        # starts, and a world of some of the hosts is no topology that it has.
+        raise errors.ConfigError(
+            f"hosts={world.hosts} with hardware=tpu: the local launcher starts hosts on"
+            " CPUs and GPUs; start one process a host with Slurm or a JobSet, or set"
+            " hosts=1"
+        )
+    if world.hardware != "cpu" and world.hosts == 1:
+        # It has as many devices as JAX finds.
         return
     section = config.elastic
     if section.elastic_enabled and world.slices > world.hosts > 1:
@@ -134,8 +139,16 @@ def limits(config: schema.Config) -> watch.Limits:
     grace_secs = termination.grace_secs(config.deploy)
     if not config.elastic.elastic_enabled:
         return watch.Limits(grace_secs=grace_secs)
+    ahead_secs = config.elastic.elastic_compile_ahead_seconds
+    if ahead_secs and config.world.hardware != "cpu":
+        logging.info(
+            "nothing is compiled ahead: the hosts that train have all devices of"
+            " hardware=%s, and hosts that compile need some",
+            config.world.hardware,
+        )
+        ahead_secs = 0.0
     return watch.Limits(
-        compile_ahead_secs=config.elastic.elastic_compile_ahead_seconds,
+        compile_ahead_secs=ahead_secs,
         most_secs=config.elastic.elastic_hang_timeout_seconds,
         heartbeat_secs=config.elastic.elastic_heartbeat_timeout_seconds,
         grace_secs=grace_secs,

@@ -28,7 +28,9 @@ from elastic_ckpt.application import (
 from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.elastic import (
+    faults,
     follower,
+    handover,
     local_slices,
     machines,
     membership,
@@ -112,11 +114,6 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
             f"elastic_machines={section.elastic_machines!r} is for two machines or more"
             " whose hosts are processes; leave it empty for one machine, or with"
             " enable_single_controller=true"
-        )
-    if section.faults:
-        raise errors.ConfigError(
-            "faults are injected on one machine; leave elastic_machines empty, or end"
-            " machines instead"
         )
     if world.hosts % world.slices or world.slices % len(addresses):
         raise errors.ConfigError(
@@ -209,9 +206,20 @@ class _Machine:
                 ) as emit:
                     try:
                         self._run(others, emit)
+                    except handover.HandedOverError:
+                        # The others look for the next leader when the links end.
+                        return Over(is_stopped=True)
                     except machines.LeadershipLostError:
                         return None
+                    except SystemExit:
+                        # SIGTERM between two worlds.
+                        if not self._go_on(others):
+                            raise
+                        return Over(is_stopped=True)
                     is_stopped = emit.is_stopped
+            except errors.ReplacedError:
+                others.replaced()
+                raise
             except (errors.StoppedError, KeyboardInterrupt, SystemExit):
                 others.end(is_stopped=True)
                 raise
@@ -245,7 +253,12 @@ class _Machine:
         following = follower.Follower(
             link,
             self._slices,
-            functools.partial(local_world.train, self._config),
+            follower.Functions(
+                train=functools.partial(local_world.train, self._config),
+                compile_ahead=functools.partial(
+                    local_world.compile_ahead, self._config
+                ),
+            ),
             self._members,
         )
         try:
@@ -269,15 +282,27 @@ class _Machine:
 
         emit("leader_found", machine=number, leader=number)
         others.await_all(self._members.lost_secs)
-        cluster = processes.Processes.of_machines(self._slices, others, emit=emit)
+        cluster = processes.Processes.of_machines(
+            self._slices,
+            others,
+            injected=faults.parse(self._config.elastic.faults),
+            emit=emit,
+        )
         with contextlib.closing(cluster):
             elastic_run.run(
                 self._config,
                 cluster,
                 local_world.train,
                 groups=elastic_run.groups(self._config),
+                compile_ahead=local_world.compile_ahead,
                 emit=report,
             )
+
+    def _go_on(self, others: machines.Machines) -> bool:
+        # Whether the others have enough slices without this machine.
+        groups = elastic_run.groups(self._config)
+        policy = elastic_run.policy(self._config, groups)
+        return others.may_go_on() and len(others.slices()) >= policy.min_slices
 
 
 def _own_number(

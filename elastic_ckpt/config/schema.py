@@ -58,8 +58,9 @@ class WorldSection:
     )
     devices_per_host: int = key(
         1,
-        "CPU devices of each host process. With hardware=cpu they train; on other"
-        " hardware colocated Python needs as many as the host has accelerators.",
+        "Devices of each host process: with hardware=cpu so many CPU devices, with"
+        " hardware=gpu and several hosts on a machine the GPUs of each. On accelerators"
+        " colocated Python needs as many CPU devices as the host has accelerators.",
         at_least=1,
     )
     jax_cache_dir: str = key(

@@ -18,11 +18,13 @@ from typing import Any
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.elastic import (
+    faults,
     host_start,
     local_slices,
     machine_link,
     membership,
     remote_machine,
+    shadow_world,
     termination,
 )
 from elastic_ckpt.elastic.cluster import TrainFunction
@@ -30,6 +32,19 @@ from elastic_ckpt.elastic.member import Member
 
 # The longest time between two looks at the membership.
 _LOOK_SECS = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Functions:
+    """The functions of a host, the same as the leader's.
+
+    Attributes:
+      train: of each host of a world.
+      compile_ahead: of each host of a shadow world.
+    """
+
+    train: TrainFunction
+    compile_ahead: TrainFunction
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,7 @@ class Follower:
     Args:
       link: to the leader.
       own: the slices of this machine.
-      train: of each host; the same function as the leader's.
+      functions: of each host.
       members: the membership, in which another machine leads.
     """
 
@@ -57,12 +72,12 @@ class Follower:
         self,
         link: machine_link.Link,
         own: local_slices.LocalSlices,
-        train: TrainFunction,
+        functions: Functions,
         members: membership.Membership,
     ) -> None:
         self._link = link
         self._own = own
-        self._train = train
+        self._functions = functions
         self._members = members
         self._term = members.term
         self._hosts: dict[int, host_start.StartedHost] = {}
@@ -72,7 +87,7 @@ class Follower:
         self._deadline_secs: float | None = None
 
     def run(self, sigterm: termination.Notice) -> Over | None:
-        """Returns the end of the run; None if the leader is lost.
+        """Returns the end of the run; None if the leader is lost, or leads no more.
 
         Args:
           sigterm: receives the signal to this machine; then its hosts save with
@@ -87,7 +102,10 @@ class Follower:
                 if over is not None:
                     return over
         except machine_link.LinkLostError:
-            return None
+            # SIGTERM may have arrived meanwhile.
+            is_pending = bool(connection.wait([sigterm], 0))  # type: ignore[list-item]
+            is_stopped = is_pending and sigterm.received()
+            return Over(is_stopped=True) if is_stopped or self._is_leaving else None
         finally:
             self._end_hosts()
             self._link.cut()
@@ -118,6 +136,10 @@ class Follower:
             if over is not None:
                 return over
         return None
+
+    @property
+    def _is_leaving(self) -> bool:
+        return self._deadline_secs is not None
 
     def _leave(self) -> None:
         # Its hosts report SIGTERM to the leader.
@@ -153,10 +175,15 @@ class Follower:
             case {"signal": int(number), "number": int(signal_number)}:
                 if number in self._hosts:
                     self._hosts[number].send_signal(signal.Signals(signal_number))
+            case {"fault": str(kind), "slice": int(number)}:
+                self._own.inject(faults.Kind(kind), number)
             case {"forget": list(agents)}:
                 self._own.forget(agents)
             case {"check": int(number)}:
                 self._own.checks.begin(number)
+            case {"replaced": True}:
+                self._members.replaced()
+                raise machine_link.LinkLostError
             case {"over": True, "failure": str(failure)}:
                 raise errors.RunError(f"the run has failed: {failure}")
             case {"over": True}:
@@ -168,9 +195,16 @@ class Follower:
     def _start(self, number: int, message: Mapping[str, Any]) -> None:
         assignment = remote_machine.assignment_of(message["assignment"])
         world, name = map(os.path.basename, message["log"])
+        functions = self._functions
+        if message["is_ahead"]:
+            program = shadow_world.polite(
+                self._own.program(functions.compile_ahead, assignment)
+            )
+        else:
+            program = self._own.program(functions.train, assignment)
         with termination.held():
             host = self._own.machine.start(
-                self._own.program(self._train, assignment),
+                program,
                 Member(**message["member"]),
                 os.path.join(self._own.log_directory, world, name),
             )

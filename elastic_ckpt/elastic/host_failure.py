@@ -20,6 +20,7 @@ class HostFailure:
       host: the host's number.
       message: the message for the user.
       is_ours: whether it is an ElasticCkptError, whose message has a remedy.
+      is_replaced: whether it is a ReplacedError: another start continues the run.
       is_of_devices: whether JAX raised it, for devices that failed or are gone.
       is_signal: whether the process died by a signal.
       is_silent: whether it ended without reporting a failure.
@@ -30,6 +31,7 @@ class HostFailure:
     host: int
     message: str
     is_ours: bool = False
+    is_replaced: bool = False
     is_of_devices: bool = False
     is_signal: bool = False
     is_silent: bool = False

@@ -152,6 +152,7 @@ def run(
             host=member.host,
             message=str(error) if ours else summary,
             is_ours=ours,
+            is_replaced=isinstance(error, errors.ReplacedError),
             is_of_devices=_is_of_devices(error),
             at_secs=time.monotonic(),
         )

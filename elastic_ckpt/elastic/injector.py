@@ -1,4 +1,4 @@
-"""Carries out faults on the host processes of this machine, and on its slices."""
+"""Carries out faults on the host processes of a world, and on the slices of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from elastic_ckpt.elastic import faults, host_start, local_slices, supervisor
+from elastic_ckpt.elastic import faults, slice_machines, supervisor
 
 # A slow host is stopped for so much of each period.
 _SLOW_PERIOD_SECS = 1.0
@@ -18,26 +18,28 @@ class Injector:
 
     Args:
       injected: the faults, by their steps.
-      own: the slices of this machine.
+      machines: of the slices.
       gone: called with the number of a slice that is absent from now on.
       returned: called with the number of a slice that is there again.
 
     Attributes:
+      absent: the slices that are absent though their machines are there.
       cut_off: the slices that have lost their network.
     """
 
     def __init__(
         self,
         injected: Sequence[faults.Fault],
-        own: local_slices.LocalSlices,
+        machines: slice_machines.SliceMachines,
         *,
         gone: Callable[[int], object],
         returned: Callable[[int], None],
     ) -> None:
         self._faults = list(injected)
-        self._own = own
+        self._machines = machines
         self._gone = gone
         self._returned = returned
+        self.absent: set[int] = set()
         self.cut_off: set[int] = set()
         # By slow host of the world that runs, whether it is stopped now.
         self._slow: dict[int, bool] = {}
@@ -49,12 +51,6 @@ class Injector:
     def begin_world(self) -> None:
         """Ends the faults that last as long as a world."""
         self._slow.clear()
-
-    def machine(self, number: int) -> host_start.HostMachine:
-        """The machine that starts hosts of a slice."""
-        if number in self.cut_off:
-            return host_start.CutOffMachine(self._own.machine)
-        return self._own.machine
 
     def inject(
         self,
@@ -94,21 +90,23 @@ class Injector:
     ) -> None:
         match fault.kind:
             case faults.Kind.KILL_SLICE:
+                self.absent.add(fault.target)
                 self._gone(fault.target)
                 running.send_signal(hosts, signal.SIGKILL)
-                self._own.checks.forget(fault.target)
-                self._own.drop_memory(fault.target)
+                self._machines.inject(fault.kind, fault.target)
             case faults.Kind.PREEMPT_SLICE:
+                self.absent.add(fault.target)
                 running.send_signal(hosts, signal.SIGTERM)
             case faults.Kind.BREAK_SLICE:
-                self._own.checks.broken.add(fault.target)
+                self._machines.inject(fault.kind, fault.target)
             case faults.Kind.CUT_OFF:
                 self.cut_off.add(fault.target)
-                self._own.end_agent(fault.target)
+                self._machines.inject(fault.kind, fault.target)
                 running.send_signal(hosts, signal.SIGUSR2)
             case faults.Kind.RETURN_SLICE:
+                self.absent.discard(fault.target)
                 self.cut_off.discard(fault.target)
-                self._own.serve(fault.target)
+                self._machines.inject(fault.kind, fault.target)
                 self._returned(fault.target)
             case faults.Kind.KILL_HOST:
                 running.send_signal(hosts, signal.SIGKILL)

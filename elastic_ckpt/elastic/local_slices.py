@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import storage
 from elastic_ckpt.elastic import (
+    faults,
     host_process,
     host_start,
     kept_executables,
@@ -69,10 +70,12 @@ class LocalSlices:
                 kept=resources.enter_context(kept_executables.kept()),
                 grace_secs=limits.grace_secs,
                 most_hosts=len(self.numbers) * self.hosts_per_slice,
+                first_slice=self.numbers[0],
             )
             self.checks = slice_check.SliceChecks(
                 hardware,
                 hosts_per_slice=self.hosts_per_slice,
+                first_slice=self.numbers[0],
                 log_directory=log_directory,
                 limits=limits,
             )
@@ -89,6 +92,13 @@ class LocalSlices:
         return functools.partial(
             world_host.run_host, train, self.hardware, assignment, self._owned
         )
+
+    def hosts_of(self, number: int, slices: Sequence[int]) -> range:
+        """The hosts of a slice in a world of `slices`; none if it is not in it."""
+        if number not in slices:
+            return range(0)
+        first = slices.index(number) * self.hosts_per_slice
+        return range(first, first + self.hosts_per_slice)
 
     def serve(self, number: int) -> None:
         """Serves the memory of a slice, unless it does."""
@@ -128,6 +138,21 @@ class LocalSlices:
             return
         self.end_agent(number)
         storage.remove(memory.of_slice(number))
+
+    def inject(self, kind: faults.Kind, number: int) -> None:
+        """Carries out a fault of a slice of this machine, but for signals to hosts."""
+        match kind:
+            case faults.Kind.KILL_SLICE:
+                self.checks.forget(number)
+                self.drop_memory(number)
+            case faults.Kind.BREAK_SLICE:
+                self.checks.broken.add(number)
+            case faults.Kind.CUT_OFF:
+                self.end_agent(number)
+            case faults.Kind.RETURN_SLICE:
+                self.serve(number)
+            case _:
+                raise AssertionError(kind)
 
     def end_agent(self, number: int) -> None:
         """Has the memory of a slice served no more, if it is."""

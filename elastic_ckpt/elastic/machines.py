@@ -119,6 +119,12 @@ class Machines:
         """The machines that are there, without this one."""
         return [each for each, _ in self._machines.values() if not each.is_lost]
 
+    def may_go_on(self) -> bool:
+        """Whether the other machines may continue the run without this one."""
+        staying = [each.number for each in self.all() if not each.is_leaving]
+        most = self._members.num_machines
+        return not self._needs_majority or membership.has_majority(staying, most)
+
     def end(self, *, is_stopped: bool, failure: str | None = None) -> None:
         """Reports the end of the run to the other machines.
 
@@ -128,6 +134,15 @@ class Machines:
         """
         for machine in self.all():
             machine.end(is_stopped=is_stopped, failure=failure)
+        self._await_ends()
+
+    def replaced(self) -> None:
+        """Has the other machines follow the leader that has replaced this one."""
+        for machine in self.all():
+            machine.replaced()
+        self._await_ends()
+
+    def _await_ends(self) -> None:
         # They end the links when they have received it.
         deadline_secs = time.monotonic() + self._members.lost_secs
         while self.all() and time.monotonic() < deadline_secs:

@@ -103,6 +103,7 @@ class Membership:
         self._lower = frozenset(range(own))
         # A leader yields to services at these machines.
         self._yields_to = self._lower
+        self._may_lead = True
         self.leader: int | None = None
         self.term = 0
         self.values: Mapping[str, str] = {}
@@ -152,6 +153,10 @@ class Membership:
         if not self._yields_to:
             self._yields_to = frozenset(range(self.num_machines)) - {self.own}
 
+    def replaced(self) -> None:
+        """Notes that another machine leads the run: this one waits for its service."""
+        self._may_lead = False
+
     def poll(self) -> None:
         """Takes in what has changed, and looks for a service if there is none."""
         if self._child is None:
@@ -184,6 +189,7 @@ class Membership:
             self.leader = self._attempt
             self.term += 1
             self._beats = {}
+            self._may_lead = True
         for key in [each for each in values if each.startswith(membership_child.BEAT)]:
             number, beat = int(key.removeprefix(membership_child.BEAT)), values.pop(key)
             if self._beats.get(number, ("", 0.0))[0] != beat:
@@ -240,7 +246,7 @@ class Membership:
             waited_secs=self._clock() - self._since_secs,
             lost_secs=self.lost_secs,
         )
-        if leader is not None:
+        if leader is not None and (self._may_lead or leader != self.own):
             self._join(leader)
 
     def _join(self, leader: int) -> None:

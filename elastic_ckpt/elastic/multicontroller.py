@@ -19,14 +19,34 @@ from elastic_ckpt.core import addresses, errors, storage
 from elastic_ckpt.elastic import member, termination, watch
 
 
-def configure(world: schema.WorldSection) -> None:
-    """Chooses the devices; must be called before any other use of JAX."""
+def configure(world: schema.WorldSection, *, slot: int | None = None) -> None:
+    """Chooses the devices; must be called before any other use of JAX.
+
+    Args:
+      world: with the devices of a host.
+      slot: the number of this host on its machine, whose GPUs it uses alone; None for a
+        process that uses all of them.
+    """
     jax.config.update("jax_platforms", _PLATFORMS[world.hardware])
+    if world.hardware == "gpu" and slot is not None:
+        visible = ",".join(map(str, gpus(slot, world.devices_per_host)))
+        jax.config.update("jax_cuda_visible_devices", visible)
+        jax.config.update("jax_rocm_visible_devices", visible)
     jax.config.update("jax_num_cpu_devices", world.devices_per_host)
     if world.jax_cache_dir:
         directory = storage.absolute(os.path.expanduser(world.jax_cache_dir))
         jax.config.update("jax_compilation_cache_dir", os.fspath(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def gpus(slot: int, devices_per_host: int) -> range:
+    """The GPUs of a host, numbered as CUDA_VISIBLE_DEVICES leaves them.
+
+    Args:
+      slot: the number of the host on its machine.
+      devices_per_host: the GPUs of each.
+    """
+    return range(slot * devices_per_host, (slot + 1) * devices_per_host)
 
 
 def join_outer_launcher() -> bool:

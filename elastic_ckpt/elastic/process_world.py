@@ -19,10 +19,9 @@ class ProcessWorld:
     Args:
       program: of each host.
       assignment: of the world.
-      num_hosts: the number of hosts.
       log_directory: for the output of the hosts; a new directory is made in it.
       limits: of the run.
-      machines: of each host; None if all are processes of this machine.
+      machines: of each host.
 
     Attributes:
       hosts: the processes.
@@ -33,17 +32,16 @@ class ProcessWorld:
         program: host_process.Program,
         assignment: Assignment,
         *,
-        num_hosts: int,
         log_directory: str,
         limits: watch.Limits,
-        machines: Sequence[host_start.HostMachine] | None = None,
+        machines: Sequence[host_start.HostMachine],
     ) -> None:
         self._assignment = _of_hosts(assignment)
         self._emit: events.Emit = events.nobody
         self._ends: dict[str, dict[str, storage.Json]] = {}
         self.hosts = supervisor.HostProcesses(
             program,
-            num_hosts=num_hosts,
+            num_hosts=len(machines),
             # A new directory: this may be a second start of a run that is alive.
             log_directory=storage.make_unique_directory(log_directory),
             emit=self._receive,
@@ -56,7 +54,10 @@ class ProcessWorld:
         return self._assignment == _of_hosts(assignment)
 
     def run(
-        self, emit: events.Emit, watch: Callable[[supervisor.HostProcesses], None]
+        self,
+        emit: events.Emit,
+        watch: Callable[[supervisor.HostProcesses], None],
+        preempted: Callable[[supervisor.HostProcesses], bool],
     ) -> bool:
         """Runs the world; see `HostProcesses.run`.
 
@@ -64,7 +65,7 @@ class ProcessWorld:
           Whether the run is over; False if the hosts left for another world.
         """
         self._emit = emit
-        self.hosts.run(watch)
+        self.hosts.run(watch, preempted)
         # The training may have ended before the hosts could leave.
         has_left = self.hosts.is_left and "world_left" in self._ends
         name = "world_left" if has_left else "run_stopped"
@@ -78,6 +79,43 @@ class ProcessWorld:
             self._ends[name] = fields
         else:
             self._emit(name, **fields)
+
+
+class Prepared:
+    """The world that is prepared while another one trains, if there is one."""
+
+    def __init__(self) -> None:
+        self._world: ProcessWorld | None = None
+
+    def hosts_for(
+        self, assignment: Assignment, make: Callable[[Assignment], ProcessWorld]
+    ) -> supervisor.HostProcesses:
+        """The hosts of the world of `assignment`, which is prepared from now on.
+
+        Args:
+          assignment: of the world.
+          make: makes it, unless it is there.
+        """
+        if self._world is None or not self._world.is_for(assignment):
+            self.discard()
+            self._world = make(assignment)
+            self._world.hosts.prepare()
+        return self._world.hosts
+
+    def take(self, assignment: Assignment) -> ProcessWorld | None:
+        """The world, if it is for this assignment, and no host of it has failed."""
+        world = self._world
+        if world is not None and world.is_for(assignment) and world.hosts.can_run():
+            self._world = None
+            return world
+        self.discard()
+        return None
+
+    def discard(self) -> None:
+        """Ends the hosts of the world."""
+        if self._world is not None:
+            self._world.hosts.close()
+            self._world = None
 
 
 def _of_hosts(assignment: Assignment) -> Assignment:

@@ -8,13 +8,16 @@ that it can be lost together with its memory. A slice that was lost is used agai
 its devices have passed a check (`slice_check`).
 
 Before a planned change the next world is prepared: its processes are started and have
-joined when the hosts of the present one are asked to leave.
+joined when the hosts of the present one are asked to leave. When this machine gets
+SIGTERM and other machines can continue the run, its hosts leave likewise, and one of
+these machines leads (`handover`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,20 +25,24 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.elastic import (
     faults,
+    handover,
     host_failure,
-    host_start,
     injector,
     local_slices,
     machines,
     process_world,
-    remote_machine,
     shadow_world,
-    slice_check,
+    slice_machines,
     supervisor,
     watch,
     world_host,
 )
-from elastic_ckpt.elastic.cluster import Assignment, TrainFunction, leaving_for
+from elastic_ckpt.elastic.cluster import (
+    Assignment,
+    CompileAhead,
+    TrainFunction,
+    leaving_for,
+)
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
 from elastic_ckpt.tiers.persistent import claims
 
@@ -81,6 +88,7 @@ class Processes:
         own: local_slices.LocalSlices,
         others: machines.Machines,
         *,
+        injected: Sequence[faults.Fault] = (),
         emit: events.Emit,
     ) -> Processes:
         """The slices of this machine and of those that follow it.
@@ -88,10 +96,11 @@ class Processes:
         Args:
           own: the slices of this machine; closed by the caller.
           others: the other machines; closed by the caller.
+          injected: faults, by their steps.
           emit: called when a slice is lost or comes back.
         """
         cluster = cls.__new__(cls)
-        cluster._start(own, others, (), emit)
+        cluster._start(own, others, injected, emit)
         return cluster
 
     def _start(
@@ -102,18 +111,20 @@ class Processes:
         emit: events.Emit,
     ) -> None:
         self._own = own
-        self._others = others
+        self._machines = slice_machines.SliceMachines(own, others)
+        self._handover = handover.Handover(own, self._machines)
         self._emit = emit
         self._resources = contextlib.ExitStack()
         self._claimant = claims.new_claimant()
         self._injector = injector.Injector(
             injected,
-            own,
+            self._machines,
             gone=lambda number: self._since.pop(number, None),
-            returned=self._return,
+            # Otherwise it is noted with its machine.
+            returned=self._return if others is None else lambda _: None,
         )
         # By slice that is alive, since when.
-        self._since = dict.fromkeys(self._connected(), time.monotonic())
+        self._since = dict.fromkeys(self._machines.slices(), time.monotonic())
         # The slices that were lost since they were last in a world.
         self._lost: set[int] = set()
         # The slices that are absent from when their hosts have left: preempted.
@@ -123,7 +134,7 @@ class Processes:
         # The slices of the world that runs.
         self._training: frozenset[int] = frozenset()
         self._failures: list[Failure] = []
-        self._prepared: process_world.ProcessWorld | None = None
+        self._prepared = process_world.Prepared()
         self._step = 0
 
     @property
@@ -135,7 +146,7 @@ class Processes:
         """See `Cluster`."""
         self._note_machines()
         now_secs = time.monotonic()
-        checkers = self._checkers()
+        checkers = self._machines.checkers()
         for verdict in [each for checker in checkers for each in checker.poll()]:
             if verdict.problem is not None:
                 self._refuse(verdict.slice, why=verdict.problem)
@@ -186,25 +197,25 @@ class Processes:
                 running,
                 world=assignment.number,
                 step=self._step,
-                hosts_of=lambda number: self._hosts_of(number, slices),
+                hosts_of=lambda number: self._own.hosts_of(number, slices),
             )
             self._note_hosts(running, slices)
             decided = has_changed()
+            if self._handover.began:
+                self._handover.look(running, decided, self._training)
+                return
             if self._can_leave(running, train, assignment, decided) and running.leave():
                 emit("world_leaving", slices=leaving_for(decided))
 
-        world = self._taken(assignment) or self._world(train, assignment)
+        preempted = functools.partial(self._begin_handover, has_changed=has_changed)
+        world = self._prepared.take(assignment) or self._world(train, assignment)
         try:
-            with shadows:
-                return world.run(receive, look)
+            with shadows, self._handover.of_lost_worlds():
+                is_over = world.run(receive, look, preempted)
+            self._handover.check(is_over=is_over)
+            return is_over
         except host_failure.WorldLostError as error:
-            self._note_machines()
-            lost = {self._slice_of(host, slices) for host in error.hosts}
-            gone = set(slices) - self._since.keys() - self._leaving - lost
-            for number in sorted(lost):
-                self._lose(number, why=str(error).partition("\n")[0])
-            for number in sorted(gone):
-                self._lose(number, why="it is gone at the same time")
+            self._note_lost(error, slices)
             raise
         finally:
             for number in self._leaving:
@@ -219,35 +230,72 @@ class Processes:
 
     def close(self) -> None:
         """Ends the agents, and removes the executables."""
-        self._discard()
+        self._prepared.discard()
         self._resources.close()
 
     def _compile_ahead(
         self, assignment: Assignment, shadows: contextlib.ExitStack
     ) -> None:
         smaller = assignment.compile_ahead
-        if smaller is None or self._others or not self._own.limits.compile_ahead_secs:
+        if smaller is None or not self._own.limits.compile_ahead_secs:
             return
-        program = self._own.program(
-            smaller.compiles, Assignment(number=assignment.number, work=smaller.work)
-        )
-        shadow = shadow_world.ShadowWorld(
-            program,
-            num_hosts=len(smaller.work.slices) * self._own.hosts_per_slice,
-            log_directory=storage.make_unique_directory(self._own.log_directory),
+        several = self._machines.are_several
+        shadow = shadow_world.ShadowWorlds(
+            [
+                self._ahead(assignment.number, smaller, slices)
+                for slices in shadow_world.choices(assignment, several=several)
+            ],
+            log_directory=self._own.log_directory,
             budget_secs=self._own.limits.compile_ahead_secs,
             emit=self._emit,
         )
         shadows.enter_context(contextlib.closing(shadow))
 
+    def _ahead(
+        self, number: int, smaller: CompileAhead, slices: tuple[int, ...]
+    ) -> shadow_world.Ahead:
+        work = dataclasses.replace(smaller.work, slices=slices)
+        assignment = Assignment(number=number, work=work)
+        return shadow_world.Ahead(
+            program=self._own.program(smaller.compiles, assignment),
+            machines=self._machines.of_world(assignment, is_ahead=True),
+        )
+
     def _slice_of(self, host: int, slices: Sequence[int]) -> int:
         return slices[host // self._own.hosts_per_slice]
 
-    def _hosts_of(self, number: int, slices: Sequence[int]) -> range:
-        if number not in slices:
-            return range(0)
-        first = slices.index(number) * self._own.hosts_per_slice
-        return range(first, first + self._own.hosts_per_slice)
+    def _begin_handover(
+        self,
+        running: supervisor.HostProcesses,
+        has_changed: Callable[[], Decision | None],
+    ) -> bool:
+        # On SIGTERM: whether the run goes on without this machine.
+        if self._handover.began or not self._machines.may_go_on():
+            return self._handover.began
+        numbers = self._since.keys() & set(self._own.numbers)
+        before = {number: self._since.pop(number) for number in numbers}
+        self._leaving |= numbers
+        decided = has_changed()
+        if not self._handover.can_begin(decided, self._training):
+            self._leaving -= numbers
+            self._since |= before
+            return False
+        for number in sorted(numbers):
+            self._emit("slice_preempted", slice=number)
+        if self._handover.begin(running):
+            self._emit("world_leaving", slices=leaving_for(decided))
+        return True
+
+    def _note_lost(
+        self, error: host_failure.WorldLostError, slices: Sequence[int]
+    ) -> None:
+        self._note_machines()
+        lost = {self._slice_of(host, slices) for host in error.hosts}
+        gone = set(slices) - self._since.keys() - self._leaving - lost
+        for number in sorted(lost):
+            self._lose(number, why=str(error).partition("\n")[0])
+        for number in sorted(gone):
+            self._lose(number, why="it is gone at the same time")
 
     def _lose(self, number: int, *, why: str) -> None:
         self._lost.add(number)
@@ -259,22 +307,18 @@ class Processes:
     def _settle_again(self, number: int) -> None:
         # Unless it is gone, a slice is there again at once.
         if number in self._injector.cut_off:
+            self._injector.absent.add(number)
             self._since.pop(number, None)
         elif number in self._since:
             self._since[number] = time.monotonic()
-            self._check(number)
-
-    def _connected(self) -> frozenset[int]:
-        # The slices of the machines that are there.
-        others = frozenset[int]() if self._others is None else self._others.slices()
-        return others.union(self._own.numbers)
+            self._machines.check(number)
 
     def _note_machines(self) -> None:
         # Machines come and go.
-        if self._others is None:
+        if not self._machines.are_several:
             return
-        self._others.poll()
-        connected = self._connected()
+        self._machines.poll()
+        connected = self._machines.slices() - self._injector.absent
         for number in sorted(self._since.keys() - connected):
             del self._since[number]
             if number not in self._training:
@@ -286,21 +330,8 @@ class Processes:
     def _return(self, number: int) -> None:
         self._since[number] = time.monotonic()
         self._slow.discard(number)
-        self._check(number)
+        self._machines.check(number)
         self._emit("slice_returned", slice=number)
-
-    def _remote(self, number: int) -> remote_machine.RemoteMachine | None:
-        # The other machine that has a slice and is there.
-        return None if self._others is None else self._others.of_slice(number)
-
-    def _checkers(
-        self,
-    ) -> list[slice_check.SliceChecks | remote_machine.RemoteMachine]:
-        others = [] if self._others is None else self._others.all()
-        return [self._own.checks, *others]
-
-    def _check(self, number: int) -> None:
-        (self._remote(number) or self._own.checks).begin(number)
 
     def _refuse(self, number: int, *, why: str) -> None:
         self._fail(number)
@@ -313,25 +344,15 @@ class Processes:
         self, train: TrainFunction, assignment: Assignment
     ) -> process_world.ProcessWorld:
         assignment = dataclasses.replace(assignment, claimant=self._claimant)
-        slices = assignment.work.slices
-        num_hosts = len(slices) * self._own.hosts_per_slice
         return process_world.ProcessWorld(
             self._own.program(train, assignment),
             assignment,
-            num_hosts=num_hosts,
-            machines=[
-                self._machine(self._slice_of(host, slices), assignment)
-                for host in range(num_hosts)
-            ],
+            machines=self._machines.of_world(
+                assignment, cut_off=self._injector.cut_off
+            ),
             log_directory=self._own.log_directory,
             limits=self._own.limits,
         )
-
-    def _machine(self, number: int, assignment: Assignment) -> host_start.HostMachine:
-        remote = self._remote(number)
-        if remote is None:
-            return self._injector.machine(number)
-        return remote_machine.RemoteStart(machine=remote, assignment=assignment)
 
     def _can_leave(
         self,
@@ -343,15 +364,13 @@ class Processes:
         # Whether hosts can leave at once for what is decided: the next world is
         # prepared. Preempted hosts leave in any case.
         if not isinstance(decided, Train):
-            self._discard()
+            self._prepared.discard()
             return bool(decided)
         following = Assignment(number=assignment.number + 1, work=decided)
-        if self._prepared is None or not self._prepared.is_for(following):
-            self._discard()
-            self._prepared = self._world(train, following)
-            self._prepared.hosts.prepare()
-        is_prepared = self._prepared.hosts.is_prepared()
-        not_joined = self._prepared.hosts.not_joined()
+        hosts = self._prepared.hosts_for(
+            following, lambda following: self._world(train, following)
+        )
+        is_prepared, not_joined = hosts.is_prepared(), hosts.not_joined()
         missing = {self._slice_of(host, decided.slices) for host in not_joined}
         if running.noticed or not missing - self._training:
             return is_prepared or bool(running.noticed)
@@ -359,22 +378,8 @@ class Processes:
         for number in sorted(missing - self._training):
             self._settle_again(number)
             self._refuse(number, why="its hosts do not join the others")
-        self._discard()
+        self._prepared.discard()
         return False
-
-    def _taken(self, assignment: Assignment) -> process_world.ProcessWorld | None:
-        # The prepared world, if it is for this assignment.
-        world = self._prepared
-        if world is not None and world.is_for(assignment) and world.hosts.can_run():
-            self._prepared = None
-            return world
-        self._discard()
-        return None
-
-    def _discard(self) -> None:
-        if self._prepared is not None:
-            self._prepared.hosts.close()
-            self._prepared = None
 
     def _note_hosts(
         self, running: supervisor.HostProcesses, slices: Sequence[int]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.elastic import host_process, host_start, machine_link
+from elastic_ckpt.elastic import faults, host_process, host_start, machine_link
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.decision import Train
 from elastic_ckpt.elastic.member import Member
@@ -162,8 +162,22 @@ class RemoteMachine:
             address=address, close=lambda: self._link.send(release=address)
         )
 
-    def start(self, assignment: Assignment, member: Member, log: str) -> RemoteHost:
-        """Starts a host of a world, with the program of its machine."""
+    def start(
+        self,
+        assignment: Assignment,
+        member: Member,
+        log: str,
+        *,
+        is_ahead: bool = False,
+    ) -> RemoteHost:
+        """Starts a host of a world, with a program of its machine.
+
+        Args:
+          assignment: the world.
+          member: the host.
+          log: the file for its output.
+          is_ahead: whether it compiles ahead for that world, and does not train.
+        """
         with self._lock:
             number = next(self._numbers)
             host = RemoteHost(number, self._link, lost_secs=self._lost_secs)
@@ -177,6 +191,7 @@ class RemoteMachine:
             assignment=assignment_fields(assignment),
             member=dataclasses.asdict(member),
             log=[os.path.basename(world), name],
+            is_ahead=is_ahead,
         )
         return host
 
@@ -194,6 +209,12 @@ class RemoteMachine:
         self.unsound -= {each.slice for each in verdicts if each.problem is None}
         return verdicts
 
+    def inject(self, kind: faults.Kind, number: int) -> None:
+        """Carries out a fault of a slice on the machine; see `LocalSlices.inject`."""
+        if kind is faults.Kind.KILL_SLICE:
+            self.unsound.discard(number)
+        self._link.send(fault=kind.value, slice=number)
+
     def forget(self, agents: Sequence[str]) -> None:
         """Reports that agents of other machines are gone."""
         self._link.send(forget=agents)
@@ -206,6 +227,10 @@ class RemoteMachine:
           failure: why it failed; None if it did not.
         """
         self._link.send(over=True, is_stopped=is_stopped, failure=failure)
+
+    def replaced(self) -> None:
+        """Reports that another machine leads the run, which the machine may follow."""
+        self._link.send(replaced=True)
 
     def cut(self) -> None:
         """Ends the link, for a machine that is lost."""
@@ -240,10 +265,12 @@ class RemoteStart:
     Attributes:
       machine: with the program of a host.
       assignment: the world.
+      is_ahead: whether its hosts compile ahead for it, and do not train.
     """
 
     machine: RemoteMachine
     assignment: Assignment
+    is_ahead: bool = False
 
     def reserve(self) -> host_start.Reserved:
         """See `HostMachine`."""
@@ -254,4 +281,4 @@ class RemoteStart:
     ) -> host_start.StartedHost:
         """See `HostMachine`; the machine has the program itself."""
         del program
-        return self.machine.start(self.assignment, member, log)
+        return self.machine.start(self.assignment, member, log, is_ahead=self.is_ahead)

@@ -7,14 +7,17 @@ smaller world would have. They compile, keep the executables for that world, and
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import host_process, supervisor
+from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.elastic import host_process, host_start, supervisor
+from elastic_ckpt.elastic.cluster import Assignment
 
 if TYPE_CHECKING:
     from elastic_ckpt.elastic.member import Member
@@ -23,33 +26,58 @@ if TYPE_CHECKING:
 _NICENESS = 10
 
 
-class ShadowWorld:
-    """Host processes that compile ahead, supervised by a thread.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """A world that may follow.
+
+    Attributes:
+      program: compiles on each host of this machine.
+      machines: of each host.
+    """
+
+    program: host_process.Program
+    machines: Sequence[host_start.HostMachine]
+
+
+def choices(assignment: Assignment, *, several: bool) -> list[tuple[int, ...]]:
+    """The slices of the shadow worlds for a world that trains.
+
+    The hosts of a world are numbered in the order of their slices, and each has a
+    separate program. If one slice is lost, a host keeps its number, or takes that of
+    the slice before it; so each machine needs the programs for two numbers.
 
     Args:
-      program: of each host.
-      num_hosts: their number.
-      log_directory: for their logs.
-      budget_secs: how long they may take before they are ended.
+      assignment: of the world that trains.
+      several: whether the slices are on several machines, which share no executables.
+    """
+    assert assignment.compile_ahead is not None
+    smaller = assignment.compile_ahead.work.slices
+    if not several:
+        return [smaller]
+    return [smaller, assignment.work.slices[1:][: len(smaller)]]
+
+
+class ShadowWorlds:
+    """Host processes that compile ahead, for one world after the other, in a thread.
+
+    Args:
+      worlds: that may follow.
+      log_directory: for directories of their logs.
+      budget_secs: how long all of them may take before they are ended.
       emit: called, in the thread, when they have compiled or failed.
     """
 
     def __init__(
         self,
-        program: host_process.Program,
+        worlds: Sequence[Ahead],
         *,
-        num_hosts: int,
         log_directory: str,
         budget_secs: float,
         emit: events.Emit,
     ) -> None:
-        self._hosts = supervisor.HostProcesses(
-            functools.partial(_run_politely, program),
-            num_hosts=num_hosts,
-            log_directory=log_directory,
-            emit=events.nobody,
-        )
-        self._num_hosts = num_hosts
+        self._worlds = worlds
+        self._num_hosts = len(worlds[0].machines)
+        self._log_directory = log_directory
         self._budget_secs = budget_secs
         self._emit = emit
         self._is_closed = threading.Event()
@@ -64,7 +92,10 @@ class ShadowWorld:
 
     def _run(self) -> None:
         try:
-            self._hosts.run(self._look)
+            for world in self._worlds:
+                if self._is_closed.is_set():
+                    return
+                self._compile(world)
         except errors.ElasticCkptError as error:
             if not self._is_closed.is_set():
                 why = str(error).partition("\n")[0]
@@ -77,12 +108,27 @@ class ShadowWorld:
         else:
             self._emit("compiled_ahead", hosts=self._num_hosts, secs=self._secs())
 
+    def _compile(self, world: Ahead) -> None:
+        hosts = supervisor.HostProcesses(
+            polite(world.program),
+            num_hosts=len(world.machines),
+            log_directory=storage.make_unique_directory(self._log_directory),
+            emit=events.nobody,
+            machines=world.machines,
+        )
+        hosts.run(self._look)
+
     def _look(self, hosts: supervisor.HostProcesses) -> None:
         if self._is_closed.is_set() or self._secs() > self._budget_secs:
             hosts.end()
 
     def _secs(self) -> float:
         return time.monotonic() - self._began_secs
+
+
+def polite(program: host_process.Program) -> host_process.Program:
+    """The program at low priority."""
+    return functools.partial(_run_politely, program)
 
 
 def _run_politely(

@@ -60,6 +60,7 @@ class SliceChecks:
     Args:
       hardware: the devices of each host.
       hosts_per_slice: each has a process.
+      first_slice: the lowest number of the slices of this machine.
       log_directory: the directory for the output of these processes.
       limits: of the run, by which a check that hangs is ended.
     """
@@ -69,11 +70,13 @@ class SliceChecks:
         hardware: schema.WorldSection,
         *,
         hosts_per_slice: int,
+        first_slice: int = 0,
         log_directory: str,
         limits: watch.Limits,
     ) -> None:
         self._hardware = hardware
         self._hosts_per_slice = hosts_per_slice
+        self._first_slice = first_slice
         self._log_directory = log_directory
         self._limits = limits
         self._checks: dict[int, _Check] = {}
@@ -122,10 +125,14 @@ class SliceChecks:
         self._checks[number] = _Check(
             number,
             self._hardware,
-            hosts=self._hosts_per_slice,
+            slots=self._slots(number),
             log_directory=self._log_directory,
             broken=number in self.broken,
         )
+
+    def _slots(self, number: int) -> range:
+        first = (number - self._first_slice) * self._hosts_per_slice
+        return range(first, first + self._hosts_per_slice)
 
     def _note(self, verdict: Verdict, secs: float, now_secs: float) -> None:
         times, _ = self._refused.pop(verdict.slice, (0, 0.0))
@@ -144,12 +151,11 @@ class _Check:
         number: int,
         hardware: schema.WorldSection,
         *,
-        hosts: int,
+        slots: range,
         log_directory: str,
         broken: bool,
     ) -> None:
         self._slice = number
-        self._hosts = hosts
         self._values: dict[int, list[int]] = {}
         self._processes: list[process.BaseProcess] = []
         self._pipes: dict[connection.Connection, int] = {}
@@ -157,11 +163,11 @@ class _Check:
         context = multiprocessing.get_context("forkserver")
         storage.make_directory(log_directory)
         self._log = os.path.join(log_directory, f"check-of-slice-{number}.log")
-        for host in range(hosts):
+        for host, slot in enumerate(slots):
             receiver, sender = context.Pipe(duplex=False)
             child = context.Process(
                 target=run,
-                args=(hardware, broken, self._log, sender),
+                args=(hardware, slot, broken, self._log, sender),
                 name=f"check-of-slice-{number}",
             )
             child.start()
@@ -200,6 +206,7 @@ class _Check:
 
 def run(
     hardware: schema.WorldSection,
+    slot: int,
     broken: bool,
     log: str,
     pipe: connection.Connection,
@@ -208,6 +215,7 @@ def run(
 
     Args:
       hardware: the devices of this host.
+      slot: the number of this host on its machine.
       broken: whether the last device is to compute a wrong value: a fault.
       log: the file for the output.
       pipe: to the supervisor.
@@ -216,7 +224,7 @@ def run(
     os.nice(19)
     from elastic_ckpt.elastic import multicontroller
 
-    multicontroller.configure(hardware)
+    multicontroller.configure(hardware, slot=slot)
     import jax
 
     values = [compute(device) for device in jax.local_devices()]

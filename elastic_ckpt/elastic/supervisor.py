@@ -63,6 +63,7 @@ class HostProcesses:
 
     Attributes:
       is_left: whether the hosts were asked to leave, and not to end the run.
+      is_running: whether a host has reported more than that it has joined.
       noticed: the hosts that got SIGTERM from others than this supervisor.
     """
 
@@ -98,8 +99,9 @@ class HostProcesses:
         # The hosts that wait for `run`, and since when hosts are prepared.
         self._ready: set[int] = set()
         self._prepared_secs = 0.0
-        self._is_running = False  # whether a host has reported more than joining
-        self._is_stopping = False  # whether SIGTERM has arrived
+        self.is_running = False
+        # Whether SIGTERM has arrived, and ends the run, or takes this machine away.
+        self._is_stopping = self._is_preempted = False
         # The time limit for hosts to end, or to report their failures after the first.
         self._deadline_secs: float | None = None
 
@@ -136,18 +138,25 @@ class HostProcesses:
         if self._reserved is not None:
             self._reserved.close()
 
-    def run(self, watch: Callable[[HostProcesses], None] = lambda _: None) -> None:
+    def run(
+        self,
+        watch: Callable[[HostProcesses], None] = lambda _: None,
+        preempted: Callable[[HostProcesses], bool] = lambda _: False,
+    ) -> None:
         """Starts the hosts and returns when all are done.
 
         In the main thread it forwards SIGTERM.
 
         Args:
           watch: called between events, every 0.1 s at least, in this thread.
+          preempted: called when SIGTERM arrives; returns whether the hosts leave for a
+            world without this machine, and do not end the run.
 
         Raises:
           WorldLostError: if hosts were lost, with the first failure; after all hosts
             have ended, as always.
           RunError: with the first failure of the program.
+          ReplacedError: if that is one.
           StoppedError: if SIGTERM arrived, and hosts exceeded the grace period or died.
         """
         self._on_watch = watch
@@ -161,7 +170,7 @@ class HostProcesses:
                 )
                 self._slow = slow_hosts.SlowHosts(now_secs=now_secs)
                 self._tell(host_process.BEGIN)
-                self._watch(notice)
+                self._watch(notice, preempted)
         finally:
             self.close()
         if self._failures:
@@ -180,7 +189,8 @@ class HostProcesses:
                     hosts=lost,
                     at_secs=min(each.at_secs for each in self._failures),
                 )
-            raise errors.RunError(self._describe(failure))
+            kind = errors.ReplacedError if failure.is_replaced else errors.RunError
+            raise kind(self._describe(failure))
         if self._channels:
             raise errors.StoppedError(self._describe_stop())
 
@@ -190,14 +200,27 @@ class HostProcesses:
         Returns:
           Whether they are asked now; False if they have been before, or cannot be yet.
         """
-        if not self._is_running or self._deadline_secs is not None or self.is_left:
+        if not self.is_running or self._deadline_secs is not None or self.is_left:
             return False
         self.is_left = True
         # Hosts that the signal came to are about to go with their memory.
-        is_lost = bool(self.noticed)
+        is_lost = self._is_preempted or bool(self.noticed)
         self._tell(host_process.LOSE_MEMORY if is_lost else host_process.LEAVE)
         self._terminate()
         return True
+
+    def stop(self) -> None:
+        """Asks the hosts to save and end within the grace period: the run ends."""
+        self._is_stopping = True
+        if not self.is_running:
+            # There is nothing to save yet.
+            self._deadline_secs = time.monotonic()
+        elif self._deadline_secs is None:
+            self._emit("stop_requested", within_secs=self._grace_secs)
+            self._deadline_secs = time.monotonic() + self._grace_secs
+            if not self.is_left:
+                self._terminate()
+            self.is_left = False
 
     def phase(self, host: int) -> str:
         """The phase that a host began last; empty if it has ended."""
@@ -227,7 +250,11 @@ class HostProcesses:
             self._hosts.append(started)
             self._channels[started.channel] = host
 
-    def _watch(self, notice: termination.Notice | None) -> None:
+    def _watch(
+        self,
+        notice: termination.Notice | None,
+        preempted: Callable[[HostProcesses], bool],
+    ) -> None:
         while not {*self._channels.values()} <= {f.host for f in self._failures}:
             wait_secs = None
             if self._deadline_secs is not None:
@@ -244,11 +271,14 @@ class HostProcesses:
                 if isinstance(ready, connection.Connection):
                     self._receive(ready)
                 elif notice is not None and notice.received():
-                    self._stop()
+                    self._is_preempted = True  # `leave` depends on it.
+                    self._is_preempted = preempted(self)
+                    if not self._is_preempted:
+                        self.stop()
             # Only now: messages may have waited while this process was busy.
             if self._deadline_secs is None:
                 self._find_hang()
-        if self.noticed and self._deadline_secs is None:
+        if (self.noticed or self._is_preempted) and self._deadline_secs is None:
             # All hosts may have ended before this was looked at.
             self._on_watch(self)
 
@@ -280,7 +310,7 @@ class HostProcesses:
             self._fail(HostFailure(host=host, **message["failure"]))
         else:
             # A world that has only joined has nothing to save.
-            self._is_running |= message["event"] != "world_joined"
+            self.is_running |= message["event"] != "world_joined"
             self._emit(message["event"], **message["fields"])
 
     def _fail(self, failure: HostFailure) -> None:
@@ -317,18 +347,6 @@ class HostProcesses:
         # Hosts that hang report nothing more.
         self.end()
 
-    def _stop(self) -> None:
-        self._is_stopping = True
-        if not self._is_running:
-            # There is nothing to save yet.
-            self._deadline_secs = time.monotonic()
-        elif self._deadline_secs is None:
-            self._emit("stop_requested", within_secs=self._grace_secs)
-            self._deadline_secs = time.monotonic() + self._grace_secs
-            if not self.is_left:
-                self._terminate()
-            self.is_left = False
-
     def _terminate(self) -> None:
         # JAX's preemption service handles the signal.
         self.send_signal(range(len(self._hosts)), signal.SIGTERM)
@@ -339,7 +357,7 @@ class HostProcesses:
             host.wait()
 
     def _describe_stop(self) -> str:
-        if not self._is_running:
+        if not self.is_running:
             return "ended by SIGTERM before the first step"
         hosts = ", ".join(map(str, self._channels.values()))
         return (

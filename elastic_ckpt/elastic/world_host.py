@@ -49,16 +49,29 @@ class Owned:
       kept: the place of executables; None compiles in each world.
       grace_secs: the time limit for hosts to save and end after SIGTERM.
       most_hosts: that this machine can have in a world; None for all hosts of it.
+      first_slice: the lowest number of the slices of this machine.
     """
 
     memory: SliceMemory | None
     kept: kept_executables.KeptExecutables | None
     grace_secs: float
     most_hosts: int | None = None
+    first_slice: int = 0
 
     def local_hosts(self, member: Member) -> int:
         """The number of hosts of a world that this machine has, at most."""
         return min(member.num_hosts, self.most_hosts or member.num_hosts)
+
+    def slot(self, member: Member, slices: Sequence[int]) -> int:
+        """The number of a host on this machine, the same in all worlds.
+
+        Args:
+          member: the host.
+          slices: of its world.
+        """
+        hosts_per_slice = member.num_hosts // len(slices)
+        index, host_of_slice = divmod(member.host, hosts_per_slice)
+        return (slices[index] - self.first_slice) * hosts_per_slice + host_of_slice
 
     def ram_directory(self, number: int) -> str | None:
         """The RAM disk of a slice; None if hosts keep nothing there."""
@@ -83,13 +96,10 @@ def run_host(
       member: this host.
       channel: to the supervisor.
     """
-    from elastic_ckpt.data import token_blocks
     from elastic_ckpt.elastic import multicontroller, termination
 
-    # The hosts of a machine share its cores.
-    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(owned.local_hosts(member))
+    _take_share(hardware, assignment, owned, member)
     slices, number = _simulated(assignment.work.slices, hardware, member)
-    multicontroller.configure(hardware)
     agreed = termination.agreed(
         grace_secs=owned.grace_secs, requested=_nothing, expired=_nothing
     )
@@ -125,6 +135,21 @@ def run_host(
         )
         if left:
             emit("world_left", step=left[-1])
+
+
+def _take_share(
+    hardware: schema.WorldSection,
+    assignment: Assignment,
+    owned: Owned,
+    member: Member,
+) -> None:
+    from elastic_ckpt.data import token_blocks
+    from elastic_ckpt.elastic import multicontroller
+
+    # The hosts of a machine share its cores, but no devices.
+    os.environ[token_blocks.LOCAL_HOSTS_VARIABLE] = str(owned.local_hosts(member))
+    slot = owned.slot(member, assignment.work.slices)
+    multicontroller.configure(hardware, slot=slot)
 
 
 def _simulated(

@@ -1,9 +1,14 @@
-"""The share of the machine that hosts of the local launcher get."""
+"""The share of the machine that hosts of the local launcher get, and their devices."""
 
 import contextlib
 import multiprocessing
 
-from elastic_ckpt.config import schema
+import jax
+import pytest
+
+from elastic_ckpt.application import local_world
+from elastic_ckpt.config import load, schema
+from elastic_ckpt.core import errors
 from elastic_ckpt.data import token_blocks
 from elastic_ckpt.elastic import (
     cluster,
@@ -13,12 +18,13 @@ from elastic_ckpt.elastic import (
     multicontroller,
     world_host,
 )
+from tests import runs
 
 
 def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(token_blocks, "_num_cores", lambda: 12)
-    monkeypatch.setattr(multicontroller, "configure", lambda *_: None)
+    monkeypatch.setattr(multicontroller, "configure", lambda *_, **__: None)
     monkeypatch.setattr(
         multicontroller, "joined", lambda *_, **__: contextlib.nullcontext()
     )
@@ -37,3 +43,53 @@ def test_hosts_of_one_machine_share_its_cores_for_tokenising(monkeypatch):
             host_process.HostChannel(pipe),
         )
     assert threads == [12, 4]
+
+
+def checked(directory, **settings):
+    path = runs.write_config(
+        directory,
+        str(directory / "corpus"),
+        **{"hosts": 4, "slices": 4, "global_batch_size": 24, **settings},
+    )
+    local_world.check(load.load(path))
+
+
+def test_hosts_are_started_on_cpus_and_gpus(tmp_path):
+    checked(tmp_path, hardware="cpu")
+    checked(tmp_path, hardware="gpu", devices_per_host=2)
+    with pytest.raises(errors.ConfigError, match="hosts=4 with hardware=tpu"):
+        checked(tmp_path, hardware="tpu")
+
+
+def test_nothing_is_compiled_ahead_where_shadow_worlds_have_no_devices(tmp_path):
+    path = runs.write_config(tmp_path, "", elastic_enabled=True, hosts=2, slices=2)
+    for hardware, secs in (("cpu", 600.0), ("gpu", 0.0)):
+        config = load.load(path, [f"hardware={hardware}"])
+        assert local_world.limits(config).compile_ahead_secs == secs
+
+
+@pytest.mark.parametrize(
+    ("first_slice", "slices", "slots"),
+    [(0, (0, 1, 2), [0, 1, 2, 3, 4, 5]), (0, (0, 2), [0, 1, 4, 5]), (4, (5,), [2, 3])],
+)
+def test_a_host_has_the_same_devices_in_all_worlds(first_slice, slices, slots):
+    owned = world_host.Owned(
+        memory=None, kept=None, grace_secs=60, first_slice=first_slice
+    )
+    num_hosts = len(slots)
+    members = [
+        member.Member(address="127.0.0.1:1", num_hosts=num_hosts, host=host)
+        for host in range(num_hosts)
+    ]
+    assert [owned.slot(each, slices) for each in members] == slots
+
+
+def test_hosts_of_a_machine_see_different_gpus(monkeypatch):
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    hardware = schema.WorldSection(hardware="gpu", devices_per_host=4)
+    multicontroller.configure(hardware)
+    assert "jax_cuda_visible_devices" not in updates
+    multicontroller.configure(hardware, slot=2)
+    assert updates["jax_platforms"] == "cuda,cpu"
+    assert updates["jax_cuda_visible_devices"] == "8,9,10,11"

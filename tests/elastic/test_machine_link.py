@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from elastic_ckpt.elastic import cluster, decision, machine_link, remote_machine
+from elastic_ckpt.elastic import cluster, decision, faults, machine_link, remote_machine
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Verdict
 
@@ -126,6 +126,14 @@ def test_a_slice_of_another_machine_is_unsound_until_it_has_passed_its_check(lin
         while not verdicts:
             verdicts = linked.machine.poll()
         assert verdicts == [Verdict(slice=1, problem=problem)]
+    assert not linked.machine.unsound
+
+
+def test_a_fault_of_a_slice_happens_on_its_machine(linked):
+    linked.machine.begin(1)
+    linked.machine.inject(faults.Kind.KILL_SLICE, 1)
+    assert linked.far.receive() == {"check": 1}
+    assert linked.far.receive() == {"fault": "kill_slice", "slice": 1}
     assert not linked.machine.unsound
 
 

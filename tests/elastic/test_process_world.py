@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_ckpt.elastic import process_world, watch
+from elastic_ckpt.elastic import host_start, process_world, watch
 from elastic_ckpt.elastic.cluster import Assignment, CompileAhead
 from elastic_ckpt.elastic.decision import Train
 from elastic_ckpt.tiers.persistent import claims
@@ -37,8 +37,8 @@ def test_a_prepared_world_is_taken_if_its_hosts_are_those(tmp_path, assignment, 
     prepared = process_world.ProcessWorld(
         print,
         Assignment(number=2, work=work(0, 1)),
-        num_hosts=2,
         log_directory=tmp_path,
         limits=watch.Limits(),
+        machines=[host_start.ThisMachine()] * 2,
     )
     assert prepared.is_for(assignment) == is_for

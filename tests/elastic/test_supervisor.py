@@ -69,6 +69,10 @@ def raise_ours():
     raise errors.DataError("texts.array_record is cut short; restore it")
 
 
+def raise_replaced():
+    raise errors.ReplacedError("another start has continued it")
+
+
 def raise_foreign():
     raise ZeroDivisionError("by zero")
 
@@ -84,6 +88,7 @@ def exit_3():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
+        (raise_replaced, r"^another start has continued it$"),
         (raise_ours, r"^texts\.array_record is cut short; restore it$"),
         (
             raise_foreign,
@@ -96,7 +101,8 @@ def exit_3():
 )
 def test_a_failed_host_ends_the_world_with_its_own_words(tmp_path, how, message):
     began = time.monotonic()
-    with pytest.raises(errors.RunError, match=message):
+    kind = errors.ReplacedError if how is raise_replaced else errors.RunError
+    with pytest.raises(kind, match=message):
         run(functools.partial(fail, host=1, how=how), tmp_path, num_hosts=3)
     # The others would have slept for an hour.
     assert time.monotonic() - began < 1800

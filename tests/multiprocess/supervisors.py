@@ -60,6 +60,7 @@ class Supervisors:
             **{
                 "elastic_min_slice_count": 1,
                 "elastic_machine_timeout_seconds": 20,
+                "elastic_compile_ahead_seconds": 0,
                 **settings,
             },
         )
@@ -154,9 +155,10 @@ class Supervisors:
 
         self.wait_until(is_trained, may=may)
 
-    def stop(self, leader):
-        """Asks the leader's machine to end the run, and waits for all machines."""
-        self.started[leader].terminate()
+    def stop(self):
+        """Asks all machines to end, and waits for them."""
+        for machine in self.started.values():
+            machine.terminate()
         codes = {number: each.wait(WAIT_SECS) for number, each in self.started.items()}
         assert set(codes.values()) == {128 + signal.SIGTERM}, self.outputs()
 

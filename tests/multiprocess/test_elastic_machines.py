@@ -31,7 +31,7 @@ def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
         machines.train_on([0, 1, 2])
         machines.kill(2)
         machines.train_on([0, 1])
-        machines.stop(0)
+        machines.stop()
         assert machines.leaders()[-3:] == [0, 1, 0]
         # No world began with the first step again.
         starts = [attempt.start_step for attempt in step_log.read(machines.run)]
@@ -44,7 +44,7 @@ def test_machines_are_lost_and_taken_in_again_and_so_is_the_one_that_leads(
 
 
 @pytest.mark.slow(minutes=0.8)
-def test_a_machine_that_gets_sigterm_leaves_without_a_lost_step_and_then_all_end(
+def test_machines_that_get_sigterm_leave_without_a_lost_step_and_then_all_end(
     tmp_path, corpus
 ):
     with (
@@ -56,16 +56,21 @@ def test_a_machine_that_gets_sigterm_leaves_without_a_lost_step_and_then_all_end
         code, output = machines.ended(2)
         assert code == 128 + signal.SIGTERM, output
         machines.train_on([0, 1])
-        for machine in machines.started.values():
-            machine.terminate()
-        machines.stop(0)
-        assert machines.worlds() == [[0, 1, 2], [0, 1]]
-        # The second world begins with the step that the first one has left after.
-        (left,) = runs.events(machines.run, "world_left")
-        first, second = step_log.read(machines.run)
-        assert second.start_step == left["step"] == len(first.records)
+        # It leads.
+        machines.started[0].terminate()
+        code, output = machines.ended(0)
+        assert code == 128 + signal.SIGTERM, output
+        machines.train_on([1])
+        machines.stop()
+        assert machines.worlds() == [[0, 1, 2], [0, 1], [1]]
+        assert machines.leaders() == [0, 1]
+        # Each world begins with the step that the one before has left after.
+        left = [each["step"] for each in runs.events(machines.run, "world_left")]
+        *before, last = step_log.read(machines.run)
+        assert [each.start_step for each in (*before[1:], last)] == left
+        assert [each.records[-1].step + 1 for each in before] == left
         assert not runs.events(machines.run, "slice_lost")
         (stopped,) = runs.events(machines.run, "run_stopped")
         assert stopped["saved"]
-        assert stopped["step"] == second.start_step + len(second.records)
+        assert stopped["step"] == last.start_step + len(last.records)
         assert "PASSED" in runs.verb("audit", machines.run)

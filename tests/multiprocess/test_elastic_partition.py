@@ -40,7 +40,7 @@ def test_a_leader_without_enough_slices_is_replaced_and_later_taken_in_again(
     machines.train_on([1, 2])
     network.join([[0, 1, 2]])
     machines.train_on([0, 1, 2])
-    machines.stop(1)
+    machines.stop()
     assert machines.leaders()[-2:] == [0, 1]
     # No world began with the first step again.
     starts = [attempt.start_step for attempt in step_log.read(machines.run)]
@@ -61,7 +61,7 @@ def test_nothing_counts_that_a_leader_writes_while_it_is_cut_off(partitioned):
     code, output = machines.ended(0)
     assert code == 1, output
     assert output.count("has continued it as world 2, so this one stops") == 1, output
-    machines.stop(1)
+    machines.stop()
     assert machines.leaders()[-2:] == [0, 1]
     cut_off, counted = step_log.read(machines.run)
     assert cut_off.records[-1].step >= counted.start_step
