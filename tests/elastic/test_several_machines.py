@@ -90,7 +90,7 @@ class TwoMachines:
                         schema.WorldSection(
                             hosts=2,
                             slices=2,
-                            jax_cache_dir=str(directory / "jax_cache"),
+                            jax_cache_dir=str(directory / f"jax_cache-{number}"),
                         ),
                         log_directory=str(directory / f"logs-{number}"),
                         limits=watch.Limits(
