@@ -27,7 +27,7 @@ class Run:
         return next(self._batches)
 
     def step(self, state, batch):
-        report = train_step.StepReport(*[np.float32(batch)] * 5)
+        report = train_step.StepReport(*[np.float32(batch)] * 6)
         if batch + 1 == CORRUPT:
             state = flipped(state, jax.devices()[4], 20)
         return state, report
