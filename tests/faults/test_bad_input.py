@@ -82,7 +82,7 @@ def test_a_number_of_hosts_that_does_not_divide_the_batch(trained):
 
 
 def test_more_hosts_than_the_local_launcher_can_give_an_accelerator(trained):
-    message = refuse(trained, "hosts=2", "hardware=gpu")
+    message = refuse(trained, "hosts=2", "hardware=tpu")
     assert "start one process a host with Slurm or a JobSet" in message
 
 
