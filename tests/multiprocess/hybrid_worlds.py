@@ -42,6 +42,12 @@ class Degrees:
     def devices(self):
         return self.data * self.parts
 
+    def groups(self, num_hosts):
+        """The axes that a host's devices share, and the number of groups along them."""
+        if self.parts % (self.devices // num_hosts) == 0:
+            return self.axis, self.data
+        return ("data", self.axis), 1
+
     def mesh(self):
         grid = np.array(jax.devices()).reshape(self.data, self.parts)
         return Mesh(grid, ("data", self.axis))
@@ -175,6 +181,12 @@ def digests(state):
     }
 
 
+def evenly(counters, new_count):
+    """Counters of another number of groups: none is lost."""
+    total = sum(each["rows"] for each in counters)
+    return [{"rows": total // new_count}] * new_count
+
+
 def data(corpus):
     return ec.data.PositionalData(
         files=(corpus,), max_target_length=8, shuffle_seed=7, num_threads=0
@@ -195,7 +207,11 @@ def train(place, emit, *, directory, corpus, degrees):
         )
         abstract = abstract_state(mesh)
         tiers = [ec.Persistent(directory, every=1)]
-        record = {"ids": [], "losses": []}
+        axes, num_groups = degrees.groups(place.num_hosts)
+        counted = ec.components.PerGroup({"rows": 0}, axes, mesh=mesh, on_resize=evenly)
+        rng = ec.components.Rng(7)
+        parts = {"data": batches, "counted": counted, "rng": rng}
+        record = {"ids": [], "losses": [], "keys": [], "groups": num_groups}
         with ec.Checkpointer(tiers, mesh=mesh) as checkpointer:
             if checkpointer.latest is None:
                 done = 0
@@ -203,19 +219,22 @@ def train(place, emit, *, directory, corpus, degrees):
                 state = jax.jit(new_state, out_shardings=placed)()
             else:
                 done = checkpointer.latest.step
-                wanted = {"state": abstract, "data": batches}
-                state = checkpointer.load_checkpointables(None, wanted)["state"]
+                wanted = {"state": abstract, **parts}
+                state = ec.components.load(checkpointer, wanted).loaded["state"]
             record["before"] = digests(state)
             step = make_step(mesh)
             for _ in range(STEPS_A_WORLD):
                 batch = next(batches)
                 ids = multihost_utils.process_allgather(batch["example_id"], tiled=True)
                 record["ids"].append(np.asarray(example_id.join(ids)).tolist())
+                record["keys"].append(jax.random.key_data(rng.next()).tolist())
+                counted.state = {"rows": counted.state["rows"] + BATCH // num_groups}
                 state, loss = step(state, batch)
                 record["losses"].append(float(loss))
             record["after"] = digests(state)
-            parts = {"state": state, "data": batches}
-            assert checkpointer.save_checkpointables(done + STEPS_A_WORLD, parts)
+            record["rows"] = counted.state["rows"]
+            saved = {"state": state, **parts}
+            assert checkpointer.save_checkpointables(done + STEPS_A_WORLD, saved)
         batches.close()
     if place.host == 0:
         emit("step_interrupted", step=done, path=json.dumps(record), resume_step=0)

@@ -4,9 +4,11 @@ import functools
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
+import elastic_ckpt as ec
 from elastic_ckpt.elastic import supervisor
 from tests.multiprocess import hybrid_worlds
 from tests.multiprocess.hybrid_worlds import STEPS_A_WORLD, Degrees
@@ -60,6 +62,13 @@ def test_a_run_goes_on_bit_equal_under_other_degrees(worlds, tmp_path, corpus):
         assert saved["after"] == restored["before"]
     ids = [each for record in records for each in record["ids"]]
     assert ids == hybrid_worlds.expected_ids(corpus, len(worlds) * STEPS_A_WORLD)
+    rng = ec.components.Rng(7)
+    keys = [each for record in records for each in record["keys"]]
+    assert keys == [jax.random.key_data(rng.next()).tolist() for _ in keys]
+    rows = [record["rows"] * record["groups"] for record in records]
+    steps = STEPS_A_WORLD * np.arange(1, len(worlds) + 1)
+    assert rows == (hybrid_worlds.BATCH * steps).tolist()
+    assert records[0]["groups"] == 2
     # Another path of the same computation: one device, from nothing.
     (alone,) = run([(Degrees(1, worlds[0][0].axis, 1), 1)], tmp_path / "one", corpus)
     assert alone["before"] == records[0]["before"]
