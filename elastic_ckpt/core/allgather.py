@@ -12,7 +12,7 @@ import json
 import threading
 from typing import Any, Protocol
 
-from orbax.checkpoint import multihost
+from jax._src import distributed
 
 from elastic_ckpt.core import errors, storage, topology
 
@@ -74,7 +74,8 @@ class CoordinationService:
     def __init__(self) -> None:
         self.host = topology.this_host()
         self.num_hosts = topology.num_hosts()
-        self._client = multihost.get_jax_distributed_client()
+        # Orbax has a public way to it, and the sidecar's image has no Orbax.
+        self._client: Any = distributed.global_state.client
         self._prefix = f"elastic_ckpt/{next(_numbers)}"
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
