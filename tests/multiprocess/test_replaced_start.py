@@ -41,7 +41,8 @@ def test_nothing_that_a_replaced_start_writes_is_read(tmp_path, corpus):
         )
         # Two machines, with separate memory.
         of_a, of_b = (f"local_checkpoint_directory={ram}/{name}" for name in "ab")
-        with test_stopped_run.start(config, of_a) as old, killed_at_last(old):
+        starting = test_stopped_run.start(config, of_a, leads_group=True)
+        with starting as old, killed_at_last(old):
             for line in old.stdout:
                 if line.startswith("step ") and len(runs.saved_steps(run)) > 1:
                     os.killpg(old.pid, signal.SIGSTOP)
@@ -54,7 +55,7 @@ def test_nothing_that_a_replaced_start_writes_is_read(tmp_path, corpus):
             before = step_log.read(run)
             assert runs.saved_steps(run)[-1] == steps
             os.killpg(old.pid, signal.SIGCONT)
-            output, _ = old.communicate()
+            output = old.stdout.read()
         assert old.returncode == 1, output
         assert output.count("has continued it as world 2, so this one stops") == 1
         first, second = step_log.read(run)
