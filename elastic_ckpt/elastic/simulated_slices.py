@@ -74,7 +74,9 @@ class SimulatedSlices(manager.Manager):
     def alive(self) -> frozenset[int]:
         """The slices that compute."""
         with self._simulated():
-            return frozenset(elastic.get_active_slice_indices(self.slice_to_devices))
+            active = elastic.get_active_slice_indices(self.slice_to_devices)
+        # The look's own arrays may have the addresses of arrays that were lost.
+        return frozenset(active) | (self.slice_to_devices.keys() - self._down)
 
     def _check(self) -> None:
         with self._simulated():
