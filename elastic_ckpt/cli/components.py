@@ -1,8 +1,8 @@
 """`elastic-ckpt components PATH...`: the parts of a step, and how hosts share them.
 
-It shows those of the newest complete step, or of `--step`: the pattern, files, sizes
-and digests. A step is complete with all of its components alone, so each is required
-to load it whole; a load names those that it takes.
+It shows those of the newest complete step, or of `--step`: the pattern, files, sizes,
+hosts and digests, and whether a component was declared as required and with which rule
+for another number of hosts. The program that loads it declares its own.
 """
 
 from __future__ import annotations

@@ -73,9 +73,11 @@ def component_lines(parts: Sequence[StepComponent]) -> Iterator[str]:
         if each.num_files:
             size = f"{each.num_files:,} files"
         version = "" if each.version is None else f" version {each.version},"
+        declared = {None: "", True: " required,", False: " optional,"}[each.required]
         yield (
-            f"  {each.name:<{width}}  {each.pattern},{version} {size},"
-            f" {each.num_bytes:,} bytes, digest {each.digest[:12]}; resize:"
+            f"  {each.name:<{width}}  {each.pattern},{declared}{version} {size},"
+            f" {each.num_bytes:,} bytes at {len(each.hosts)}"
+            f" ({first_of(each.hosts)}), digest {each.digest[:12]}; resize:"
             f" {each.resize}"
         )
 

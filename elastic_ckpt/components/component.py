@@ -177,6 +177,8 @@ class Component(abc.ABC):
                 states=sharing.names,
                 hosts=topology.num_hosts(),
                 kind=encoding.type_name(self.state),
+                on_resize=resize.name_of(self.on_resize),
+                required=self.required,
             )
             files[description.FILE] = lambda: description.to_bytes(saved)
         return files

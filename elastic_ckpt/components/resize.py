@@ -39,6 +39,15 @@ def check(rule: Rule) -> None:
         )
 
 
+def name_of(rule: Rule) -> str:
+    """The name of a rule, for people: a function's with its module."""
+    if isinstance(rule, str):
+        return rule
+    # An object that is called, such as a partial function, has the name of its class.
+    named = rule if hasattr(rule, "__qualname__") else type(rule)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 def place_of_same(old: Sequence[str], new: Sequence[str], own: int) -> int | None:
     """The place among the old states of this host's, if none has changed.
 

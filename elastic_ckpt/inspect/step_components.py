@@ -33,7 +33,10 @@ class StepComponent:
       name: of the part.
       pattern: how hosts share it: `global`, `per_rank` and so on as it was saved; for
         a pytree it follows from the shardings of its arrays.
-      resize: what becomes of it when the number of hosts changes.
+      resize: what becomes of it when the number of hosts changes: the rule that the
+        program which saved it declared, a function's by its name.
+      required: whether that program declared it as required; None if it is not known,
+        as for a pytree.
       version: of the description that it has of itself; None if it has none.
       num_leaves: arrays and numbers, of a pytree.
       num_files: of a component.
@@ -45,6 +48,7 @@ class StepComponent:
     name: str
     pattern: str
     resize: str
+    required: bool | None
     version: int | None
     num_leaves: int
     num_files: int
@@ -95,7 +99,8 @@ def _described(
     return StepComponent(
         name=name,
         pattern=f"{pattern} {'+'.join(axes)}" if axes else pattern,
-        resize=_resize(pattern),
+        resize=_resize(pattern, fields.get("on_resize")),
+        required=fields.get("required"),
         version=fields.get("version"),
         num_leaves=num_leaves,
         num_files=sum(item >= len(holdings.leaf) for item in items),
@@ -105,9 +110,10 @@ def _described(
     )
 
 
-def _resize(pattern: str) -> str:
+def _resize(pattern: str, rule: str | None) -> str:
     if pattern in ("per_rank", "per_node", "per_group"):
-        return "by the rule of the program that loads it"
+        # Older descriptions have no rule.
+        return rule or "by the rule of the program that loads it"
     return "none needed" if pattern != _OWN else "its own"
 
 

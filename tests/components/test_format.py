@@ -1,6 +1,7 @@
 """The files of a component: schemas, golden bytes, and files of the first version."""
 
 import base64
+import dataclasses
 import io
 import json
 import pathlib
@@ -24,6 +25,8 @@ DESCRIPTION = description.Description(
     states=("group-model-0", "group-model-1"),
     hosts=4,
     kind="builtins.dict",
+    on_resize="from_first",
+    required=True,
 )
 STATE = {
     "lr": 0.1,
@@ -54,6 +57,10 @@ def test_version_1_has_these_bytes(golden):
 def test_the_first_version_still_loads():
     kept = (GOLDEN / "component_v1.json").read_bytes()
     assert description.from_bytes(kept) == DESCRIPTION
+    before = (GOLDEN / "component_v1_before_rules.json").read_bytes()
+    without = dataclasses.replace(DESCRIPTION, on_resize=None, required=None)
+    assert description.from_bytes(before) == without
+    assert description.to_bytes(without) == before
     kept = base64.decodebytes((GOLDEN / "component_state_v1.txt").read_bytes())
     same(encoding.decode(state_file.from_bytes(kept)), STATE)
 
