@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Reduction(enum.Enum):
-    """What becomes of several sources of the same target elements."""
+    """The treatment of several sources of the same target elements."""
 
     NONE = "none"
     # All are read, and have to be bit-equal.
@@ -42,7 +42,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """What is computed of the values, in this order; in float32 at least.
+    """The arithmetic on values, in this order; in float32 at least.
 
     Attributes:
       reduction: over sources of the same elements.

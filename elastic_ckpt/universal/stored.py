@@ -1,9 +1,9 @@
-"""What a checkpoint of any format holds: tensors, and where their bytes lie.
+"""The tensors of a checkpoint of any format, and where their bytes lie.
 
 A reader of a format opens a path as a `Checkpoint`. Its tensors are those of the files:
-where each rank saved a shard, each shard is a tensor of its own, with the coordinates
-of that rank. Which of them belong together is not the format's business, but that of a
-layout (`elastic_ckpt.universal.rules`).
+if each rank saved a shard, each shard is a separate tensor, with the coordinates of
+that rank. A layout (`elastic_ckpt.universal.rules`) describes which of them belong
+together.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Checkpoint(Protocol):
         """Compares the checksums that the format has of these files.
 
         Returns:
-          Those of `files` that have no checksum, which nobody can verify.
+          Those of `files` that have no checksum, and cannot be verified.
 
         Raises:
           FormatError: if a file has another checksum.
