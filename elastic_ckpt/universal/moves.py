@@ -26,7 +26,7 @@ class Reduction(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Where the factored dims of a move lie in one of its tensors.
+    """The place of the factored dims of a move in one of its tensors.
 
     Attributes:
       start: the index of the first element, by dim of the tensor.
