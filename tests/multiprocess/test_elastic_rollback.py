@@ -1,0 +1,75 @@
+"""A live run diverges and goes back, while slices are lost and come back."""
+
+import json
+
+import pytest
+
+from elastic_ckpt.training import step_log
+from tests import runs
+from tests.multiprocess import test_divergence, test_elastic_run
+from tests.multiprocess.test_divergence import spoilt  # noqa: F401
+from tests.multiprocess.test_elastic_run import ram  # noqa: F401
+
+# The noise comes while the learning rate is high; then it falls, so that rounding by
+# other numbers of devices, in another order, does not grow over hundreds of steps.
+SCHEDULE = {"learning_rate_schedule_steps": 24}
+LOSS_RTOL = 1e-4
+
+
+def configured(directory, corpus, ram, **settings):  # noqa: F811
+    config = test_elastic_run.configured(directory, corpus, ram)
+    values = {
+        **json.loads(config.read_text()),
+        **test_divergence.SETTINGS,
+        **SCHEDULE,
+        "multi_tier_checkpointing_backup_interval_steps": 4,
+        "local_checkpoint_period": 2,
+        **settings,
+    }
+    return runs.write_config(directory, corpus, **values)
+
+
+def one_host(directory, corpus, *, steps, to):
+    """The same on one host that goes back to the same step, and is never stopped."""
+    # The newest saved step that is so much older than the first bad one.
+    older = {"checkpoint_period": to, "divergence_rollback_steps": 11 - to}
+    config = test_divergence.configured(
+        directory, corpus, steps=steps, **older, **SCHEDULE
+    )
+    test_divergence.trained(config)
+    return config.parent / "tiny"
+
+
+@pytest.mark.slow(minutes=1.5)
+@pytest.mark.parametrize(
+    ("tiers", "lost_at"),
+    [(True, 10), (True, 14), (False, 14)],
+    ids=["before the noise", "in the noise", "in the noise, without RAM"],
+)
+def test_a_run_that_loses_slices_goes_back_as_one_host_does(
+    tmp_path,
+    spoilt,  # noqa: F811
+    ram,  # noqa: F811
+    tiers,
+    lost_at,
+):
+    faults = [
+        {"kill_slice": 1, "at_step": lost_at},
+        {"kill_slice": 0, "at_step": 22},
+        {"return_slice": 0, "at_step": 26},
+        {"return_slice": 1, "at_step": 26},
+    ]
+    settings = {"enable_multi_tier_checkpointing": tiers, "faults": faults}
+    config = configured(tmp_path / "hosts", spoilt, ram, **settings)
+    run = test_elastic_run.trained_until(config, "world 4 starts")
+    worlds = test_elastic_run.worlds(run)
+    assert worlds == [[0, 1, 2, 3], [0, 2, 3], [2, 3], [0, 1, 2, 3]]
+    # Which steps are backed up in time depends on the machine.
+    (event,) = runs.events(run, "rolled_back")
+    test_divergence.check_went_back(run, event["to_step"])
+    rolled_back = next(each for each in step_log.read(run) if each.left_out)
+    assert rolled_back.hosts == 3
+    steps = len(runs.steps(run))
+    other = one_host(tmp_path / "one", spoilt, steps=steps, to=event["to_step"])
+    test_divergence.check_went_back(other, event["to_step"])
+    test_divergence.check_same(run, other, rtol=LOSS_RTOL)
