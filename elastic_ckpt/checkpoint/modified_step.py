@@ -15,7 +15,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from etils import epath
 
+from elastic_ckpt.checkpoint import component_states, number_edit
+from elastic_ckpt.checkpoint.number_edit import Change, Edit
 from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.components import state_numbers
 from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.host import verified_read
 from elastic_ckpt.host.backup import chunk_shapes
@@ -40,40 +43,6 @@ from elastic_ckpt.tiers.persistent.persistent_tier import PersistentTier
 _BATCH_BYTES = layout.CHUNK_BYTES
 _BATCH_ITEMS = 2048
 _HOST = Host(id="modified", number=0, domains={})
-# Numbers of NumPy, and those of ml_dtypes such as bfloat16.
-_NUMBERS = "iufbV"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Edit:
-    """An edit of one number.
-
-    Attributes:
-      path: of the leaf in its component, `opt_state/learning_rate`.
-      value: the new value, as text; None to scale it.
-      factor: that the value is multiplied by, as text; None to set it.
-    """
-
-    path: str
-    value: str | None = None
-    factor: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
-    """A number before and after an edit.
-
-    Attributes:
-      path: of the leaf, with its component.
-      dtype: of the leaf.
-      before: its value.
-      after: its value.
-    """
-
-    path: str
-    dtype: str
-    before: bool | int | float
-    after: bool | int | float
 
 
 class SavedStep:
@@ -123,22 +92,29 @@ class SavedStep:
         """The changes that edits make; writes nothing.
 
         Args:
-          component: the name of the tree, such as `state`.
+          component: the name of a tree, such as `state`, or of a component of
+            `ec.components`. An edit of a component with several states, such as one for
+            each host, is made in all of them.
           edits: of numbers in it.
 
         Raises:
-          CheckpointError: if a leaf is not there or not one number, or the new value is
-            none of its dtype.
+          CheckpointError: if a number is not there, or the new value is none of its
+            type.
         """
         holdings, reader = self._read()
-        changes = []
-        for edit in edits:
-            leaf = _leaf(holdings, f"{component}/{edit.path}")
-            item = int(np.searchsorted(holdings.leaf, leaf))
-            values = verified_read.read_item(holdings, item, reader)
-            description = holdings.contents.leaves[leaf]
-            changes.append(_change(description, values.reshape(()), edit))
-        return changes
+        holder = f"step {self._step} in {self._root.path}"
+        if component in holdings.contents.components:
+            states = component_states.read(holdings, reader, component)
+            return component_states.changes(states, component, edits)
+        return [
+            number_edit.change(
+                _number(
+                    holdings, reader, number_edit.full_path(component, each), holder
+                ),
+                each,
+            )
+            for each in edits
+        ]
 
     def modify(self, changes: Sequence[Change]) -> str:
         """Writes the step with some changes, and returns the name of the new save.
@@ -264,7 +240,7 @@ def _write(
     uploading: upload.Upload,
     changes: Sequence[Change],
 ) -> None:
-    after = {each.path: each.after for each in changes}
+    after = {each.path: each.after for each in changes if not each.file}
     paths = [leaf.path for leaf in holdings.contents.leaves]
     num_chunks = len(holdings.leaf)
     items = np.arange(holdings.num_items)
@@ -276,7 +252,7 @@ def _write(
             if item >= num_chunks:
                 file = holdings.files[item - num_chunks]
                 content = reader.file(file, holdings.holders(item))
-                uploading.write_file(file, content)
+                uploading.write_file(*component_states.edited(file, content, changes))
                 continue
             fragment = holdings.fragment(int(holdings.first_row[item]))
             values = verified_read.read_item(holdings, item, reader)
@@ -288,63 +264,24 @@ def _write(
         uploading.write_chunks(chunks)
 
 
-def _leaf(holdings: Holdings, path: str) -> int:
-    leaves = holdings.contents.leaves
-    paths = [leaf.path for leaf in leaves]
-    if path not in paths:
-        scalars = [leaf.path for leaf in leaves if _is_number(leaf)]
+def _number(
+    holdings: Holdings, reader: verified_read.VerifiedReader, path: str, holder: str
+) -> number_edit.Number:
+    leaves = {leaf.path: n for n, leaf in enumerate(holdings.contents.leaves)}
+    if path not in leaves:
+        numbers = [each.path for each in holdings.contents.leaves if _is_number(each)]
+        raise number_edit.missing(path, holder, numbers)
+    leaf = holdings.contents.leaves[leaves[path]]
+    if not _is_number(leaf):
         raise errors.CheckpointError(
-            f"the step has no leaf {path!r}; its numbers are"
-            f" {errors.first_of(scalars) or 'none'}"
+            f"{path} is {leaf.dtype}{list(leaf.shape)}, and only single numbers are"
+            " edited"
         )
-    number = paths.index(path)
-    if not _is_number(leaves[number]):
-        raise errors.CheckpointError(
-            f"{path} is {leaves[number].dtype}{list(leaves[number].shape)}, and only"
-            " single numbers are edited"
-        )
-    return number
+    item = int(np.searchsorted(holdings.leaf, leaves[path]))
+    values = verified_read.read_item(holdings, item, reader)
+    return number_edit.Number(path, leaf.dtype, values.reshape(()))
 
 
 def _is_number(leaf: Leaf) -> bool:
     dtype = np.dtype(leaf.dtype)
-    return all(size == 1 for size in leaf.shape) and dtype.kind in _NUMBERS
-
-
-def _change(leaf: Leaf, values: np.ndarray, edit: Edit) -> Change:
-    before = _plain(values)
-    dtype = np.dtype(leaf.dtype)
-    try:
-        if edit.value is not None:
-            wanted = _parsed(edit.value, dtype)
-        else:
-            assert edit.factor is not None
-            wanted = before * float(edit.factor)
-        after = _plain(np.array(wanted).astype(dtype))
-    except (ValueError, OverflowError) as error:
-        raise _refused(leaf, edit, str(error)) from None
-    exact = dtype.kind in "iub"
-    if exact and after != wanted:
-        raise _refused(leaf, edit, f"{wanted} is not a number of {leaf.dtype}")
-    return Change(path=leaf.path, dtype=leaf.dtype, before=before, after=after)
-
-
-def _plain(values: np.ndarray) -> bool | int | float:
-    value = values.item()
-    # Numbers of ml_dtypes are objects of its classes.
-    return value if isinstance(value, bool | int | float) else float(value)
-
-
-def _parsed(text: str, dtype: np.dtype) -> bool | int | float:
-    if dtype.kind == "b":
-        if text.lower() not in ("true", "false"):
-            raise ValueError("give true or false")
-        return text.lower() == "true"
-    return int(text) if dtype.kind in "iu" else float(text)
-
-
-def _refused(leaf: Leaf, edit: Edit, why: str) -> errors.CheckpointError:
-    given = edit.value if edit.value is not None else f"times {edit.factor}"
-    return errors.CheckpointError(
-        f"{leaf.path} is a number of {leaf.dtype}, and cannot become {given}: {why}"
-    )
+    return all(size == 1 for size in leaf.shape) and dtype.kind in state_numbers.KINDS

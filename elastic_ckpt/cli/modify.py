@@ -2,7 +2,7 @@
 
 The step is saved once more, under a new save, and a run that is started then continues
 from it. The version before is set aside, and shown by `inspect`, until retention takes
-it.
+it. With `--component` the numbers are those of a component, in the states of all hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elastic_ckpt.core import errors, storage
 
 if TYPE_CHECKING:
-    from elastic_ckpt.checkpoint.modified_step import Edit
+    from elastic_ckpt.checkpoint.number_edit import Edit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--component",
         default="state",
         metavar="NAME",
-        help="the part of the step that has the numbers; by default state",
+        help="the tree or component that has the numbers; by default state",
     )
     parser.add_argument(
         "--set",
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
             step = modified_step.SavedStep(arguments.path)
         changes = step.changes(arguments.component, edits)
         for each in changes:
-            print(f"{each.path} ({each.dtype}): {each.before!r} -> {each.after!r}")
+            print(each)
         if arguments.dry_run:
             print("nothing was written")
             return 0
@@ -100,17 +100,17 @@ def _lock_run(path: str, locks: contextlib.ExitStack) -> None:
 
 
 def _edit(given: str, option: str) -> Edit:
-    from elastic_ckpt.checkpoint import modified_step
+    from elastic_ckpt.checkpoint import number_edit
 
     path, equals, value = given.rpartition("=")
     if not (path and equals and value):
         raise errors.ConfigError(f"{option} {given!r}: write PATH=VALUE")
     if option == "--set":
-        return modified_step.Edit(path=path, value=value)
+        return number_edit.Edit(path=path, value=value)
     try:
         float(value)
     except ValueError:
         raise errors.ConfigError(
             f"{option} {given!r}: the factor is not a number"
         ) from None
-    return modified_step.Edit(path=path, factor=value)
+    return number_edit.Edit(path=path, factor=value)

@@ -92,4 +92,9 @@ def read(directory: epath.Path) -> Description:
 
 def state_path(directory: epath.Path, name: str) -> epath.Path:
     """The file of the state with a name."""
-    return directory / f"{name}.npz"
+    return directory / state_name(name)
+
+
+def state_name(name: str) -> str:
+    """The name of the file of a state."""
+    return f"{name}.npz"

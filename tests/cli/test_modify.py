@@ -11,6 +11,7 @@ from orbax.checkpoint import v1 as ocp
 
 import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.components import description, encoding, state_file
 from tests import runs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
@@ -24,6 +25,41 @@ def state(step):
     }
 
 
+def schedule():
+    return ec.components.Global(
+        {"base_lr": 0.1, "count": 30, "warm": (True, {"lr": jnp.bfloat16(2)})}
+    )
+
+
+class TwoHosts:
+    """A component as two hosts save it, each its state."""
+
+    def __init__(self, *states):
+        self.states = states
+
+    async def save(self, directory):
+        async def write():
+            path = await directory.await_creation()
+            names = ("rank-00000", "rank-00001")
+            about = description.Description(
+                pattern="per_rank", axes=(), states=names, hosts=2, kind="dict"
+            )
+            (path / description.FILE).write_bytes(description.to_bytes(about))
+            for name, state in zip(names, self.states, strict=True):
+                content = state_file.to_bytes(encoding.encode(state))
+                description.state_path(path, name).write_bytes(content)
+
+        return write()
+
+    async def load(self, directory):
+        async def read():
+            saved = description.read(directory)
+            files = [description.state_path(directory, n) for n in saved.states]
+            self.states = tuple(encoding.decode(state_file.read(f)) for f in files)
+
+        return read()
+
+
 def opened(directory, **options):
     tiers = [ec.Persistent(directory, every=1, **options)]
     return factory.Checkpointer(tiers, run="run-7", slice_name="s0")
@@ -35,7 +71,12 @@ def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved") / "steps"
     with opened(directory) as checkpointer:
         for step in (1, 2):
-            assert checkpointer.save(step, state(step))
+            parts = {
+                "state": state(step),
+                "schedule": schedule(),
+                "counts": TwoHosts({"seen": 5, "lr": 0.5}, {"seen": 7, "lr": 0.25}),
+            }
+            assert checkpointer.save_checkpointables(step, parts)
     return directory
 
 
@@ -85,6 +126,57 @@ def test_a_dry_run_writes_nothing(steps):
     assert sorted(each.name for each in steps.iterdir()) == names
 
 
+def components_of(steps):
+    """The states of the components of the newest step."""
+    counts, restored = TwoHosts(), ec.components.Global(schedule().state)
+    with opened(steps) as checkpointer:
+        checkpointer.load_checkpointables(
+            None, {"schedule": restored, "counts": counts}
+        )
+    return restored.state, counts.states
+
+
+def test_numbers_of_components_are_edited_in_the_states_of_all_hosts(steps):
+    before, _ = components_of(steps)
+    output = modify(steps / "2", "--component", "counts", "--scale", "seen=2")
+    assert "counts/seen (int) in counts/rank-00000.npz: 5 -> 10" in output
+    assert "counts/seen (int) in counts/rank-00001.npz: 7 -> 14" in output
+    edits = ("--set", "base_lr=0.2", "--scale", "count=0.1", "--set", "warm/0=false")
+    of_schedule = ("--component", "schedule", *edits, "--scale", "warm/1/lr=1.5")
+    output = modify(steps / "2", *of_schedule, "--dry-run")
+    assert "schedule/base_lr (float) in schedule/global.npz: 0.1 -> 0.2" in output
+    assert components_of(steps)[0] == before
+    modify(steps / "2", *of_schedule)
+    state, counts = components_of(steps)
+    assert counts == ({"seen": 10, "lr": 0.5}, {"seen": 14, "lr": 0.25})
+    assert state == {"base_lr": 0.2, "count": 3, "warm": (False, {"lr": 3})}
+    assert type(state["count"]) is int
+    assert state["warm"][1]["lr"].dtype == jnp.bfloat16
+    np.testing.assert_equal(loaded(steps / "2")["step"], 2)
+    runs.verb("verify", "--strict", str(steps))
+    tiers = json.loads(runs.verb("inspect", "--json", str(steps)))["tiers"]
+    listed = [(each["step"], each["abandoned"]) for each in tiers["steps"]]
+    assert listed == [(1, False), (2, True), (2, True), (2, False)]
+
+
+@pytest.mark.parametrize(
+    ("component", "edit", "why"),
+    [
+        ("schedule", "lr=1", "schedule/global.npz has no number 'lr'; its numbers are"),
+        ("schedule", "count=1.5", "cannot become 1.5"),
+        ("schedule", "warm/0=2", "give true or false"),
+        ("counts", "lost=1", "counts/rank-00000.npz has no number 'lost'"),
+        ("counts", "seen=x", "cannot become x"),
+    ],
+)
+def test_an_edit_of_a_component_that_cannot_be_made_is_refused(
+    steps, component, edit, why
+):
+    options = ("--component", component, "--set", edit)
+    assert why in modify(steps / "2", *options, code=1)
+    assert [each["step"] for each in _listed(steps)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("edit", "why"),
     [
@@ -92,11 +184,12 @@ def test_a_dry_run_writes_nothing(steps):
         (["--set", "w=1"], "only single numbers are edited"),
         (["--set", "step=1.5"], "cannot become 1.5"),
         (["--scale", "step=0.3"], "cannot become times 0.3"),
+        (["--scale", "opt/lr=1e300"], "inf is not a number of float32"),
         (["--set", "opt/on=2"], "give true or false"),
         (["--scale", "opt/lr=x"], "the factor is not a number"),
         (["--set", "step"], "write PATH=VALUE"),
         (["--set", "step=1", "--scale", "step=2"], "once"),
-        (["--set", "step=1", "--component", "other"], "no leaf 'other/step'"),
+        (["--set", "step=1", "--component", "other"], "no number 'other/step'"),
         ([], "nothing is to be edited"),
     ],
 )
@@ -149,3 +242,5 @@ def test_components_stay_and_preserved_steps_stay_preserved(tmp_path):
         )
     assert cursors.names == ["a.json", "b.json"]
     assert state_
+    options = ("--component", "data", "--set", "step=1")
+    assert "has a separate file format" in modify(steps / "1", *options, code=1)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.components import encoding, state_file
+from elastic_ckpt.components import encoding, state_file, state_numbers
 from elastic_ckpt.core import errors
 
 Point = collections.namedtuple("Point", "x y")
@@ -173,6 +173,30 @@ def test_an_array_that_jax_would_narrow_is_refused():
     wide = encoding.Encoded(taken.tree, [np.arange(2, dtype=np.int64)])
     with pytest.raises(errors.CheckpointError, match="jax_enable_x64"):
         encoding.decode(wide)
+
+
+def test_numbers_have_paths_and_all_else_stays_as_it_was():
+    encoded = encoding.encode(LEAVES)
+    listed = state_numbers.numbers(encoded)
+    paths = [number.path for number in listed]
+    assert len(set(paths)) == len(paths)
+    assert all(number.value.size == 1 for number in listed)
+    same = state_numbers.replaced(encoded, {n.path: n.value for n in listed})
+    assert state_file.to_bytes(same) == state_file.to_bytes(encoded)
+
+
+def test_fields_of_nodes_are_in_paths():
+    state = [
+        optax.ScaleByScheduleState(count=np.int32(3)),
+        Point(1.5, Params(2, [True])),
+    ]
+    encoded = encoding.encode(state)
+    paths = [number.path for number in state_numbers.numbers(encoded)]
+    assert paths == ["0/count", "1/x", "1/y/w", "1/y/b/0"]
+    edited = state_numbers.replaced(encoded, {"0/count": 4, "1/y/w": 5})
+    count, point = encoding.decode(edited, state)
+    assert (count.count, point.x, point.y.w, point.y.b) == (4, 1.5, 5, [True])
+    assert type(count.count) is np.int32
 
 
 @given(st.data())

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from elastic_ckpt.checkpoint import modified_step
+from elastic_ckpt.checkpoint import modified_step, number_edit
 from elastic_ckpt.core import storage
 from elastic_ckpt.tiers.persistent import ocdbt
 from tests import runs
-from tests.cli.test_modify import opened, saved  # noqa: F401
+from tests.cli.test_modify import components_of, opened, saved  # noqa: F401
 from tests.faults.test_killed_upload import children, ended  # noqa: F401
 
 # All that a modification does to storage.
@@ -22,13 +22,16 @@ WRITERS = (
     (storage, "remove"),
     (storage, "make_directory"),
 )
-EDITS = [modified_step.Edit(path="step", value="100")]
+EDITS = {
+    "state": [number_edit.Edit(path="step", value="100")],
+    "schedule": [number_edit.Edit(path="count", value="100")],
+}
 
 
 def modify(steps):
     step = modified_step.SavedStep(steps / "2")
     with step.alone():
-        step.modify(step.changes("state", EDITS))
+        step.modify([c for name in EDITS for c in step.changes(name, EDITS[name])])
 
 
 def modify_and_die(steps, point, moment):
@@ -58,7 +61,10 @@ def check(steps):
     runs.verb("verify", "--strict", str(steps))
     with opened(steps) as checkpointer:
         assert checkpointer.latest.step == 2
-        return checkpointer.load(None, None)["step"]
+        step = int(checkpointer.load(None, None)["step"])
+    of_component, _ = components_of(steps)
+    assert of_component["count"] == (30 if step == 2 else step)
+    return step
 
 
 def killed_at(point, moment, original, steps, children):  # noqa: F811

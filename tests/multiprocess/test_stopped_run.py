@@ -127,3 +127,23 @@ def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
         output = started.stdout.read()
     assert started.returncode == 128 + signal.SIGTERM, output
     assert "ended by SIGTERM before the first step" in output
+
+
+@pytest.mark.slow(minutes=1)
+def test_the_newest_step_of_a_live_run_is_not_modified(tmp_path, corpus):
+    run = tmp_path / "tiny"
+    config = runs.write_config(tmp_path, corpus, checkpoint_period=2)
+    edit = ("--set", "step=5")
+    with start(config, "hosts=2") as started:
+        refused = ""
+        for _ in started.stdout:
+            steps = (run / "checkpoints").is_dir() and runs.saved_steps(run)
+            # Until the step is the newest one when it is looked at.
+            if steps and "by another live run" not in refused:
+                path = run / "checkpoints" / str(steps[-1])
+                refused = runs.verb("modify", path, *edit, code=1)
+                if "by another live run" in refused:
+                    started.terminate()
+    assert "by another live run" in refused, refused
+    newest = run / "checkpoints" / str(runs.saved_steps(run)[-1])
+    assert "-> 5" in runs.verb("modify", newest, *edit)
