@@ -131,6 +131,7 @@ def describe(content: Status, *, now: float) -> str:
         *_tiers(content, now),
         f"backup     {_backup(content)}",
         *_losses(content),
+        *_replicas(content),
         f"last event {_event(content.last_event, now)}",
     ]
     return "\n".join(lines)
@@ -179,6 +180,13 @@ def _losses(content: Status) -> list[str]:
         what = named if names[1:] else f"{domain} {named}:"
         lines.append(f"if lost    {what} {cost}")
     return lines
+
+
+def _replicas(content: Status) -> list[str]:
+    from elastic_ckpt.inspect import replica_findings
+
+    compared = content.replicas
+    return [f"replicas   {replica_findings.line(compared)}"] if compared else []
 
 
 def _backup(content: Status) -> str:

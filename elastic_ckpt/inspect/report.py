@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from elastic_ckpt.core import metrics
-from elastic_ckpt.inspect import plot
+from elastic_ckpt.inspect import plot, replica_findings
 from elastic_ckpt.inspect.report_page import Section, page
 from elastic_ckpt.inspect.run_record import MOST_ROWS, Record
 from elastic_ckpt.inspect.status import Event
@@ -33,6 +33,7 @@ _PHASES = {
 
 def report(record: Record) -> str:
     """The page, as HTML."""
+    replicas = replica_findings.section(record.events, most_rows=MOST_ROWS)
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(record.made_secs))
     return page(
         f"Run {record.run}",
@@ -46,6 +47,7 @@ def report(record: Record) -> str:
             _recoveries(record),
             _tiers(record),
             *([_mixture(record)] if record.mixtures else []),
+            *([replicas] if replicas else []),
             _audit(record),
         ],
     )

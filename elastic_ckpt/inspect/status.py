@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.core import metrics
+from elastic_ckpt.inspect import replica_findings
+from elastic_ckpt.inspect.replica_findings import ReplicaFindings
 from elastic_ckpt.inspect.restorable import AfterLoss, NewestStep
 
 # Waits for data are averaged over this time.
@@ -109,6 +111,7 @@ class Status:
       tiers: the newest step of each.
       losses: what the loss of each slice and host would cost.
       backup: the backlog.
+      replicas: the comparisons of copies of the state; None if there was none.
       last_event: with its time; None before the first.
     """
 
@@ -119,6 +122,7 @@ class Status:
     tiers: tuple[NewestStep, ...]
     losses: tuple[AfterLoss, ...]
     backup: Backup
+    replicas: ReplicaFindings | None
     last_event: Event | None
 
 
@@ -157,6 +161,7 @@ def status(
         tiers=tuple(tiers),
         losses=tuple(losses),
         backup=_backup(events, tiers, uncommitted),
+        replicas=replica_findings.of_events(events),
         last_event=events[-1] if events else None,
     )
 

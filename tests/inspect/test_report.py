@@ -132,6 +132,26 @@ def test_a_failed_audit_is_shown_with_its_reason():
     assert '<strong class="bad">FAILED</strong> step 3, row 1' in page
 
 
+def test_replicas_that_differ_are_listed_with_step_leaf_and_hosts():
+    compared = {
+        "event": "validated", "step": 30, "level": "quick", "findings": 1,
+        "secs": 0.1, "time": 2.0,
+    }  # fmt: skip
+    differ = {
+        "event": "replicas_differ", "step": 30, "leaf": "opt/mu", "hosts": [1, 3],
+        "devices": [4], "is_certain": True, "why": "device 4 differs", "time": 1.0,
+    }  # fmt: skip
+    page = report.report(record(events=[differ, compared]))
+    assert '<strong class="bad">DIFFER</strong>' in page
+    assert "1 parts differed, in 1 steps" in page
+    row = ["30", "opt/mu", "1, 3", "device 4 differs"]
+    assert "".join(f"<td>{cell}</td>" for cell in row) in page
+    assert '<strong class="good">EQUAL</strong>' in report.report(
+        record(events=[compared])
+    )
+    assert "Replicas" not in report.report(record())
+
+
 def test_each_colour_has_a_style():
     page = report_page.page("t", "s", [], [])
     for colour in range(plot.COLOURS):

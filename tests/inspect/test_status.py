@@ -100,6 +100,42 @@ def test_the_backlog_is_what_storage_lacks_and_why():
     assert at(STARTED, refused, event("backed_up", step=30)).backup.failed is None
 
 
+def differ(step, leaf, *, is_certain=True):
+    return event(
+        "replicas_differ", step=step, leaf=leaf, hosts=[1], devices=[3],
+        is_certain=is_certain, why="they do",
+    )  # fmt: skip
+
+
+def validated(step, findings=0):
+    return event("validated", step=step, level="tensor", findings=findings, secs=1.0)
+
+
+@pytest.mark.parametrize(
+    ("events", "line"),
+    [
+        ([validated(10), validated(20)], "equal at step 20 (tensor)"),
+        (
+            [validated(10), differ(20, "w"), differ(20, "b"), validated(20, 2)],
+            "DIFFER at step 20: w at hosts 1; b at hosts 1",
+        ),
+        (
+            [differ(20, "w", is_certain=False), validated(20, 1), validated(1000)],
+            "equal at step 1,000 (tensor), but DIFFERED at step 20: w at hosts 1 (which"
+            " of them is unknown)",
+        ),
+        (
+            [*[differ(20, str(n)) for n in range(9)], validated(20, 9)],
+            "DIFFER at step 20: 0 at hosts 1; 1 at hosts 1; 2 at hosts 1; 3 at hosts 1;"
+            " 4 at hosts 1; and 4 more",
+        ),
+    ],
+)
+def test_the_screen_has_the_newest_replicas_that_differ(events, line):
+    screen = verb.describe(at(STARTED, *events), now=131.0).splitlines()
+    assert f"replicas   {line}" in screen
+
+
 def test_one_screen_has_all_of_it():
     files = {"run": [line(metrics.TRAIN_STEPS, 33, 111.0)]}
     content = at(STARTED, event("saved", step=30, secs=0.5), files=files)
