@@ -136,9 +136,7 @@ class Job:
             log=None,
             saver=self.checkpointer,
             evaluation=self.evaluation,
-            validation=validation_schedule.configured(
-                self.config.validation, self.emit
-            ),
+            validation=self._validation(),
             callbacks=self.callbacks,
             emit=self.emit,
             compiled=_Compiled(compiled),
@@ -153,6 +151,8 @@ class Job:
         )
         while True:
             start_step = int(state["step"])
+            if trained.validation and start_step:
+                trained.validation.restored(start_step)
             log = self._open_log(start_step, number)
             with contextlib.closing(log) if log else contextlib.nullcontext():
                 ended = dataclasses.replace(trained, log=log).run(
@@ -191,6 +191,14 @@ class Job:
                 end()
             except Exception as error:
                 logging.warning("a part of a failed job cannot be ended: %r", error)
+
+    def _validation(self) -> validation_schedule.ValidationSchedule | None:
+        saver = self.checkpointer
+        return validation_schedule.configured(
+            self.config.validation,
+            self.emit,
+            preserve=saver.preserve_newest if saver else lambda _: None,
+        )
 
     def _go_back(self, ended: loop.Ended, finding: Finding) -> loop.Ended:
         # As if the loop had ended with an older step, which is saved. If the run has to

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from absl import logging
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import configured_tiers
+from elastic_ckpt.checkpoint import configured_tiers, equal_steps
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, metrics
@@ -100,6 +100,10 @@ class RunSaver:
         if self._section.save_best_checkpoint and self._is_best(metrics):
             self._best_step = step
         self._checkpointer.record_metrics(step, metrics)
+
+    def preserve_newest(self, up_to: int) -> int | None:
+        """See `equal_steps.preserve_newest`."""
+        return equal_steps.preserve_newest(self._checkpointer, up_to=up_to)
 
     def complete(self) -> list[CheckpointMetadata]:
         """The complete steps, ascending, once all saves that have begun are done."""

@@ -301,6 +301,9 @@ class Progress:
     def _on_replicas_differ(self, **event: Any) -> None:
         self._line(f"step {event['step']}: copies differ: {event['why']}")
 
+    def _on_step_preserved(self, **event: Any) -> None:
+        self._line(f"step {event['step']} is preserved: {event['why']}")
+
     def _on_validated(self, **event: Any) -> None:
         pass
 

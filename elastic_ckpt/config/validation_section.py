@@ -30,7 +30,8 @@ class ValidationSection:
     )
     replica_validation_action: str = key(
         "warn",
-        "The answer to copies that differ: `warn` reports them and goes on, `stop` ends"
-        " the run before the step is saved.",
+        "The answer to copies that differ: `warn` reports them, preserves the newest"
+        " step in storage from before, and goes on; `stop` ends the run before the step"
+        " is saved.",
         choices=("warn", "stop"),
     )

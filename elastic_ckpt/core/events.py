@@ -54,6 +54,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "step": ("step", "steps", "loss", "secs", "tokens", "learning_rate"),
     "replicas_differ": ("step", "leaf", "hosts", "devices", "is_certain", "why"),
     "validated": ("step", "level", "findings", "secs"),
+    "step_preserved": ("step", "why"),
     "save_started": ("step",),
     "save_blocked": ("step", "secs"),
     "saved": ("step", "secs"),

@@ -30,7 +30,6 @@ from etils import epath
 from orbax import checkpoint
 
 from elastic_ckpt.checkpoint import components, configured_tiers
-from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.data import elastic_data, iterator, pipeline
@@ -221,8 +220,7 @@ class Taken:
             guard=functools.partial(_past_maxtext, except_for=(FileExistsError,)),
         )
         emit = self._emit if self._world is None else self._world.emit
-        validation = validation_schedule.configured(chosen.validation, emit)
-        self._manager.validation = validation
+        self._manager.validate(chosen.validation, emit)
         return self._manager
 
     def close(self) -> None:

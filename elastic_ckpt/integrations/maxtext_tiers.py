@@ -14,10 +14,11 @@ from typing import Any
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from elastic_ckpt.checkpoint import components, run_saver
+from elastic_ckpt.checkpoint import components, equal_steps, run_saver
 from elastic_ckpt.checkpoint.checkpointer import Checkpointer
 from elastic_ckpt.components import validation_schedule
-from elastic_ckpt.core import storage
+from elastic_ckpt.config.validation_section import ValidationSection
+from elastic_ckpt.core import events, storage
 
 # The name under which MaxText saves its iterator.
 ITERATOR = "iter"
@@ -35,9 +36,6 @@ class TieredManager:
       last_step: that is backed up, due or not; None if MaxText saves no last step.
       use_async: whether saves return before they are committed.
       guard: wraps each call, so that errors of ours pass MaxText's handlers by.
-
-    Attributes:
-      validation: compares the replicas of what is saved; None does not.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class TieredManager:
         self._last_step = last_step
         self._has_ended = False
         self._guard = guard
-        self.validation: validation_schedule.ValidationSchedule | None = None
+        self._validation: validation_schedule.ValidationSchedule | None = None
         # MaxText reads this attribute, which it sets on Orbax's.
         self.use_async = use_async
 
@@ -64,6 +62,16 @@ class TieredManager:
     def __class__(self) -> type:
         """Orbax's class, which is final, and which MaxText asserts before a load."""
         return ocp.training.Checkpointer
+
+    def validate(self, section: ValidationSection, emit: events.Emit) -> None:
+        """Compares the replicas of what is saved from now on, as configured."""
+
+        def preserve(step: int) -> int | None:
+            return equal_steps.preserve_newest(self._checkpointer, up_to=step)
+
+        self._validation = validation_schedule.configured(
+            section, emit, preserve=preserve
+        )
 
     @property
     def directory(self) -> epath.Path:
@@ -100,9 +108,9 @@ class TieredManager:
         options["force"] = options.get("force", False) or is_last
         with self._guard():
             is_due = options["force"] or self._checkpointer.should_save(step)
-            if self.validation and is_due:
+            if self._validation and is_due:
                 trees, _ = components.split(checkpointables)
-                self.validation.run(step, trees)
+                self._validation.run(step, trees)
             return self._checkpointer.save_checkpointables_async(
                 step, checkpointables, **options
             )
