@@ -6,15 +6,16 @@ shape, and together they are the rest of the file, without gaps or overlaps.
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
+from elastic_ckpt.universal.formats import bounded_json
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_HEADER_BYTES = 100 << 20
@@ -36,7 +37,48 @@ _DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
     "C64": np.dtype(np.complex64),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The place of a tensor in a file.
+
+    Attributes:
+      dtype: of its elements.
+      shape: in elements.
+      start: its first byte in the file.
+      stop: the byte after its last.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Header:
+    """The header of a file.
+
+    Attributes:
+      spans: the tensors by name.
+      metadata: texts by name.
+    """
+
+    spans: Mapping[str, Span]
+    metadata: Mapping[str, str]
+
+
+def read_header(path: epath.PathLike) -> Header:
+    """The header of a file, checked; no values are read.
+
+    Raises:
+      FormatError: if it is no such file, or is cut short.
+    """
+    with _opened(path) as file:
+        return _header(file, str(path))
 
 
 def read(
@@ -51,68 +93,64 @@ def read(
     Raises:
       FormatError: if it is no such file, is cut short, or lacks one of the names.
     """
-    file_path = epath.Path(path)
-    with file_path.open("rb") as file:
-        total = file.seek(0, 2)
-        file.seek(0)
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= min(MOST_HEADER_BYTES, total - 8):
-            raise FormatError(
-                f"{path} is no safetensors file, or is cut short: its header would"
-                f" have {size} bytes, and the file has {total}"
-            )
-        spans = _spans(file.read(size), total - 8 - size, str(path))
+    with _opened(path) as file:
+        spans = _header(file, str(path)).spans
         chosen = spans.keys() if names is None else list(names)
         arrays = {}
         for name in chosen:
             if name not in spans:
                 raise FormatError(f"{path} has no tensor {name}")
-            dtype, shape, start, stop = spans[name]
-            file.seek(8 + size + start)
-            content = bytearray(file.read(stop - start))
-            arrays[name] = np.frombuffer(content, dtype).reshape(shape)
+            span = spans[name]
+            file.seek(span.start)
+            content = bytearray(file.read(span.stop - span.start))
+            arrays[name] = np.frombuffer(content, span.dtype).reshape(span.shape)
         return arrays
 
 
-def _spans(
-    header: bytes, num_bytes: int, path: str
-) -> dict[str, tuple[np.dtype, tuple[int, ...], int, int]]:
+def _opened(path: epath.PathLike) -> IO[bytes]:
     try:
-        fields = json.loads(header, object_pairs_hook=_without_doubles)
-        if not isinstance(fields, dict):
-            raise TypeError("it is no object")
-        fields.pop("__metadata__", None)
-        spans = {name: _span(field) for name, field in fields.items()}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return epath.Path(path).open("rb")
+    except (FileNotFoundError, IsADirectoryError):
+        raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
+
+
+def _header(file: IO[bytes], path: str) -> Header:
+    total = file.seek(0, 2)
+    file.seek(0)
+    size = int.from_bytes(file.read(8), "little")
+    if not 2 <= size <= min(MOST_HEADER_BYTES, total - 8):
         raise FormatError(
-            f"{path} has a header that is no safetensors header: {error}"
-        ) from None
-    end = 0
-    for name, (_, _, start, stop) in sorted(
-        spans.items(), key=lambda item: item[1][2:]
-    ):
-        if start != end:
-            raise FormatError(f"{path} has a gap or an overlap before {name}")
-        end = stop
-    if end != num_bytes:
-        raise FormatError(
-            f"{path} has {num_bytes} bytes of values, and its header describes {end}"
+            f"{path} is no safetensors file, or is cut short: its header would"
+            f" have {size} bytes, and the file has {total}"
         )
-    return spans
+    fields = bounded_json.parse(file.read(size), f"the header of {path}")
+    metadata = fields.pop("__metadata__", None) or {}
+    try:
+        texts = {key: str(text) for key, text in metadata.items()}
+        spans = {name: _span(field, 8 + size) for name, field in fields.items()}
+    except (AttributeError, ValueError, TypeError, KeyError) as error:
+        raise FormatError(
+            f"{path} has a header that is no safetensors header: {error!r}"
+        ) from None
+    end = 8 + size
+    ordered = sorted(spans.items(), key=lambda item: (item[1].start, item[1].stop))
+    for name, span in ordered:
+        if span.start != end:
+            raise FormatError(f"{path} has a gap or an overlap before {name}")
+        end = span.stop
+    if end != total:
+        raise FormatError(
+            f"{path} has {total - 8 - size} bytes of values, and its header describes"
+            f" {end - 8 - size}"
+        )
+    return Header(spans=spans, metadata=texts)
 
 
-def _span(field: dict[str, Any]) -> tuple[np.dtype, tuple[int, ...], int, int]:
+def _span(field: dict[str, Any], begin: int) -> Span:
     dtype, shape = _DTYPES[field["dtype"]], field["shape"]
     start, stop = field["data_offsets"]
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop)):
         raise ValueError("a dim or an offset is no number from 0 up")
     if len(shape) > 64 or math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"a tensor of shape {shape} has {stop - start} bytes")
-    return dtype, tuple(shape), start, stop
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("it has a name twice")
-    return fields
+    return Span(dtype=dtype, shape=tuple(shape), start=begin + start, stop=begin + stop)

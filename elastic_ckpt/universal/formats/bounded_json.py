@@ -1,0 +1,65 @@
+"""Parses JSON that other programs wrote: bounded in memory, without doubled names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.universal.formats.format_error import FormatError
+
+MOST_BYTES = 100 << 20
+# Values of 64 bytes take less than 1 GiB; a million tensors have ten each.
+MOST_VALUES = 12_000_000
+
+
+def read(path: epath.PathLike) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+      FormatError: if the file is missing or too large, or as `parse`.
+    """
+    try:
+        with epath.Path(path).open("rb") as file:
+            num_bytes = file.seek(0, 2)
+            if num_bytes > MOST_BYTES:
+                raise FormatError(
+                    f"{path} has {num_bytes} bytes, and at most {MOST_BYTES} are read"
+                )
+            file.seek(0)
+            content = file.read(num_bytes)
+    except (FileNotFoundError, IsADirectoryError):
+        raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
+    return parse(content, str(path))
+
+
+def parse(content: bytes, place: str) -> dict[str, Any]:
+    """The JSON object that `content` is.
+
+    Args:
+      content: UTF-8.
+      place: the file, and the place in it, for messages.
+
+    Raises:
+      FormatError: if it is no JSON object, has a name twice, or too many values.
+    """
+    values = sum(map(content.count, (b",", b"{", b"[")))
+    if values > MOST_VALUES:
+        raise FormatError(
+            f"{place} has about {values} values, and at most {MOST_VALUES} are read"
+        )
+    try:
+        fields = json.loads(content, object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{place} is no valid JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise FormatError(f"{place} is no JSON object")
+    return fields
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("it has a name twice")
+    return fields

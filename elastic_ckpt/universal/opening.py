@@ -1,0 +1,73 @@
+"""Opens a checkpoint of any format that is read; its files show which it is.
+
+    checkpoint = opening.open_checkpoint("gs://bucket/Qwen3-0.6B")
+    checkpoint.format       # "safetensors"
+    checkpoint.tensors      # where the bytes of each tensor lie
+
+To add a format, write a module in `formats` with `is_format` and `open_checkpoint`, and
+list it here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+from etils import epath
+
+from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.universal.formats import safetensors_checkpoint
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.stored import Checkpoint
+
+
+@dataclasses.dataclass(frozen=True)
+class _Format:
+    # The files that it has, for people.
+    files: str
+    # Whether files of these names, which one directory has, are of this format.
+    is_format: Callable[[Collection[str]], bool]
+    open_checkpoint: Callable[[epath.PathLike], Checkpoint]
+
+
+# A directory is of the first that fits.
+_FORMATS = (
+    _Format(
+        "safetensors (*.safetensors, *.safetensors.index.json)",
+        safetensors_checkpoint.is_format,
+        safetensors_checkpoint.open_checkpoint,
+    ),
+)
+
+
+def open_checkpoint(path: epath.PathLike) -> Checkpoint:
+    """Opens the checkpoint at `path`; no values are read.
+
+    Args:
+      path: a directory, or a file if its format has checkpoints of one file; local or
+        in a bucket.
+
+    Raises:
+      FormatError: if there is none, it is of no format that is read, damaged, or made
+        to do harm.
+      ConfigError: if the client of the bucket is not installed.
+    """
+    bucket_clients.prepare(str(path))
+    source = epath.Path(path)
+    try:
+        if source.is_dir():
+            names = sorted(each.name for each in source.iterdir())
+        elif source.exists():
+            names = [source.name]
+        else:
+            raise FormatError(f"{path} does not exist; give the path of a checkpoint")
+        for each in _FORMATS:
+            if each.is_format(names):
+                return each.open_checkpoint(source)
+    except bucket_clients.failures() as error:
+        raise FormatError(f"{path} cannot be read ({error})") from error
+    raise FormatError(
+        f"{path} has no files of a format that is read. It has"
+        f" {errors.first_of(names) or 'no files'}; looked for were"
+        f" {'; '.join(each.files for each in _FORMATS)}"
+    )
