@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from absl import logging
@@ -135,30 +135,53 @@ class Component(abc.ABC):
         """
         path = epath.Path(directory)
         saved = description.read(path)
+
+        def read(number: int) -> Any:
+            encoded = state_file.read(
+                description.state_path(path, saved.states[number])
+            )
+            return encoding.decode(encoded, self.get())
+
+        return self.of_states(path.name, saved.pattern, saved.states, read=read)
+
+    def of_states(
+        self,
+        name: str,
+        pattern: str,
+        states: Sequence[str],
+        *,
+        read: Callable[[int], Any],
+    ) -> Any:
+        """This host's values among states that were saved, by any program.
+
+        Args:
+          name: of the component, for messages.
+          pattern: under which they were saved, for messages.
+          states: their names, in order; `on_resize` decides unless they are those that
+            there are now.
+          read: reads the values of the state at a place.
+
+        Raises:
+          CheckpointError: as `read`.
+        """
         now = self.sharing()
-        place = resize.place_of_same(saved.states, now.names, now.own)
+        place = resize.place_of_same(states, now.names, now.own)
         if place is None and self.on_resize == resize.ERROR:
-            raise resize.refused(path.name, saved.pattern, saved.states, now.names)
-        needed = resize.needed(self.on_resize, len(saved.states))
-        encoded = [
-            state_file.read(description.state_path(path, saved.states[number]))
-            for number in (needed if place is None else [place])
-        ]
+            raise resize.refused(name, pattern, states, now.names)
         try:
-            current = self.get()
-            states = [encoding.decode(each, current) for each in encoded]
             if place is not None:
-                return states[0]
-            initial = self._initial and encoding.decode(self._initial, current)
+                return read(place)
+            old = [read(n) for n in resize.needed(self.on_resize, len(states))]
+            initial = self._initial and encoding.decode(self._initial, self.get())
             return resize.new_state(
                 self.on_resize,
-                states,
+                old,
                 initial=initial,
                 new_count=len(now.names),
                 own=now.own,
             )
         except errors.CheckpointError as error:
-            raise errors.CheckpointError(f"component {path.name!r}: {error}") from None
+            raise errors.CheckpointError(f"component {name!r}: {error}") from None
 
     def _files(self) -> dict[str, Callable[[], bytes]]:
         # The files that this host writes, by name.

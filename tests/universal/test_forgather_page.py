@@ -36,5 +36,7 @@ def test_each_trainer_trains_and_continues_as_another(tmp_path, monkeypatch, cap
     expected = pytest.approx(losses["single"], rel=1e-5)
     assert losses["hybrid"] == losses["tensor"] == expected
     assert np.asarray(page["layers"]).shape == (2, 4, 3)
-    assert page["counters"] == {"global_step": 7, "epoch": 0.5}
+    assert page["counters"].state == {"global_step": 7, "epoch": 0.5}
+    assert page["schedule"].state["_last_lr"] == [0.0075]
+    assert int(page["caches"].state["hits"]) == 5
     assert "optimizer PER_GROUP [0, 1]" in capsys.readouterr().out

@@ -10,6 +10,7 @@ names of the files are all that is known.
     weights = checkpoint.weights()
     optimizer = checkpoint.state("optimizer")  # one for all: GLOBAL, REPLICATED
     by_rank = checkpoint.states("rng")  # one each: PER_RANK, PER_GROUP, PER_NODE
+    checkpoint.load_into({"trainer": ec.components.Global(trainer)})
 
 Forgather restores on the same number of processes alone, and names files of groups by
 the rank within a group, which is 0 for each of them; here the state of a group is that
@@ -23,7 +24,7 @@ import enum
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from etils import epath
@@ -31,6 +32,9 @@ from etils import epath
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import safetensors_file, torch_zip
 from elastic_ckpt.universal.formats.format_error import FormatError
+
+if TYPE_CHECKING:
+    from elastic_ckpt import components as ec_components
 
 MANIFEST = "checkpoint_manifest.json"
 METADATA = "checkpoint_metadata.pt"
@@ -152,6 +156,35 @@ class Checkpoint:
             for rank, file in self._held(key).files.items()
         }
 
+    def load_into(self, components: Mapping[str, ec_components.Component]) -> list[str]:
+        """Sets components to the states of the same names, each under its pattern.
+
+        States of ranks, nodes and groups are numbered in the order of the ranks that
+        saved them, which is that of coordinates where ranks fill the mesh in its order.
+        A component with another pattern, or another number of states, is set by its
+        `on_resize`. None is set unless all could be read.
+
+        Args:
+          components: `ec.components` by name, such as `Replicated({})` for a scheduler;
+            one that holds an object has its `set_state` or `load_state_dict` called.
+
+        Returns:
+          The names that were set: an optional component may be missing.
+
+        Raises:
+          CheckpointError: if a required component is missing, a file cannot be read, or
+            a component has no rule for another number of states.
+        """
+        wanted = {
+            key: component
+            for key, component in components.items()
+            if component.required or key in self.components
+        }
+        values = {key: self._values(key, wanted[key]) for key in wanted}
+        for key, component in wanted.items():
+            component.put(values[key])
+        return list(wanted)
+
     def weights(self) -> dict[str, np.ndarray]:
         """The weights by name, from all shards: stages of a pipeline are joined.
 
@@ -179,6 +212,17 @@ class Checkpoint:
         """
         path = self.path / METADATA
         return torch_zip.read(path) if path.exists() else {}
+
+    def _values(self, key: str, component: ec_components.Component) -> Any:
+        held, now = self._held(key), component.sharing()
+        files = list(held.files.values())
+        is_same = held.pattern.value == now.pattern and len(files) == len(now.names)
+        return component.of_states(
+            key,
+            held.pattern.value,
+            now.names if is_same else files,
+            read=lambda place: torch_zip.read(self.path / files[place]),
+        )
 
     def _held(self, key: str) -> Component:
         if key not in self.components:

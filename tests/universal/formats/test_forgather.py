@@ -11,9 +11,13 @@ import sys
 import numpy as np
 import pytest
 
+import elastic_ckpt as ec
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import forgather
 from elastic_ckpt.universal.formats.forgather import Pattern
 from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.components import simulated_hosts
+from tests.components.test_encoding import same
 from tests.universal.formats import torch_files
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
@@ -91,6 +95,121 @@ def test_a_checkpoint_before_manifests():
     assert list(checkpoint.states("rng")) == [0, 1]
     assert checkpoint.state("scheduler") == {"last_epoch": 2}
     assert checkpoint.weights()["w"].tobytes() == VALUES["older/w"].tobytes()
+
+
+class Scheduler:
+    def load_state_dict(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+
+def dealt(old_states, new_count):
+    """A rule: the old states in turn."""
+    return [old_states[number % len(old_states)] for number in range(new_count)]
+
+
+def components(**changed):
+    """Components under the patterns of the hybrid trainer; two hosts on a node."""
+    made = {
+        "trainer": ec.components.Global({}),
+        "dataset": ec.components.Global({}),
+        "scheduler": ec.components.Replicated(Scheduler()),
+        "rng": ec.components.PerRank({}),
+        "cache": ec.components.PerNode({}, processes_per_node=2),
+    }
+    return made | changed
+
+
+def loaded(turns, num_hosts, **changed):
+    """The states of each host's components."""
+    checkpoint = forgather.Checkpoint.open(GOLDEN / HYBRID)
+
+    def load(_):
+        made = components(**changed)
+        assert checkpoint.load_into(made) == list(made)
+        return {key: component.get() for key, component in made.items()}
+
+    return turns.run(num_hosts, load)
+
+
+def ranks(hosts):
+    """The rank whose random state each host has."""
+    saved = [VALUES[f"rng{rank}"].tobytes() for rank in range(4)]
+    return [saved.index(host["rng"]["torch_rng_state"].tobytes()) for host in hosts]
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    return simulated_hosts.Turns(monkeypatch)
+
+
+def test_components_take_the_states_of_their_patterns(turns):
+    hosts = loaded(turns, 4)
+    assert ranks(hosts) == [0, 1, 2, 3]
+    assert [int(host["cache"]["hits"]) for host in hosts] == [5, 5, 6, 6]
+    for host in hosts:
+        assert host["trainer"] == {"global_step": 7, "epoch": 0.5}
+        assert host["scheduler"]["_last_lr"] == [0.0075]
+
+
+def test_on_other_hosts_the_rules_of_components_decide(turns, tmp_path):
+    with pytest.raises(errors.CheckpointError, match="choose on_resize"):
+        loaded(turns, 3)
+    rules = {
+        "rng": ec.components.PerRank({}, on_resize=dealt),
+        "cache": ec.components.PerNode({}, processes_per_node=2, on_resize="reset"),
+    }
+    hosts = loaded(turns, 6, **rules)
+    assert ranks(hosts) == [0, 1, 2, 3, 0, 1]
+    assert all(host["cache"] == {} for host in hosts)
+    rules["rng"] = ec.components.Global({}, on_resize="from_first")
+    (host,) = loaded(turns, 1, **rules)
+    assert ranks([host]) == [0]
+    # They are components like others from then on.
+    for key, value in host.items():
+        directory = tmp_path / key
+        directory.mkdir()
+        again = ec.components.Global({})
+        simulated_hosts.save(ec.components.Global(value), directory)
+        simulated_hosts.load(again, directory)
+        same(again.get(), value)
+
+
+def test_states_of_groups_lie_in_the_order_of_a_mesh(turns):
+    class Device:
+        def __init__(self, host):
+            self.process_index = host
+
+    class Mesh:
+        axis_names = ("stage", "dp")
+        devices = np.array([[Device(0), Device(1)], [Device(2), Device(3)]])
+
+    def optimizer(axis):
+        return ec.components.PerGroup({}, axis, mesh=Mesh)
+
+    checkpoint = forgather.Checkpoint.open(GOLDEN / HYBRID)
+
+    def load(_):
+        component = optimizer("stage")
+        checkpoint.load_into({"optimizer": component})
+        return component.get()
+
+    for host, state in enumerate(turns.run(4, load)):
+        check_optimizer(f"optimizer{host % 2}", state)
+
+
+def test_components_are_all_set_or_none():
+    checkpoint = forgather.Checkpoint.open(GOLDEN / "single")
+    made = {"trainer": ec.components.Global(1), "scheduler": ec.components.Global(2)}
+    with pytest.raises(FormatError, match="no component 'scheduler'"):
+        checkpoint.load_into(made)
+    assert made["trainer"].state == 1
+    made["scheduler"] = ec.components.Global(2, required=False)
+    assert checkpoint.load_into(made) == ["trainer"]
+    assert made["scheduler"].state == 2
+    assert made["trainer"].state["global_step"]
 
 
 def test_one_state_is_not_made_of_several(copied):
