@@ -69,8 +69,9 @@ def find(
       own_line: the line that the caller has saved to.
 
     Raises:
-      CheckpointError: if a certain step is not complete, or there may be one in storage
-        that is out of reach.
+      CheckpointError: if a certain step is not complete, there may be one in storage
+        that is out of reach, or a newer program has saved the newest one (see
+        `tiers.find`).
     """
     number, save = None, ""
     if step is not None:
@@ -83,6 +84,8 @@ def find(
     )
     for passed_over, why in outcome.passed_over:
         emit("step_passed_over", step=passed_over, why=why)
+    if outcome.refusal is not None:
+        raise errors.CheckpointError(outcome.refusal)
     newest = 0 if outcome.complete_step is None else outcome.complete_step.step
     for why in outcome.refusing:
         logging.warning("%s", why)

@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             report = survey.survey(
                 tiers, domains, step=arguments.step, newest_only=newest_only
             )
+            if not report.steps:
+                tiers.check_versions()
             if not (report.known or report.leftovers or report.problems or is_run):
                 raise errors.RunError(
                     f"{', '.join([*arguments.paths, *arguments.peer])}: neither a run"

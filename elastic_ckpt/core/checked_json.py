@@ -25,6 +25,10 @@ class OtherVersionError(UnreadableError):
     """The content is of a version that the caller does not read."""
 
 
+class LaterVersionError(OtherVersionError):
+    """The content is of a version that came after the one that the caller reads."""
+
+
 def to_bytes(fields: dict[str, storage.Json], *, version: int) -> bytes:
     """The content of a file that holds `fields`."""
     return _laid_out(sealed(fields, version=version))
@@ -82,10 +86,13 @@ def unsealed(content: Any, *, what: str, version: int) -> dict[str, Any]:
     if not isinstance(content, dict) or "version" not in content:
         raise UnreadableError(f"is not a {what}")
     if content["version"] != version:
-        raise OtherVersionError(
+        problem = (
             f"has version {content['version']!r}, and this program reads version"
             f" {version}; continue the run with the program that wrote it"
         )
+        if isinstance(content["version"], int) and content["version"] > version:
+            raise LaterVersionError(f"{problem}, a newer elastic_ckpt")
+        raise OtherVersionError(problem)
     fields = {name: value for name, value in content.items() if name != "digest"}
     try:
         actual = digest.json_digest(fields)

@@ -224,6 +224,8 @@ class SearchOutcome:
       passed_over: newer steps that are not complete, and why.
       out_of_reach: why storage cannot be searched; None if it was, or there is none.
       refusing: peers that may have steps and refuse this host, a sentence each.
+      refusal: why the run must not continue from `complete_step`, or begin anew; None
+        if it may.
     """
 
     complete_step: CheckpointMetadata | None
@@ -231,6 +233,7 @@ class SearchOutcome:
     passed_over: tuple[tuple[int, str], ...]
     out_of_reach: str | None
     refusing: tuple[str, ...]
+    refusal: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

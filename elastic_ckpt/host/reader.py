@@ -60,6 +60,7 @@ class HostReader:
         own = [] if own_line is None else [own_line]
         looking = find.Search(tiers, lines=[*own, *recorded], without=set(without))
         passed_over: Mapping[int, str] = {}
+        refusal: str | None = None
         if step is None:
             outcome = looking.newest()
             passed_over = outcome.passed_over
@@ -71,6 +72,7 @@ class HostReader:
             counted = _counted(looking, foreign)
             if counted and (newest is None or counted[-1] > newest.step):
                 newest = self._foreign_step(counted[-1], foreign)
+            refusal = outcome.refusal(None if newest is None else newest.step)
         elif step in foreign:
             newest = self._foreign_step(step, foreign)
         elif save:
@@ -83,6 +85,7 @@ class HostReader:
             passed_over=tuple(passed_over.items()),
             out_of_reach=out_of_reach,
             refusing=tuple(self._refusing(tiers)),
+            refusal=refusal,
         )
 
     def complete_steps(self) -> list[CheckpointMetadata]:

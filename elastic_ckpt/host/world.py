@@ -122,7 +122,7 @@ class HostWorld:
         captured = self.captured.get((step, save))
         if captured is not None:
             return {captured.offer: captured}, []
-        offered, problems = merged(tier.offers(step) for tier in self.ram_tiers)
+        offered, problems, _ = merged(tier.offers(step) for tier in self.ram_tiers)
         sources = {
             offer: source
             for offer, source in offered.items()

@@ -57,6 +57,17 @@ class Locations:
             steps |= {step: str(each.root.final(step)) for step in each.foreign_steps()}
         return dict(sorted(steps.items()))
 
+    def check_versions(self) -> None:
+        """Checks that a step can be read, unless there are none.
+
+        Raises:
+          CheckpointError: if a newer program has saved all of them.
+        """
+        offered = [tier.offers(step) for step in self.steps for tier in self._tiers]
+        later = [each for of_tier in offered for each in of_tier.later]
+        if later and not any(each.sources for each in offered):
+            raise errors.CheckpointError(f"no step can be read: {later[-1].problem}")
+
     def look(self, step: int) -> tuple[dict[Offer, Source], list[str]]:
         """The copies of a step, each holder once, and problems of unreadable ones."""
         copies: dict[Offer, Source] = {}

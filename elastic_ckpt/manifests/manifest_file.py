@@ -46,6 +46,10 @@ _NOT_A_MANIFEST = (
 )
 
 
+class LaterVersionError(errors.CheckpointError):
+    """A manifest was written by a newer program, and may be of a complete step."""
+
+
 def file_name(host_id: str) -> str:
     """The name of a host's manifest in a step's directory."""
     return f"manifest-{host_id}.json"
@@ -136,6 +140,7 @@ def read(
       stores: as for `parse`.
 
     Raises:
+      LaterVersionError: if it is of a later version.
       CheckpointError: if it is missing, `parse` refuses it, or it is of another run,
         step or host; what it lists then does not exist.
     """
@@ -143,6 +148,8 @@ def read(
         manifest = parse(epath.Path(path).read_bytes(), stores=stores)
     except FileNotFoundError:
         problem = "is missing"
+    except checked_json.LaterVersionError as error:
+        raise LaterVersionError(f"manifest {path} {error}") from None
     except checked_json.UnreadableError as error:
         problem = str(error)
     else:

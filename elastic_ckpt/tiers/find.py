@@ -2,18 +2,26 @@
 
 `search` decides from given manifests; this module fetches them, and only as many as it
 needs.
+
+Manifests of a later format version, which a newer program wrote, cannot be read. If
+they are in persistent storage and newer than all that can be read, the run went on
+there: to continue from an older step would abandon that work without a word, so the
+search is refused (`Outcome.refusal`). Memory is lost sooner or later anyhow, and a peer
+that is updated before the others must not stop them: manifests of a later version in
+RAM are passed over, as if they were lost, unless nothing else is left to continue from.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.tiers.source import Offered, Source, Tier, merged
+from elastic_ckpt.tiers.source import LaterManifest, Offered, Source, Tier, merged
 
 _UNKNOWN = Line(save="", parents=())
 # A broken peer may list hundreds of saves that it does not have.
@@ -40,10 +48,33 @@ class Outcome:
     Attributes:
       found_step: None if no step is complete.
       passed_over: by step, newest first, what is wrong with those that are newer.
+      later: by step, newest first, manifests of a later version that are newer.
     """
 
     found_step: FoundStep | None
     passed_over: Mapping[int, str]
+    later: Mapping[int, Sequence[LaterManifest]]
+
+    def refusal(self, newest: int | None) -> str | None:
+        """Why the run must not continue from `newest`; None if it may.
+
+        Args:
+          newest: the step to continue from, by this search or saved by Orbax alone;
+            None if the run would begin anew.
+        """
+        for step, manifests in self.later.items():
+            counting = [each for each in manifests if each.is_stored or newest is None]
+            if counting and (newest is None or step >= newest):
+                otherwise = (
+                    "begin anew"
+                    if newest is None
+                    else f"continue from step {newest} without it"
+                )
+                return (
+                    f"step {step} cannot be read: {counting[0].problem}. To"
+                    f" {otherwise}, first move the directory of that file away"
+                )
+        return None
 
 
 class Search:
@@ -74,18 +105,22 @@ class Search:
     def newest(self) -> Outcome:
         """The newest step that is complete in all tiers together."""
         passed_over: dict[int, str] = {}
+        later: dict[int, Sequence[LaterManifest]] = {}
+        found_step: FoundStep | None = None
         for number in self._steps()[::-1]:
-            found_step, problem = self._look(number, abandoned=False)
+            found_step, problem, later_manifests = self._look(number, abandoned=False)
+            if later_manifests:
+                later[number] = later_manifests
             if found_step is not None:
-                return Outcome(found_step=found_step, passed_over=passed_over)
+                break
             if problem is not None:
                 passed_over[number] = problem
-        return Outcome(found_step=None, passed_over=passed_over)
+        return Outcome(found_step=found_step, passed_over=passed_over, later=later)
 
     def complete_steps(self) -> list[FoundStep]:
         """The steps that are complete, ascending."""
         looks = [self._look(step, abandoned=False) for step in self._steps()]
-        return [found_step for found_step, _ in looks if found_step is not None]
+        return [found_step for found_step, *_ in looks if found_step is not None]
 
     def of_step(self, step: int) -> FoundStep:
         """The complete save of `step`, the last of several.
@@ -97,10 +132,10 @@ class Search:
             step to restore instead.
         """
         looks = [self._look(step, abandoned=each) for each in (False, True)]
-        for found_step, _ in looks:
+        for found_step, *_ in looks:
             if found_step is not None:
                 return found_step
-        problem = next(each for _, each in looks if each is not None)
+        problem = next(each for _, each, _ in looks if each is not None)
         instead = self.newest().found_step
         way_out = "no step is complete"
         if instead is not None:
@@ -123,11 +158,14 @@ class Search:
                     return Line(save=save, parents=parents)
         return _UNKNOWN
 
-    def _look(
-        self, step: int, *, abandoned: bool
-    ) -> tuple[FoundStep | None, str | None]:
-        # The step, or why it is not complete; neither if there are no such saves of it.
-        sources, problems = self._looked_at.get(step) or _offers(self._tiers, step)
+    def _look(self, step: int, *, abandoned: bool) -> _Look:
+        offered = self._looked_at.get(step) or _offers(self._tiers, step)
+        sources, problems, _ = offered
+        later = [
+            each
+            for each in offered.later
+            if each.save is None or self.line.abandons(step, each.save) == abandoned
+        ]
         of_line = [
             offer
             for offer in sources
@@ -140,15 +178,25 @@ class Search:
         ]
         result = search.search(offers)
         if result.newest is not None:
-            return FoundStep(step=result.newest, sources=sources), None
+            save = result.newest.save
+            newer = [each for each in later if each.save and each.save > save]
+            return _Look(FoundStep(step=result.newest, sources=sources), None, newer)
         if not of_line and (sources or abandoned):
-            return None, None
+            return _Look(None, None, later)
         lacking = [each.problem() for each in result.incomplete]
         if not lacking:
             lacking = [f"step {step} has no manifest that can be read"]
             if of_line:
                 lacking = [f"step {step} proved to be unreadable"]
-        return None, "; ".join(lacking) + _in_parentheses(problems)
+        return _Look(None, "; ".join(lacking) + _in_parentheses(problems), later)
+
+
+class _Look(NamedTuple):
+    # The step, or why it is not complete; neither if there are no such saves of it. And
+    # manifests of a later version, if they are newer.
+    found_step: FoundStep | None
+    problem: str | None
+    later: Sequence[LaterManifest]
 
 
 def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
@@ -157,7 +205,7 @@ def of_save(tiers: Sequence[Tier], step: int, save: str) -> FoundStep:
     Raises:
       CheckpointError: if it is not complete by what this host can reach.
     """
-    sources, problems = _offers(tiers, step)
+    sources, problems, _ = _offers(tiers, step)
     offers = [offer for offer in sources if offer.manifest.save == save]
     if not offers:
         raise errors.CheckpointError(

@@ -82,26 +82,44 @@ class Leftover:
     path: epath.Path
 
 
+class LaterManifest(NamedTuple):
+    """A manifest of a later version of the format, which a newer program wrote.
+
+    Attributes:
+      problem: a sentence that names the file and its version.
+      save: that it is of; None if that is unknown.
+      is_stored: whether it is in persistent storage.
+    """
+
+    problem: str
+    save: str | None
+    is_stored: bool
+
+
 class Offered(NamedTuple):
     """The parts of a step that a tier holds.
 
     Attributes:
       sources: where to read what is offered.
       problems: manifests that could not be had or read, and why, a sentence each.
+      later: those of them that a newer program wrote.
     """
 
     sources: Mapping[Offer, Source]
     problems: Sequence[str]
+    later: Sequence[LaterManifest] = ()
 
 
 def merged(several: Iterable[Offered]) -> Offered:
     """Merges what several holders or tiers offer."""
     sources: dict[Offer, Source] = {}
     problems: list[str] = []
+    later: list[LaterManifest] = []
     for offered in several:
         sources.update(offered.sources)
         problems.extend(offered.problems)
-    return Offered(sources=sources, problems=problems)
+        later.extend(offered.later)
+    return Offered(sources=sources, problems=problems, later=tuple(later))
 
 
 class Tier(Protocol):

@@ -250,8 +250,8 @@ def test_only_keys_of_stores_may_look_like_other_directories(file):
         (lambda _: b"{}", "is not a manifest"),
         (lambda text: text.replace(b"run-7", b"run-8"), "was altered"),
         (
-            lambda _: forged(version=2),
-            "has version 2, and this program reads version 1",
+            lambda _: forged(version=0),
+            "has version 0, and this program reads version 1",
         ),
         (lambda _: forged(run="x"), "is that of run 'x', step 40 and host 'host-01'"),
         (lambda _: forged(step=41), "is that of run 'run-7', step 41 and"),
@@ -274,6 +274,13 @@ def test_a_manifest_that_cannot_be_read_is_named_with_the_way_out(
     message = str(raised.value)
     assert message.startswith(f"manifest {path} ")
     assert re.search("counts as lost: restore it from a copy, or remove", message)
+
+
+def test_a_manifest_of_a_later_version_is_another_error(tmp_path):
+    path = tmp_path / "manifest-host-01.json"
+    path.write_bytes(forged(version=2))
+    with pytest.raises(manifest_file.LaterVersionError, match="newer elastic_ckpt"):
+        manifest_file.read(path, run="run-7", step=40)
 
 
 def test_a_component_may_get_fields_that_this_version_does_not_know():

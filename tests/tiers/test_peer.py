@@ -147,7 +147,7 @@ class TestOffers:
         assert into == b"other"
 
     def test_a_step_that_is_nowhere_has_no_offers(self, url, client):
-        assert peer.Peer(url, client, served.RUN).offers(31) == ({}, [])
+        assert peer.Peer(url, client, served.RUN).offers(31) == ({}, [], ())
 
     def test_manifests_of_another_run_or_step_or_host_are_problems(
         self, root, url, client
@@ -160,7 +160,7 @@ class TestOffers:
         (moved / f"manifest-{served.MACHINE}.2.json").rename(moved / "manifest-a.json")
         tier = peer.Peer(url, client, served.RUN)
         for step in (40, 60, 70):
-            sources, problems = tier.offers(step)
+            sources, problems = tier.offers(step)[:2]
             assert sources == {}
             assert "is that of run, step, save and file" in problems[0]
 
@@ -170,7 +170,7 @@ class TestOffers:
         directory = served.save(root, 30, FILES, slot="1")
         file = directory / f"manifest-{served.MACHINE}.1.json"
         file.write_bytes(file.read_bytes().replace(b'"step": 30', b'"step": 31'))
-        sources, problems = peer.Peer(url, client, served.RUN).offers(30)
+        sources, problems = peer.Peer(url, client, served.RUN).offers(30)[:2]
         assert [offer.host.id for offer in sources] == [f"{served.MACHINE}.0"]
         assert "was altered after it was saved" in problems[0]
         assert f"manifest 1/30-0/manifest-{served.MACHINE}.1.json" in problems[0]
@@ -179,7 +179,7 @@ class TestOffers:
         self, url, client, monkeypatch
     ):
         monkeypatch.setattr(peer, "MOST_MANIFEST_BYTES", 100)
-        sources, problems = peer.Peer(url, client, served.RUN).offers(30)
+        sources, problems = peer.Peer(url, client, served.RUN).offers(30)[:2]
         assert sources == {}
         assert "at most 100 are taken" in problems[0]
 
@@ -188,7 +188,7 @@ class TestOffers:
     ):
         monkeypatch.setattr(peer, "MOST_MANIFESTS", 1)
         served.save(root, 30, FILES, slot="1")
-        sources, problems = peer.Peer(url, client, served.RUN).offers(30)
+        sources, problems = peer.Peer(url, client, served.RUN).offers(30)[:2]
         assert len(sources) == 1
         assert "lists 2 manifests of step 30" in problems[0]
 
@@ -221,7 +221,7 @@ class TestOffers:
         with ScriptedPeer(respond) as lying:
             tier = peer.Peer(lying.url, client, served.RUN)
             assert tier.steps() == []
-            sources, (problem,) = tier.offers(30)
+            sources, (problem,) = tier.offers(30)[:2]
         assert sources == {}
         assert "the list of steps cannot be read" in problem
 
@@ -234,7 +234,7 @@ class TestOffers:
             connection.sendall(answer(body))
 
         with ScriptedPeer(respond) as lying:
-            sources, problems = peer.Peer(lying.url, client, served.RUN).offers(30)
+            sources, problems = peer.Peer(lying.url, client, served.RUN).offers(30)[:2]
         assert sources == {}
         assert len(problems) == 1
 
@@ -636,14 +636,14 @@ class TestPeers:
             )
             assert peers.steps() == [20, 30, 40]
             for _ in range(3):
-                sources, (problem,) = peers.offers(30)
+                sources, (problem,) = peers.offers(30)[:2]
                 assert {offer.host.id[-1] for offer in sources} == {"0", "2"}
                 assert f"the list of steps cannot be read: {broken.url}" in problem
             assert broken.num_connections == 1
 
     def test_no_peers_have_nothing(self):
         assert peer.Peers([]).steps() == []
-        assert peer.Peers([]).offers(30) == ({}, [])
+        assert peer.Peers([]).offers(30) == ({}, [], ())
 
 
 @pytest.fixture(scope="module")

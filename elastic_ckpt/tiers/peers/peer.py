@@ -127,6 +127,7 @@ class Peer:
         """See `source.Tier`."""
         sources: dict[Offer, source.Source] = {}
         problems = list(self._listing.problems)
+        later: list[source.LaterManifest] = []
         listed_manifests = self._listing.of_step.get(step, [])
         if len(listed_manifests) > MOST_MANIFESTS:
             problems.append(
@@ -144,13 +145,18 @@ class Peer:
                 offer = Offer(tier="local", manifest=self._manifest(listed))
             except (checked_json.UnreadableError, source.ReadError) as error:
                 self._num_unreadable += 1
-                problems.append(
+                problem = (
                     f"manifest {listed.directory}/{listed.name} of"
                     f" {self._endpoint.url} {error}"
                 )
+                problems.append(problem)
+                if isinstance(error, checked_json.LaterVersionError):
+                    later.append(
+                        source.LaterManifest(problem, listed.save, is_stored=False)
+                    )
             else:
                 sources[offer] = _PeerSource(self._endpoint, listed.directory)
-        return source.Offered(sources, problems)
+        return source.Offered(sources, problems, tuple(later))
 
     @functools.cached_property
     def _listing(self) -> _Listing:

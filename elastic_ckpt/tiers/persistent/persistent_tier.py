@@ -18,12 +18,12 @@ import tensorstore as ts
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.manifests import retention, search
+from elastic_ckpt.manifests import layout, manifest_file, retention, search
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers import preserved
-from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt
+from elastic_ckpt.tiers.persistent import arrange, evaluations, ocdbt, persistent_root
 from elastic_ckpt.tiers.persistent.persistent_root import (
     PersistentRoot,
     manifest_names,
@@ -31,6 +31,7 @@ from elastic_ckpt.tiers.persistent.persistent_root import (
     read_manifests,
 )
 from elastic_ckpt.tiers.source import (
+    LaterManifest,
     Leftover,
     Offered,
     OnPiece,
@@ -151,6 +152,11 @@ class PersistentTier:
             problems=[
                 str(each) for each in manifests if not isinstance(each, Manifest)
             ],
+            later=tuple(
+                LaterManifest(str(each), _save_of(directory), is_stored=True)
+                for each in manifests
+                if isinstance(each, manifest_file.LaterVersionError)
+            ),
         )
 
     def held(self) -> list[retention.HeldStep]:
@@ -248,6 +254,12 @@ class PersistentTier:
             ),
             complete=self._whole[step, time],
         )
+
+
+def _save_of(directory: epath.Path) -> str | None:
+    # Without its manifests.
+    aside = layout.parse_step_directory(directory.name)
+    return persistent_root.committed_save(directory) if aside is None else aside[1]
 
 
 class _StepSource:

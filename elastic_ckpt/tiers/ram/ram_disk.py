@@ -27,6 +27,7 @@ from elastic_ckpt.tiers import no_follow, preserved
 from elastic_ckpt.tiers.ram.machine import FILE, machine_id
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
+    LaterManifest,
     Leftover,
     Offered,
     OnPiece,
@@ -115,6 +116,7 @@ class RamDisk:
         """
         sources: dict[Offer, Source] = {}
         problems = []
+        later = []
         for slot, number, save in self.all_saves():
             if number != step:
                 continue
@@ -130,10 +132,12 @@ class RamDisk:
             try:
                 manifest = self.manifest(slot, step, save)
             except errors.CheckpointError as problem:
+                if isinstance(problem, manifest_file.LaterVersionError):
+                    later.append(LaterManifest(str(problem), save, is_stored=False))
                 problems.append(str(problem))
                 continue
             sources[Offer(tier="local", manifest=manifest)] = StepFiles(directory)
-        return Offered(sources=sources, problems=problems)
+        return Offered(sources=sources, problems=problems, later=tuple(later))
 
     def manifest(self, slot: int, step: int, save: str) -> Manifest:
         """The manifest of one save of a step in a slot.

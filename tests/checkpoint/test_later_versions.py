@@ -1,0 +1,112 @@
+"""Steps that a newer program saved are not passed over as if there were none."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import elastic_ckpt as ec
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import checked_json, errors
+from tests import runs
+
+
+def opened(tmp_path, *, ram=True, stored=True, emit=lambda *_, **__: None):
+    tiers = [ec.Local(tmp_path / "ram")] if ram else []
+    tiers += [ec.Persistent(tmp_path / "steps", every=2)] if stored else []
+    return factory.Checkpointer(tiers, run="run-7", emit=emit)
+
+
+def save(checkpointer, *steps):
+    for step in steps:
+        assert checkpointer.save(step, {"w": np.full(4, step, np.float32)})
+    checkpointer.wait()
+
+
+def raise_versions(directory, step):
+    """Has a step, in each place below a directory, saved by a newer program."""
+    for path in directory.rglob("manifest-*.json"):
+        fields = json.loads(path.read_bytes())
+        if fields["step"] == step:
+            del fields["digest"], fields["version"]
+            path.write_bytes(checked_json.to_bytes(fields, version=2))
+
+
+def refused(tmp_path, **tiers):
+    """The error of a start."""
+    with pytest.raises(errors.CheckpointError) as error:
+        opened(tmp_path, **tiers)
+    message = str(error.value)
+    assert "manifest-" in message
+    assert "has version 2, and this program reads version 1" in message
+    assert "a newer elastic_ckpt" in message
+    return message
+
+
+@pytest.mark.parametrize("ram", [True, False])
+def test_a_run_does_not_begin_anew_over_steps_of_a_newer_program(tmp_path, ram):
+    steps = tmp_path / "steps"
+    with opened(tmp_path, ram=ram) as checkpointer:
+        save(checkpointer, 2, 4)
+    for step in (2, 4):
+        raise_versions(steps, step)
+        raise_versions(tmp_path / "ram", step)
+    assert "step 4 cannot be read" in refused(tmp_path, ram=ram)
+    assert "To begin anew, first move" in refused(tmp_path, ram=ram)
+    for verb in ("inspect", "components"):
+        output = runs.verb(verb, steps, code=1)
+        assert "manifest-" in output
+        assert "has version 2, and this program reads version 1" in output
+    for step in ("2", "4"):
+        assert (steps / step).is_dir()
+        shutil.move(steps / step, tmp_path)
+    shutil.rmtree(tmp_path / "ram", ignore_errors=True)
+    with opened(tmp_path, ram=ram) as checkpointer:
+        assert checkpointer.latest is None
+
+
+def test_a_run_does_not_go_back_behind_a_stored_step_of_a_newer_program(tmp_path):
+    with opened(tmp_path) as checkpointer:
+        save(checkpointer, 2, 4)
+    raise_versions(tmp_path / "steps", 4)
+    # The copy in RAM can be read, but is lost with the machine.
+    with opened(tmp_path) as checkpointer:
+        assert checkpointer.latest.step == 4
+    raise_versions(tmp_path / "ram", 4)
+    for ram in (True, False):
+        assert "To continue from step 2 without it" in refused(tmp_path, ram=ram)
+    assert "step 2" in runs.verb("inspect", tmp_path / "steps")
+    # An older one does not matter.
+    shutil.rmtree(tmp_path / "steps" / "4")
+    shutil.rmtree(tmp_path / "ram")
+    with opened(tmp_path) as checkpointer:
+        save(checkpointer, 6)
+    raise_versions(tmp_path / "steps", 2)
+    with opened(tmp_path) as checkpointer:
+        assert checkpointer.latest.step == 6
+
+
+def test_a_step_of_a_newer_program_in_ram_is_passed_over_with_an_event(tmp_path):
+    with opened(tmp_path) as checkpointer:
+        # The last one in RAM alone.
+        save(checkpointer, 2, 4, 5)
+    events = []
+    raise_versions(tmp_path / "ram", 5)
+
+    def emit(name, **fields):
+        events.append((name, fields))
+
+    with opened(tmp_path, emit=emit) as checkpointer:
+        assert checkpointer.latest.step == 4
+        np.testing.assert_array_equal(checkpointer.load(None, None)["w"], np.full(4, 4))
+    passed_over = [each for name, each in events if name == "step_passed_over"]
+    assert {each["step"] for each in passed_over} == {5}
+    assert "has version 2" in passed_over[0]["why"]
+
+
+def test_a_host_that_holds_nothing_else_does_not_begin_anew_over_ram(tmp_path):
+    with opened(tmp_path, stored=False) as checkpointer:
+        save(checkpointer, 1)
+    raise_versions(tmp_path / "ram", 1)
+    assert "step 1 cannot be read" in refused(tmp_path, stored=False)
