@@ -73,3 +73,20 @@ def test_a_run_that_loses_slices_goes_back_as_one_host_does(
     other = one_host(tmp_path / "one", spoilt, steps=steps, to=event["to_step"])
     test_divergence.check_went_back(other, event["to_step"])
     test_divergence.check_same(run, other, rtol=LOSS_RTOL)
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
+    tmp_path,
+    spoilt,  # noqa: F811
+    ram,  # noqa: F811
+):
+    faults = [{"kill_host": 1, "in_phase": "restore", "at_step": 14}]
+    settings = {"hosts": 2, "slices": 2, "steps": 24, "faults": faults}
+    config = configured(tmp_path, spoilt, ram, **settings)
+    run = test_elastic_run.trained(config)
+    assert test_elastic_run.worlds(run) == [[0, 1], [0, 1]]
+    names = test_elastic_run.names(run)
+    assert names.index("divergence_found") < names.index("slice_lost")
+    (_, event) = runs.events(run, "restored_from")[-2:]
+    test_divergence.check_rows(run, to=event["step"])
