@@ -5,9 +5,10 @@ writes it later, `load` reads it from a directory. Each host may write some of t
 files, under logical names; hosts that write files of one name must write the same
 bytes.
 
-A component that does not return in time fails its step, as one that raises does. Its
-thread is abandoned. The limit is the attribute `save_timeout_secs` of the component, at
-most `SAVE_TIMEOUT_SECS`.
+A component that does not return in time fails its step or the restore, as one that
+raises does. Its thread is abandoned. The limit is the attribute `save_timeout_secs` of
+the component, at most `SAVE_TIMEOUT_SECS`; without it a load may take
+`LOAD_TIMEOUT_SECS`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ T = TypeVar("T")
 # For taking the states of all components, and again for writing them. Both together
 # take less time than other hosts wait for this one (`host.phases.BRIEF_SECS`).
 SAVE_TIMEOUT_SECS = 240.0
+# For a component that declares no limit, and has to read its way to a position: less
+# than other hosts wait for this one.
+LOAD_TIMEOUT_SECS = 540.0
 # How often deadlines are looked at; a coroutine that was cancelled ends meanwhile.
 _LOOK_SECS = 0.5
 
@@ -91,7 +95,8 @@ def begin_save(
         try:
             for name, component in components.items():
                 taking = component.save(Created(directory(name)))
-                begun[name] = await _limited(taking, name, component, deadlines)
+                limit_secs = _limit_secs(component)
+                begun[name] = await _limited(taking, name, limit_secs, deadlines)
         except BaseException:
             for each in begun.values():
                 if inspect.iscoroutine(each):
@@ -102,13 +107,13 @@ def begin_save(
     async def finish(deadlines: dict[str, float]) -> None:
         await asyncio.gather(
             *(
-                _limited(writing, name, components[name], deadlines)
+                _limited(writing, name, _limit_secs(components[name]), deadlines)
                 for name, writing in begun.items()
             )
         )
 
-    begun = _run_in_time(begin)
-    return lambda: _run_in_time(finish)
+    begun = _run_in_time(begin, "saved", SAVE_TIMEOUT_SECS)
+    return lambda: _run_in_time(finish, "saved", SAVE_TIMEOUT_SECS)
 
 
 def fail_later(
@@ -133,13 +138,33 @@ def fail_later(
         return functools.partial(_raise, error), error
 
 
-def load(component: ocp.StatefulCheckpointable, directory: epath.PathLike) -> None:
-    """Moves a component to the state in `directory`."""
+def load(
+    component: ocp.StatefulCheckpointable,
+    directory: epath.PathLike,
+    *,
+    name: str | None = None,
+) -> None:
+    """Moves a component to the state in `directory`.
+
+    Args:
+      component: the component.
+      directory: of its files.
+      name: of the component; by default that of the directory.
+
+    Raises:
+      TimeoutError: if it has not returned in time.
+      Exception: as its `load`.
+    """
+    path = epath.Path(directory)
 
     async def read() -> None:
-        await (await component.load(epath.Path(directory)))
+        await (await component.load(path))
 
-    _run(read())
+    async def limited(deadlines: dict[str, float]) -> None:
+        limit_secs = _limit_secs(component, LOAD_TIMEOUT_SECS)
+        await _limited(read(), name or path.name, limit_secs, deadlines)
+
+    _run_in_time(limited, "loaded", LOAD_TIMEOUT_SECS)
 
 
 def numbered(
@@ -178,15 +203,20 @@ def _raise(error: Exception) -> None:
     raise error
 
 
+def _limit_secs(
+    component: ocp.StatefulCheckpointable, most_secs: float = SAVE_TIMEOUT_SECS
+) -> float:
+    declared_secs = getattr(component, "save_timeout_secs", most_secs)
+    return min(declared_secs, most_secs)
+
+
 async def _limited(
     work: Awaitable[T],
     name: str,
-    component: ocp.StatefulCheckpointable,
+    limit_secs: float,
     deadlines: dict[str, float],
 ) -> T:
     # Until it is done, `deadlines` has its time limit on the monotonic clock.
-    limit_secs = getattr(component, "save_timeout_secs", SAVE_TIMEOUT_SECS)
-    limit_secs = min(limit_secs, SAVE_TIMEOUT_SECS)
     deadlines[name] = time.monotonic() + limit_secs
     async with asyncio.timeout(limit_secs):
         result = await work
@@ -199,7 +229,11 @@ async def _limited(
     return result
 
 
-def _run_in_time(work: Callable[[dict[str, float]], Coroutine[Any, Any, T]]) -> T:
+def _run_in_time(
+    work: Callable[[dict[str, float]], Coroutine[Any, Any, T]],
+    done: str,
+    most_secs: float,
+) -> T:
     deadlines: dict[str, float] = {}
     doing = background.in_thread(lambda: asyncio.run(work(deadlines)), name="component")
     # A call that blocks the event loop is not cancelled: its thread is abandoned.
@@ -210,16 +244,10 @@ def _run_in_time(work: Callable[[dict[str, float]], Coroutine[Any, Any, T]]) -> 
     if not late:
         return doing.result()
     raise TimeoutError(
-        f"the components {late} were not saved in time; see what they wait for, or set"
-        f" their save_timeout_secs (at most {SAVE_TIMEOUT_SECS:g})"
+        f"the components {late} were not {done} in time; see what they wait for, or set"
+        f" their save_timeout_secs (at most {most_secs:g})"
     )
 
 
 def _late(deadlines: Mapping[str, float], now_secs: float) -> list[str]:
     return sorted(name for name, secs in dict(deadlines).items() if secs <= now_secs)
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    # On a separate thread: the caller's may run an event loop already (a notebook).
-    with futures.ThreadPoolExecutor(1, thread_name_prefix="component") as thread:
-        return thread.submit(asyncio.run, coroutine).result()

@@ -149,7 +149,7 @@ def _load_components(
     problem: str | None = None
     for name, component in stateful.items():
         try:
-            components.load(component, directories[name])
+            components.load(component, directories[name], name=name)
         except Exception as error:
             own, problem = error, f"{name!r} was not loaded: {error!r}"
             break

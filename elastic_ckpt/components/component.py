@@ -60,7 +60,8 @@ class Component(abc.ABC):
       on_resize: as given.
       required: as given.
       save_timeout_secs: how long our checkpointer waits for it in a save, at most 240;
-        then the step fails, and the next one is tried.
+        then the step fails, and the next one is tried. A load waits as long, and then
+        fails on all hosts.
 
     Raises:
       ConfigError: if `on_resize` is no rule.

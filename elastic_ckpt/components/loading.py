@@ -1,4 +1,8 @@
-"""Loads the components of a step, strictly or not, with a summary."""
+"""Loads the components of a step, strictly or not, with a summary.
+
+A strict load compares its outcome on all hosts: if one host cannot load a component,
+the load fails on all of them, with the same error.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,14 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.components.component import Component
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import allgather, background, errors
+
+# For a component that declares no limit, and the longest one. A checkpointer that waits
+# for all components of a host waits longer.
+_MOST_SECS = 240.0
+# How long hosts wait for each other at the end of a load.
+_PATIENCE_SECS = 600.0
+_MOST_CHARACTERS = 2000
 
 
 class Source(Protocol):
@@ -96,15 +107,16 @@ def load(
       components: by name or as pairs; also abstract trees and other checkpointables, as
         `load_checkpointables` takes them.
       step: None takes the newest.
-      strict: whether a required component that is missing or cannot be loaded, and a
-        component of the step that is not asked for, are errors. Otherwise they are in
-        the summary alone.
+      strict: whether a required component that is missing or cannot be loaded on any
+        host, and a component of the step that is not asked for, are errors. Otherwise
+        they are in the summary of their host alone.
       ignore: names of the step that need not be asked for.
 
     Raises:
       ConfigError: if a name occurs twice.
       CheckpointError: if there is no such step, a tree cannot be restored, or `strict`
-        does not hold; it lists all names.
+        does not hold, on all hosts; it lists all names, and the hosts that differ.
+      RunError: if a host did not finish its load in time.
     """
     wanted = named(components)
     held = checkpointer.checkpointables_metadata(step)
@@ -168,11 +180,25 @@ def _check(step: int, failed: Mapping[str, str], unknown: Collection[str] = ()) 
             f"{sorted(unknown)} of the step were not asked for (ask for them, or name"
             " them in ignore=)"
         )
-    if problems:
-        raise errors.CheckpointError(
-            f"step {step}: {'; '.join(problems)}; or load what there is with"
-            " strict=False"
+    sent = [each[:_MOST_CHARACTERS] for each in problems]
+    of_hosts = allgather.shared().gather("load", sent, timeout_secs=_PATIENCE_SECS)
+    hosts: dict[str, list[int]] = {}
+    for host, problems_there in enumerate(of_hosts):
+        for problem in problems_there:
+            hosts.setdefault(problem, []).append(host)
+    if hosts:
+        listed = (
+            each if len(on) == len(of_hosts) else f"{_named(on)}: {each}"
+            for each, on in hosts.items()
         )
+        raise errors.CheckpointError(
+            f"step {step}: {'; '.join(listed)}; or load what there is with strict=False"
+        )
+
+
+def _named(hosts: list[int]) -> str:
+    numbers = errors.first_of(map(str, hosts))
+    return f"host {numbers}" if len(hosts) == 1 else f"hosts {numbers}"
 
 
 class _Reader:
@@ -190,16 +216,32 @@ class _Reader:
 
     async def load(self, directory: epath.Path) -> Awaitable[None]:
         """Reads the component in `directory`."""
+        limit_secs = getattr(self._component, "save_timeout_secs", _MOST_SECS)
+        limit = asyncio.timeout(min(limit_secs, _MOST_SECS))
+        # Not asyncio's threads, for which a program waits at its end.
+        reading = background.in_thread(lambda: self._read(directory), name="component")
         try:
-            if isinstance(self._component, Component):
-                self._values = await asyncio.to_thread(self._component.read, directory)
-            else:
-                await (await self._component.load(directory))
+            async with limit:
+                self._values = await asyncio.wrap_future(reading)
         except Exception as error:
             self._note(error)
+            if limit.expired():
+                self.problem = (
+                    "it was not loaded in time; see what it waits for, or set its"
+                    f" save_timeout_secs (at most {_MOST_SECS:g})"
+                )
         done = asyncio.get_running_loop().create_future()
         done.set_result(None)
         return done
+
+    def _read(self, directory: epath.Path) -> Any:
+        if isinstance(self._component, Component):
+            return self._component.read(directory)
+
+        async def load() -> None:
+            await (await self._component.load(directory))
+
+        return asyncio.run(load())
 
     def finish(self) -> None:
         """Sets the component to what was read."""

@@ -86,7 +86,7 @@ def validate(
     }
     structure = {path: _kind(path, leaf) for path, leaf in leaves.items()}
     gather = functools.partial(
-        _allgather().gather, "validation", timeout_secs=timeout_secs
+        allgather.shared().gather, "validation", timeout_secs=timeout_secs
     )
     if len(set(gather(digest.json_digest(structure)))) > 1:
         finding = replicas.structure_finding(gather(structure))
@@ -116,11 +116,6 @@ def _findings(
             )
             break
     return findings[:_MOST_FINDINGS]
-
-
-@functools.cache
-def _allgather() -> allgather.Allgather:
-    return allgather.of_this_world()
 
 
 def _kind(path: str, leaf: Any) -> str:

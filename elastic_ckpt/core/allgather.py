@@ -7,6 +7,7 @@ device takes part, so background threads may use it while the devices compute.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import json
 import threading
@@ -16,7 +17,7 @@ from jax._src import distributed
 
 from elastic_ckpt.core import errors, storage, topology
 
-# Numbers the objects of a process, which every host makes in the same order.
+# Numbers the objects of a process that have no name.
 _numbers = itertools.count()
 
 
@@ -69,14 +70,18 @@ class CoordinationService:
 
     Host 0 collects the values and publishes them in one piece, so that n hosts make 3n
     requests, not n**2.
+
+    Args:
+      name: the same on all hosts, once in a process; by default the number of the
+        object, which every host makes in the same order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str | None = None) -> None:
         self.host = topology.this_host()
         self.num_hosts = topology.num_hosts()
         # Orbax has a public way to it, and the sidecar's image has no Orbax.
         self._client: Any = distributed.global_state.client
-        self._prefix = f"elastic_ckpt/{next(_numbers)}"
+        self._prefix = f"elastic_ckpt/{next(_numbers) if name is None else name}"
         self._lock = threading.Lock()
         self._turns: collections.Counter[str] = collections.Counter()
 
@@ -126,3 +131,12 @@ def of_this_world() -> Allgather:
     if topology.num_hosts() == 1:
         return OneHost()
     return CoordinationService()
+
+
+@functools.cache
+def shared() -> Allgather:
+    """Returns the allgather of this world that all calls of this process share.
+
+    Hosts may call it first at different points: each kind of values has its own turns.
+    """
+    return OneHost() if topology.num_hosts() == 1 else CoordinationService("shared")
