@@ -22,6 +22,12 @@ MOST_NODES = 20_000_000
 MOST_NESTED = 200
 
 _MARK = object()
+
+
+class Record(dict[str, Any]):
+    """The attributes of an object of a class of another program; nothing else of it."""
+
+
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
@@ -38,12 +44,18 @@ class Call:
     function: Callable[..., Any] = dataclasses.field(repr=False)
 
 
+def record(name: str) -> Call:
+    """Stands for a class, whose objects become records. Arguments are dropped."""
+    return Call(name, lambda *_: Record())
+
+
 def decode(
     content: bytes,
     *,
     file: str,
     names: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
+    check_size: bool = True,
 ) -> Any:
     """The value of a pickle.
 
@@ -52,6 +64,8 @@ def decode(
       file: where it comes from, for messages.
       names: by "module name": a `Call`, or the value that the name stands for.
       persistent: makes a value of a persistent id; raises ValueError.
+      check_size: whether a value that nests deep, or is huge when it is copied, is an
+        error; False only if the caller follows no parts that may be shared or nested.
 
     Raises:
       FormatError: if it has another opcode or name, is cut short or malformed, or
@@ -63,7 +77,8 @@ def decode(
     except (struct.error, IndexError, KeyError, ValueError) as error:
         # The stack, the memo, or the content ended early.
         raise decoder.error(f"is malformed or cut short ({error})") from None
-    _check_size(value, file)
+    if check_size:
+        _check_size(value, file)
     return value
 
 
@@ -226,10 +241,12 @@ class _Decoder:
             raise self.error(f"has an invalid {callee.name} ({error})") from None
 
     def build(self) -> None:
+        state, value = self.pop(), self._stack[-1]
+        if not isinstance(value, dict):
+            raise self.error("sets attributes of something that has none")
         # Attributes of dicts (`_metadata` of a state dict) are no values.
-        self.pop()
-        if not isinstance(self._stack[-1], dict):
-            raise self.error("sets attributes of something that is no dict")
+        if isinstance(value, Record):
+            value.update(state if type(state) is dict else {"state": state})
 
     def persistent_id(self) -> None:
         if self._persistent is None:

@@ -7,27 +7,15 @@ much memory.
 from __future__ import annotations
 
 import binascii
-import dataclasses
-import itertools
-import struct
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import IO
 
 from etils import epath
 
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.zip_directory import Entry, Zip
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-_LOCAL_MAGIC = b"PK\x03\x04"
 _CHUNK_BYTES = 16 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    start: int
-    size: int
-    crc: int
 
 
 class StoredZip:
@@ -51,7 +39,8 @@ class StoredZip:
         self._verified: set[str] = set()
         try:
             self.num_bytes = self._file.seek(0, 2)
-            self._entries = _entries(self._file, self.path, self.num_bytes, writer)
+            place = Zip(begin=0, size=self.num_bytes, file=self.path, writer=writer)
+            self._entries = place.entries(self._read_some)
         except BaseException:
             self._file.close()
             raise
@@ -69,6 +58,10 @@ class StoredZip:
         entry = self._entries.get(name)
         return None if entry is None else entry.size
 
+    def entry(self, name: str) -> Entry:
+        """The place of an entry, which the zip must have."""
+        return self._entries[name]
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start` to `stop` of an entry, all of which must have its CRC-32.
 
@@ -81,76 +74,39 @@ class StoredZip:
         if self._file.closed:
             raise FormatError(f"{self.path} is closed; read its tensors before")
         if name not in self._verified:
-            crc = 0
-            for at in range(0, entry.size, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, entry.size - at)
-                crc = binascii.crc32(self._read(entry.start + at, size), crc)
-            if crc != entry.crc:
-                raise FormatError(
-                    f"{self.path} is damaged: {name} has the CRC-32 {crc:08x}, not"
-                    f" {entry.crc:08x}; copy it again from where it was written"
-                )
+            check_crc(self._read, entry, f"{self.path} is damaged: {name}")
             self._verified.add(name)
         stop = entry.size if stop is None else stop
         return self._read(entry.start + start, stop - start)
 
     def _read(self, start: int, size: int) -> bytes:
-        self._file.seek(start)
-        content = self._file.read(size)
+        content = self._read_some(start, size)
         if len(content) != size:
             raise FormatError(f"{self.path} was cut short while it was read")
         return content
 
+    def _read_some(self, start: int, size: int) -> bytes:
+        self._file.seek(start)
+        return self._file.read(size)
 
-def _entries(
-    file: IO[bytes], path: str, num_bytes: int, writer: str
-) -> dict[str, _Entry]:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            infos = archive.infolist()
-    except (
-        *(zipfile.BadZipFile, NotImplementedError, EOFError),
-        *(OSError, ValueError, OverflowError, struct.error),
-    ) as error:
+
+def check_crc(read: Callable[[int, int], bytes], entry: Entry, problem: str) -> None:
+    """Reads an entry piece by piece, and compares its CRC-32.
+
+    Args:
+      read: bytes of the file, from an offset, as many as a number.
+      entry: of the zip.
+      problem: the beginning of a message, which names the file and the entry.
+
+    Raises:
+      FormatError: if it differs.
+    """
+    crc = 0
+    for at in range(0, entry.size, _CHUNK_BYTES):
+        size = min(_CHUNK_BYTES, entry.size - at)
+        crc = binascii.crc32(read(entry.start + at, size), crc)
+    if crc != entry.crc:
         raise FormatError(
-            f"{path} is no file of {writer}, or is cut short ({error}); files from"
-            " before PyTorch 1.6 are no zips: load them with torch and save them anew"
-        ) from None
-    entries: dict[str, _Entry] = {}
-    for info in infos:
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise FormatError(
-                f"{path} has the entry {info.filename}, which is compressed or"
-                f" encrypted; {writer} writes neither: it was packed anew"
-            )
-        if info.filename in entries:
-            raise FormatError(f"{path} has the entry {info.filename} twice")
-        start = _start(file, info, path)
-        if info.compress_size != info.file_size or start + info.file_size > num_bytes:
-            raise FormatError(
-                f"{path} has the entry {info.filename} of {info.file_size} bytes from"
-                f" {start}, which is not inside the {num_bytes} bytes of the file"
-            )
-        entries[info.filename] = _Entry(start, info.file_size, info.CRC)
-    _check_apart(entries, path)
-    return entries
-
-
-def _start(file: IO[bytes], info: zipfile.ZipInfo, path: str) -> int:
-    # The first byte of an entry's content, which its local header is before.
-    try:
-        file.seek(info.header_offset)
-        header = file.read(_LOCAL_HEADER.size)
-        magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-    except (OSError, ValueError, OverflowError, struct.error):
-        magic, name_bytes, extra_bytes = b"", 0, 0
-    if magic != _LOCAL_MAGIC:
-        raise FormatError(f"{path} has no entry where {info.filename} shall be")
-    return info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-
-
-def _check_apart(entries: Mapping[str, _Entry], path: str) -> None:
-    spans = sorted((each.start, each.start + each.size) for each in entries.values())
-    for (_, stop), (start, _) in itertools.pairwise(spans):
-        if start < stop:
-            raise FormatError(f"{path} has entries that overlap at byte {start}")
+            f"{problem} has the CRC-32 {crc:08x}, not {entry.crc:08x}; copy it again"
+            " from the place that it was written to"
+        )

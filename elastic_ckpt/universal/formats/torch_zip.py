@@ -130,12 +130,24 @@ class Tensor:
         """The bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def file_offset(self) -> int:
+        """The byte of the file at which its first element is."""
+        start = self._storage.file.entry(self._storage.entry).start
+        return start + self._offset * self.dtype.itemsize
+
+    @property
+    def byte_strides(self) -> tuple[int, ...]:
+        """The bytes from an element to the next, by dim."""
+        return tuple(stride * self.dtype.itemsize for stride in self._strides)
+
 
 class TorchZip:
     """A file of `torch.save` that is open for reading; a context manager.
 
     Args:
       path: local, or in a bucket.
+      names: beside those of PyTorch, see `closed_pickle.decode`.
 
     Attributes:
       value: the content: dicts, lists, tuples, texts, numbers, None and `Tensor`s.
@@ -145,8 +157,11 @@ class TorchZip:
       FormatError: if it is no such file, damaged, or made to exhaust memory.
     """
 
-    def __init__(self, path: epath.PathLike) -> None:
+    def __init__(
+        self, path: epath.PathLike, *, names: Mapping[str, Any] | None = None
+    ) -> None:
         self._zip = StoredZip(path, writer="torch.save")
+        self._names = {**_NAMES, **(names or {})}
         self.num_bytes = self._zip.num_bytes
         try:
             self._prefix = self._checked_prefix()
@@ -194,7 +209,7 @@ class TorchZip:
         return closed_pickle.decode(
             self._zip.read(self._prefix + "data.pkl"),
             file=self._zip.path,
-            names=_NAMES,
+            names=self._names,
             persistent=self._storage,
         )
 
