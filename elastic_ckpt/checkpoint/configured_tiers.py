@@ -68,21 +68,31 @@ def preservation(section: schema.CheckpointSection) -> PreservationPolicy | None
       ConfigError: if `checkpoint_steps_to_keep` is not a list of steps.
     """
     policies = ocp.training.preservation_policies
-    names = [each for each in section.checkpoint_steps_to_keep.split(";") if each]
-    if not all(each.strip().isdecimal() for each in names):
-        raise errors.ConfigError(
-            f"checkpoint_steps_to_keep={section.checkpoint_steps_to_keep!r} is not a"
-            " list of steps; write 1000;5000"
-        )
+    steps = pinned_steps(section)
     newest = section.max_num_checkpoints_to_keep
     if not newest:
         return None
     kept: list[PreservationPolicy] = [policies.LatestN(newest)]
     if section.num_best_checkpoints_to_keep:
         kept.append(best_steps(section))
-    if names:
-        kept.append(policies.CustomSteps([int(each) for each in names]))
+    if steps:
+        kept.append(policies.CustomSteps(steps))
     return kept[0] if len(kept) == 1 else policies.AnyPreservationPolicy(kept)
+
+
+def pinned_steps(section: schema.CheckpointSection) -> list[int]:
+    """The steps that storage keeps whatever comes after them.
+
+    Raises:
+      ConfigError: if `checkpoint_steps_to_keep` is not a list of steps.
+    """
+    names = [each for each in section.checkpoint_steps_to_keep.split(";") if each]
+    if not all(each.strip().isdecimal() for each in names):
+        raise errors.ConfigError(
+            f"checkpoint_steps_to_keep={section.checkpoint_steps_to_keep!r} is not a"
+            " list of steps; write 1000;5000"
+        )
+    return [int(each) for each in names]
 
 
 def best_steps(section: schema.CheckpointSection) -> BestN:

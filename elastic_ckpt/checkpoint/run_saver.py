@@ -60,6 +60,7 @@ class RunSaver:
         self._last_step: int | None = None
         # The step whose evaluation was better than all before.
         self._best_step: int | None = None
+        self._pinned_steps = configured_tiers.pinned_steps(section)
         self._is_closed = False
 
     def claim_world(self) -> int:
@@ -141,11 +142,13 @@ class RunSaver:
         latest = self._checkpointer.latest
         assert latest is not None
         assert latest.step == step
+        self._best_step = None
+        evaluated = (self._evaluations() or {}).get(step)
         saving = self._checkpointer.save_checkpointables_async(
             step,
             self._parts(state),
             overwrite=True,
-            metrics=latest.metrics,
+            metrics={**(latest.metrics or {}), **(evaluated or {})} or None,
             custom_metadata=latest.custom_metadata,
         )
         if saving is None or not saving.result():
@@ -154,37 +157,54 @@ class RunSaver:
                 " a restart would continue from a later one; see `degraded` in the"
                 " run's events, make room, and start the run once more"
             )
+        if evaluated is not None:
+            # The new save is of the same state.
+            self._checkpointer.record_metrics(step, evaluated)
         self._checkpointer.wait()
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Whether to save `step`, which has just been computed."""
         if last and self._section.save_checkpoint_on_completion:
             return not self._checkpointer.is_durable(step)
-        return self._checkpointer.should_save(step) or step == self._best_step
+        return self._checkpointer.should_save(step) or self._is_kept(step)
 
     def save(self, step: int, state: Any, *, last: bool) -> None:
         """Saves `state` and the data state as `step`; the last one to every tier."""
         self._last_step = step if last else None
         # A run that had already ended saves its last step again.
         overwrite = last and self.latest_step == step
-        force = last or step == self._best_step
         with metrics.CHECKPOINT_SAVE_BLOCK.timed():
+            if self._is_kept(step):
+                # A backup that is late is skipped for that of a later step.
+                self._checkpointer.wait()
             saving = self._checkpointer.save_checkpointables_async(
-                step, self._parts(state), force=force, overwrite=overwrite
+                step,
+                self._parts(state),
+                force=last or self._is_kept(step),
+                overwrite=overwrite,
             )
             if saving is not None and not self._section.async_checkpointing:
                 saving.result()
 
+    def _is_kept(self, step: int) -> bool:
+        return step == self._best_step or step in self._pinned_steps
+
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         policy = configured_tiers.best_steps(self._section)
         rank = policy.rank(metrics)
+        before = self._evaluations()
+        if before is None or rank is None:
+            return False
+        ranks = map(policy.rank, before.values())
+        return all(rank < each for each in ranks if each is not None)
+
+    def _evaluations(self) -> dict[int, dict[str, Any]] | None:
+        # None if storage is out of reach, or there is none.
         try:
-            before = self._checkpointer.evaluations().values()
+            return self._checkpointer.evaluations()
         except errors.CheckpointError as error:
             logging.warning("evaluations cannot be compared: %s", error)
-            return False
-        ranks = [each for each in map(policy.rank, before) if each is not None]
-        return rank is not None and all(rank < each for each in ranks)
+            return None
 
     def close(self) -> None:
         """Waits for all tiers, a late backup too; a second call does nothing.

@@ -152,10 +152,12 @@ class CheckpointSection:
     save_best_checkpoint: bool = key(
         False,
         "Save a step to storage, besides those that are due, if its evaluation is"
-        " better than all before.",
+        " better than all before. The run waits for a backup that is under way then.",
     )
     checkpoint_steps_to_keep: str = key(
-        "", "Steps that are kept besides the newest, separated by `;`: 1000;5000."
+        "",
+        "Steps that are saved to storage, besides those that are due, and kept besides"
+        " the newest, separated by `;`: 1000;5000.",
     )
 
 

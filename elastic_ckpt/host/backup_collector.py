@@ -91,7 +91,8 @@ class BackupCollector:
             ),
             # Uploads lie elsewhere until they are committed.
             in_flight=(),
-            preserved=self._tier.preserved(),
+            # A preserved step that was saved again is preserved in its new save, too.
+            preserved=[*self._tier.preserved(), *self._tier.preserved_aside()],
         )
         abandoned = retention.abandoned_to_delete(
             self._tier.abandoned(), held, keep, preserved=self._tier.preserved_aside()

@@ -47,7 +47,10 @@ class Local:
     Attributes:
       directory: on a RAM disk, one a run: `/dev/shm/<run>`.
       every: steps between two saves.
-      keep: Orbax's preservation policy; by default only the newest complete step.
+      keep: Orbax's preservation policy; by default only the newest complete step, as
+        memory is small and older steps are in storage. It ranks steps by the metrics of
+        their saves; evaluations that are recorded later rank steps in storage alone.
+        Steps that are due in storage stay until they are there or a later one is.
       limit_bytes: the most that the directory may hold; by default what the file system
         has.
     """

@@ -1,5 +1,7 @@
 """Steps that are kept for their evaluations, or while another program reads them."""
 
+import time
+
 import pytest
 from orbax.checkpoint import v1 as ocp
 
@@ -7,6 +9,7 @@ import elastic_ckpt as ec
 from elastic_ckpt.checkpoint import factory, run_saver
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.host import backup
 from elastic_ckpt.tiers.persistent import evaluations, leases
 from tests.checkpoint.test_tier_retention import opened, stored
 from tests.tiers import tiered_steps
@@ -99,36 +102,101 @@ def test_metrics_need_storage_and_if_it_is_away_the_run_goes_on(tmp_path, monkey
     assert "its metrics were not recorded: host 0: [Errno 5]" in why
 
 
+def saver(tmp_path, *, every=100, keep=None, **settings):
+    """A saver of a run that saves its best step."""
+    tiers = [
+        ec.Local(tmp_path / "ram", every=every),
+        ec.Persistent(tmp_path / "steps", every=every, keep=keep),
+    ]
+    section = schema.CheckpointSection(
+        save_best_checkpoint=True, async_checkpointing=False, **settings
+    )
+    checkpointer = factory.Checkpointer(tiers, run="run", slice_name="s0")
+    return run_saver.RunSaver(checkpointer, section, data=tiered_steps.Cursors())
+
+
+def evaluate(run, *steps, sign=1):
+    """Evaluates steps, and saves those that are due."""
+    for step, loss in steps:
+        run.record(step, {"eval_loss": sign * loss})
+        if run.is_due(step, last=False):
+            run.save(step, tiered_steps.state(step), last=False)
+            run._checkpointer.wait()
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_a_step_that_is_the_best_so_far_is_saved_though_it_is_not_due(tmp_path, mode):
-    section = schema.CheckpointSection(
-        save_best_checkpoint=True, best_checkpoint_mode=mode, async_checkpointing=False
-    )
     sign = 1 if mode == "min" else -1
-
-    def evaluate(run, *steps):
-        for step, loss in steps:
-            run.record(step, {"eval_loss": sign * loss})
-            if run.is_due(step, last=False):
-                run.save(step, tiered_steps.state(step), last=False)
-                run._checkpointer.wait()
-
-    def run():
-        tiers = [
-            ec.Local(tmp_path / "ram", every=100),
-            ec.Persistent(tmp_path / "steps", every=100),
-        ]
-        checkpointer = factory.Checkpointer(tiers, run="run", slice_name="s0")
-        return run_saver.RunSaver(checkpointer, section, data=tiered_steps.Cursors())
-
-    first = run()
-    evaluate(first, (1, 0.5), (2, 0.6), (3, 0.4), (4, 0.4), (5, float("nan")))
+    first = saver(tmp_path, best_checkpoint_mode=mode)
+    losses = (1, 0.5), (2, 0.6), (3, 0.4), (4, 0.4), (5, float("nan"))
+    evaluate(first, *losses, sign=sign)
     first.close()
     assert stored(tmp_path) == [1, 3]
-    again = run()
-    evaluate(again, (6, 0.45), (7, 0.3))
+    again = saver(tmp_path, best_checkpoint_mode=mode)
+    evaluate(again, (6, 0.45), (7, 0.3), sign=sign)
     again.close()
     assert stored(tmp_path) == [1, 3, 7]
+
+
+def test_the_best_and_pinned_steps_reach_slow_storage(tmp_path, monkeypatch):
+    back_up = backup.HostBackup.back_up
+
+    def slow(*args):
+        time.sleep(0.2)
+        return back_up(*args)
+
+    monkeypatch.setattr(backup.HostBackup, "back_up", slow)
+    run = saver(tmp_path, every=2, checkpoint_steps_to_keep="5")
+    for step, loss in enumerate((0.3, 0.2, 0.4, 0.5, 0.6, 0.7, 0.1, 0.8), start=1):
+        run.record(step, {"eval_loss": loss})
+        if run.is_due(step, last=False):
+            run.save(step, tiered_steps.state(step), last=False)
+    run.close()
+    # Others may be skipped.
+    assert {1, 2, 5, 7} <= set(stored(tmp_path))
+
+
+def go_back(run, to):
+    """Goes back to a step as a run that diverged, and saves it again."""
+    good = next(each for each in run.complete() if each.step == to)
+    run.save_again(to, run.go_back(good, None, data=tiered_steps.Cursors()))
+
+
+def set_aside(tmp_path):
+    names = (path.name for path in (tmp_path / "steps" / "abandoned").iterdir())
+    return sorted(int(name.partition("-")[0]) for name in names)
+
+
+def test_after_a_rollback_the_steps_left_behind_do_not_rank(tmp_path):
+    best = ec.BestN(1, metric="eval_loss")
+    keep = policies.AnyPreservationPolicy([policies.LatestN(3), best])
+    run = saver(tmp_path, every=2, keep=keep)
+    evaluate(run, (2, 0.5), (4, 0.4), (5, 0.1), (6, 0.2))
+    assert stored(tmp_path) == [4, 5, 6]
+    go_back(run, 4)
+    evaluate(run, (5, 0.9), (6, 0.8), (8, 0.7), (10, 0.6))
+    # Step 4 is the best again, though it was evaluated before.
+    assert stored(tmp_path) == [4, 6, 8, 10]
+    assert set_aside(tmp_path) == []
+    listed = run._checkpointer.evaluations()
+    losses = {step: each["eval_loss"] for step, each in listed.items()}
+    assert losses == {4: 0.4, 6: 0.8, 8: 0.7, 10: 0.6}
+    run.close()
+
+
+def test_after_a_rollback_preserved_steps_stay(tmp_path):
+    run = saver(tmp_path, every=2, keep=policies.LatestN(1))
+    for step in (2, 4):
+        evaluate(run, (step, 0.5))
+        ec.preserve(tmp_path / "steps" / str(step))
+    evaluate(run, (6, 0.5))
+    assert stored(tmp_path) == [2, 4, 6]
+    go_back(run, 2)
+    # The old saves are set aside; the new one of the step counts as preserved.
+    evaluate(run, (8, 0.5), (10, 0.5))
+    assert stored(tmp_path) == [2, 10]
+    assert set_aside(tmp_path) == [2, 4]
+    run.close()
 
 
 def test_a_step_that_is_read_is_not_removed_until_then(tmp_path):
