@@ -1,4 +1,8 @@
-"""The nodes of the hosts of a world: hosts on one machine are on one node."""
+"""The nodes of the hosts of a world: hosts on one machine are on one node.
+
+Each host publishes the id of its machine when a component is made, and reads those of
+the others when one is first saved or loaded: by then they are there, and no host waits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import pathlib
 import socket
 from collections.abc import Sequence
 
-from orbax.checkpoint import multihost
+from jax._src import distributed
 
 from elastic_ckpt.core import errors, topology
 
@@ -34,6 +38,8 @@ class Nodes:
                 " leave it out to compare the machines of the hosts"
             )
         self._processes_per_node = processes_per_node
+        if processes_per_node is None:
+            _publish()
         self._nodes: Sequence[str | int] | None = None
 
     def of_all_hosts(self) -> Sequence[str | int]:
@@ -61,10 +67,18 @@ def this_node() -> str:
 
 
 def _exchanged(num_hosts: int) -> list[str]:
-    client = multihost.get_jax_distributed_client()
-    own = f"{_PREFIX}/{topology.this_host()}"
-    client.key_value_set_bytes(own, this_node().encode(), allow_overwrite=True)
+    _publish()
+    client = distributed.global_state.client
     return [_node(client, number) for number in range(num_hosts)]
+
+
+def _publish() -> None:
+    # Before JAX has joined a world this does nothing, and starts no backend.
+    state = distributed.global_state
+    if state.client is not None:
+        state.client.key_value_set_bytes(
+            f"{_PREFIX}/{state.process_id}", this_node().encode(), allow_overwrite=True
+        )
 
 
 def _node(client: object, number: int) -> str:

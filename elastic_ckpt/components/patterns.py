@@ -63,8 +63,7 @@ class PerNode(Component):
     Args:
       state: see `Component`.
       processes_per_node: how many consecutive hosts are on a node. Without it the hosts
-        exchange the ids of their machines at the first save or load; all of them need
-        to make the component.
+        publish the ids of their machines; all of them need to make the component.
       on_resize: see `Component`.
       required: see `Component`.
     """
