@@ -29,7 +29,9 @@ def describe(run: str, report: survey.Survey) -> str:
     for step in abandoned:
         lines += _step_lines(step, goes_on=False)
     for covered in report.coverage:
-        lines += _coverage_lines(covered)
+        # Without steps in memory there is nothing to lose with a host.
+        if covered.num_domains:
+            lines += _coverage_lines(covered)
     lines += [
         f"step {each.step} is being written, or was cut short: {each.path}"
         for each in report.leftovers

@@ -1,7 +1,6 @@
 """The components of a step, as its manifests list them: pytrees, and parts with files.
 
-Only the description of a component is read (`component.json`), and verified; values are
-not.
+Only the file of a component that describes it is read, and verified; values are not.
 """
 
 from __future__ import annotations
@@ -19,8 +18,9 @@ from elastic_ckpt.manifests import search
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.tiers.source import Source
 
-# The file of a component that describes itself.
+# The file of a component that describes itself, and files with the version of others.
 _DESCRIPTION = "component.json"
+_OTHERS = ("data_state.json", "callbacks.json")
 _BY_SHARDING = "by sharding"
 _OWN = "its own files"
 
@@ -37,7 +37,7 @@ class StepComponent:
         program which saved it declared, a function's by its name.
       required: whether that program declared it as required; None if it is not known,
         as for a pytree.
-      version: of the description that it has of itself; None if it has none.
+      version: of the format of its files; None if none of them has one.
       num_leaves: arrays and numbers, of a pytree.
       num_files: of a component.
       num_bytes: of one copy of all.
@@ -114,7 +114,7 @@ def _resize(pattern: str, rule: str | None) -> str:
     if pattern in ("per_rank", "per_node", "per_group"):
         # Older descriptions have no rule.
         return rule or "by the rule of the program that loads it"
-    return "none needed" if pattern != _OWN else "its own"
+    return "none needed" if pattern != _OWN else "its own rule"
 
 
 def _component(holdings: Holdings, item: int) -> str:
@@ -135,17 +135,20 @@ def _part(holdings: Holdings, item: int) -> list[str]:
 def _description(
     holdings: Holdings, name: str, copies: Mapping[Offer, Source]
 ) -> dict[str, Any]:
-    for number, file in enumerate(holdings.files):
-        if file.path != f"{name}/{_DESCRIPTION}":
+    numbers = {file.path: number for number, file in enumerate(holdings.files)}
+    for kind in (_DESCRIPTION, *_OTHERS):
+        number = numbers.get(f"{name}/{kind}")
+        if number is None:
             continue
         offers = holdings.holders(len(holdings.leaf) + number)
         reader = verified_read.VerifiedReader(
             {offer: copies[offer] for offer in offers}
         )
         try:
-            content = json.loads(reader.file(file, offers))
+            content = json.loads(reader.file(holdings.files[number], offers))
         except (errors.CheckpointError, ValueError):
             # Verification names what is wrong with a file.
             return {"pattern": "unreadable"}
-        return content if isinstance(content, dict) else {}
+        fields = content if isinstance(content, dict) else {}
+        return fields if kind == _DESCRIPTION else {"version": fields.get("version")}
     return {}

@@ -52,7 +52,7 @@ def losses(attempt, steps):
 def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     tmp_path, corpus, recorded
 ):
-    worlds = ((2, 4, 6), (1, 2, 7), (4, 4, 7), (2, 4, 7))
+    worlds = ((2, 4, 6), (1, 2, 7), (2, 4, 7))
     starts = []
     for number, (slices, num_devices, steps) in enumerate(worlds):
         # Each kind of iterator loads the state that the other saved.
@@ -67,7 +67,7 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
         starts.append(job.start_step)
         assert train(job).step == steps
     # Step 4 is the only one that was saved: the other worlds repeat what followed it.
-    assert starts == [0, 4, 4, 4]
+    assert starts == [0, 4, 4]
     # Before that the copies of the state were compared, and are equal.
     assert len(recorded[metrics.VALIDATION]) == 1
     assert metrics.VALIDATION_FINDINGS not in recorded

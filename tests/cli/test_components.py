@@ -48,7 +48,7 @@ def test_it_shows_patterns_files_sizes_and_digests(tmp_path):
     }
     assert declared == {
         "counts": (f"{__name__}.dealt", False),
-        "data": ("its own", None),
+        "data": ("its own rule", None),
         # From before it was written down.
         "rng": ("by the rule of the program that loads it", None),
         "schedule": ("none needed", True),

@@ -6,6 +6,7 @@ Mixtures are random and nested, and their weights change on the way, to zero too
 import collections
 import dataclasses
 import itertools
+import os
 
 import grain
 import hypothesis
@@ -27,6 +28,8 @@ from elastic_ckpt.data import (
 )
 from tests import pipelines, stages, worlds
 
+# A quarter of a second each; a search sets the variable to more.
+EXAMPLES = settings(max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "12")))
 NUM_SHARDS = 12
 NAMES = "abcd"
 # Values of the first 24 examples of a dataset.
@@ -190,7 +193,7 @@ def values(batches):
     return sorted(number for rows in real for number in rows[rows > 0].tolist())
 
 
-@settings(max_examples=25)
+@EXAMPLES
 @given(runs())
 def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, drawn):
     run, shards = drawn
@@ -198,7 +201,7 @@ def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, dr
     assert values(actual) == shards[0].expected()
 
 
-@settings(max_examples=25)
+@EXAMPLES
 @given(runs(WEIGHTS.filter(bool)))
 def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
     run, shards = drawn
@@ -207,7 +210,7 @@ def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
     assert values(actual) == shards[0].expected()
 
 
-@settings(max_examples=25)
+@EXAMPLES
 @given(runs())
 def test_what_fills_no_batch_is_dropped_on_any_hosts(tmp_path_factory, drawn):
     run, shards = drawn

@@ -135,11 +135,8 @@ def root_of(path, in_place):
     )
 
 
-# The 28 writes include a chunk, a manifest, the merge, files of Orbax, the last ones.
-@pytest.mark.parametrize(
-    ("point", "in_place"),
-    [(6, False), (10, True), (21, False), (23, True), (27, True), (28, False)],
-)
+# A chunk, and the last file but one of 28; the long test below is killed at each.
+@pytest.mark.parametrize(("point", "in_place"), [(6, False), (27, True)])
 def test_killed_within_a_write_a_step_is_whole_or_is_not_there(
     point, in_place, tmp_path, children
 ):

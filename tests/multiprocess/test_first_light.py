@@ -118,6 +118,8 @@ def test_inspect_shows_arrays_and_data_of_every_step(resized):
     }
     text = runs.verb("inspect", run)
     assert "9 steps in storage: 4, 8, 12, 16, 20, 24, 28, 32, 36\n" in text
+    assert "configuration: digest " in text
+    assert "  data   its own files, version 1, " in text
     assert "step 32" not in text
     assert "params/mlp_in" not in text
     assert '"global_next_index": 288' in text

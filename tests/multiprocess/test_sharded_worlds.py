@@ -111,11 +111,14 @@ def run_world(directory, tmp_path, num_hosts, size, **options):
     return list(dict.fromkeys(recorded))
 
 
-def test_batches_are_those_of_one_host_through_worlds_and_sizes(tmp_path):
+@pytest.mark.parametrize(
+    "resized", [WORLDS[:2], pytest.param(WORLDS, marks=pytest.mark.slow(minutes=0.2))]
+)
+def test_batches_are_those_of_one_host_through_worlds_and_sizes(tmp_path, resized):
     batches = []
-    for num_hosts, size in WORLDS:
+    for num_hosts, size in resized:
         batches += run_world(tmp_path / "steps", tmp_path, num_hosts, size)
-    assert batches == expected_batches([size for _, size in WORLDS])
+    assert batches == expected_batches([size for _, size in resized])
 
 
 @pytest.mark.slow

@@ -196,10 +196,13 @@ def check(layouts, tmp_path, corpus):
                     assert content == digest(part)
 
 
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS[:1], pytest.param(LAYOUTS, marks=pytest.mark.slow(minutes=0.1))]
+)
 def test_devices_of_hosts_with_shared_rows_hold_the_batches_of_one_host(
-    tmp_path, corpus
+    tmp_path, corpus, layouts
 ):
-    check(LAYOUTS, tmp_path, corpus)
+    check(layouts, tmp_path, corpus)
 
 
 @pytest.mark.slow

@@ -31,9 +31,17 @@ from tests.checkpoint import orbax_steps
 from tests.multiprocess import tier_worlds
 from tests.sidecar import held_pipeline, simulated_hosts
 
-LAYOUTS = pytest.mark.parametrize(
-    "sharded", [True, False], ids=["sharded", "replicated"]
-)
+
+def layouts(slow):
+    """Both layouts of arrays; one of them takes as long again."""
+    return pytest.mark.parametrize(
+        "sharded",
+        [
+            pytest.param(name == "sharded", id=name, marks=marks)
+            for name in ("sharded", "replicated")
+            for marks in [pytest.mark.slow(minutes=0.1) if name == slow else ()]
+        ],
+    )
 
 
 @pytest.fixture
@@ -55,7 +63,7 @@ def event(recorded, name):
     return event
 
 
-@LAYOUTS
+@layouts(slow="replicated")
 def test_four_hosts_save_and_any_number_restores(machines, sharded):
     with simulated_hosts.world(machines, 4) as (checkpointer, mesh, _):
         save(checkpointer, mesh, 3, sharded=sharded)
@@ -70,7 +78,7 @@ def test_four_hosts_save_and_any_number_restores(machines, sharded):
             assert event(recorded, "restored_from")["persistent_bytes"] == 0
 
 
-@LAYOUTS
+@layouts(slow="sharded")
 def test_storage_alone_has_each_box_once_for_any_number_of_hosts(
     machines, tmp_path, sharded
 ):
@@ -124,7 +132,7 @@ def test_two_hosts_of_one_machine_have_a_part_of_its_memory_each(machines):
         restore(checkpointer, mesh, 1)
 
 
-@LAYOUTS
+@layouts(slow="replicated")
 @pytest.mark.parametrize("lost", [0, 3])
 def test_a_machine_is_lost_with_its_memory(machines, monkeypatch, sharded, lost):
     monkeypatch.setattr(peer_endpoint, "RETRY_SECS", (0.0,))
