@@ -21,6 +21,7 @@ from tests.universal.formats import torch_files
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden" / "forgather"
 VALUES = np.load(GOLDEN / "values.npz")
+NESTED = torch_files.with_attributes(torch_files.tensor())
 
 
 def test_tensors_of_every_type_are_read_bit_equal():
@@ -62,6 +63,13 @@ def test_a_tensor_is_read_when_it_is_asked_for():
         assert scalar.read() == 2.5
     with pytest.raises(FormatError, match="is closed"):
         scalar.read()
+
+
+def test_attributes_of_a_tensor_are_dropped(tmp_path):
+    # ZeRO-3 gives its flat tensors a number.
+    content = torch_files.with_attributes(torch_files.tensor())
+    array = torch_zip.read(torch_files.write(tmp_path / "x.pt", {"w": content}))["w"]
+    assert (array.dtype, array.shape) == (np.float32, (2, 2))
 
 
 def refused(path, match):
@@ -118,6 +126,7 @@ def test_names_outside_the_table_are_refused(tmp_path, value):
         (torch_files.tensor(offset=-1), "no number from 0 up"),
         (torch_files.tensor(shape=(2.0, 2)), "no number from 0 up"),
         (torch_files.tensor(shape=(2,)), "1 dims and 2 strides"),
+        (torch_files.with_attributes(NESTED), "nothing that makes tensors"),
         (torch_files.tensor(shape=[2, 2]), "no tuples"),
         (torch_files.tensor(elements=5), "16 bytes, and 5 elements take 20"),
         (torch_files.tensor(kind="DoubleStorage"), "4 elements take 32"),

@@ -70,6 +70,15 @@ def tensor(shape=(2, 2), strides=(2, 1), offset=0, **parts):
     )
 
 
+def with_attributes(value):
+    """A tensor with attributes, made by what `value` is made by."""
+    maker, name, arguments = value.parts
+    return Named(
+        *("torch._tensor", "_rebuild_from_type_v2"),
+        *(Global(maker, name), Global("torch", "Tensor"), arguments, {"ds_id": 1}),
+    )
+
+
 def write(path, value, *, entries=None, compression=zipfile.ZIP_STORED, content=None):
     """A file of torch.save that holds `value`, and 4 floats as the storage 0."""
     if entries is None:
