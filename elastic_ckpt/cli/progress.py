@@ -26,21 +26,21 @@ class Progress:
 
     Args:
       log_period: steps between two lines where `stream` is not a terminal.
-      stream: where to write.
+      stream: where to write; None is standard output as it is now.
       clock: the time in seconds.
     """
 
     def __init__(
         self,
         log_period: int,
-        stream: TextIO = sys.stdout,
+        stream: TextIO | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log_period = log_period
-        self._stream = stream
+        self._stream = sys.stdout if stream is None else stream
         self._clock = clock
-        self._is_terminal = stream.isatty()
+        self._is_terminal = self._stream.isatty()
         self._moving = False  # whether the last thing written is the moving line
         self._is_stopping = False
         self._world = ""

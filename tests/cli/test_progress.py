@@ -1,3 +1,4 @@
+import contextlib
 import io
 import threading
 
@@ -234,3 +235,11 @@ def test_the_end_says_what_the_same_command_does(event, fields, line, has_saved)
     else:
         line += "nothing was saved, and the same command begins anew"
     assert stream.getvalue() == f"{line}\n"
+
+
+def test_standard_output_is_that_of_the_time_when_it_is_made():
+    stream = io.StringIO()
+    with contextlib.redirect_stdout(stream):
+        shown = progress.Progress(1)
+    shown("run_started", **STARTED)
+    assert "first" in stream.getvalue()
