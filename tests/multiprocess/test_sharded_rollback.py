@@ -1,0 +1,44 @@
+"""A shuffled and packed mixture of Parquet files goes back, on other host counts."""
+
+import json
+
+import pytest
+
+from elastic_ckpt.training import step_log
+from tests import runs
+from tests.faults.test_killed_mixture import NUM_SHARDS, mixture  # noqa: F401
+from tests.multiprocess import planted, test_divergence
+
+# The step that it goes back to, and those that it has read by then.
+TO, READ = 8, planted.STEP + 1
+
+
+def configured(directory, mixture, **settings):  # noqa: F811
+    corpus, values = mixture
+    directory.mkdir()
+    values = {**values, "enable_data_shuffling": True, "grain_shuffle_buffer_size": 8}
+    return runs.write_config(directory, corpus, **{**values, **settings})
+
+
+@pytest.mark.slow(minutes=0.6)
+def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
+    mixture,  # noqa: F811
+    tmp_path,
+):
+    name = f"{planted.__name__}:callbacks"
+    config = configured(tmp_path / "back", mixture, training_callbacks=name)
+    for hosts, steps in ((4, 10), (3, 14), (6, 16)):
+        test_divergence.trained(config, f"hosts={hosts}", f"steps={steps}")
+    run = config.parent / "tiny"
+    assert [each.hosts for each in step_log.read(run)] == [4, 3, 3, 6]
+    (event,) = runs.events(run, "rolled_back")
+    assert (event["to_step"], event["rows"]) == (TO, (READ - TO) * NUM_SHARDS)
+    outcome = json.loads(runs.verb("audit", run, "--json"))
+    assert outcome["passed"], outcome
+    assert outcome["num_left_out"] == (READ - TO) * NUM_SHARDS
+    # One host that never goes back has the same batches, and those that are left out.
+    calm = configured(tmp_path / "calm", mixture, steps=16 + READ - TO)
+    test_divergence.trained(calm)
+    digests = [step.digest for step in runs.steps(calm.parent / "tiny")]
+    del digests[TO:READ]
+    assert [step.digest for step in runs.steps(run)] == digests
