@@ -1,0 +1,112 @@
+"""A layout: the rules that relate the tensors of a checkpoint with those of a target.
+
+A layout is a YAML file (see GRAMMAR.md), or the same as Python values:
+
+    Layout(rules=(Rule(source=side({...}), target=side({...})),))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Collection, Mapping
+
+from elastic_ckpt.universal.rules import layout_file, relation
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Index, Rule
+from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Rules, and what they have in common.
+
+    Attributes:
+      rules: at least one.
+      sizes: numbers or arithmetic on sizes, by name.
+      widths: the sizes on each rank, by dim and rank axis.
+      index: tables, by dim.
+      ranks: the number of ranks by axis, where the format does not store it.
+      states: the kinds of tensors that follow a parameter.
+      drop: names of tensors of the checkpoint that are not used; `*` is any text.
+      drop_inverse: the same for the inverse.
+      place: for messages.
+    """
+
+    rules: tuple[Rule, ...]
+    sizes: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    widths: Mapping[str, Mapping[str, tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
+    index: Mapping[str, Index] = dataclasses.field(default_factory=dict)
+    ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    states: Mapping[str, State] = dataclasses.field(
+        default_factory=lambda: ONLY_PARAMETERS
+    )
+    drop: tuple[str, ...] = ()
+    drop_inverse: tuple[str, ...] = ()
+    place: str = dataclasses.field(default="the layout", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise LayoutError(f"{self.place}: there are no rules; add some to `rules`")
+        for rule in self.rules:
+            for state in rule.states or ():
+                if state not in self.states:
+                    raise LayoutError(
+                        f"{rule.text}: the state {state!r} is not in `states`, which "
+                        f"lists {', '.join(self.states)}"
+                    )
+            if rule.kind is not None and rule.states is not None:
+                raise LayoutError(f"{rule.text}: choose one of `kind` and `states`")
+            relation.Relation(self.complete(rule), None)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Layout:
+        """The layout in a YAML file.
+
+        Raises:
+          LayoutError: names file, line and the path in the file.
+        """
+        try:
+            text = pathlib.Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LayoutError(f"{path}: cannot be read: {error}") from None
+        return cls.parse(text, file=os.fspath(path))
+
+    @classmethod
+    def parse(cls, text: str, *, file: str = "layout") -> Layout:
+        """The layout in `text`; messages name `file`.
+
+        Raises:
+          LayoutError: as in `load`.
+        """
+        return cls(**layout_file.read(text, file=file), place=file)
+
+    def inverse(self) -> Layout:
+        """The layout of the other direction."""
+        return dataclasses.replace(
+            self,
+            rules=tuple(rule.inverse() for rule in self.rules),
+            states={kind: state.inverse() for kind, state in self.states.items()},
+            drop=self.drop_inverse,
+            drop_inverse=self.drop,
+        )
+
+    def only(self, kinds: Collection[str]) -> Layout:
+        """The layout that drops tensors of states other than `kinds`."""
+        states = {
+            kind: state if kind in kinds else State(source=state.source, target=None)
+            for kind, state in self.states.items()
+        }
+        return dataclasses.replace(self, states=states)
+
+    def complete(self, rule: Rule) -> Rule:
+        """`rule` with the sizes, widths and tables of the layout."""
+        return dataclasses.replace(
+            rule,
+            sizes={**self.sizes, **rule.sizes},
+            widths={**self.widths, **rule.widths},
+            index={**self.index, **rule.index},
+        )

@@ -1,0 +1,291 @@
+"""Reads the YAML text of a layout; it is strict about keys and types.
+
+Errors name the file, the line and the path in the file, `rules[3].from['a'].dims`; for
+an unknown key also the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import yaml
+
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern
+from elastic_ckpt.universal.rules.state import State
+
+_VERSION = 1
+_T = TypeVar("_T")
+
+
+class _Node:
+    """A value in the file, with its place."""
+
+    def __init__(self, node: yaml.Node, file: str, path: str) -> None:
+        self._node = node
+        self._file = file
+        self._path = path
+
+    @property
+    def place(self) -> str:
+        path = f": {self._path}" if self._path else ""
+        return f"{self._file}, line {self._node.start_mark.line + 1}{path}"
+
+    @property
+    def is_mapping(self) -> bool:
+        return isinstance(self._node, yaml.MappingNode)
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self._node, yaml.SequenceNode)
+
+    @property
+    def is_null(self) -> bool:
+        return self._node.tag == "tag:yaml.org,2002:null"
+
+    def error(self, problem: str) -> LayoutError:
+        return LayoutError(f"{self.place}: {problem}")
+
+    def fields(self, readers: Mapping[str, Callable[[_Node], Any]]) -> dict[str, Any]:
+        """The values of a mapping with these keys."""
+        values = {}
+        for key, node in self.items(quoted=False):
+            if key not in readers:
+                (near,) = difflib.get_close_matches(key, readers, n=1, cutoff=0.0)
+                raise node.error(f"unknown key; the nearest key is {near!r}")
+            values[key] = readers[key](node)
+        return values
+
+    def items(self, *, quoted: bool = True) -> list[tuple[str, _Node]]:
+        """The entries of a mapping; a key occurs once."""
+        if not isinstance(self._node, yaml.MappingNode):
+            raise self.error(f"expected a mapping (key: value), not {self._text()}")
+        entries: dict[str, _Node] = {}
+        for key_node, value_node in self._node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise _Node(key_node, self._file, self._path).error("a key is a text")
+            key = key_node.value
+            dot = "." if self._path else ""
+            path = f"{self._path}[{key!r}]" if quoted else f"{self._path}{dot}{key}"
+            if key in entries:
+                node = _Node(key_node, self._file, path)
+                raise node.error("the key occurs twice; remove one of them")
+            entries[key] = _Node(value_node, self._file, path)
+        return list(entries.items())
+
+    def map(self, reader: Callable[[_Node], _T]) -> dict[str, _T]:
+        """The values of a mapping with any keys."""
+        return {key: reader(node) for key, node in self.items()}
+
+    def list(self, reader: Callable[[_Node], _T]) -> tuple[_T, ...]:
+        """The values of a list."""
+        if not isinstance(self._node, yaml.SequenceNode):
+            raise self.error(f"expected a list, not {self._text()}")
+        return tuple(
+            reader(_Node(node, self._file, f"{self._path}[{at}]"))
+            for at, node in enumerate(self._node.value)
+        )
+
+    def scalar(self) -> object:
+        if not isinstance(self._node, yaml.ScalarNode):
+            raise self.error("expected one value, not a list or mapping")
+        try:
+            return yaml.SafeLoader("").construct_object(self._node)
+        except (yaml.YAMLError, ValueError) as error:
+            raise self.error(f"cannot be read: {error}") from None
+
+    def text(self) -> str:
+        value = self.scalar()
+        if not isinstance(value, str):
+            raise self.error(f"expected a text, not {self._text()}; quote it")
+        return value
+
+    def dims(self) -> str:
+        # `1` and an empty value need no quotes.
+        if self.is_null or self.scalar() == 1:
+            return "" if self.is_null else "1"
+        return self.text()
+
+    def whole(self) -> int:
+        value = self.scalar()
+        if type(value) is not int or value < 0:
+            raise self.error(f"expected a whole number, not {self._text()}")
+        return value
+
+    def number(self) -> float:
+        value = self.scalar()
+        if isinstance(value, str):
+            # YAML 1.1 reads `1e-3` as a text.
+            try:
+                value = float(value)
+            except ValueError:
+                value = None
+        if type(value) not in (int, float):
+            raise self.error(f"expected a number, not {self._text()}")
+        return value  # type: ignore[return-value]
+
+    def arithmetic(self) -> float | str:
+        value = self.scalar()
+        if type(value) in (int, float, str):
+            return value  # type: ignore[return-value]
+        raise self.error(f"expected a number or arithmetic, not {self._text()}")
+
+    def flag(self) -> bool:
+        value = self.scalar()
+        if type(value) is not bool:
+            raise self.error(f"expected true or false, not {self._text()}")
+        return value
+
+    def _text(self) -> str:
+        if isinstance(self._node, yaml.ScalarNode):
+            return repr(self._node.value) if self._node.value else "nothing"
+        return "a list" if self.is_list else "a mapping"
+
+
+def read(text: str, *, file: str) -> dict[str, Any]:
+    """The fields of a `Layout`.
+
+    Raises:
+      LayoutError: names file, line and the path in the file.
+    """
+    try:
+        document = yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise LayoutError(f"{file}: not YAML: {error}") from None
+    if document is None:
+        raise LayoutError(f"{file}: the layout is empty; start with `version: 1`")
+    root = _Node(document, file, "")
+    values = root.fields(
+        {
+            "version": _version,
+            "sizes": _sizes,
+            "widths": _widths,
+            "index": _indices,
+            "ranks": lambda node: node.map(_Node.whole),
+            "states": lambda node: node.map(_state),
+            "rules": lambda node: node.list(_rule),
+            "drop": _drop,
+        }
+    )
+    if values.pop("version", None) is None:
+        raise root.error(f"`version: {_VERSION}` is missing")
+    if "rules" not in values:
+        raise root.error("`rules` is missing")
+    drop = values.pop("drop", ((), ()))
+    return {**values, "drop": drop[0], "drop_inverse": drop[1]}
+
+
+def _version(node: _Node) -> int:
+    version = node.whole()
+    if version != _VERSION:
+        raise node.error(f"version {version} is not known; this is {_VERSION}")
+    return version
+
+
+def _sizes(node: _Node) -> dict[str, float | str]:
+    return node.map(_Node.arithmetic)
+
+
+def _widths(node: _Node) -> dict[str, dict[str, tuple[int, ...]]]:
+    return node.map(lambda axes: axes.map(lambda each: each.list(_Node.whole)))
+
+
+def _indices(node: _Node) -> dict[str, Index]:
+    return node.map(_index)
+
+
+def _index(node: _Node) -> Index:
+    fields = node.fields(
+        {
+            "by": lambda each: each.list(_Node.text),
+            "values": lambda each: each.list(_entry),
+        }
+    )
+    if fields.keys() != {"by", "values"}:
+        raise node.error("an index has `by` and `values`")
+    index = Index(**fields)
+    nested = {isinstance(entry, tuple) for entry in index.values}
+    if not 1 <= len(index.by) <= 2 or nested != {len(index.by) == 2}:
+        raise node.error(
+            "`by` is one name for a list of numbers, or two for a list of lists"
+        )
+    numbers = sorted(index.table().values())
+    if numbers != list(range(len(numbers))):
+        raise node.error(f"the values have to be 0 to {len(numbers) - 1}, each once")
+    return index
+
+
+def _entry(node: _Node) -> int | tuple[int, ...]:
+    return node.list(_Node.whole) if node.is_list else node.whole()
+
+
+def _state(node: _Node) -> State:
+    fields = node.fields({"from": _state_name, "to": _state_name})
+    state = State(source=fields.get("from"), target=fields.get("to"))
+    if fields.keys() != {"from", "to"} or state.source is state.target is None:
+        raise node.error("a state has `from` and `to`, of which one can be null")
+    return state
+
+
+def _state_name(node: _Node) -> str | None:
+    if node.is_null:
+        return None
+    text = node.text()
+    if text.count("{}") != 1 or "{" in text.replace("{}", ""):
+        raise node.error("{} stands for the name of the parameter; it occurs once")
+    return text
+
+
+def _drop(node: _Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    if not node.is_mapping:
+        return node.list(_Node.text), ()
+    names = lambda each: each.list(_Node.text)  # noqa: E731
+    fields = node.fields({"from": names, "to": names})
+    return fields.get("from", ()), fields.get("to", ())
+
+
+def _rule(node: _Node) -> Rule:
+    fields = node.fields(
+        {
+            "from": _side,
+            "to": _side,
+            "pad": lambda each: each.map(_Node.number),
+            "sizes": _sizes,
+            "widths": _widths,
+            "index": _indices,
+            "states": lambda each: each.list(_Node.text),
+            "kind": _Node.text,
+            "optional": _Node.flag,
+        }
+    )
+    if not fields.keys() >= {"from", "to"}:
+        raise node.error("a rule has `from` and `to`")
+    source, target = fields.pop("from"), fields.pop("to")
+    return Rule(source=source, target=target, place=node.place, **fields)
+
+
+def _side(node: _Node) -> tuple[TensorPattern, ...]:
+    return tuple(_tensor(name, each) for name, each in node.items())
+
+
+def _tensor(name: str, node: _Node) -> TensorPattern:
+    if not node.is_mapping:
+        return TensorPattern(name=name, dims=node.dims())
+    names = lambda each: each.list(_Node.text)  # noqa: E731
+    fields = node.fields(
+        {
+            "dims": _Node.dims,
+            "replicated": names,
+            "unchecked": names,
+            "mean": names,
+            "sum": names,
+            "scale": _Node.arithmetic,
+            "shift": _Node.arithmetic,
+            "dtype": _Node.text,
+        }
+    )
+    if "dims" not in fields:
+        raise node.error("`dims` is missing")
+    return TensorPattern(name=name, **fields)

@@ -1,0 +1,195 @@
+"""Matches a layout with a checkpoint and a target: the moves between them.
+
+Every tensor of the checkpoint is used once or dropped, every element of the target is
+filled once; otherwise one error lists those that are left over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
+from elastic_ckpt.universal.rules import instance, rows
+from elastic_ckpt.universal.rules.grouping import (
+    Group,
+    Grouping,
+    Owner,
+    Sketch,
+    axis_counts,
+)
+from elastic_ckpt.universal.rules.instance import Instance, Plan
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rows import Captured
+from elastic_ckpt.universal.stored import StoredTensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """A layout, matched with a checkpoint.
+
+    Attributes:
+      moves: from stored tensors to target tensors.
+      fills: the elements of targets that are padding.
+      targets: the target tensors, as given or derived.
+    """
+
+    moves: list[Move]
+    fills: list[Fill]
+    targets: Mapping[str, TargetTensor]
+
+
+def moves(
+    layout: Layout,
+    stored: Sequence[StoredTensor],
+    axes: Mapping[str, int],
+    targets: Mapping[str, TargetTensor] | None,
+) -> Matched:
+    """The moves from the tensors of a checkpoint to those of a target.
+
+    Args:
+      layout: the rules.
+      stored: the tensors of the checkpoint.
+      axes: the number of ranks by axis, as the checkpoint has it.
+      targets: by name; None if they are those that the rules make.
+
+    Raises:
+      LayoutError: if the layout does not fit; one error lists all that is left over.
+    """
+    counts = axis_counts(layout, stored, axes)
+    grouping = Grouping(layout, counts)
+    grouping.add_sources(stored)
+    given = None if targets is None else list(targets.values())
+    if given is not None:
+        grouping.add_targets(given)
+    grouping.check(with_targets=given is not None)
+    planning = _Planning(stored, given, counts)
+    for owner, groups in zip(grouping.owners, grouping.groups, strict=True):
+        plans: dict[object, Plan | None] = {}
+        for kept, group in groups.items():
+            planning.add(owner, kept, group, plans)
+    planning.check(layout.place)
+    return Matched(
+        moves=planning.moves,
+        fills=planning.fills,
+        targets=planning.derived if targets is None else targets,
+    )
+
+
+class _Planning:
+    def __init__(
+        self,
+        stored: Sequence[StoredTensor],
+        given: Sequence[TargetTensor] | None,
+        counts: Mapping[str, int],
+    ) -> None:
+        self._stored = stored
+        self._given = given
+        self._counts = counts
+        self._problems: list[str] = []
+        self.moves: list[Move] = []
+        self.fills: list[Fill] = []
+        self.derived: dict[str, TargetTensor] = {}
+
+    def add(
+        self,
+        owner: Owner,
+        kept: Captured,
+        group: Group,
+        plans: dict[object, Plan | None],
+    ) -> None:
+        # Instances that are alike except for kept captures have the same plan.
+        group.sources.sort(key=lambda each: each[0][:3])
+        group.targets.sort(key=lambda each: each[0][:3])
+        key = tuple(
+            tuple(sketch for sketch, _ in side)
+            for side in (group.sources, group.targets)
+        )
+        if key not in plans:
+            plans[key] = self._planned(owner, kept, group)
+        plan = plans[key]
+        if plan is None:
+            return
+        names = self._names(owner, kept, group, plan)
+        for source, target, sizes, source_side, target_side, arithmetic in plan.copies:
+            self.moves.append(
+                Move(
+                    source=group.sources[source][1],
+                    target=names[target],
+                    sizes=sizes,
+                    source_side=source_side,
+                    target_side=target_side,
+                    arithmetic=arithmetic,
+                )
+            )
+        for target, start, stop, value in plan.fills:
+            fill = Fill(target=names[target], start=start, stop=stop, value=value)
+            self.fills.append(fill)
+
+    def check(self, place: str) -> None:
+        if self._problems:
+            listed = "\n  ".join(self._problems[: errors.MOST_NAMED])
+            more = "\n  ..." if self._problems[errors.MOST_NAMED :] else ""
+            raise LayoutError(
+                f"{place} does not fit the shapes of the checkpoint and the target:"
+                f"\n  {listed}{more}"
+            )
+
+    def _planned(self, owner: Owner, kept: Captured, group: Group) -> Plan | None:
+        stored, given = self._stored, self._given
+        sources = [
+            _row(sketch, stored[number].name) for sketch, number in group.sources
+        ]
+        targets = (
+            None
+            if given is None
+            else [_row(sketch, given[number].name) for sketch, number in group.targets]
+        )
+        try:
+            return instance.plan(
+                Instance(
+                    relation=owner.relation,
+                    state=owner.state,
+                    sources=sources,
+                    targets=targets,
+                    counts=self._counts,
+                    names=owner.targets,
+                    kept=kept,
+                )
+            )
+        except LayoutError as error:
+            self._problems.append(str(error))
+            return None
+
+    def _names(
+        self, owner: Owner, kept: Captured, group: Group, plan: Plan
+    ) -> list[str]:
+        if self._given is not None:
+            return [self._given[number].name for _, number in group.targets]
+        names = []
+        for row in plan.targets:
+            name = owner.targets[row.tensor].format(dict(kept + row.captured))
+            names.append(name)
+            assert row.dtype is not None
+            if name in self.derived:
+                self._problems.append(
+                    f"{owner.relation.rule.text}: {name} is made by another rule too"
+                )
+            self.derived[name] = TargetTensor(
+                name=name, dtype=row.dtype, shape=row.shape
+            )
+        return names
+
+
+def _row(sketch: Sketch, name: str) -> rows.Row:
+    tensor, captured, ranks, shape, dtype = sketch
+    return rows.Row(
+        tensor=tensor,
+        name=name,
+        captured=captured,
+        ranks=ranks,
+        shape=shape,
+        dtype=dtype,
+    )

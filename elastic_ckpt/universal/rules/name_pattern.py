@@ -1,0 +1,175 @@
+"""Name patterns: `layers.{layer}.{part}.weight` matches the names of tensors.
+
+A capture is `{layer}`: a number if the layout uses it as one (as a dim, in a product,
+in an index table), otherwise a text without `.` and `/`. `{name:path}` is any text,
+`{layer:03}` a number of at least three digits. `{(stage local)}` is a number that is
+the row-major index of several dims.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+
+_CAPTURE = re.compile(r"\{([^{}]*)\}")
+_INSIDE = re.compile(
+    r"(?:(?P<name>[A-Za-z_]\w*)|\((?P<product>\s*[A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*)\s*\))"
+    r"(?::(?P<form>path|0[1-9]))?"
+)
+# The form of a capture that may be empty.
+_ANY = "any"
+_NUMBER = re.compile(r"[0-9]+")
+# A number in a name: without leading zeros, and of 18 digits at most.
+_DIGITS = r"(0|[1-9][0-9]{0,17})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capture:
+    """A variable part of a name.
+
+    Attributes:
+      names: one name, or the names of a product.
+      form: "", "path", or the width of a number with leading zeros, as in "03".
+    """
+
+    names: tuple[str, ...]
+    form: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NamePattern:
+    """A parsed pattern.
+
+    Attributes:
+      text: as it was written.
+      parts: literal texts and captures, in their order.
+    """
+
+    text: str
+    parts: tuple[str | Capture, ...]
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """The captures, in their order."""
+        return tuple(part for part in self.parts if isinstance(part, Capture))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in all captures, in their order."""
+        return tuple(name for capture in self.captures for name in capture.names)
+
+    def expression(self, numbers: Collection[str]) -> re.Pattern[str]:
+        """A regular expression with a group for each capture.
+
+        Args:
+          numbers: the captures that are numbers.
+        """
+        return re.compile(
+            "".join(
+                re.escape(part) if isinstance(part, str) else _group(part, numbers)
+                for part in self.parts
+            )
+        )
+
+    def skeleton(self, numbers: Collection[str]) -> re.Pattern[str]:
+        """An expression that matches `skeleton(name)` of every name that matches.
+
+        It may match skeletons of others too.
+        """
+        joined = "".join(
+            part
+            if isinstance(part, str)
+            else "0"
+            if _is_number(part, numbers)
+            else "{}"
+            for part in self.parts
+        )
+        return re.compile(re.escape(skeleton(joined)).replace(r"\{\}", ".*"))
+
+    def format(self, values: Mapping[tuple[str, ...], int | str]) -> str:
+        """The name with `values` of the captures, by their names.
+
+        Captures without a value remain: `layers.{layer}.weight`.
+        """
+        texts = []
+        for part in self.parts:
+            if isinstance(part, Capture):
+                value = values.get(part.names, f"{{{' '.join(part.names)}}}")
+                width = int(part.form) if part.form.isdigit() else 0
+                texts.append(str(value).zfill(width))
+            else:
+                texts.append(part)
+        return "".join(texts)
+
+
+def skeleton(name: str) -> str:
+    """`name` with 0 in place of each number."""
+    return _NUMBER.sub("0", name)
+
+
+def glob(text: str) -> NamePattern:
+    """The pattern of names that match `text`, in which `*` is any text."""
+    literals = text.split("*")
+    parts: list[str | Capture] = []
+    for number, literal in enumerate(literals):
+        parts += [Capture((str(number),), _ANY), literal] if number else [literal]
+    return NamePattern(text=text, parts=tuple(part for part in parts if part))
+
+
+def value(capture: Capture, text: str, numbers: Collection[str]) -> int | str:
+    """The value of a capture that matched `text`."""
+    return int(text) if _is_number(capture, numbers) else text
+
+
+def parse(text: str) -> NamePattern:
+    """The pattern in `text`.
+
+    Raises:
+      LayoutError: if a brace is not closed, a capture is malformed or occurs twice.
+    """
+    parts: list[str | Capture] = []
+    at = 0
+    for match in _CAPTURE.finditer(text):
+        parts.append(text[at : match.start()])
+        inside = _INSIDE.fullmatch(match[1])
+        if inside is None:
+            raise LayoutError(
+                f"column {match.start() + 1} of {text!r}: {match[0]} is no capture; "
+                f"write {{layer}}, {{name:path}}, {{layer:03}} or {{(stage local)}}"
+            )
+        names = inside["name"] or inside["product"]
+        parts.append(Capture(tuple(names.split()), inside["form"] or ""))
+        at = match.end()
+    parts.append(text[at:])
+    for part in parts:
+        if isinstance(part, str) and ("{" in part or "}" in part):
+            raise LayoutError(f"{text!r}: a brace is not closed, or not opened")
+    pattern = NamePattern(text=text, parts=tuple(part for part in parts if part))
+    for first, second in zip(pattern.parts, pattern.parts[1:], strict=False):
+        if isinstance(first, Capture) and isinstance(second, Capture):
+            raise LayoutError(f"{text!r}: put a text between two captures")
+    for name in pattern.names:
+        if pattern.names.count(name) > 1:
+            raise LayoutError(f"{text!r}: the capture {name!r} occurs twice")
+    return pattern
+
+
+def _is_number(capture: Capture, numbers: Collection[str]) -> bool:
+    if len(capture.names) > 1 or capture.form.isdigit():
+        return True
+    return not capture.form and capture.names[0] in numbers
+
+
+def _group(capture: Capture, numbers: Collection[str]) -> str:
+    if capture.form == _ANY:
+        return "(.*)"
+    if capture.form.isdigit():
+        width = int(capture.form)
+        # Leading zeros only up to the width.
+        return rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
+    if _is_number(capture, numbers):
+        return _DIGITS
+    return "(.+)" if capture.form == "path" else "([^./]+)"

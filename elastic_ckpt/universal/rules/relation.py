@@ -1,0 +1,291 @@
+"""A parsed rule: which names are coordinates of which tensors, and which parts pair up.
+
+Each tensor of a rule has elements with named coordinates. A coordinate is a *factor* of
+its dims, or a *point*: the value of a capture, of a rank axis or of an index table. A
+part of a tensor (one addend of every sum) belongs to the part of the other side that
+has the same coordinates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from elastic_ckpt.universal.rules import dims, name_pattern, size_expression
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A part of the tensors of a pattern.
+
+    Attributes:
+      tensor: the number of the pattern on its side.
+      factors: the coordinates that are dims.
+      points: the coordinates that are captures, rank axes and entries of tables.
+    """
+
+    tensor: int
+    factors: frozenset[str]
+    points: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Parts of both sides with the same coordinates."""
+
+    source: Term
+    target: Term
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTensor:
+    """A tensor pattern, parsed.
+
+    Attributes:
+      pattern: as it was written.
+      name: its name pattern.
+      dims: its dims expression.
+      points: the coordinates that captures and tables give.
+      tables: the index tables that give points, by dim.
+      place: for messages.
+    """
+
+    pattern: TensorPattern
+    name: name_pattern.NamePattern
+    dims: dims.Dims
+    points: frozenset[str]
+    tables: dict[str, Index]
+    place: str
+
+
+class Relation:
+    """A rule, parsed and checked.
+
+    Attributes:
+      rule: as it was written.
+      sources: the tensors of the checkpoint.
+      targets: the tensors of the target.
+      numbers: the captures that are numbers.
+      kept: the captures that all names have; each of their values is independent.
+      pairs: the parts that belong together.
+      padding: the parts of target tensors that have no source.
+    """
+
+    def __init__(self, rule: Rule, axes: Collection[str] | None) -> None:
+        """Parses `rule`.
+
+        Args:
+          rule: with the sizes, widths and tables of its layout.
+          axes: the rank axes of the checkpoint; None if they are not known yet.
+
+        Raises:
+          LayoutError: if it cannot fit any checkpoint.
+        """
+        self.rule = rule
+        written = [*_parsed(rule, "from"), *_parsed(rule, "to")]
+        self.numbers = _numbers(rule, written)
+        self.kept = _kept(rule, written, self.numbers)
+        self.numbers |= _zero_padded(written)
+        sides = [written[: len(rule.source)], written[len(rule.source) :]]
+        self.sources, self.targets = (
+            # The names of targets alone have coordinates: they have no ranks.
+            [_with_points(each, self, sides[1 - at], ranks) for each in sides[at]]
+            for at, ranks in ((0, axes), (1, ()))
+        )
+        self.pairs, self.padding = self._paired(axes)
+
+    def _paired(self, axes: Collection[str] | None) -> tuple[list[Pair], list[Term]]:
+        pairs: list[Pair] = []
+        targets = list(_terms(self.targets))
+        free = {id(term): term for term in targets}
+        for source in _terms(self.sources):
+            here = self.sources[source.tensor]
+            names = source.factors | source.points
+            fitting = []
+            for target in targets:
+                other = target.factors | target.points
+                missing = other - names
+                ranks = missing - here.dims.axes - set(here.pattern.reduced)
+                if names <= other and missing == ranks and _all_axes(missing, axes):
+                    fitting.append((target, missing))
+            padded = names & self.rule.pad.keys()
+            if padded and fitting:
+                raise LayoutError(
+                    f"{here.place}: {min(padded)} is listed in `pad`, but both sides "
+                    f"have it; remove it from `pad`"
+                )
+            if axes is None:
+                # Ranks may complete any of them.
+                fitting.sort(key=lambda each: len(each[1]))
+                fitting = fitting[:1]
+            if padded:
+                continue
+            if len(fitting) != 1:
+                raise self._unpaired(source, [target for target, _ in fitting])
+            target, missing = fitting[0]
+            if id(target) not in free and axes is not None:
+                raise LayoutError(
+                    f"{here.place}: two parts of `from` have the coordinates "
+                    f"{_text(names)}; name them differently"
+                )
+            free.pop(id(target), None)
+            points = source.points | missing
+            pairs.append(
+                Pair(source=dataclasses.replace(source, points=points), target=target)
+            )
+        for term in free.values():
+            if not (term.factors | term.points) & self.rule.pad.keys():
+                raise self._unpaired(term, [], to=True)
+        return pairs, list(free.values())
+
+    def _unpaired(
+        self, term: Term, fitting: Sequence[Term], *, to: bool = False
+    ) -> LayoutError:
+        place = (self.targets if to else self.sources)[term.tensor].place
+        names = _text(term.factors | term.points)
+        if fitting:
+            others = [self.targets[each.tensor].name.text for each in fitting]
+            return LayoutError(
+                f"{place}: {', '.join(map(repr, others))} all have the coordinates "
+                f"{names}; name the parts differently"
+            )
+        others = self.sources if to else self.targets
+        listed = "; ".join(
+            f"{_text(other.factors | other.points)} in {each.name.text!r}"
+            for each, other in (
+                (others[other.tensor], other) for other in _terms(others)
+            )
+        )
+        return LayoutError(
+            f"{place}: no tensor of `{'from' if to else 'to'}` has the coordinates "
+            f"{names}: there are {listed or 'none'}; list captures and rank axes that "
+            f"the other side lacks in `replicated`, `unchecked`, `mean` or `sum`, and "
+            f"dims that it lacks in `pad`"
+        )
+
+
+def _parsed(rule: Rule, key: str) -> Iterator[ParsedTensor]:
+    for pattern in rule.source if key == "from" else rule.target:
+        place = f"{rule.text}.{key}[{pattern.name!r}]"
+        try:
+            parsed = ParsedTensor(
+                pattern=pattern,
+                name=name_pattern.parse(pattern.name),
+                dims=dims.parse(pattern.dims),
+                points=frozenset(),
+                tables={},
+                place=place,
+            )
+            size_expression.names(pattern.scale)
+            size_expression.names(pattern.shift)
+        except LayoutError as error:
+            raise LayoutError(f"{place}: {error}") from None
+        _check_options(parsed)
+        yield parsed
+
+
+def _check_options(tensor: ParsedTensor) -> None:
+    pattern, place = tensor.pattern, tensor.place
+    if bool(pattern.replicated) + bool(pattern.mean) + bool(pattern.sum) > 1:
+        raise LayoutError(
+            f"{place}: choose one of `replicated`, `mean` and `sum`; list the other "
+            f"captures and rank axes in `unchecked`"
+        )
+    for name in pattern.reduced:
+        if pattern.reduced.count(name) > 1:
+            raise LayoutError(f"{place}: {name} is listed twice")
+        if name in tensor.dims.names or name in tensor.dims.axes:
+            raise LayoutError(
+                f"{place}: {name} is in the dims {tensor.dims.text!r}, and cannot be "
+                f"reduced too"
+            )
+    both = tensor.dims.names & set(tensor.name.names)
+    if both:
+        raise LayoutError(f"{place}: {min(both)} is both a capture and a dim")
+    if pattern.dtype is not None:
+        try:
+            np.dtype(pattern.dtype)
+        except TypeError:
+            raise LayoutError(
+                f"{place}: {pattern.dtype!r} is no dtype; write float32, bfloat16, ..."
+            ) from None
+
+
+def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
+    numbers = set(rule.index)
+    for index in rule.index.values():
+        numbers.update(index.by)
+    for tensor in written:
+        numbers |= tensor.dims.names | tensor.dims.axes
+        for capture in tensor.name.captures:
+            if len(capture.names) > 1:
+                numbers.update(capture.names)
+    return frozenset(numbers)
+
+
+def _zero_padded(written: Sequence[ParsedTensor]) -> frozenset[str]:
+    # A capture with leading zeros in one name is a number in all.
+    captures = [capture for tensor in written for capture in tensor.name.captures]
+    return frozenset(each.names[0] for each in captures if each.form.isdigit())
+
+
+def _kept(
+    rule: Rule, written: Sequence[ParsedTensor], numbers: Collection[str]
+) -> tuple[str, ...]:
+    kept: dict[str, None] = {}
+    for tensor in written:
+        for name in tensor.name.names:
+            if name not in numbers and name not in tensor.pattern.reduced:
+                kept[name] = None
+    for name in kept:
+        for tensor in written:
+            if name not in tensor.name.names or name in tensor.pattern.reduced:
+                raise LayoutError(
+                    f"{rule.text}: {{{name}}} is in some names, and not in "
+                    f"{tensor.name.text!r}; capture it in all, or make it a dim, or "
+                    f"list it in `replicated`, `unchecked`, `mean` or `sum`"
+                )
+    return tuple(kept)
+
+
+def _with_points(
+    tensor: ParsedTensor,
+    relation: Relation,
+    others: Sequence[ParsedTensor],
+    axes: Collection[str] | None,
+) -> ParsedTensor:
+    reduced = set(tensor.pattern.reduced)
+    captured = {name for name in tensor.name.names if name not in reduced}
+    points = captured - set(relation.kept) - tensor.dims.axes
+    elsewhere = frozenset(
+        name for other in others for name in (*other.dims.names, *other.name.names)
+    )
+    tables = {}
+    for key, index in relation.rule.index.items():
+        if key not in elsewhere or key in captured | tensor.dims.names:
+            continue
+        ranks = set(index.by) - captured
+        if ranks == set(index.by) and axes is None:
+            continue
+        if _all_axes(ranks, axes):
+            tables[key] = index
+            points = points - (set(index.by) - elsewhere) | {key}
+    return dataclasses.replace(tensor, points=frozenset(points), tables=tables)
+
+
+def _terms(tensors: Sequence[ParsedTensor]) -> Iterator[Term]:
+    for number, tensor in enumerate(tensors):
+        for names in tensor.dims.name_sets:
+            yield Term(tensor=number, factors=names, points=tensor.points)
+
+
+def _all_axes(names: Collection[str], axes: Collection[str] | None) -> bool:
+    return axes is None or all(name in axes for name in names)
+
+
+def _text(names: Collection[str]) -> str:
+    return " ".join(sorted(names)) or "(none)"

@@ -1,0 +1,131 @@
+"""A rule: tensors of a checkpoint and tensors of a target with the same elements.
+
+Each side maps name patterns to dims expressions. A dim, a capture and a rank axis are
+all coordinates of the same elements: `layer` may be in the names of one side and a dim
+of the other. Exchanging the sides inverts a rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+# The powers of a parameter's scale, by the kind of state. A gradient is divided by the
+# scale; the second moment is that of a squared gradient.
+POWERS = {"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2}
+# The kinds of state that are shifted, and padded with the values of the rule.
+SHIFTED = ("parameter", "master")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPattern:
+    """The tensors whose names match a pattern, and their dims.
+
+    Values are those of the other side, scaled, then shifted.
+
+    Attributes:
+      name: a name pattern, see `name_pattern`.
+      dims: a dims expression, see `dims`.
+      replicated: captures and rank axes over which the tensors have to be bit-equal.
+      unchecked: captures and rank axes over which the first tensor is taken.
+      mean: captures and rank axes over which the tensors are averaged.
+      sum: captures and rank axes over which the tensors are added.
+      scale: number, or arithmetic on named sizes.
+      shift: number, or arithmetic on named sizes.
+      dtype: that a target tensor has; None for that of its source.
+    """
+
+    name: str
+    dims: str
+    replicated: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    mean: tuple[str, ...] = ()
+    sum: tuple[str, ...] = ()
+    scale: float | str = 1.0
+    shift: float | str = 0.0
+    dtype: str | None = None
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The captures and rank axes that the other side lacks."""
+        return (*self.replicated, *self.unchecked, *self.mean, *self.sum)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """A table that gives the numbers along a dim.
+
+    Attributes:
+      by: captures or rank axes, the coordinates of the table; two at most.
+      values: the numbers; a list for each value of the first coordinate if there are
+        two. The lists may have different lengths.
+    """
+
+    by: tuple[str, ...]
+    values: tuple[int | tuple[int, ...], ...]
+
+    def table(self) -> dict[tuple[int, ...], int]:
+        """The number at each coordinate."""
+        table: dict[tuple[int, ...], int] = {}
+        for at, entry in enumerate(self.values):
+            if isinstance(entry, tuple):
+                table |= {(at, local): number for local, number in enumerate(entry)}
+            else:
+                table[at,] = entry
+        return table
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """The relation of tensors of a checkpoint with tensors of a target.
+
+    Attributes:
+      source: the tensors of the checkpoint.
+      target: the tensors that are made of them.
+      pad: the values of padding, by the name of a dim that one side alone has.
+      sizes: numbers or arithmetic on sizes, by name; beside those of the layout.
+      widths: the sizes on each rank, by dim and rank axis.
+      index: tables, by dim; beside those of the layout.
+      states: the states that it holds for; None for all of the layout.
+      kind: if not None, it holds for tensors of this kind, and names are whole names,
+        which no state completes.
+      optional: whether the checkpoint may lack all of its tensors.
+      place: for messages.
+    """
+
+    source: tuple[TensorPattern, ...]
+    target: tuple[TensorPattern, ...]
+    pad: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    widths: Mapping[str, Mapping[str, tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
+    index: Mapping[str, Index] = dataclasses.field(default_factory=dict)
+    states: tuple[str, ...] | None = None
+    kind: str | None = None
+    optional: bool = False
+    place: str = dataclasses.field(default="", compare=False)
+
+    def inverse(self) -> Rule:
+        """The same relation in the other direction."""
+        return dataclasses.replace(self, source=self.target, target=self.source)
+
+    @property
+    def text(self) -> str:
+        """Its place, or the name of its first tensor."""
+        first = next((each.name for each in (*self.source, *self.target)), "")
+        return self.place or f"the rule of {first!r}"
+
+
+def side(tensors: Mapping[str, str | TensorPattern]) -> tuple[TensorPattern, ...]:
+    """A side of a rule, written as in a file: `{"lm_head.weight": "vocab embed"}`.
+
+    Args:
+      tensors: dims expressions, or patterns, whose names are then replaced, by name.
+    """
+    return tuple(
+        TensorPattern(name=name, dims=value)
+        if isinstance(value, str)
+        else dataclasses.replace(value, name=name)
+        for name, value in tensors.items()
+    )
