@@ -25,6 +25,9 @@ from typing import Any, TypeVar
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.components import encoding
+from elastic_ckpt.components.component import Component
+from elastic_ckpt.components.encoding import Encoded
 from elastic_ckpt.core import background, storage
 from elastic_ckpt.manifests.manifest import ComponentFile
 
@@ -114,6 +117,24 @@ def begin_save(
 
     begun = _run_in_time(begin, "saved", SAVE_TIMEOUT_SECS)
     return lambda: _run_in_time(finish, "saved", SAVE_TIMEOUT_SECS)
+
+
+def state_of(component: Component, *, name: str) -> Encoded:
+    """The state that a component would save now.
+
+    Raises:
+      TimeoutError: if it has not returned in time.
+      Exception: as its `get`.
+    """
+
+    async def take(deadlines: dict[str, float]) -> Encoded:
+        taking = background.in_thread(
+            lambda: encoding.encode(component.get()), name="component"
+        )
+        limit_secs = _limit_secs(component)
+        return await _limited(asyncio.wrap_future(taking), name, limit_secs, deadlines)
+
+    return _run_in_time(take, "read", SAVE_TIMEOUT_SECS)
 
 
 def fail_later(

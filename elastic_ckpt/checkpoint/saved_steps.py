@@ -9,7 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from elastic_ckpt.checkpoint import components, restore, step_errors
+from elastic_ckpt.checkpoint import (
+    components,
+    replicated_components,
+    restore,
+    step_errors,
+)
 from elastic_ckpt.checkpoint import metadata as metadata_of
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.response import SaveResponse
@@ -152,6 +157,7 @@ class SavedSteps:
         self._emit("save_started", step=step)
         began_secs = time.monotonic()
         trees, stateful = components.split(checkpointables)
+        replicated_components.compare(step, stateful, emit=self._emit)
         description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )

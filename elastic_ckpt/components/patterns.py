@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from elastic_ckpt.components import nodes, resize, sharing
 from elastic_ckpt.components.component import Component
 from elastic_ckpt.components.sharing import Sharing
+from elastic_ckpt.components.validation import Level, check_level
 from elastic_ckpt.core import errors, topology
 
 
@@ -39,10 +40,33 @@ class Global(Component):
 class Replicated(Global):
     """A state that all hosts compute alike; host 0 writes it, and all load it.
 
-    As `Global`, but a difference between hosts is a fault: validation compares them.
+    As `Global`, but a difference between hosts is a fault.
+
+    Args:
+      state: see `Component`.
+      validation: a level of `validate` at which our checkpointer compares the state of
+        all hosts at each save: `"quick"`, `"tensor"`, or `"full"`. A difference is an
+        event (`replicas_differ`), and the step is saved all the same.
+      on_resize: see `Component`.
+      required: see `Component`.
+
+    Raises:
+      ConfigError: if there is no such level.
     """
 
     pattern: ClassVar[str] = sharing.REPLICATED
+
+    def __init__(
+        self,
+        state: Any,
+        *,
+        validation: Level = "none",
+        on_resize: resize.Rule = resize.ERROR,
+        required: bool = True,
+    ) -> None:
+        check_level(validation)
+        super().__init__(state, on_resize=on_resize, required=required)
+        self.validation: Level = validation
 
 
 class PerRank(Component):

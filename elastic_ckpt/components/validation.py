@@ -76,8 +76,7 @@ def validate(
       ConfigError: if there is no such level.
       RunError: if a host did not answer in time.
     """
-    if level not in LEVELS:
-        raise errors.ConfigError(f"level={level!r}; choose one of {', '.join(LEVELS)}")
+    check_level(level)
     if level == "none":
         return []
     leaves = {
@@ -96,6 +95,12 @@ def validate(
     groups = _differing(gather(digests))
     own = [each for group in groups for each in by_group.get(group, [])]
     return _findings(own, list(leaves), gather) if groups else []
+
+
+def check_level(level: str) -> None:
+    """Raises a ConfigError unless it is a level of `validate`."""
+    if level not in LEVELS:
+        raise errors.ConfigError(f"level={level!r}; choose one of {', '.join(LEVELS)}")
 
 
 def _findings(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from absl import logging
@@ -55,19 +55,30 @@ class ValidationSchedule:
             return True
         return interval > 0 and step % interval == 0
 
-    def run(self, step: int, state: Any) -> list[validation.Finding]:
+    def run(
+        self, step: int, state: Any, *, components: Any = None
+    ) -> list[validation.Finding]:
         """Validates the state after `step` steps; all hosts call it.
+
+        Args:
+          step: the number of steps done.
+          state: the tree of weights and optimizer.
+          components: by name, values that all hosts compute alike.
 
         Raises:
           RunError: if copies differ and the run is to stop then.
         """
         began_secs = time.monotonic()
         level = self._section.replica_validation
-        findings = validation.validate(
-            state,
-            level=cast(validation.Level, level),
-            tolerance=self._section.replica_validation_tolerance,
-        )
+        findings = [
+            finding
+            for tree in (state, components)
+            for finding in validation.validate(
+                tree,
+                level=cast(validation.Level, level),
+                tolerance=self._section.replica_validation_tolerance,
+            )
+        ]
         secs = time.monotonic() - began_secs
         metrics.VALIDATION.record(secs)
         if topology.is_primary():
@@ -94,25 +105,32 @@ class ValidationSchedule:
     def _report(
         self, step: int, findings: list[validation.Finding], secs: float
     ) -> None:
-        if findings:
-            metrics.VALIDATION_FINDINGS.record(len(findings))
-        for finding in findings:
-            logging.error("step %d: copies differ: %s", step, finding)
-            self._emit(
-                "replicas_differ",
-                step=step,
-                leaf=finding.leaf,
-                hosts=list(finding.hosts),
-                devices=list(finding.devices),
-                is_certain=finding.is_certain,
-                why=str(finding),
-            )
+        report(step, findings, emit=self._emit)
         self._emit(
             "validated",
             step=step,
             level=self._section.replica_validation,
             findings=len(findings),
             secs=secs,
+        )
+
+
+def report(
+    step: int, findings: Sequence[validation.Finding], *, emit: events.Emit
+) -> None:
+    """Reports the findings after a step: to the log, as events, and as a metric."""
+    if findings:
+        metrics.VALIDATION_FINDINGS.record(len(findings))
+    for finding in findings:
+        logging.error("step %d: copies differ: %s", step, finding)
+        emit(
+            "replicas_differ",
+            step=step,
+            leaf=finding.leaf,
+            hosts=list(finding.hosts),
+            devices=list(finding.devices),
+            is_certain=finding.is_certain,
+            why=str(finding),
         )
 
 

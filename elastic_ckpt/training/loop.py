@@ -13,6 +13,7 @@ from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.core import events, metrics
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step
+from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS
 from elastic_ckpt.training.callbacks import Action, Callbacks, Finding, Report
 
 
@@ -184,7 +185,8 @@ class Loop:
         if self.validation and self.validation.is_due(step, is_saving=is_saving):
             recorder.catch_up()
             self.begin("validate")
-            self.validation.run(step, state)
+            components = {CALLBACKS: self.callbacks.get_state()}
+            self.validation.run(step, state, components=components)
 
     def _save(self, step: int, state: train_step.TrainState, *, last: bool) -> None:
         assert self.saver is not None

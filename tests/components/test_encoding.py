@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from elastic_ckpt.components import encoding, state_file, state_numbers
+from elastic_ckpt.components import encoding, state_file, state_leaves, state_numbers
 from elastic_ckpt.core import errors
 
 Point = collections.namedtuple("Point", "x y")
@@ -183,6 +183,34 @@ def test_numbers_have_paths_and_all_else_stays_as_it_was():
     assert all(number.value.size == 1 for number in listed)
     same = state_numbers.replaced(encoded, {n.path: n.value for n in listed})
     assert state_file.to_bytes(same) == state_file.to_bytes(encoded)
+
+
+def test_states_have_equal_leaves_only_if_they_are_equal():
+    states = [
+        {"a": [1, 2], "b": None},
+        {"a": (1, 2), "b": None},
+        {"a": [1, 2, 3], "b": None},
+        {"a": [1, 2.0], "b": None},
+        {"a": [1, 2], "b": "null"},
+        {"a": [1, True], "b": None},
+        {"a": [1, 2], "b": None, "c": {}},
+        {"a": [1, 2], "b": Point(1, math.nan)},
+        {"a": [1, 2], "b": (1, math.nan)},
+        {1: 0, "1": 1},
+        {1: 1, "1": 0},
+        np.zeros(2, np.float32),
+        jnp.zeros(2, np.float32),
+        jax.random.key(0),
+        np.asarray(jax.random.key_data(jax.random.key(0))),
+        0,
+        b"",
+        "",
+    ]
+    texts = [
+        repr(sorted(state_leaves.leaves(encoding.encode(state)).items(), key=str))
+        for state in states
+    ]
+    assert len(set(texts)) == len(states)
 
 
 def test_fields_of_nodes_are_in_paths():
