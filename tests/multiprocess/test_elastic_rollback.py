@@ -90,3 +90,25 @@ def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
     assert names.index("divergence_found") < names.index("slice_lost")
     (_, event) = runs.events(run, "restored_from")[-2:]
     test_divergence.check_rows(run, to=event["step"])
+
+
+@pytest.mark.slow(minutes=0.6)
+@pytest.mark.parametrize("action", ["stop", "abort"])
+def test_a_live_run_that_diverges_after_a_loss_ends_with_a_save_or_without(
+    tmp_path,
+    spoilt,  # noqa: F811
+    ram,  # noqa: F811
+    action,
+):
+    faults = [{"kill_slice": 1, "at_step": 13}]
+    settings = {"hosts": 3, "slices": 3, "faults": faults, "divergence_action": action}
+    config = configured(tmp_path, spoilt, ram, steps=24, **settings)
+    output = test_divergence.trained(config, code=1)
+    run = config.parent / "tiny"
+    # It is not begun again, as after the loss.
+    assert test_elastic_run.worlds(run) == [[0, 1, 2], [0, 2]]
+    kept = "" if action == "stop" else "not "
+    assert (
+        f"the run was ended after step 16, which is {kept}saved: loss_above" in output
+    )
+    assert (16 in runs.saved_steps(run)) == (action == "stop")
