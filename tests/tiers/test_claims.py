@@ -102,7 +102,7 @@ from elastic_ckpt.tiers.persistent import claims
 print("ready", flush=True)
 sys.stdin.readline()
 won = []
-for number in range(1, 33):
+for number in range(1, 17):
     of = line.Line(save=f"{number:03}{sys.argv[2]}", parents=())
     try:
         me = claims.Claimant(name=sys.argv[2])
