@@ -10,6 +10,7 @@ with epy.lazy_api_imports(globals()):
     from elastic_ckpt.frontend.batches import batches
     from elastic_ckpt.frontend.checkpointer import Checkpointer
     from elastic_ckpt.host.answers import CheckpointMetadata
+    from elastic_ckpt.integrations import orbax_v0
     from elastic_ckpt.manifests.best_steps import BestN
     from elastic_ckpt.tiers.choices import Local, Peers, Persistent, TlsFiles
     from elastic_ckpt.tiers.persistent.follow import follow, record_metrics
@@ -35,6 +36,7 @@ __all__ = [
     "elastic",
     "follow",
     "leased",
+    "orbax_v0",
     "preserve",
     "record_metrics",
     "release",

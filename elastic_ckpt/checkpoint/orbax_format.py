@@ -131,15 +131,15 @@ def metadata_files(
     Raises:
       CheckpointError: if a leaf is of a type that Orbax does not save.
     """
-    pytree = _handler("PyTreeHandler")
+    pytree = handler_name("PyTreeHandler")
     handlers = dict.fromkeys(checkpointables, pytree)
-    handlers |= dict.fromkeys(components, _handler("StatefulCheckpointableHandler"))
+    handlers |= dict.fromkeys(components, handler_name("StatefulCheckpointableHandler"))
     files: dict[str, bytes] = {}
     for name, tree in checkpointables.items():
         for file, content in _tree_files(name, tree, chunks).items():
             files[f"{name}/{file}"] = json.dumps(content).encode()
     if step.metrics is not None:
-        handlers[_METRICS] = _handler("MetricsHandler")
+        handlers[_METRICS] = handler_name("MetricsHandler")
         files[f"{_METRICS}/metrics"] = json.dumps(dict(step.metrics)).encode()
     encoded_metadata = {
         "item_handlers": dict(sorted(handlers.items())),
@@ -152,8 +152,12 @@ def metadata_files(
     return {**files, "_CHECKPOINT_METADATA": json.dumps(encoded_metadata).encode()}
 
 
-def _handler(name: str) -> str:
-    # How Orbax names a handler on disk, by those that it has registered.
+def handler_name(name: str) -> str:
+    """The name on disk of a handler of Orbax v1, such as `PyTreeHandler`.
+
+    Raises:
+      CheckpointError: if this version of Orbax has no such handler.
+    """
     for handler, _ in ocp.handlers.global_registry().get_all_entries():
         if handler.__name__ == name:
             return f"{handler.__module__}.{handler.__qualname__}"

@@ -81,6 +81,24 @@ def _to_json(structure: Any, leaves: tuple[Any, ...], types: tuple[type, ...]) -
     return storage.canonical_json({"shardings": listed, "trees": structures}).decode()
 
 
+def joined(structures: Iterable[str]) -> str:
+    """The structure of the trees of several, as `to_json` makes it of all of them.
+
+    Args:
+      structures: what `to_json` returned; each has other trees.
+    """
+    shardings: list[Any] = []
+    structure_of: dict[str, Any] = {}
+    for text in structures:
+        structure = json.loads(text)
+        for name, node in structure["trees"].items():
+            structure_of[name] = _renumbered(node, len(shardings))
+        shardings += structure["shardings"]
+    return storage.canonical_json(
+        {"shardings": shardings, "trees": structure_of}
+    ).decode()
+
+
 def saved_trees(contents: Contents) -> dict[str, Any]:
     """The trees that were saved, by name, with abstract leaves.
 
@@ -168,6 +186,18 @@ def _structure(tree: Any, shardings: dict[NamedSharding, int]) -> Any:
             parent, place = made[at], name
         _put(parent, place, _leaf(leaf, shardings))
     return root[0]
+
+
+def _renumbered(node: Any, offset: int) -> Any:
+    # The structure of a tree, with `offset` added to the numbers of its shardings.
+    if isinstance(node, dict):
+        return {key: _renumbered(child, offset) for key, child in node.items()}
+    if isinstance(node, list):
+        return [_renumbered(child, offset) for child in node]
+    if node is None or not node.startswith(("array ", "key ")):
+        return node
+    above, _, last = node.rpartition(" ")
+    return f"{above} {int(last) + offset}" if last.isdecimal() else node
 
 
 def _put(parent: Any, place: Any, node: Any) -> None:

@@ -15,6 +15,7 @@ PUBLIC = [
     "elastic_ckpt.components",
     "elastic_ckpt.data",
     "elastic_ckpt.elastic",
+    "elastic_ckpt.integrations.orbax_v0",
     "elastic_ckpt_sidecar",
 ]
 

@@ -226,10 +226,16 @@ def find_run(path: epath.PathLike) -> str | None:
 
 def run_of(directory: epath.Path) -> str | None:
     """The run of a step, by the manifests in its directory; None if none is valid."""
+    manifest = any_manifest(directory)
+    return None if manifest is None else manifest.run
+
+
+def any_manifest(directory: epath.Path) -> Manifest | None:
+    """A valid manifest of the step in a directory; None if there is none."""
     for name in manifest_names(directory):
         with contextlib.suppress(OSError, checked_json.UnreadableError):
             content = (directory / name).read_bytes()
-            return manifest_file.parse(content, stores=True).run
+            return manifest_file.parse(content, stores=True)
     return None
 
 

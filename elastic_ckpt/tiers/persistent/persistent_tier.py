@@ -123,7 +123,11 @@ class PersistentTier:
         offered: list[Offered] = []
         try:
             for directory in self._directories(step):
-                offered.append(self._offers(step, directory))
+                offered.append(
+                    offers_in(
+                        directory, run=self._run, step=step, context=self._context
+                    )
+                )
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
             problem = f"{self.root.final(step)} cannot be read ({error})"
             offered.append(Offered(sources={}, problems=[problem]))
@@ -138,26 +142,6 @@ class PersistentTier:
         committed = [self.root.final(step)] if self.root.is_committed(step) else []
         aside = [each for each in self.root.set_aside_steps() if each[0] == step]
         return [*committed, *(self.root.aside(*each) for each in aside)]
-
-    def _offers(self, step: int, directory: epath.Path) -> Offered:
-        names = manifest_names(directory)
-        manifests = read_manifests(directory, names, run=self._run, step=step)
-        source = _StepSource(directory, self._context)
-        return Offered(
-            sources={
-                Offer(tier="persistent", manifest=each): source
-                for each in manifests
-                if isinstance(each, Manifest)
-            },
-            problems=[
-                str(each) for each in manifests if not isinstance(each, Manifest)
-            ],
-            later=tuple(
-                LaterManifest(str(each), _save_of(directory), is_stored=True)
-                for each in manifests
-                if isinstance(each, manifest_file.LaterVersionError)
-            ),
-        )
 
     def held(self) -> list[retention.HeldStep]:
         """The steps of this run, in the form that retention requires.
@@ -241,7 +225,10 @@ class PersistentTier:
         nsecs = metadata.get("commit_timestamp_nsecs") or 0
         time = _BEGINNING + datetime.timedelta(microseconds=nsecs // 1000)
         if (step, time) not in self._whole:
-            offers = list(self._offers(step, directory).sources)
+            offered = offers_in(
+                directory, run=self._run, step=step, context=self._context
+            )
+            offers = list(offered.sources)
             if not offers:
                 return None
             self._whole[step, time] = search.search(offers).newest is not None
@@ -260,6 +247,35 @@ def _save_of(directory: epath.Path) -> str | None:
     # Without its manifests.
     aside = layout.parse_step_directory(directory.name)
     return persistent_root.committed_save(directory) if aside is None else aside[1]
+
+
+def offers_in(
+    directory: epath.Path, *, run: str, step: int, context: ts.Context
+) -> Offered:
+    """The offers of the manifests in the directory of a committed step.
+
+    Args:
+      directory: of the step.
+      run: that it has to be of.
+      step: that it has to be of.
+      context: of TensorStore, for the stores of all steps (`ocdbt.new_context`).
+    """
+    names = manifest_names(directory)
+    manifests = read_manifests(directory, names, run=run, step=step)
+    source = _StepSource(directory, context)
+    return Offered(
+        sources={
+            Offer(tier="persistent", manifest=each): source
+            for each in manifests
+            if isinstance(each, Manifest)
+        },
+        problems=[str(each) for each in manifests if not isinstance(each, Manifest)],
+        later=tuple(
+            LaterManifest(str(each), _save_of(directory), is_stored=True)
+            for each in manifests
+            if isinstance(each, manifest_file.LaterVersionError)
+        ),
+    )
 
 
 class _StepSource:
