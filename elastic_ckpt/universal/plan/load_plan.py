@@ -1,0 +1,130 @@
+"""The plan of what a host reads of a checkpoint: proven before a byte is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
+from elastic_ckpt.universal.plan import cover
+from elastic_ckpt.universal.plan.piece_table import Buffer, FilledPart, Region
+from elastic_ckpt.universal.plan.pieces import cut
+from elastic_ckpt.universal.plan.spans import Spans, spans
+from elastic_ckpt.universal.plan.strided_runs import Limits
+from elastic_ckpt.universal.stored import StoredTensor
+
+# A request to a local file costs as much as a few pages; one to a bucket takes tens of
+# milliseconds.
+LOCAL = Limits(gap_bytes=2**14, span_bytes=2**23)
+REMOTE = Limits(gap_bytes=2**20, span_bytes=2**24)
+
+
+def limits_of(file: str) -> Limits:
+    """The limits of the requests to a file, by its path or URL."""
+    return REMOTE if "://" in file else LOCAL
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FileReads:
+    """The reads of a file by one host.
+
+    Attributes:
+      needed_bytes: of all elements that go somewhere; one that goes to two places
+        counts twice.
+      read_bytes: of all requests.
+      requests: their number.
+    """
+
+    needed_bytes: int
+    read_bytes: int
+    requests: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadPlan:
+    """The reads of one host.
+
+    Attributes:
+      tensors: the stored tensors, by number.
+      buffers: to be filled, by number; first those of the target's boxes, in the order
+        in which they were requested, then the layers of regions.
+      regions: of sources that are reduced.
+      fills: parts of buffers that no source has.
+      files: by number.
+      spans: the reads, in their order.
+    """
+
+    tensors: Sequence[StoredTensor]
+    buffers: Sequence[Buffer]
+    regions: Sequence[Region]
+    fills: Sequence[FilledPart]
+    files: Sequence[str]
+    spans: Spans
+
+    def by_file(self) -> dict[str, FileReads]:
+        """The bytes and requests of each file."""
+        reads = self.spans
+        sizes = [form.volume * form.dtype.itemsize for form in reads.forms]
+        copied = np.array(sizes, np.int64)[reads.form]
+        needed, read, requests = (np.zeros(len(self.files), np.int64) for _ in range(3))
+        of_copy = np.repeat(reads.file, np.diff(reads.first_copy))
+        np.add.at(needed, of_copy, copied)
+        np.add.at(read, reads.file, reads.stop - reads.start)
+        np.add.at(requests, reads.file, 1)
+        return {
+            file: FileReads(
+                needed_bytes=int(needed[number]),
+                read_bytes=int(read[number]),
+                requests=int(requests[number]),
+            )
+            for number, file in enumerate(self.files)
+        }
+
+    def total(self) -> FileReads:
+        """The bytes and requests of all files."""
+        of_files = self.by_file().values()
+        return FileReads(
+            needed_bytes=sum(each.needed_bytes for each in of_files),
+            read_bytes=sum(each.read_bytes for each in of_files),
+            requests=sum(each.requests for each in of_files),
+        )
+
+
+def plan(
+    tensors: Sequence[StoredTensor],
+    moves: Iterable[Move],
+    fills: Iterable[Fill],
+    needed: Mapping[TargetTensor, Sequence[Box]],
+    *,
+    limits: Callable[[str], Limits] = limits_of,
+) -> LoadPlan:
+    """Plans the reads of one host, and proves that they fill what it needs.
+
+    Args:
+      tensors: of the checkpoint.
+      moves: of a layout that was matched with it.
+      fills: of the same.
+      needed: the distinct boxes that this host needs, by target.
+      limits: of the requests to a file.
+
+    Raises:
+      CheckpointError: if an element of these boxes is filled by no source, or by two.
+    """
+    pieces = cut(tensors, moves, fills, needed)
+    cover.check(
+        pieces.placed,
+        [buffer.box.shape for buffer in pieces.buffers],
+        pieces.buffers,
+        [tensor.name for tensor in tensors],
+    )
+    return LoadPlan(
+        tensors=tensors,
+        buffers=pieces.buffers,
+        regions=pieces.regions,
+        fills=pieces.fills,
+        files=pieces.files,
+        spans=spans(pieces, limits),
+    )
