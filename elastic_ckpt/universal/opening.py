@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors
-from elastic_ckpt.universal.formats import safetensors_checkpoint
+from elastic_ckpt.universal.formats import dcp_checkpoint, safetensors_checkpoint
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.stored import Checkpoint
 
@@ -32,6 +32,11 @@ class _Format:
 
 # A directory is of the first that fits.
 _FORMATS = (
+    _Format(
+        "PyTorch distributed checkpoints (.metadata)",
+        dcp_checkpoint.is_format,
+        dcp_checkpoint.open_checkpoint,
+    ),
     _Format(
         "safetensors (*.safetensors, *.safetensors.index.json)",
         safetensors_checkpoint.is_format,

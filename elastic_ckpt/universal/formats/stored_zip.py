@@ -24,6 +24,7 @@ class StoredZip:
     Args:
       path: local, or in a bucket.
       writer: the program that should have written it, for messages.
+      span: the first byte of the zip and its size; None if it is the whole file.
 
     Attributes:
       path: as a text.
@@ -33,13 +34,20 @@ class StoredZip:
       FormatError: if it is no zip, is cut short, or has other entries than these.
     """
 
-    def __init__(self, path: epath.PathLike, *, writer: str) -> None:
+    def __init__(
+        self,
+        path: epath.PathLike,
+        *,
+        writer: str,
+        span: tuple[int, int] | None = None,
+    ) -> None:
         self.path = str(path)
         self._file: IO[bytes] = epath.Path(path).open("rb")
         self._verified: set[str] = set()
         try:
             self.num_bytes = self._file.seek(0, 2)
-            place = Zip(begin=0, size=self.num_bytes, file=self.path, writer=writer)
+            begin, size = span or (0, self.num_bytes)
+            place = Zip(begin=begin, size=size, file=self.path, writer=writer)
             self._entries = place.entries(self._read_some)
         except BaseException:
             self._file.close()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
-from elastic_ckpt.universal.formats.stored_zip import StoredZip
+from elastic_ckpt.universal.formats.zip_directory import Entry
 
 _MOST_DIMS = 64
 
@@ -39,6 +40,27 @@ DTYPES: dict[str, np.dtype] = {
 }
 
 
+class Zip(Protocol):
+    """A zip that holds storages."""
+
+    @property
+    def path(self) -> str:
+        """The path of its file."""
+        ...
+
+    def entry(self, name: str) -> Entry:
+        """The place of an entry, which the zip must have."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """The bytes of an entry; None if there is none."""
+        ...
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes `start` to `stop` of an entry."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class StorageKind:
     """A class of storages.
@@ -61,7 +83,7 @@ class Storage:
       num_bytes: of the entry.
     """
 
-    file: StoredZip
+    file: Zip
     entry: str
     dtype: np.dtype | None
     num_bytes: int
@@ -110,15 +132,63 @@ class Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
+    def entry(self) -> str:
+        """The name of the entry that has its values."""
+        return self._storage.entry
+
+    @property
+    def entry_offset(self) -> int:
+        """The byte of the entry at which its first element is."""
+        return self._offset * self.dtype.itemsize
+
+    @property
+    def entry_bytes(self) -> int:
+        """The size of the entry."""
+        return self._storage.num_bytes
+
+    @property
     def file_offset(self) -> int:
         """The byte of the file at which its first element is."""
-        start = self._storage.file.entry(self._storage.entry).start
-        return start + self._offset * self.dtype.itemsize
+        return self._storage.file.entry(self.entry).start + self.entry_offset
 
     @property
     def byte_strides(self) -> tuple[int, ...]:
         """The bytes from an element to the next, by dim."""
         return tuple(stride * self.dtype.itemsize for stride in self._strides)
+
+
+def storages(file: Zip, prefix: str) -> Callable[[Any], Any]:
+    """Makes storages of the persistent ids in a pickle.
+
+    Args:
+      file: that has the pickle.
+      prefix: the directory of all entries.
+
+    Returns:
+      A function that raises ValueError for an id of no storage.
+    """
+
+    def storage(persistent_id: Any) -> Storage:
+        if type(persistent_id) is not tuple or len(persistent_id) != 5:
+            raise ValueError("it is no tuple of five")
+        tag, kind, key, _, num_elements = persistent_id
+        if tag != "storage" or not isinstance(kind, StorageKind):
+            raise ValueError("it names no storage")
+        if not isinstance(key, str) or type(num_elements) is not int:
+            raise ValueError("its key is no text or its size no number")
+        entry = f"{prefix}data/{key}"
+        size = file.size(entry)
+        if size is None:
+            raise ValueError(f"the file has no entry data/{key[:40]}")
+        width = 1 if kind.dtype is None else kind.dtype.itemsize
+        if num_elements * width != size:
+            raise ValueError(
+                f"data/{key} has {size} bytes, and {num_elements} elements take"
+                f" {num_elements * width}"
+            )
+        return Storage(file, entry, kind.dtype, size)
+
+    return storage
 
 
 def view(

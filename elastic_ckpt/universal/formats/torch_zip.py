@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import closed_pickle, torch_names
+from elastic_ckpt.universal.formats import closed_pickle, torch_names, torch_tensor
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.stored_zip import StoredZip
-from elastic_ckpt.universal.formats.torch_tensor import Storage, StorageKind, Tensor
+from elastic_ckpt.universal.formats.torch_tensor import Tensor
 
 MOST_PICKLE_BYTES = 256 << 20
 
@@ -37,6 +37,7 @@ class TorchZip:
     Args:
       path: local, or in a bucket.
       names: beside those of PyTorch, see `closed_pickle.decode`.
+      span: the first byte of the zip and its size, if it is a part of the file.
 
     Attributes:
       value: the content: dicts, lists, tuples, texts, numbers, None and `Tensor`s.
@@ -47,9 +48,13 @@ class TorchZip:
     """
 
     def __init__(
-        self, path: epath.PathLike, *, names: Mapping[str, Any] | None = None
+        self,
+        path: epath.PathLike,
+        *,
+        names: Mapping[str, Any] | None = None,
+        span: tuple[int, int] | None = None,
     ) -> None:
-        self._zip = StoredZip(path, writer="torch.save")
+        self._zip = StoredZip(path, writer="torch.save", span=span)
         self._names = {**torch_names.NAMES, **(names or {})}
         self.num_bytes = self._zip.num_bytes
         try:
@@ -99,28 +104,8 @@ class TorchZip:
             self._zip.read(self._prefix + "data.pkl"),
             file=self._zip.path,
             names=self._names,
-            persistent=self._storage,
+            persistent=torch_tensor.storages(self._zip, self._prefix),
         )
-
-    def _storage(self, persistent_id: Any) -> Storage:
-        if type(persistent_id) is not tuple or len(persistent_id) != 5:
-            raise ValueError("it is no tuple of five")
-        tag, kind, key, _, num_elements = persistent_id
-        if tag != "storage" or not isinstance(kind, StorageKind):
-            raise ValueError("it names no storage")
-        if not isinstance(key, str) or type(num_elements) is not int:
-            raise ValueError("its key is no text or its size no number")
-        entry = f"{self._prefix}data/{key}"
-        size = self._zip.size(entry)
-        if size is None:
-            raise ValueError(f"the file has no entry data/{key[:40]}")
-        width = 1 if kind.dtype is None else kind.dtype.itemsize
-        if num_elements * width != size:
-            raise ValueError(
-                f"data/{key} has {size} bytes, and {num_elements} elements take"
-                f" {num_elements * width}"
-            )
-        return Storage(self._zip, entry, kind.dtype, size)
 
 
 def read(path: epath.PathLike) -> Any:

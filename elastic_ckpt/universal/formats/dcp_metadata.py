@@ -1,0 +1,210 @@
+"""Reads `.metadata` of PyTorch's distributed checkpoints: their tensors and items.
+
+It is a pickle of dataclasses of PyTorch, which become records here. A tensor has
+chunks, boxes of it; an item is the place of a chunk in a file, or of a value that is no
+tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.formats import (
+    closed_pickle,
+    coverage,
+    torch_names,
+    torch_tensor,
+)
+from elastic_ckpt.universal.formats.closed_pickle import Call, Record, record
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.torch_zip import MOST_PICKLE_BYTES
+
+FILE = ".metadata"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_MODULE = "torch.distributed.checkpoint.metadata"
+_MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
+class _Index(Record):
+    # A key of a dict.
+    __hash__ = object.__hash__  # pyrefly: ignore
+    __eq__ = object.__eq__
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Item:
+    """A part of a file.
+
+    Attributes:
+      file: its name in the directory.
+      offset: the first byte.
+      size: in bytes.
+    """
+
+    file: str
+    offset: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor that `.metadata` lists.
+
+    Attributes:
+      dtype: of its elements.
+      shape: in elements.
+      chunks: disjoint boxes that cover it, with the item that has each.
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Item], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """The content of `.metadata`.
+
+    Attributes:
+      tensors: by name.
+      values: the items of what is no tensor, by name.
+      paths: the keys that lead to a name in the state that was saved, if it was nested.
+    """
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Item]
+    paths: Mapping[str, tuple[Any, ...]]
+
+
+def read(directory: epath.Path) -> Metadata:
+    """The metadata of the checkpoint in `directory`.
+
+    Raises:
+      FormatError: if it is missing, malformed, names a file outside of the directory,
+        or the chunks of a tensor overlap or leave a gap.
+    """
+    path = directory / FILE
+    with path.open("rb") as file:
+        content = file.read(MOST_PICKLE_BYTES + 1)
+    if len(content) > MOST_PICKLE_BYTES:
+        raise FormatError(f"{path} has more than {MOST_PICKLE_BYTES} bytes")
+    # Parts are followed to a fixed depth, and each once: sizes need no check.
+    value = closed_pickle.decode(
+        content, file=str(path), names=_NAMES, check_size=False
+    )
+    try:
+        return _metadata(value, str(path))
+    except _MALFORMED as error:
+        raise FormatError(
+            f"{path} is no metadata of a distributed checkpoint ({error!r})"
+        ) from None
+
+
+def _metadata(value: Any, path: str) -> Metadata:
+    entries, stored = value["state_dict_metadata"], value["storage_data"]
+    items = {
+        (index["fqn"], index.get("offset")): _item(info, path)
+        for index, info in stored.items()
+    }
+    used = 0
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Item] = {}
+    for name, entry in entries.items():
+        if not isinstance(name, str):
+            raise TypeError(f"the name {name!r} is no text")
+        if "chunks" not in entry:
+            values[name] = items[name, None]
+            continue
+        used += len(entry["chunks"])
+        if used > len(items):
+            raise ValueError(f"{name} has chunks that are nowhere stored")
+        tensors[name] = _tensor(name, entry, items, path)
+    paths = value.get("planner_data")
+    paths = paths if isinstance(paths, dict) else {}
+    keys = {
+        name: keys
+        for name, keys in paths.items()
+        if isinstance(name, str) and isinstance(keys, tuple)
+    }
+    return Metadata(tensors=tensors, values=values, paths=keys)
+
+
+def _item(info: Mapping[str, Any], path: str) -> Item:
+    name, offset, size = info["relative_path"], info["offset"], info["length"]
+    if info.get("transform_descriptors"):
+        raise FormatError(
+            f"{path} lists items that are compressed"
+            f" ({str(info['transform_descriptors'])[:60]}); save without extensions"
+        )
+    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+        raise FormatError(f"{path} lists the file {name!r}, which is not beside it")
+    if type(offset) is not int or type(size) is not int or min(offset, size) < 0:
+        raise FormatError(f"{path} lists {size!r} bytes from {offset!r} of {name}")
+    return Item(name, offset, size)
+
+
+def _tensor(
+    name: str, entry: Mapping[str, Any], items: Mapping[Any, Item], path: str
+) -> Tensor:
+    dtype, layout = entry["properties"]["state"][:2]
+    if not isinstance(dtype, np.dtype) or layout != "torch.strided":
+        raise FormatError(f"{path} has {name} of the unsupported layout {layout!r}")
+    place = f"{path}: {name}"
+    shape = coverage.checked_shape(entry["size"], place)
+    chunks = []
+    for chunk in entry["chunks"]:
+        start, sizes = chunk["offsets"], chunk["sizes"]
+        if type(start) is not tuple or not len(start) == len(sizes) == len(shape):
+            raise FormatError(f"{place} has a chunk of {len(sizes)} dims")
+        stop = tuple(a + b for a, b in zip(start, sizes, strict=True))
+        item = items.get((name, start))
+        if item is None:
+            raise FormatError(f"{place} has a chunk at {list(start)} without values")
+        chunks.append((Box(start=start, stop=stop), item))
+    coverage.check(shape, [box for box, _ in chunks], place)
+    return Tensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
+
+
+def _layout(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError("it is no text")
+    return name
+
+
+def _path(*parts: Any) -> str:
+    return "/".join(map(str, parts))
+
+
+_RECORDS = (
+    *(
+        f"{_MODULE} {name}"
+        for name in (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    "torch.distributed.checkpoint.filesystem _StorageInfo",
+    # Earlier versions have these.
+    "torch.distributed._shard.sharded_tensor.metadata TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata MEM_FORMAT_ENCODING",
+)
+_NAMES: dict[str, Any] = {
+    **{name: record(name.replace(" ", ".")) for name in _RECORDS},
+    f"{_MODULE} MetadataIndex": Call("MetadataIndex", lambda *_: _Index()),
+    "torch.serialization _get_layout": Call("layout", _layout),
+    "pathlib PosixPath": Call("pathlib.PosixPath", _path),
+    "torch Size": torch_names.NAMES["torch Size"],
+    **{f"torch {name}": dtype for name, dtype in torch_tensor.DTYPES.items()},
+}

@@ -1,0 +1,94 @@
+"""Writes the samples of PyTorch's distributed checkpoints in `data`; needs torch.
+
+pip install torch==2.13.0 safetensors numpy
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 write_dcp.py data
+
+dcp/         FSDP2 over 2 x 2 (data, tensor) processes: model, Adam, numbers
+dcp_hf/      the same model by HuggingFaceStorageWriter, a file for each process
+dcp.npz      all tensors, whole
+"""
+
+import pathlib
+import sys
+
+import numpy as np
+import torch
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+
+class Model(torch.nn.Module):
+    """Two matrices that tensor parallelism cuts, and a norm in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(6, 10)
+        self.down = torch.nn.Linear(10, 5, bias=False)
+        self.norm = torch.nn.LayerNorm(5, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        y = self.down(torch.nn.functional.gelu(self.up(x)))
+        return self.norm(y.to(torch.bfloat16)).float()
+
+
+def flat(tree, prefix=""):
+    """The leaves of nested dicts, by names joined with dots."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def main(directory):
+    """Trains two steps and saves them."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    # A group of FSDP has one type.
+    fully_shard(model.norm, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for _ in range(2):
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, states = get_state_dict(model, optimizer)
+    content = {
+        "model": weights,
+        "optim": states,
+        "step": 2,
+        "note": "two steps",
+        "transposed": torch.arange(12.0).reshape(3, 4).T,
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+    }
+    dcp.save(content, checkpoint_id=f"{directory}/dcp")
+    writer = dcp.HuggingFaceStorageWriter(f"{directory}/dcp_hf", save_distributed=True)
+    dcp.save(weights, storage_writer=writer)
+    whole = {}
+    for name, value in flat(content):
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if isinstance(value, torch.Tensor):
+            bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+            whole[name] = bits.detach().numpy()
+    if dist.get_rank() == 0:
+        np.savez_compressed(f"{directory}/dcp.npz", **whole)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
