@@ -297,3 +297,37 @@ def test_a_checkpoint_that_is_no_item_is_refused_with_the_way_to_save_it(
     with pytest.raises(errors.CheckpointError, match=r"ocp.args.Composite\(state"):
         save_it()
     assert not (tmp_path / "one").exists()
+
+
+def test_a_step_that_a_file_commits_is_complete_too(corpus, tmp_path):
+    path, batches = tmp_path / "run", batches_of(corpus)
+    mode = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+    items = composite(
+        state=ec.orbax_v0.TreeSave(state()), data=ec.orbax_v0.StatefulSave(batches)
+    )
+    with manager(path, atomicity_options=mode) as saving:
+        saving.save(1, args=items)
+        expected = next(batches)
+        saving.wait_until_finished()
+        wanted = composite(
+            state=ec.orbax_v0.TreeRestore(),
+            data=ec.orbax_v0.StatefulRestore(batches),
+        )
+        restored = saving.restore(1, args=wanted)
+    assert bits(restored.state) == bits(state())
+    assert bits(next(batches)) == bits(expected)
+
+
+@pytest.mark.parametrize(
+    "bucket", ["gs", pytest.param("s3", marks=pytest.mark.slow)], indirect=True
+)
+def test_steps_in_a_bucket_are_saved_restored_and_verified(bucket):
+    mode = ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE)
+    args = composite(state=ec.orbax_v0.TreeSave(state()))
+    with manager(bucket, atomicity_options=mode, max_to_keep=1) as saving:
+        saving.save(1, args=args)
+        saving.save(2, args=args)
+        saving.wait_until_finished()
+        wanted = composite(state=ec.orbax_v0.TreeRestore())
+        assert bits(saving.restore(2, args=wanted).state) == bits(state())
+    assert "PASSED" in runs.verb("verify", bucket)
