@@ -11,7 +11,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.host import backup
 from elastic_ckpt.tiers.persistent import evaluations, leases
-from tests.checkpoint.test_tier_retention import opened, stored
+from tests.checkpoint.test_tier_retention import in_ram, opened, stored
 from tests.tiers import tiered_steps
 
 # Orbax warns about loads without a sharding.
@@ -191,11 +191,14 @@ def test_after_a_rollback_preserved_steps_stay(tmp_path):
         ec.preserve(tmp_path / "steps" / str(step))
     evaluate(run, (6, 0.5))
     assert stored(tmp_path) == [2, 4, 6]
+    (newest,) = (tmp_path / "ram" / "hosts" / "0").glob("6-*")
+    ec.preserve(newest)
     go_back(run, 2)
     # The old saves are set aside; the new one of the step counts as preserved.
     evaluate(run, (8, 0.5), (10, 0.5))
     assert stored(tmp_path) == [2, 10]
     assert set_aside(tmp_path) == [2, 4]
+    assert in_ram(tmp_path) == [6, 10]
     run.close()
 
 

@@ -112,3 +112,28 @@ def test_a_live_run_that_diverges_after_a_loss_ends_with_a_save_or_without(
         f"the run was ended after step 16, which is {kept}saved: loss_above" in output
     )
     assert (16 in runs.saved_steps(run)) == (action == "stop")
+
+
+@pytest.mark.slow(minutes=0.8)
+@pytest.mark.parametrize("returned_at", [12, 15])
+def test_under_one_controller_a_run_goes_back_between_changes_of_slices(
+    tmp_path,
+    spoilt,  # noqa: F811
+    ram,  # noqa: F811
+    returned_at,
+):
+    faults = [
+        {"kill_slice": 1, "at_step": 10},
+        {"return_slice": 1, "at_step": returned_at},
+        {"kill_slice": 0, "at_step": 20},
+        {"return_slice": 0, "at_step": 23},
+    ]
+    settings = {"hosts": 1, "devices_per_host": 4, "steps": 26, "faults": faults}
+    config = configured(tmp_path / "slices", spoilt, ram, **settings)
+    run = test_elastic_run.trained(config)
+    every, left = [0, 1, 2, 3], [[0, 2, 3], [1, 2, 3]]
+    assert test_elastic_run.worlds(run) == [every, left[0], every, left[1], every]
+    (event,) = runs.events(run, "rolled_back")
+    test_divergence.check_went_back(run, event["to_step"])
+    other = one_host(tmp_path / "one", spoilt, steps=26, to=event["to_step"])
+    test_divergence.check_same(run, other, rtol=LOSS_RTOL)

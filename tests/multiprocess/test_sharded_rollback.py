@@ -27,8 +27,13 @@ def test_a_packed_mixture_that_goes_back_continues_after_what_it_had_read(
 ):
     name = f"{planted.__name__}:callbacks"
     config = configured(tmp_path / "back", mixture, training_callbacks=name)
-    for hosts, steps in ((4, 10), (3, 14), (6, 16)):
-        test_divergence.trained(config, f"hosts={hosts}", f"steps={steps}")
+    for hosts, steps, colocated in ((4, 10, True), (3, 14, False), (6, 16, True)):
+        test_divergence.trained(
+            config,
+            f"hosts={hosts}",
+            f"steps={steps}",
+            f"colocated_python_data_input={colocated}",
+        )
     run = config.parent / "tiny"
     assert [each.hosts for each in step_log.read(run)] == [4, 3, 3, 6]
     (event,) = runs.events(run, "rolled_back")
