@@ -68,7 +68,10 @@ def opened(directory, **options):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Two steps of a run that has ended."""
-    directory = tmp_path_factory.mktemp("saved") / "steps"
+    return save_two_steps(tmp_path_factory.mktemp("saved") / "steps")
+
+
+def save_two_steps(directory):
     with opened(directory) as checkpointer:
         for step in (1, 2):
             parts = {

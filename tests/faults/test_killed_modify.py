@@ -8,9 +8,9 @@ import pytest
 
 from elastic_ckpt.checkpoint import modified_step, number_edit
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.tiers.persistent import ocdbt, persistent_root
 from tests import runs
-from tests.cli.test_modify import components_of, opened, saved  # noqa: F401
+from tests.cli.test_modify import components_of, opened, save_two_steps, saved  # noqa: F401
 from tests.faults.test_killed_upload import children, ended  # noqa: F401
 
 # All that a modification does to storage.
@@ -19,6 +19,7 @@ WRITERS = (
     (ocdbt, "merge"),
     (storage, "write_atomic"),
     (storage, "rename"),
+    (storage, "copy_tree"),
     (storage, "remove"),
     (storage, "make_directory"),
 )
@@ -56,6 +57,24 @@ def modify_and_die(steps, point, moment):
     modify(steps)
 
 
+def in_place(path):
+    """Steps that are written as into a bucket, which has no rename."""
+    return persistent_root.PersistentRoot(path=storage.absolute(path), in_place=True)
+
+
+def modify_in_place_and_die(steps, point, moment):
+    """As `modify_and_die`; this process is a child."""
+    persistent_root.PersistentRoot.from_path = in_place
+    modify_and_die(steps, point, moment)
+
+
+@pytest.fixture
+def saved_in_place(tmp_path, monkeypatch):
+    """The steps of `saved`, as in a bucket; this process looks at them so."""
+    monkeypatch.setattr(persistent_root.PersistentRoot, "from_path", in_place)
+    return save_two_steps(tmp_path / "saved" / "steps")
+
+
 def check(steps):
     """One version of step 2 counts, and it is whole; returns its number."""
     runs.verb("verify", "--strict", str(steps))
@@ -67,10 +86,10 @@ def check(steps):
     return step
 
 
-def killed_at(point, moment, original, steps, children):  # noqa: F811
+def killed_at(point, moment, original, steps, children, act=modify_and_die):  # noqa: F811
     """Kills a modification, and repeats it; whether it had come to its end."""
     shutil.copytree(original, steps)
-    finished = ended(children, modify_and_die, steps, point, moment)
+    finished = ended(children, act, steps, point, moment)
     assert check(steps) in ({100} if finished else {2, 100})
     modify(steps)
     assert check(steps) == 100
@@ -90,3 +109,30 @@ def test_killed_at_any_write_a_version_is_whole(saved, tmp_path, children):  # n
 @pytest.mark.parametrize("point", [3, 17, 18, 19])
 def test_killed_at_a_write_a_version_is_whole(point, saved, tmp_path, children):  # noqa: F811
     killed_at(point, "after", saved, tmp_path / "steps", children)
+
+
+@pytest.mark.slow(minutes=0.7)
+def test_killed_at_any_write_into_a_bucket_a_version_is_whole(
+    saved_in_place,
+    tmp_path,
+    children,  # noqa: F811
+):
+    act, point = modify_in_place_and_die, 1
+    steps = tmp_path / "steps"
+    while not killed_at(point, "before", saved_in_place, steps, children, act):
+        point += 1
+    assert point > 10
+
+
+# Between the copy that sets the step aside and what follows.
+@pytest.mark.parametrize("point", [4])
+def test_killed_at_a_write_into_a_bucket_a_version_is_whole(
+    point,
+    saved_in_place,
+    tmp_path,
+    children,  # noqa: F811
+):
+    act = modify_in_place_and_die
+    assert not killed_at(
+        point, "before", saved_in_place, tmp_path / "steps", children, act
+    )
