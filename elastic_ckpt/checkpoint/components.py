@@ -72,6 +72,17 @@ def split(
     return trees, stateful
 
 
+def optional(
+    components: Mapping[str, ocp.StatefulCheckpointable],
+) -> dict[str, Component]:
+    """The components without which a step may be saved."""
+    return {
+        name: component
+        for name, component in components.items()
+        if isinstance(component, Component) and not component.required
+    }
+
+
 def begin_save(
     components: Mapping[str, ocp.StatefulCheckpointable],
     directory: Callable[[str], epath.Path],

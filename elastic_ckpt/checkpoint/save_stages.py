@@ -218,7 +218,7 @@ class SaveStages:
 
     def _commit(self, saving: Saving) -> bool:
         # Hosts that share a machine leave its cores to those that still capture.
-        saving = saving.agreed(self._hosts)
+        saving = self._work.agreed(saving)
         notes, problem = saving.prepare()
         abandon = save_requests.AbandonStep(step=saving.step, save=saving.save)
         try:

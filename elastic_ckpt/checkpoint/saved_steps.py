@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orbax.checkpoint import v1 as ocp
+
 from elastic_ckpt.checkpoint import (
     components,
     replicated_components,
@@ -156,8 +158,7 @@ class SavedSteps:
             return None
         self._emit("save_started", step=step)
         began_secs = time.monotonic()
-        trees, stateful = components.split(checkpointables)
-        replicated_components.compare(step, stateful, emit=self._emit)
+        trees, stateful = self._split(step, checkpointables)
         description = StepDescription.from_trees(
             trees, stateful, metrics=metrics, custom_metadata=custom_metadata
         )
@@ -186,6 +187,7 @@ class SavedSteps:
             is_last_of_world=is_last_of_world,
             is_copied_at_once=is_last_of_world and self._loses_memory(),
             description=description,
+            optional=components.optional(stateful),
             parents=line.parents,
             path=current.path,
             began_secs=began_secs,
@@ -195,6 +197,14 @@ class SavedSteps:
         if problem is not None:
             raise problem
         return SaveResponse(committed, functools.partial(self._is_stored, saving))
+
+    def _split(
+        self, step: int, checkpointables: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, ocp.StatefulCheckpointable]]:
+        # The trees and the components to save, which are compared between hosts.
+        trees, stateful = components.split(checkpointables)
+        replicated_components.compare(step, stateful, emit=self._emit)
+        return trees, stateful
 
     def load(
         self,

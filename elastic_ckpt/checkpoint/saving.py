@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
 from etils import epath
@@ -12,9 +12,10 @@ from etils import epath
 from elastic_ckpt.checkpoint import components
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.components.component import Component
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import CheckpointMetadata, Written
+from elastic_ckpt.host.answers import CheckpointMetadata, LeftOut, Written
 from elastic_ckpt.host.step_notes import StepNotes
 from elastic_ckpt.manifests import line
 
@@ -36,6 +37,7 @@ class Saving:
       is_last_of_world: whether the run goes on in another world, which makes its
         copies and its backup.
       is_copied_at_once: whether this world makes its copies before it is committed.
+      optional: the components among those of the step that may be left out, by name.
       stored: set when the step is in persistent storage.
     """
 
@@ -50,12 +52,32 @@ class Saving:
     path: epath.Path | None = None
     is_last_of_world: bool = False
     is_copied_at_once: bool = False
+    optional: Mapping[str, Component] = dataclasses.field(default_factory=dict)
     stored: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def agreed(self, hosts: Hosts) -> Saving:
         """Returns the same with the notes of host 0: a step has one set of notes."""
         notes = hosts.share(self.description.host_notes)[0]
         return dataclasses.replace(self, description=self.description.agreed(notes))
+
+    def complete(self, hosts: Hosts) -> tuple[Saving, dict[str, str]]:
+        """Leaves out, on all hosts, optional components that one of them cannot save.
+
+        Returns:
+          The step without them; and by name, why one was left out.
+        """
+        why: dict[str, str] = {}
+        if not self.optional:
+            return self, why
+        problems = {n: c.save_problem for n, c in self.optional.items()}
+        left_out = LeftOut(problems={n: p for n, p in problems.items() if p})
+        for number, of_host in enumerate(hosts.share(left_out)):
+            for name, problem in of_host.problems.items():
+                why.setdefault(name, f"host {number}: {problem}")
+        for name in why:
+            self.optional[name].save_problem = why[name]
+        description = self.description.without(why)
+        return dataclasses.replace(self, description=description), why
 
     def prepare(self) -> tuple[StepNotes | None, str | None]:
         """Writes the files of components.

@@ -28,6 +28,15 @@ class StageWork:
         self._emit = emit
         self._lacking: list[str] = []
 
+    def agreed(self, saving: Saving) -> Saving:
+        """The step as all hosts save it: with one set of notes and of components."""
+        agreed, left_out = saving.agreed(self._hosts).complete(self._hosts)
+        tier = "persistent" if saving.back_up else "local"
+        for name, why in left_out.items():
+            why = f"it is saved without the optional component {name!r}: {why}"
+            self.degraded(tier, saving.step, why)
+        return agreed
+
     def replicate(
         self, committed: CheckpointMetadata, *, is_late: bool = False
     ) -> list[Replicated] | None:

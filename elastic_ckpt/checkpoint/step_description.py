@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,6 +110,11 @@ class StepDescription:
             metrics_json=notes.metrics,
             custom_json=notes.custom_metadata,
         )
+
+    def without(self, components: Collection[str]) -> StepDescription:
+        """This step without some components."""
+        left = [name for name in self.components if name not in components]
+        return dataclasses.replace(self, components=left)
 
     def notes(self, parents: Sequence[tuple[int, str]]) -> StepNotes:
         """The notes that manifests have of it, as a save with these parents."""

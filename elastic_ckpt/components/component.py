@@ -53,12 +53,14 @@ class Component(abc.ABC):
         hosts: `"error"`, `"reset"`, `"from_first"`, or a
         function `(old_states, new_count) -> new states`; see `resize`.
       required: whether a step without this component is an error. An optional one that
-        cannot be saved is left out, with a warning in the log.
+        raises on a host when it is saved is left out of the step, with a warning in the
+        log; our checkpointer leaves it out on all hosts, which is an event.
 
     Attributes:
       state: the object, or the pytree: the one that is saved next, or was loaded last.
       on_resize: as given.
       required: as given.
+      save_problem: why the last save has left it out; None if it has not.
       save_timeout_secs: how long our checkpointer waits for it in a save, at most 240;
         then the step fails, and the next one is tried. A load waits as long, and then
         fails on all hosts.
@@ -80,6 +82,7 @@ class Component(abc.ABC):
         self.state = state
         self.on_resize = on_resize
         self.required = required
+        self.save_problem: str | None = None
         # Only this rule needs it.
         is_reset = on_resize == resize.RESET
         self._initial = encoding.encode(self.get()) if is_reset else None
@@ -104,16 +107,19 @@ class Component(abc.ABC):
     async def save(self, directory: AwaitedDirectory) -> Awaitable[None]:
         """Takes the state; the awaitable writes it into Orbax's directory."""
         files: dict[str, Callable[[], bytes]] = {}
+        self.save_problem = None
         try:
             files = self._files()
         except Exception as error:
             if self.required:
                 raise
             logging.warning("an optional component is not saved: %r", error)
+            self.save_problem = repr(error)
 
         async def write() -> None:
             path = await directory.await_creation()
-            await _in_thread(lambda: _write(path, files))
+            if self.save_problem is None:
+                await _in_thread(lambda: _write(path, files))
 
         return write()
 

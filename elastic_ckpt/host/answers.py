@@ -89,6 +89,17 @@ class Written:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """The optional components that a host cannot save.
+
+    Attributes:
+      problems: by the name of a component, why.
+    """
+
+    problems: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicated:
     """The copies that a host has taken.
 
