@@ -25,18 +25,23 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def spoilt(tmp_path_factory):
-    """A corpus, in order, whose batches 12 to 14 are noise."""
-    path = tmp_path_factory.mktemp("spoilt") / "texts.array_record"
-    noise = np.random.default_rng(0).integers(128, 256, (ROWS * 15, 32), np.uint8)
+def written(path, noisy):
+    """A corpus, in order, of which some batches are noise."""
+    noise = np.random.default_rng(0).integers(128, 256, (ROWS * 40, 32), np.uint8)
     texts = [
         noise[number].tobytes()
-        if 12 <= number // ROWS < 15
+        if number // ROWS in noisy
         else b"text %d " % (number % (ROWS * 40)) * 5
         for number in range(ROWS * 1000)
     ]
     return corpora.write_records(path, texts, options="group_size:1")
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory):
+    """A corpus whose batches 12 to 14 are noise."""
+    path = tmp_path_factory.mktemp("spoilt") / "texts.array_record"
+    return written(path, range(12, 15))
 
 
 def configured(directory, corpus, **settings):
@@ -114,6 +119,23 @@ def test_hosts_that_change_on_the_way_decide_as_one_host_does(
     hosts = [attempt.hosts for attempt in step_log.read(run)]
     assert hosts == [4, 3, 3, 2]
     check_same(run, one_host)
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_a_run_goes_back_to_the_same_step_twice(tmp_path):
+    corpus = written(tmp_path / "texts.array_record", [*range(12, 15), *range(17, 20)])
+    config = configured(tmp_path / "twice", corpus)
+    # The second noise begins with step 10 after the first one is left out.
+    for hosts, steps in ((4, 14), (2, 20), (3, 22)):
+        trained(config, f"hosts={hosts}", f"steps={steps}")
+    run = config.parent / "tiny"
+    events = runs.events(run, "rolled_back")
+    assert [(each["to_step"], each["rollbacks"]) for each in events] == [(8, 1), (8, 2)]
+    ids = [number for record in runs.steps(run) for number in record.ids]
+    assert ids == [*range(8 * ROWS), *range(21 * ROWS, (22 + 13) * ROWS)]
+    outcome = json.loads(runs.verb("audit", run, "--json"))
+    assert outcome["passed"], outcome
+    assert outcome["num_left_out"] == 13 * ROWS
 
 
 @pytest.mark.parametrize(
