@@ -64,6 +64,11 @@ class LoadPlan:
     files: Sequence[str]
     spans: Spans
 
+    @property
+    def num_targets(self) -> int:
+        """The number of buffers of the target's boxes."""
+        return len(self.buffers) - sum(len(each.layers) for each in self.regions)
+
     def by_file(self) -> dict[str, FileReads]:
         """The bytes and requests of each file."""
         reads = self.spans

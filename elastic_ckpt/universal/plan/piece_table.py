@@ -50,7 +50,7 @@ class Region:
       box: of the factored dims of these moves.
       buffer: the number of the buffer that gets the result.
       element: the place of the first element there.
-      form: of the copy from a layer to that buffer.
+      form: of the copy of the result to that buffer.
     """
 
     layers: tuple[int, ...]

@@ -195,7 +195,7 @@ class _Cutter:
         target_side: Side,
         box: Box,
     ) -> tuple[int, int, tuple[int, ...]]:
-        strides = _strides(box.shape)
+        strides = strided_runs.row_major(box.shape)
         arithmetic = move.arithmetic or _PLAIN
         reduced = target_side is not move.target_side
         form = strided_runs.normalized(
@@ -230,7 +230,7 @@ class _Cutter:
                     f" both are sources of {move.target}; use another step, or read one"
                     " of them (`unchecked`)"
                 )
-        tensor_strides = _strides(tensor.shape, tensor.dtype.itemsize)
+        tensor_strides = strided_runs.row_major(tensor.shape, tensor.dtype.itemsize)
         strides = _advances(move.source_side, tensor_strides)
         limits = strided_runs.Limits(
             gap_bytes=2**62, span_bytes=max(tensor.dtype.itemsize, _REGION_BYTES)
@@ -262,9 +262,8 @@ class _Cutter:
                 Buffer(tensor=buffer.tensor, box=region, dtype=dtype, order=order)
             )
             self._add(each, region, layers[-1], layer_side)
-        strides = _strides(buffer.box.shape)
+        strides = strided_runs.row_major(buffer.box.shape)
         element = _element(region.start, move.target_side, buffer.box, strides)
-        arithmetic = move.arithmetic or _PLAIN
         itemsize = dtype.itemsize
         self._regions.append(
             Region(
@@ -275,11 +274,9 @@ class _Cutter:
                 element=element,
                 form=Form(
                     sizes=region.shape,
-                    source_strides=_strides(region.shape, itemsize),
+                    source_strides=strided_runs.row_major(region.shape, itemsize),
                     buffer_strides=_advances(move.target_side, strides),
                     dtype=dtype,
-                    scale=arithmetic.scale,
-                    shift=arithmetic.shift,
                 ),
             )
         )
@@ -302,18 +299,10 @@ class _Cutter:
             )
             dims = tuple(range(len(part.start)))
             side = Side(start=part.start, dims=dims, steps=(1,) * len(dims))
-            strides = _strides(buffer.box.shape)
+            strides = strided_runs.row_major(buffer.box.shape)
             element = _element((0,) * len(dims), side, buffer.box, strides)
             image = self._image(part.shape, side)
             self._placed.extend((number, element, image, -1))
-
-
-def _strides(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    # The strides of an array in row-major order.
-    strides = [itemsize]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides[: len(shape)]))
 
 
 def _advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:

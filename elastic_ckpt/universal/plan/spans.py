@@ -14,10 +14,6 @@ from elastic_ckpt.universal.plan import strided_runs
 from elastic_ckpt.universal.plan.piece_table import Pieces
 from elastic_ckpt.universal.plan.strided_runs import Form, Limits
 
-# A copy of so many bytes without change gets a separate request: it is read straight
-# into its buffer.
-_ALONE_BYTES = 2**18
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spans:
@@ -65,8 +61,9 @@ def spans(pieces: Pieces, limits: Callable[[str], Limits]) -> Spans:
     file = pieces.file[row]
     extents = np.array([each.extent for each in forms], np.int64)
     order = np.lexsort((source, file))
-    forms_alone = [each.contiguous and each.extent >= _ALONE_BYTES for each in forms]
-    alone = np.array(forms_alone, bool)[form[order]]
+    from_bytes = np.array([each.alone_bytes for each in of_file], np.int64)[file]
+    plain = np.array([each.contiguous for each in forms], bool)[form]
+    alone = (plain & (extents[form] >= from_bytes))[order]
     number = _joined(
         file[order], source[order], (source + extents[form])[order], alone, of_file
     )

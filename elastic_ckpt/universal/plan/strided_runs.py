@@ -64,10 +64,13 @@ class Limits:
       gap_bytes: fewer bytes that are not needed are read along, since another
         request costs more.
       span_bytes: the most bytes of a request, unless a single row has more.
+      alone_bytes: a copy without change gets a separate request from this size on, and
+        is read straight into its buffer.
     """
 
     gap_bytes: int
     span_bytes: int
+    alone_bytes: int = 2**18
 
 
 def normalized(form: Form) -> Form:
@@ -166,3 +169,11 @@ def parts(form: Form, limits: Limits) -> Parts:
         )
         forms.append(normalized(cut))
     return Parts(forms=tuple(forms), form=number, source=source, buffer=buffer)
+
+
+def row_major(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """The strides of an array in row-major order, in units of `itemsize`."""
+    strides = [itemsize]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides[: len(shape)]))

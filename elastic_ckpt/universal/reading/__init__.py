@@ -1,0 +1,1 @@
+"""Reads a checkpoint through a plan into the arrays of this host."""

@@ -1,0 +1,109 @@
+"""Sources of bytes: local files, and objects in a bucket."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import fsspec
+import numpy as np
+
+from elastic_ckpt.core import bucket_clients
+
+
+class ByteSource(Protocol):
+    """Reads ranges of files; any number of threads may call it."""
+
+    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """The range that is read if the bytes from `start` to `stop` are needed."""
+        ...
+
+    def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
+        """Fills parts, uint8, one after the other.
+
+        Args:
+          file: its path, URL or name.
+          start: of the range.
+          parts: in which the bytes go, as many as `range_of` has.
+
+        Returns:
+          The number of bytes; less than those of the parts if the file ends before.
+
+        Raises:
+          OSError: if the file cannot be read; or one of `bucket_clients.failures`, or a
+            ValueError of TensorStore.
+        """
+        ...
+
+    def close(self) -> None:
+        """Closes what the calling thread has opened."""
+        ...
+
+
+class LocalFiles:
+    """Reads files of this machine; a thread keeps the last one open."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """See `ByteSource`."""
+        del file
+        return start, stop
+
+    def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
+        """See `ByteSource`."""
+        descriptor = self._opened(file)
+        pending = [part.data for part in parts if part.nbytes]
+        done = 0
+        while pending:
+            count = os.preadv(descriptor, pending, start + done)
+            if not count:
+                break
+            done += count
+            while pending and count >= len(pending[0]):
+                count -= len(pending.pop(0))
+            if count:
+                pending[0] = pending[0][count:]
+        return done
+
+    def close(self) -> None:
+        """See `ByteSource`."""
+        descriptor = getattr(self._of_thread, "descriptor", None)
+        if descriptor is not None:
+            self._of_thread.descriptor = None
+            os.close(descriptor)
+
+    def _opened(self, file: str) -> int:
+        last = self._of_thread
+        if getattr(last, "descriptor", None) is None or last.file != file:
+            self.close()
+            last.descriptor, last.file = os.open(file, os.O_RDONLY | os.O_CLOEXEC), file
+        return last.descriptor
+
+
+class RemoteFiles:
+    """Reads objects in any store that fsspec supports, by ranged requests."""
+
+    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """See `ByteSource`."""
+        del file
+        return start, stop
+
+    def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
+        """See `ByteSource`."""
+        bucket_clients.prepare(file)
+        system, path = fsspec.url_to_fs(file)
+        stop = start + sum(part.nbytes for part in parts)
+        content = memoryview(system.cat_file(path, start=start, end=stop))
+        done = 0
+        for part in parts:
+            read = np.frombuffer(content[done : done + part.nbytes], np.uint8)
+            part[: len(read)] = read
+            done += len(read)
+        return done
+
+    def close(self) -> None:
+        """See `ByteSource`."""

@@ -1,0 +1,181 @@
+"""Reads stored tensors whose bytes are encoded, through TensorStore.
+
+A part of an array of at most some MiB is a file of its name, with the part's elements
+in row-major order. So plans treat it as any file, and each part is decoded once. Where
+chunks are larger, several parts are one chunk; a cache keeps it for the next part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.plan import strided_runs
+from elastic_ckpt.universal.plan.strided_runs import Limits
+from elastic_ckpt.universal.stored import Fragment, StoredTensor
+
+# A part is one request, whatever is needed of it.
+LIMITS = Limits(gap_bytes=2**62, span_bytes=2**62, alone_bytes=2**62)
+
+_PART_BYTES = 2**24
+_CACHE_BYTES = 100 * 2**20
+# Arrays are opened at a time, since each waits for storage.
+_OPENED_AT_ONCE = 256
+
+
+class EncodedArrays:
+    """The arrays of some stored tensors; any number of threads may read them.
+
+    Args:
+      tensors: of a checkpoint.
+      used: the numbers of those that are read; the others are not opened.
+
+    Raises:
+      CheckpointError: if an array cannot be opened, or is not as its tensor is.
+    """
+
+    def __init__(self, tensors: Sequence[StoredTensor], used: Iterable[int]) -> None:
+        self._parts: dict[str, tuple[ts.TensorStore, Box]] = {}
+        self.tensors = list(tensors)
+        numbers = [number for number in used if tensors[number].spec is not None]
+        arrays = _opened([tensors[number] for number in numbers], _CACHE_BYTES)
+        most = max(map(_chunk_bytes, arrays), default=0)
+        if most > _PART_BYTES:
+            # A chunk of several parts has to stay in the cache until all are read.
+            limit = _CACHE_BYTES + 2 * most
+            arrays = _opened([tensors[number] for number in numbers], limit)
+        for number, array in zip(numbers, arrays, strict=True):
+            self.tensors[number] = self._in_parts(number, tensors[number], array)
+
+    def __contains__(self, file: str) -> bool:
+        """Whether `file` is a part of an array."""
+        return file in self._parts
+
+    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """See `ByteSource`."""
+        array, box = self._parts[file]
+        _, first, after = _rows(box, array.dtype.numpy_dtype.itemsize, start, stop)
+        return first, after
+
+    def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
+        """See `ByteSource`."""
+        array, box = self._parts[file]
+        dtype = array.dtype.numpy_dtype
+        (part,) = parts
+        rows, _, _ = _rows(box, dtype.itemsize, start, start + part.nbytes)
+        values = part.view(dtype).reshape(rows.shape)
+        place = tuple(map(slice, rows.start, rows.stop))
+        ts.array(values).write(array[place]).result()
+        return part.nbytes
+
+    def close(self) -> None:
+        """See `ByteSource`."""
+
+    def _in_parts(
+        self, number: int, tensor: StoredTensor, array: ts.TensorStore
+    ) -> StoredTensor:
+        dtype = array.dtype.numpy_dtype
+        if tuple(array.shape) != tensor.shape or dtype != tensor.dtype:
+            raise errors.CheckpointError(
+                f"{tensor.name} is {dtype.name} {list(array.shape)} in its array, and"
+                f" {tensor.dtype.name} {list(tensor.shape)} in the checkpoint's"
+                " metadata; the checkpoint is damaged, use another step"
+            )
+        lengths = _part_shape(tensor.shape, _chunk(array), dtype.itemsize)
+        fragments = []
+        ranges = (
+            range(0, size, length)
+            for size, length in zip(tensor.shape, lengths, strict=True)
+        )
+        for start in itertools.product(*ranges):
+            ends = zip(start, lengths, tensor.shape, strict=True)
+            stop = tuple(min(at + length, size) for at, length, size in ends)
+            box = Box(start=start, stop=stop)
+            file = f"{number}: {tensor.name}{box}"
+            self._parts[file] = array, box
+            strides = strided_runs.row_major(box.shape, dtype.itemsize)
+            fragments.append(Fragment(box=box, file=file, offset=0, strides=strides))
+        return dataclasses.replace(tensor, fragments=tuple(fragments), spec=None)
+
+
+def _opened(tensors: Sequence[StoredTensor], cache_bytes: int) -> list[ts.TensorStore]:
+    context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+    arrays: list[ts.TensorStore] = []
+    for first in range(0, len(tensors), _OPENED_AT_ONCE):
+        batch = tensors[first : first + _OPENED_AT_ONCE]
+        opening = [_open(tensor.spec, context) for tensor in batch]
+        for tensor, future in zip(batch, opening, strict=True):
+            try:
+                arrays.append(future.result())
+            # Raised by TensorStore and by the file system.
+            except (OSError, ValueError) as error:
+                raise errors.CheckpointError(
+                    f"{tensor.name} cannot be opened ({str(error).splitlines()[0]});"
+                    " use another step, or restore the checkpoint from a copy"
+                ) from error
+    return arrays
+
+
+def _open(spec: Any, context: ts.Context) -> ts.Future:
+    # The cached chunk of several parts is not looked up in storage again.
+    fixed = {**spec, "recheck_cached_data": "open"}
+    return ts.open(fixed, open=True, read=True, context=context)
+
+
+def _chunk(array: ts.TensorStore) -> tuple[int, ...]:
+    shape = array.chunk_layout.read_chunk.shape or array.shape
+    return tuple(
+        min(length or size, max(1, size))
+        for length, size in zip(shape, array.shape, strict=True)
+    )
+
+
+def _chunk_bytes(array: ts.TensorStore) -> int:
+    return int(np.prod(_chunk(array))) * array.dtype.numpy_dtype.itemsize
+
+
+def _part_shape(
+    shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int
+) -> list[int]:
+    # The shape of parts: several chunks if they are small, else rows of one.
+    strides = strided_runs.row_major(chunk, itemsize)
+    limits = Limits(gap_bytes=2**62, span_bytes=_PART_BYTES)
+    lengths = list(strided_runs.block(chunk, strides, itemsize, limits))
+    if tuple(lengths) != chunk:
+        return lengths
+    for dim in reversed(range(len(shape))):
+        most = _PART_BYTES // (int(np.prod(lengths)) * itemsize)
+        chunks = -(-shape[dim] // chunk[dim])
+        lengths[dim] = chunk[dim] * max(1, min(chunks, most))
+        if lengths[dim] < shape[dim]:
+            break
+    return lengths
+
+
+def _rows(box: Box, itemsize: int, start: int, stop: int) -> tuple[Box, int, int]:
+    # The smallest box of whole rows that holds a range of the bytes of a box, and the
+    # range of its bytes.
+    first: list[int] = []
+    base = 0
+    strides = strided_runs.row_major(box.shape, itemsize)
+    for dim, stride in enumerate(strides):
+        row, after = (start - base) // stride, -(-(stop - base) // stride)
+        rest = dim + 1
+        if after - row > 1 or rest == len(strides):
+            lead = tuple(at + n for at, n in zip(box.start, first, strict=False))
+            at = box.start[dim]
+            rows = Box(
+                start=(*lead, at + row, *box.start[rest:]),
+                stop=(*(n + 1 for n in lead), at + after, *box.stop[rest:]),
+            )
+            return rows, base + row * stride, base + after * stride
+        first.append(row)
+        base += row * stride
+    return box, 0, itemsize

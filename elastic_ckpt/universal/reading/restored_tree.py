@@ -1,0 +1,178 @@
+"""Reads the leaves of a tree from a checkpoint, as this host needs them.
+
+A leaf becomes an array as soon as its boxes are complete, while others are still read.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.host import trees
+from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
+from elastic_ckpt.universal.plan import load_plan
+from elastic_ckpt.universal.plan.load_plan import LoadPlan
+from elastic_ckpt.universal.plan.strided_runs import Limits
+from elastic_ckpt.universal.reading.byte_source import (
+    ByteSource,
+    LocalFiles,
+    RemoteFiles,
+)
+from elastic_ckpt.universal.reading.encoded_arrays import LIMITS, EncodedArrays
+from elastic_ckpt.universal.reading.transfer import Transfer
+from elastic_ckpt.universal.stored import Checkpoint
+
+BUDGET_BYTES = 2**28
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TargetLeaf:
+    """A leaf of the tree that is restored.
+
+    Attributes:
+      tensor: its name, without that of the tree, and its dtype and shape.
+      leaf: its boxes of this host, and how it is made of them.
+      is_staged: whether its values are copied to devices that have their own memory.
+    """
+
+    tensor: TargetTensor
+    leaf: trees.WantedLeaf
+    is_staged: bool
+
+
+def target_leaves(abstract: Any) -> list[TargetLeaf]:
+    """The leaves of an abstract tree, in its order.
+
+    Args:
+      abstract: of `jax.ShapeDtypeStruct`s with shardings, arrays or numbers.
+
+    Raises:
+      CheckpointError: if a leaf is of another kind.
+    """
+    named = {"": abstract}
+    leaves = zip(
+        trees.asked(named),
+        trees.wanted(named),
+        trees.leaves(named).values(),
+        strict=True,
+    )
+    return [
+        TargetLeaf(
+            tensor=TargetTensor(
+                name=leaf.path.removeprefix("/"),
+                dtype=np.dtype(
+                    np.asarray(value).dtype if asked.dtype is None else asked.dtype
+                ),
+                shape=leaf.shape,
+            ),
+            leaf=leaf,
+            is_staged=asked.sharding is not None
+            and any(each.platform != "cpu" for each in asked.sharding.device_set),
+        )
+        for asked, leaf, value in leaves
+    ]
+
+
+def read(
+    checkpoint: Checkpoint,
+    moves: Sequence[Move],
+    fills: Sequence[Fill],
+    abstract: Any,
+    *,
+    budget_bytes: int = BUDGET_BYTES,
+) -> Any:
+    """Reads the tree that moves make of a checkpoint.
+
+    In a world of several hosts each calls it, and reads what its devices need, once.
+
+    Args:
+      checkpoint: that is open.
+      moves: from its tensors into the leaves of `abstract`; those into others are
+        left out.
+      fills: parts of leaves that no tensor has.
+      abstract: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays or numbers.
+      budget_bytes: the most bytes of requests in flight, and the most bytes of leaves
+        that are complete in part on the way to devices with their own memory; a single
+        request or leaf may have more.
+
+    Returns:
+      A tree of the structure of `abstract`, of arrays in its shardings and dtypes.
+
+    Raises:
+      CheckpointError: if an element of a leaf is filled by no source or by two, a file
+        cannot be read, or sources that should be equal differ; FormatError if a file
+        ends too early or has another checksum.
+    """
+    leaves = target_leaves(abstract)
+    needed = {each.tensor: each.leaf.boxes for each in leaves}
+    names = {tensor.name for tensor in needed}
+    used = sorted({move.source for move in moves if move.target in names})
+    encoded = EncodedArrays(checkpoint.tensors, used)
+
+    def limits(file: str) -> Limits:
+        return LIMITS if file in encoded else load_plan.limits_of(file)
+
+    plan = load_plan.plan(encoded.tensors, moves, fills, needed, limits=limits)
+    _check_files(checkpoint, [file for file in plan.files if file not in encoded])
+    local, remote = LocalFiles(), RemoteFiles()
+
+    def source_of(file: str) -> ByteSource:
+        if file in encoded:
+            return encoded
+        return remote if "://" in file else local
+
+    leaf_of = [leaf for leaf in leaves for _ in leaf.leaf.boxes]
+    transfer = Transfer(
+        plan,
+        source_of,
+        budget_bytes=budget_bytes,
+        is_staged=lambda number: leaf_of[number].is_staged,
+    )
+    made = _made(leaves, plan, transfer)
+    return trees.rebuilt(abstract, "", made)
+
+
+def _check_files(checkpoint: Checkpoint, files: Sequence[str]) -> None:
+    unverified = checkpoint.check(files)
+    if unverified:
+        logging.info(
+            "%s has no checksums of %d of the %d files that are read: %s",
+            checkpoint.format,
+            len(unverified),
+            len(files),
+            errors.first_of(unverified),
+        )
+
+
+def _made(
+    leaves: Sequence[TargetLeaf], plan: LoadPlan, transfer: Transfer
+) -> Mapping[str, Any]:
+    leaf_of = [leaf for leaf in leaves for _ in leaf.leaf.boxes]
+    parts: dict[str, dict[Box, np.ndarray]] = collections.defaultdict(dict)
+    numbers: dict[str, list[int]] = collections.defaultdict(list)
+    made = {
+        leaf.leaf.path: leaf.leaf.make([]) for leaf in leaves if not leaf.leaf.boxes
+    }
+    for number, elements in transfer.buffers():
+        target = leaf_of[number]
+        path = target.leaf.path
+        parts[path][plan.buffers[number].box] = elements
+        numbers[path].append(number)
+        if len(numbers[path]) < len(target.leaf.boxes):
+            continue
+        of_box = parts.pop(path)
+        made[path] = target.leaf.make([of_box[box] for box in target.leaf.boxes])
+        if target.is_staged:
+            # Its bytes are in flight until the devices have them.
+            jax.block_until_ready(made[path])
+        for complete in numbers.pop(path):
+            transfer.free(complete)
+    return made
