@@ -67,8 +67,10 @@ class SavedStep:
         self._step = int(directory.name)
         run = persistent_root.find_run(self._root.path) or self._run_aside()
         if run is None:
+            later = PersistentTier(self._root, run="").offers(self._step).later
+            problem = later[0].problem if later else "none has a manifest"
             raise errors.CheckpointError(
-                f"{self._root.path} has no steps of a run of this library"
+                f"{self._root.path} has no steps of a run of this library ({problem})"
             )
         self._run = run
         self._tier = PersistentTier(self._root, run=run)
@@ -79,7 +81,11 @@ class SavedStep:
                 f"step {self._step} in {self._root.path} was abandoned: the run went on"
                 " from an earlier step; modify a step that counts"
             )
-        newest = self._search.newest().found_step
+        outcome = self._search.newest()
+        newest = outcome.found_step
+        refusal = outcome.refusal(self._step)
+        if refusal is not None:
+            raise errors.CheckpointError(refusal)
         if newest is not None and newest.step.step > self._step:
             raise errors.CheckpointError(
                 f"step {self._step} is not the newest in {self._root.path}, and step"

@@ -54,8 +54,13 @@ def test_a_run_does_not_begin_anew_over_steps_of_a_newer_program(tmp_path, ram):
         raise_versions(tmp_path / "ram", step)
     assert "step 4 cannot be read" in refused(tmp_path, ram=ram)
     assert "To begin anew, first move" in refused(tmp_path, ram=ram)
-    for verb in ("inspect", "components"):
-        output = runs.verb(verb, steps, code=1)
+    edit = ("--set", "w=1", "--dry-run")
+    for verb in (
+        ["inspect", steps],
+        ["components", steps],
+        ["modify", steps / "4", *edit],
+    ):
+        output = runs.verb(*verb, code=1)
         assert "manifest-" in output
         assert "has version 2, and this program reads version 1" in output
     for step in ("2", "4"):
@@ -77,6 +82,9 @@ def test_a_run_does_not_go_back_behind_a_stored_step_of_a_newer_program(tmp_path
     for ram in (True, False):
         assert "To continue from step 2 without it" in refused(tmp_path, ram=ram)
     assert "step 2" in runs.verb("inspect", tmp_path / "steps")
+    edit = ("--set", "w=1", "--dry-run")
+    output = runs.verb("modify", tmp_path / "steps" / "2", *edit, code=1)
+    assert "To continue from step 2 without it" in output
     # An older one does not matter.
     shutil.rmtree(tmp_path / "steps" / "4")
     shutil.rmtree(tmp_path / "ram")

@@ -11,7 +11,7 @@ import pytest
 import trustme
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import checked_json, errors
 from elastic_ckpt.manifests import manifest, manifest_file
 from elastic_ckpt.tiers import find, source
 from elastic_ckpt.tiers.peers import (
@@ -174,6 +174,17 @@ class TestOffers:
         assert [offer.host.id for offer in sources] == [f"{served.MACHINE}.0"]
         assert "was altered after it was saved" in problems[0]
         assert f"manifest 1/30-0/manifest-{served.MACHINE}.1.json" in problems[0]
+
+    def test_a_manifest_of_a_newer_program_is_reported_apart(self, root, url, client):
+        directory = served.save(root, 30, FILES, slot="1")
+        file = directory / f"manifest-{served.MACHINE}.1.json"
+        fields = json.loads(file.read_bytes())
+        del fields["version"], fields["digest"]
+        file.write_bytes(checked_json.to_bytes(fields, version=2))
+        sources, problems, later = peer.Peer(url, client, served.RUN).offers(30)
+        assert [offer.host.id for offer in sources] == [f"{served.MACHINE}.0"]
+        assert later == (source.LaterManifest(problems[0], "0", is_stored=False),)
+        assert "has version 2" in problems[0]
 
     def test_a_giant_manifest_is_a_problem_and_is_not_read(
         self, url, client, monkeypatch
