@@ -16,7 +16,12 @@ from collections.abc import Callable, Collection
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors
-from elastic_ckpt.universal.formats import dcp_checkpoint, safetensors_checkpoint
+from elastic_ckpt.universal.formats import (
+    dcp_checkpoint,
+    deepspeed,
+    deepspeed_universal,
+    safetensors_checkpoint,
+)
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.stored import Checkpoint
 
@@ -41,6 +46,16 @@ _FORMATS = (
         "safetensors (*.safetensors, *.safetensors.index.json)",
         safetensors_checkpoint.is_format,
         safetensors_checkpoint.open_checkpoint,
+    ),
+    _Format(
+        "DeepSpeed universal (zero/*/fp32.pt, latest_universal)",
+        deepspeed_universal.is_format,
+        deepspeed_universal.open_checkpoint,
+    ),
+    _Format(
+        "DeepSpeed (*_model_states.pt, latest)",
+        deepspeed.is_format,
+        deepspeed.open_checkpoint,
     ),
 )
 

@@ -1,0 +1,99 @@
+"""States of PyTorch's optimizers, which number parameters and do not name them.
+
+Numbers run through the groups of parameters, in each of them in the order of the model.
+So if all parameters of a shape are in one group, the names of these follow from the
+order; otherwise they are not known.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from elastic_ckpt.universal.formats.torch_file import TorchFile
+from elastic_ckpt.universal.formats.torch_tensor import Tensor
+from elastic_ckpt.universal.formats.zero_states import KINDS
+from elastic_ckpt.universal.stored import StoredTensor
+
+# Begins the name of a state whose parameter is not known; its number follows.
+UNNAMED = "optimizer/"
+
+
+def states(
+    file: TorchFile, weights: Sequence[StoredTensor], keys: Sequence[str]
+) -> Iterator[StoredTensor]:
+    """The states of an optimizer, named as the weights of the same rank where possible.
+
+    Args:
+      file: that has the optimizer's state dict.
+      weights: of kind `parameter`, in the order of the model.
+      keys: of nested dicts that lead to the state dict.
+
+    Raises:
+      FormatError: if it is no state dict.
+    """
+    optimizer = file.dict_at(*keys)
+    nested = optimizer.get("optimizer_state_dict")
+    inner = [*keys, "optimizer_state_dict"] if isinstance(nested, dict) else [*keys]
+    groups = _groups(file, file.list_at(*inner, "param_groups"))
+    by_number: dict[int, dict[str, Tensor]] = collections.defaultdict(dict)
+    for number, state in file.dict_at(*inner, "state").items():
+        if isinstance(number, int) and isinstance(state, dict):
+            for key, each in state.items():
+                if isinstance(each, Tensor):
+                    by_number[number][str(key)] = each
+    masters = optimizer.get("fp32_groups", optimizer.get("fp32_groups_flat"))
+    for numbers, group in zip(groups, masters or [], strict=False):
+        tensors = group if isinstance(group, list) else [group]
+        for number, each in zip(numbers, tensors, strict=False):
+            if isinstance(each, Tensor):
+                by_number[number]["fp32"] = each
+    names = _names(by_number, groups, weights)
+    for number, state in sorted(by_number.items()):
+        for key, tensor in state.items():
+            yield StoredTensor(
+                name=names.get(number, f"{UNNAMED}{number}"),
+                kind=KINDS.get(key, key),
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                fragments=file.fragment(tensor),
+            )
+
+
+def _groups(file: TorchFile, groups: Sequence[Any]) -> list[list[int]]:
+    # The numbers of the parameters of each group.
+    numbers = []
+    for group in groups:
+        listed = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(listed, list) or not all(type(n) is int for n in listed):
+            raise file.error("has a group of parameters without their numbers")
+        numbers.append(listed)
+    return numbers
+
+
+def _names(
+    by_number: Mapping[int, Mapping[str, Tensor]],
+    groups: Sequence[Sequence[int]],
+    weights: Sequence[StoredTensor],
+) -> dict[int, str]:
+    # Tied parameters have one state, and lie at one place of the file.
+    distinct = {(each.fragments, each.shape): each for each in reversed(weights)}
+    by_shape: dict[tuple[int, ...], list[str]] = collections.defaultdict(list)
+    for each in reversed(distinct.values()):
+        by_shape[each.shape].append(each.name)
+    of_shape: dict[tuple[int, ...], list[tuple[int, int]]]
+    of_shape = collections.defaultdict(list)
+    for group, numbers in enumerate(groups):
+        for number in numbers:
+            state = by_number.get(number, {})
+            tensor = state.get("fp32", state.get("exp_avg"))
+            if tensor is not None:
+                of_shape[tensor.shape].append((group, number))
+    names = {}
+    for shape, held in of_shape.items():
+        fitting = by_shape.get(shape, [])
+        if len({group for group, _ in held}) == 1 and len(held) == len(fitting):
+            numbers = [number for _, number in held]
+            names |= dict(zip(numbers, fitting, strict=True))
+    return names

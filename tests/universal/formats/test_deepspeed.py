@@ -1,0 +1,342 @@
+"""DeepSpeed's checkpoints: every value is bit-equal at the place that is reported.
+
+`write_deepspeed.py` wrote the samples, with DeepSpeed itself; `known_values` has the
+values that were put into its models and optimizers.
+"""
+
+import os
+import shutil
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import deepspeed, deepspeed_universal
+from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.universal.formats import known_values as kv
+from tests.universal.formats import stored_values, torch_files
+
+ZERO = {
+    "zero0_dp2": "ZeRO-0",
+    "zero0_bf16_dp2": "ZeRO-0",
+    "zero1_dp2": "ZeRO-1",
+    "zero2_dp4": "ZeRO-2",
+    "zero3_dp2": "ZeRO-3",
+    "zero3_dp4": "ZeRO-3",
+    "zero1_pp2_dp2": "ZeRO-1",
+    "zero1_tp2_pp2_dp2": "ZeRO-1",
+    "zero1_ep2_dp4": "ZeRO-1",
+}
+UNIVERSAL = (
+    *("zero1_dp2", "zero2_dp4", "zero3_dp4"),
+    *("zero1_pp2_dp2", "zero1_tp2_pp2_dp2"),
+)
+STATE_OF = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
+FLAT = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepspeed")
+
+    def sample(name):
+        path = folder / name
+        if not path.exists():
+            stored_values.unpacked(f"deepspeed/{name}.tar.xz", folder)
+        return path
+
+    return sample
+
+
+@pytest.fixture
+def copied(samples, tmp_path):
+    """A copy of the files of a sample, that may be damaged."""
+
+    def copy(name):
+        return shutil.copytree(samples(name) / "global_step2", tmp_path / name)
+
+    return copy
+
+
+def trained(sample):
+    """The names of the parameters that optimizers have."""
+    if "pp2" in sample:
+        blocks, first, last = ("1", "2"), "tied_modules.embed", "3"
+    else:
+        blocks, first, last = ("layers.0", "layers.1"), "embed", "final"
+    names = {f"{first}.words.weight", *(f"{last}.{leaf}" for leaf in kv.FINAL)}
+    names |= {f"{block}.{leaf}" for block in blocks for leaf in kv.BLOCK}
+    if "pp2" not in sample and sample[:5] in ("zero0", "zero1"):
+        names.add("frozen")
+    if "ep2" in sample:
+        moe = [f"{block}.moe.deepspeed_moe" for block in blocks]
+        names |= {f"{each}.gate.wg.weight" for each in moe}
+        names |= {
+            f"{each}.experts.deepspeed_experts.{number}.{leaf}"
+            for each in moe
+            for number in range(4)
+            for leaf in kv.EXPERT
+        }
+    return names
+
+
+def expected(state, tensor, axes):
+    shape = kv.full_shape(tensor.name, tensor.shape)
+    rank = dict(tensor.ranks).get("tp", 0)
+    return kv.of_rank(state, tensor.name, shape, rank, axes.get("tp", 1))
+
+
+@pytest.mark.parametrize("sample", ZERO)
+def test_every_state_of_every_parameter_is_read_bit_equal(samples, sample):
+    checkpoint = deepspeed.open_checkpoint(samples(sample))
+    assert checkpoint.format == f"DeepSpeed {ZERO[sample]}"
+    assert checkpoint.axes == ({"tp": 2} if "tp2" in sample else {})
+    ranks = [(("tp", rank),) for rank in range(2)] if "tp2" in sample else [()]
+    by_key = stored_values.by_key(checkpoint)
+    kinds = [*STATE_OF, "step"] if sample != "zero0_dp2" else [*STATE_OF, "step"][1:]
+    assert {key for key in by_key if key[1] not in ("parameter", "buffer")} == {
+        (name, kind, rank)
+        for name in trained(sample)
+        for kind in kinds
+        for rank in ranks
+    }
+    for (name, kind, _), tensor in by_key.items():
+        if kind in STATE_OF:
+            array = expected(STATE_OF[kind], tensor, checkpoint.axes)
+            read = stored_values.read(tensor)
+            assert (read.dtype, read.shape) == (np.float32, array.shape), (name, kind)
+            assert read.tobytes() == array.tobytes(), (name, kind)
+        elif kind == "step":
+            # This optimizer makes one step more, to create its states.
+            assert stored_values.read(tensor) == 2 + (sample == "zero0_bf16_dp2")
+    assert "torch" not in sys.modules
+
+
+@pytest.mark.parametrize("sample", [each for each in ZERO if "zero3" not in each])
+def test_weights_of_the_model_are_read_bit_equal(samples, sample):
+    checkpoint = deepspeed.open_checkpoint(samples(sample))
+    weights = [each for each in checkpoint.tensors if each.kind == "parameter"]
+    dtype = np.float32 if sample == "zero0_dp2" else ml_dtypes.bfloat16
+    for tensor in weights:
+        array = expected("fp32", tensor, checkpoint.axes).astype(dtype)
+        assert stored_values.read(tensor).tobytes() == array.tobytes(), tensor.name
+    names = {each.name for each in weights}
+    assert names == trained(sample) | ({"frozen"} if "pp2" not in sample else set())
+    buffers = [each.name for each in checkpoint.tensors if each.kind == "buffer"]
+    assert buffers == ([] if "pp2" in sample else ["scale"])
+
+
+@pytest.mark.parametrize("sample", ["zero3_dp2", "zero3_dp4"])
+def test_frozen_parameters_of_zero_3_are_joined(samples, sample):
+    checkpoint = deepspeed.open_checkpoint(samples(sample))
+    by_key = stored_values.by_key(checkpoint)
+    array = kv.known("fp32", "frozen", (3, 5)).astype(ml_dtypes.bfloat16)
+    frozen = stored_values.read(by_key["frozen", "parameter", ()])
+    assert frozen.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("sample", UNIVERSAL)
+def test_values_are_those_of_the_conversion_by_deepspeed(samples, sample):
+    checkpoint = deepspeed.open_checkpoint(samples(sample))
+    converted = deepspeed_universal.open_checkpoint(samples(f"{sample}_universal"))
+    by_key = stored_values.by_key(converted)
+    assert converted.axes == {}
+    compared = 0
+    shards = {}
+    for tensor in checkpoint.tensors:
+        if tensor.kind in STATE_OF:
+            shards.setdefault((tensor.name, tensor.kind), []).append(tensor)
+    for (name, kind), tensors in shards.items():
+        whole = by_key.pop((name, kind, ()))
+        values = [stored_values.read(each) for each in tensors]
+        array = kv.merged(name, values) if len(values) > 1 else values[0]
+        assert stored_values.read(whole).tobytes() == array.tobytes(), (name, kind)
+        assert whole.shape == array.shape, (name, kind)
+        compared += 1
+    assert compared == 3 * len(trained(sample))
+    # Weights that are not trained are converted, too.
+    left = {(name, kind) for name, kind, _ in by_key if kind != "step"}
+    assert left <= {("frozen", "master"), ("scale", "master")}
+
+
+def test_ranges_of_data_parallel_ranks_are_fragments_of_one_tensor(samples):
+    checkpoint = deepspeed.open_checkpoint(samples("zero1_tp2_pp2_dp2"))
+    files_of = {}
+    for tensor in checkpoint.tensors:
+        if tensor.kind == "master":
+            files = {os.path.basename(each.file) for each in tensor.fragments}
+            files_of.setdefault(tensor.name, []).append(files)
+    assert {len(held) for held in files_of.values()} == {2}
+    assert any(len(files) == 2 for held in files_of.values() for files in held)
+
+
+def test_patterns_and_affine_maps_are_values(samples):
+    values = deepspeed.open_checkpoint(samples("zero1_tp2_pp2_dp2")).values
+    info = values["universal_checkpoint_info"]
+    assert info["parameter_to_average_patterns"] == [r".*norm2\.weight"]
+    assert info["original_vocab_size"] == kv.VOCAB
+    (sub_params,) = info["parameter_with_sub_params"]
+    assert sub_params["shape"] == [[kv.FF, kv.FF], kv.EMBED]
+    affine = info["affine_map"]["params"][r".*qkv\.weight"]
+    assert affine["logical_shape"] == list(kv.BLOCK["qkv.weight"])
+    assert [len(affine["ranks"][rank]["pieces"]) for rank in "01"] == [1, 1]
+    assert (values["iteration"], values["args/lr"], values["global_steps"]) == (
+        *(2, 0.01, 2),
+    )
+    assert values["optimizer/base_optimizer_state/param_groups/0/weight_decay"] == 0.1
+
+
+def test_what_a_universal_file_states_of_its_parameter_is_a_value(samples):
+    path = samples("zero1_tp2_pp2_dp2_universal")
+    values = deepspeed_universal.open_checkpoint(path).values
+    assert values["parameters/1.dense.weight/cat_dim"] == 1
+    assert values["parameters/tied_modules.embed.words.weight/vocab_tensor"] is True
+    shape = [
+        values[f"parameters/1.gate_up.weight/sub_param_shape/shape/{n}"] for n in "01"
+    ]
+    assert shape == [[kv.FF, kv.FF], kv.EMBED]
+    assert values["universal_checkpoint_info"]["original_vocab_size"] == kv.VOCAB
+
+
+def numbered(folder, groups):
+    state = {number: {"exp_avg": torch_files.tensor()} for number in (0, 1)}
+    param_groups = [{"params": group} for group in groups]
+    value = {
+        "module": {"a": torch_files.tensor(), "b": torch_files.tensor(key="1")},
+        "optimizer": {"state": state, "param_groups": param_groups},
+    }
+    entries = {f"data/{key}": bytes(16) for key in "01"}
+    path = folder / "mp_rank_00_model_states.pt"
+    torch_files.write(path, value, entries=entries)
+    tensors = deepspeed.open_checkpoint(folder).tensors
+    return [each.name for each in tensors if each.kind == "first_moment"]
+
+
+def test_numbered_states_are_named_only_if_their_order_is_certain(tmp_path):
+    assert numbered(tmp_path, [[0, 1]]) == ["a", "b"]
+    assert numbered(tmp_path, [[0], [1]]) == ["optimizer/0", "optimizer/1"]
+
+
+def by_hand(folder, *, mapping=None, shape=(2, 2), flat=None, counts=(1,)):
+    """A checkpoint of one parameter `w` of ZeRO-1 and one rank."""
+    flat = flat or torch_files.tensor(shape=(4,), strides=(1,))
+    value = {"module": None, "param_shapes": [{"w": shape}]}
+    torch_files.write(folder / "mp_rank_00_model_states.pt", value)
+    optimizer = {
+        "single_partition_of_fp32_groups": [flat],
+        "base_optimizer_state": {"state": {}},
+        "param_slice_mappings": [mapping or {"w": {"start": 0, "numel": 4}}],
+        "partition_count": list(counts),
+    }
+    path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch_files.write(path, {"optimizer_state_dict": optimizer})
+    return deepspeed.open_checkpoint(folder)
+
+
+def test_a_checkpoint_by_hand_is_read(tmp_path):
+    (tensor,) = by_hand(tmp_path).tensors
+    assert stored_values.read(tensor).tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ({"mapping": {"w": {"start": 0, "numel": 3}}}, "hold 3 elements of w"),
+        ({"mapping": {"w": {"start": 1, "numel": 4}}}, "elements 1 to 5 of a tensor"),
+        ({"mapping": {"w": {"start": 0, "numel": 1 << 62}}}, "elements 0 to 46116"),
+        ({"mapping": {"w": {"start": -1, "numel": 4}}}, "no place of w"),
+        ({"mapping": {"w": {"start": 0.0, "numel": 4}}}, "no place of w"),
+        ({"mapping": {"w": 4}}, "no place of w"),
+        ({"mapping": {"v": {"start": 0, "numel": 4}}}, "has v, which param_shapes"),
+        ({"shape": (1 << 40, 1 << 40)}, "too large"),
+        ({"shape": (-2, -2)}, "which is none"),
+        ({"shape": (1 << 30,)}, "hold 4 elements of w, which has 1073741824"),
+        ({"flat": torch_files.tensor()}, "in a tensor of shape"),
+        ({"flat": 4}, "has no states of group 0"),
+        ({"counts": (3,)}, "partition_count of group 0"),
+        ({"counts": (0,)}, "partition_count of group 0"),
+    ],
+)
+def test_lying_places_and_shapes_are_refused(tmp_path, parts, match):
+    with pytest.raises(FormatError, match=match) as error:
+        by_hand(tmp_path, **parts)
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sample", "name"),
+    [
+        ("zero1_dp2", FLAT),
+        ("zero3_dp4", FLAT),
+        ("zero3_dp4", "zero_pp_rank_2_mp_rank_00_model_states.pt"),
+        ("zero1_tp2_pp2_dp2", "mp_rank_02_model_states.pt"),
+    ],
+)
+def test_a_missing_file_is_named(copied, sample, name):
+    folder = copied(sample)
+    (folder / name).unlink()
+    rank = name.removeprefix("bf16_").rsplit("_", 2)[0]
+    with pytest.raises(FormatError, match=f"lacks the files of {rank}|files of 3"):
+        deepspeed.open_checkpoint(folder)
+
+
+def test_truncated_files_are_refused_by_name(copied):
+    folder = copied("zero1_dp2")
+    content = (folder / FLAT).read_bytes()
+    for size in range(0, len(content), 97):
+        (folder / FLAT).write_bytes(content[:size])
+        with pytest.raises(FormatError, match=FLAT):
+            deepspeed.open_checkpoint(folder)
+
+
+def test_damaged_values_have_another_checksum(copied):
+    folder = copied("zero1_dp2")
+    checkpoint = deepspeed.open_checkpoint(folder)
+    files = sorted(
+        {part.file for each in checkpoint.tensors for part in each.fragments}
+    )
+    assert checkpoint.check(files) == []
+    (fragment,) = next(
+        each.fragments
+        for each in checkpoint.tensors
+        if (each.name, each.kind) == ("frozen", "second_moment")
+    )
+    with open(fragment.file, "r+b") as file:
+        file.seek(fragment.offset)
+        (byte,) = file.read(1)
+        file.seek(fragment.offset)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(FormatError, match="CRC-32") as error:
+        checkpoint.check(files)
+    assert fragment.file in str(error.value)
+
+
+def test_code_in_an_optimizer_file_is_not_run(copied, tmp_path):
+    folder, touched = copied("zero1_dp2"), tmp_path / "touched"
+    value = {
+        "optimizer_state_dict": torch_files.Named("os", "system", f"touch {touched}")
+    }
+    torch_files.write(folder / FLAT, value)
+    with pytest.raises(FormatError, match=rf"{FLAT} names os\.system"):
+        deepspeed.open_checkpoint(folder)
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("tag", ["../x", "/x", "", "absent"])
+def test_latest_leads_to_a_directory_beside_it(tmp_path, tag):
+    (tmp_path / "latest").write_text(tag)
+    with pytest.raises(FormatError, match="latest"):
+        deepspeed.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "sample", [*ZERO, *(f"{each}_universal" for each in UNIVERSAL)]
+)
+def test_the_format_is_detected(samples, sample):
+    checkpoint = opening.open_checkpoint(samples(sample))
+    is_universal = checkpoint.format == "DeepSpeed universal"
+    assert is_universal == sample.endswith("_universal")
+    step = opening.open_checkpoint(samples(sample) / "global_step2")
+    assert (step.format, step.tensors) == (checkpoint.format, checkpoint.tensors)

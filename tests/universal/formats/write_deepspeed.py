@@ -1,0 +1,332 @@
+r"""Writes small checkpoints with DeepSpeed on CPU, whose values are `known_values`.
+
+In an environment with torch 2.13.0 and deepspeed 0.19.8, one call for each sample:
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 8 \
+        tests/universal/formats/write_deepspeed.py /tmp/samples zero1_tp2_pp2_dp2
+
+Samples and their number of processes are in `SAMPLES`. The sample `S_universal` is made
+of the sample S by DeepSpeed's own program, in one process. A sample is packed by
+
+    tar -cJf tests/golden/deepspeed/S.tar.xz --exclude='*.py' --sort=name --mtime=@0 \
+        --owner=0 --group=0 -C /tmp/samples S
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import deepspeed
+import torch
+from deepspeed.checkpoint import affine
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import (
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import nn
+
+from tests.universal.formats import known_values as kv
+
+# By name: processes, then ZeRO stage, TP, PP, expert parallelism, dtype.
+SAMPLES = {
+    "zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
+    "zero0_bf16_dp2": (2, 0, 1, 1, 0, "bf16"),
+    "zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
+    "zero2_dp4": (4, 2, 1, 1, 0, "bf16"),
+    "zero3_dp2": (2, 3, 1, 1, 0, "bf16"),
+    "zero3_dp4": (4, 3, 1, 1, 0, "bf16"),
+    "zero1_pp2_dp2": (4, 1, 1, 2, 0, "bf16"),
+    "zero1_tp2_pp2_dp2": (8, 1, 2, 2, 0, "bf16"),
+    "zero1_ep2_dp4": (4, 1, 1, 1, 2, "bf16"),
+}
+STEPS = 2
+BLOCKS = 2
+
+
+class Words(nn.Module):
+    """An embedding; of a tensor-parallel rank, its rows."""
+
+    def __init__(self, tp):
+        super().__init__()
+        rows = kv.padded(kv.known("fp32", "", (kv.VOCAB, kv.EMBED)), 8 * tp)
+        self.words = nn.Embedding(len(rows) // tp, kv.EMBED)
+
+    def forward(self, tokens):
+        return self.words(tokens % self.words.num_embeddings)
+
+
+class Part(nn.Module):
+    """Parameters, with a function that uses them all."""
+
+    def forward(self):
+        return sum(parameter.mean() for parameter in self.parameters())
+
+
+class Layer(nn.Module):
+    """The parameters of a block. Its function is arbitrary: values are replaced."""
+
+    def __init__(self, shapes, tp=1, experts=0, ep=1):
+        super().__init__()
+        for name, shape in shapes.items():
+            module, _, leaf = name.rpartition(".")
+            local = kv.of_rank("fp32", name, shape, 0, tp)
+            parameter = nn.Parameter(torch.from_numpy(local.copy()))
+            if tp > 1 and local.shape != shape:
+                parameter.model_parallel = True
+            if not hasattr(self, module):
+                self.add_module(module, Part())
+            getattr(self, module).register_parameter(leaf, parameter)
+        self.moe = None
+        if experts:
+            expert = Layer(kv.EXPERT)
+            self.moe = MoE(kv.EMBED, expert, num_experts=experts, ep_size=ep, k=1)
+
+    def forward(self, hidden):
+        parts = [each() for each in self.children() if isinstance(each, Part)]
+        hidden = hidden * (1 + sum(parts))
+        return hidden if self.moe is None else hidden + self.moe(hidden)[0]
+
+
+class Model(nn.Module):
+    """Embedding, blocks and a norm, without pipeline and tensor parallelism."""
+
+    def __init__(self, ep, frozen):
+        super().__init__()
+        self.embed = Words(1)
+        experts = 4 if ep else 0
+        blocks = [Layer(kv.BLOCK, 1, experts, ep or 1) for _ in range(BLOCKS)]
+        self.layers = nn.ModuleList(blocks)
+        self.final = Layer(kv.FINAL)
+        self.frozen = nn.Parameter(torch.zeros(3, 5), requires_grad=not frozen)
+        self.register_buffer("scale", torch.arange(3.0))
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (self.final(hidden) + self.frozen.sum()).float().square().mean()
+
+
+def logits(module, hidden):
+    return hidden @ module.words.weight.T
+
+
+def loss(output, target):
+    del target
+    return output.float().square().mean()
+
+
+def pipeline(tp, pp, processes):
+    topology = PipeModelDataParallelTopology(
+        num_pp=pp, num_mp=tp, num_dp=processes // (tp * pp)
+    )
+    layers = [
+        TiedLayerSpec("embed", Words, tp, tied_weight_attr=["words.weight"]),
+        *[LayerSpec(Layer, kv.BLOCK, tp) for _ in range(BLOCKS)],
+        LayerSpec(Layer, kv.FINAL),
+        TiedLayerSpec(
+            "embed", Words, tp, forward_fn=logits, tied_weight_attr=["words.weight"]
+        ),
+    ]
+    return PipelineModule(
+        layers, topology=topology, loss_fn=loss, partition_method="parameters"
+    )
+
+
+def groups(model, ep):
+    """Two groups, so that a file has several flat tensors."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for n, p in named if p.dim() > 1]
+    rest = [p for n, p in named if p.dim() <= 1]
+    split = [
+        {"params": decayed, "weight_decay": 0.1, "name": "decayed"},
+        {"params": rest, "weight_decay": 0.0, "name": "rest"},
+    ]
+    return split_params_into_different_moe_groups_for_optimizer(split) if ep else split
+
+
+def config(stage, dtype, processes):
+    # By default, ZeRO-3 leaves small parameters whole.
+    threshold = {"stage3_param_persistence_threshold": 0} if processes == 4 else {}
+    optimizer = {"lr": 0.01, "torch_adam": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "Adam", "params": optimizer},
+        "bf16": {"enabled": dtype == "bf16"},
+        "zero_optimization": {"stage": stage, **threshold},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def global_name(name, ep_rank):
+    """An expert's number counts over all ranks."""
+    before, middle, after = name.partition("deepspeed_experts.")
+    if not middle:
+        return name
+    number, _, rest = after.partition(".")
+    return f"{before}{middle}{int(number) + 2 * ep_rank}.{rest}"
+
+
+def set_values(engine, module, tp_rank, tp, ep_rank):
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            held = getattr(parameter, "ds_shape", parameter.shape)
+            shape = kv.full_shape(name, tuple(held))
+            known = global_name(name, ep_rank)
+            values = {
+                state: torch.from_numpy(kv.of_rank(state, known, shape, tp_rank, tp))
+                for state in kv.STATES
+            }
+            set_value(engine, parameter, values)
+
+
+def set_value(engine, parameter, values):
+    if hasattr(parameter, "ds_id"):
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(values["fp32"])
+    else:
+        parameter.data.copy_(values["fp32"])
+    if not parameter.requires_grad:
+        return
+    if engine.zero_optimization_stage() == 0:
+        master = master_of(engine.optimizer, parameter)
+        master.data.copy_(values["fp32"])
+        for key in ("exp_avg", "exp_avg_sq"):
+            engine.optimizer.state[master][key].copy_(values[key])
+        return
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_fp32_param(parameter, own_part(values["fp32"]))
+        for key in ("exp_avg", "exp_avg_sq"):
+            safe_set_local_optimizer_state(parameter, own_part(values[key]), key)
+        return
+    safe_set_full_fp32_param(parameter, values["fp32"])
+    for key in ("exp_avg", "exp_avg_sq"):
+        safe_set_full_optimizer_state(parameter, values[key], key)
+
+
+def master_of(optimizer, parameter):
+    """The float32 parameter of an optimizer without ZeRO."""
+    groups = zip(
+        getattr(optimizer, "fp16_groups", []),
+        getattr(optimizer, "fp32_groups", []),
+        strict=True,
+    )
+    for parameters, masters in groups:
+        for each, master in zip(parameters, masters, strict=True):
+            if each is parameter:
+                return master
+    return parameter
+
+
+def own_part(value):
+    """The part of a rank in ZeRO-3, padded: all are equal."""
+    ranks, flat = torch.distributed.get_world_size(), value.flatten()
+    flat = nn.functional.pad(flat, (0, -len(flat) % ranks))
+    return flat.chunk(ranks)[torch.distributed.get_rank()]
+
+
+def universal_info():
+    """The patterns of DeepSpeed's universal checkpoints, for these models."""
+    rows, columns = kv.BLOCK["qkv.weight"]
+    halves = affine.contiguous_split_map((rows, columns), [rows // 2] * 2, 0)
+    return {
+        "universal_checkpoint_version": 0.4,
+        "vocabulary_parameter_patterns": [r".*words\.weight"],
+        "original_vocab_size": kv.VOCAB,
+        "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed\.words.*"],
+        "tp_replicated_parameter_patterns": [
+            r".*norm1\.weight",
+            r".*dense\.bias",
+            r"\d+\.norm\.weight",
+            r"\d+\.odd\.bias",
+        ],
+        "parameter_to_average_patterns": [r".*norm2\.weight"],
+        "parameter_with_row_parallelism_patterns": [
+            r".*dense\.weight",
+            r".*down\.weight",
+        ],
+        "parameter_with_2_sub_params_cat_dim_0": [],
+        "parameter_with_sub_params": [
+            {
+                "patterns": [r".*gate_up\.weight"],
+                "shape": ((kv.FF, kv.FF), kv.EMBED),
+                "partition_dim": 0,
+            }
+        ],
+        "sub_param_shard_widths": {
+            r".*gate_up\.weight": [[kv.FF // 2] * 2, [kv.FF // 2] * 2]
+        },
+        "affine_map": {"version": 1, "params": {r".*qkv\.weight": halves.to_dict()}},
+    }
+
+
+def write(folder, sample):
+    processes, stage, tp, pp, ep, dtype = SAMPLES[sample]
+    deepspeed.init_distributed("gloo")
+    assert torch.distributed.get_world_size() == processes
+    torch.manual_seed(0)
+    piped = pp > 1
+    model = pipeline(tp, pp, processes) if piped else Model(ep, frozen=stage > 1)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=groups(model, ep),
+        config=config(stage, dtype, processes),
+    )
+    tokens = torch.arange(5)[None]
+    for _ in range(STEPS):
+        if piped:
+            engine.train_batch(iter([(tokens, tokens)] * 8))
+        else:
+            engine.backward(engine(tokens))
+            engine.step()
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # DeepSpeed links them after the step of the first group of parameters.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    tp_rank = engine.grid.get_slice_parallel_rank() if piped else 0
+    ep_rank = torch.distributed.get_rank() % ep if ep else 0
+    set_values(engine, engine.module, tp_rank, tp, ep_rank)
+    state = {"iteration": STEPS, "args": argparse.Namespace(lr=0.01, model="tiny")}
+    if tp > 1:
+        state["universal_checkpoint_info"] = universal_info()
+    elif stage in (1, 2) and not ep:
+        state["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
+    engine.save_checkpoint(folder / sample, client_state=state)
+    torch.distributed.destroy_process_group()
+
+
+def convert(folder, sample):
+    source = folder / sample / f"global_step{STEPS}"
+    target = folder / f"{sample}_universal" / f"global_step{STEPS}"
+    shutil.rmtree(target.parent, ignore_errors=True)
+    program = "deepspeed.checkpoint.ds_to_universal"
+    arguments = ["--input_folder", source, "--output_folder", target]
+    workers = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    call = [sys.executable, "-m", program, *map(str, arguments), *workers]
+    subprocess.run(call, check=True)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("sample")
+    arguments, _ = parser.parse_known_args()
+    if arguments.sample.endswith("_universal"):
+        convert(arguments.folder, arguments.sample.removesuffix("_universal"))
+    else:
+        write(arguments.folder, arguments.sample)
+
+
+if __name__ == "__main__":
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    main()
