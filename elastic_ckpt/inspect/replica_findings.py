@@ -11,6 +11,7 @@ from elastic_ckpt.inspect.report_page import Section
 
 _FINDING = "replicas_differ"
 _VALIDATION = "validated"
+_PRESERVED = "step_preserved"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +41,13 @@ class ReplicaFindings:
       step: of the newest comparison.
       level: how it compared them.
       newest: the findings at the newest step that has any.
+      preserved_step: from before copies differed, in storage; None if none is known.
     """
 
     step: int
     level: str
     newest: tuple[Finding, ...]
+    preserved_step: int | None
 
 
 def of_events(events: Sequence[Mapping[str, Any]]) -> ReplicaFindings | None:
@@ -53,10 +56,12 @@ def of_events(events: Sequence[Mapping[str, Any]]) -> ReplicaFindings | None:
     if not validated:
         return None
     findings = _findings(events)
+    kept = [each["step"] for each in events if each["event"] == _PRESERVED]
     return ReplicaFindings(
         step=validated[-1]["step"],
         level=validated[-1]["level"],
         newest=tuple(each for each in findings if each.step == findings[-1].step),
+        preserved_step=kept[-1] if kept else None,
     )
 
 
@@ -72,6 +77,8 @@ def line(findings: ReplicaFindings) -> str:
     ]
     more = len(findings.newest) - len(named)
     differ = "; ".join([*named, *([f"and {more:,} more"] if more else [])])
+    if findings.preserved_step is not None:
+        differ += f" (step {findings.preserved_step:,}, from before, is preserved)"
     step = findings.newest[0].step
     if step == findings.step:
         return f"DIFFER at step {step:,}: {differ}"

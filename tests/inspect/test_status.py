@@ -120,6 +120,10 @@ def validated(step, findings=0):
             "DIFFER at step 20: w at hosts 1; b at hosts 1",
         ),
         (
+            [differ(20, "w"), validated(20, 1), event("step_preserved", step=10)],
+            "DIFFER at step 20: w at hosts 1 (step 10, from before, is preserved)",
+        ),
+        (
             [differ(20, "w", is_certain=False), validated(20, 1), validated(1000)],
             "equal at step 1,000 (tensor), but DIFFERED at step 20: w at hosts 1 (which"
             " of them is unknown)",
