@@ -40,7 +40,7 @@ def one_host(directory, corpus, *, steps, to):
     return config.parent / "tiny"
 
 
-@pytest.mark.slow(minutes=1.5)
+@pytest.mark.slow(minutes=0.6)
 @pytest.mark.parametrize(
     ("tiers", "lost_at"),
     [(True, 10), (True, 14), (False, 14)],
@@ -75,7 +75,7 @@ def test_a_run_that_loses_slices_goes_back_as_one_host_does(
     test_divergence.check_same(run, other, rtol=LOSS_RTOL)
 
 
-@pytest.mark.slow(minutes=0.5)
+@pytest.mark.slow(minutes=0.3)
 def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
     tmp_path,
     spoilt,  # noqa: F811
@@ -92,7 +92,7 @@ def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
     test_divergence.check_rows(run, to=event["step"])
 
 
-@pytest.mark.slow(minutes=0.6)
+@pytest.mark.slow(minutes=0.3)
 @pytest.mark.parametrize("action", ["stop", "abort"])
 def test_a_live_run_that_diverges_after_a_loss_ends_with_a_save_or_without(
     tmp_path,
@@ -114,7 +114,7 @@ def test_a_live_run_that_diverges_after_a_loss_ends_with_a_save_or_without(
     assert (16 in runs.saved_steps(run)) == (action == "stop")
 
 
-@pytest.mark.slow(minutes=0.8)
+@pytest.mark.slow(minutes=0.4)
 @pytest.mark.parametrize("returned_at", [12, 15])
 def test_under_one_controller_a_run_goes_back_between_changes_of_slices(
     tmp_path,
