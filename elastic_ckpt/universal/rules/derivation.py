@@ -10,12 +10,12 @@ from elastic_ckpt.universal.rules.geometry import Scope
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.name_pattern import NamePattern
 from elastic_ckpt.universal.rules.relation import ParsedTensor, Relation
-from elastic_ckpt.universal.rules.rows import Captured, Row
+from elastic_ckpt.universal.rules.rows import Kept, Row
 
 
 def derived(
     relation: Relation,
-    kept: Captured,
+    kept: Kept,
     names: Sequence[NamePattern],
     *,
     sizes: Mapping[str, int],
@@ -52,7 +52,7 @@ def derived(
             lengths = [geometry.length(node, scope) for node in tensor.dims.nodes]
             yield Row(
                 tensor=number,
-                name=names[number].format(dict(kept + captured)),
+                name=names[number].format({**relation.named(kept), **dict(captured)}),
                 captured=captured,
                 ranks=(),
                 shape=tuple(map(int, lengths)),
@@ -65,8 +65,8 @@ def _choices(
 ) -> list[dict[str, int]]:
     # All values of the names `captured`.
     choices: list[dict[str, int]] = [{}]
-    for index in tensor.tables.values():
-        entries = [dict(zip(index.by, at, strict=True)) for at in index.table()]
+    for by, table in tensor.tables.values():
+        entries = [dict(zip(by, at, strict=True)) for at in table]
         choices = [{**chosen, **entry} for chosen in choices for entry in entries]
     for name in captured:
         if name in choices[0]:

@@ -51,40 +51,26 @@ class Shard:
 Node = Name | Product | Sum | Shard
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Dims:
     """A parsed expression.
 
     Attributes:
       text: as it was written.
       nodes: one for each dim of the tensor.
+      name_sets: the names of each part: one addend of every sum is chosen.
+      names: the names of all factors.
+      axes: the rank axes after `@`.
     """
 
-    text: str
-    nodes: tuple[Node, ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all factors."""
-        return frozenset(name for names in self.name_sets for name in names)
-
-    @property
-    def name_sets(self) -> list[frozenset[str]]:
-        """The names of each part: one addend of every sum is chosen."""
-        return [
+    def __init__(self, text: str, nodes: tuple[Node, ...]) -> None:
+        self.text = text
+        self.nodes = nodes
+        self.name_sets = [
             frozenset(itertools.chain(*names))
-            for names in itertools.product(*(_name_lists(node) for node in self.nodes))
+            for names in itertools.product(*(_name_lists(node) for node in nodes))
         ]
-
-    @property
-    def axes(self) -> frozenset[str]:
-        """The rank axes after `@`."""
-        return frozenset(axis for shard in self.shards for axis in shard.axes)
-
-    @property
-    def shards(self) -> list[Shard]:
-        """The sharded nodes."""
-        return [shard for node in self.nodes for shard in _shards(node)]
+        self.names = frozenset(itertools.chain(*self.name_sets))
+        self.axes = frozenset(axis for node in nodes for axis in _axes(node))
 
 
 def parse(text: str) -> Dims:
@@ -98,7 +84,7 @@ def parse(text: str) -> Dims:
     nodes = []
     while parser.peek() is not None:
         nodes.append(parser.factor(depth=0))
-    parsed = Dims(text=text, nodes=tuple(nodes))
+    parsed = Dims(text, tuple(nodes))
     for names in itertools.product(*(_name_lists(node) for node in nodes)):
         listed = list(itertools.chain(*names))
         for name in listed:
@@ -216,13 +202,18 @@ def _name_lists(node: Node) -> Sequence[tuple[str, ...]]:
     return [tuple(itertools.chain(*names)) for names in choices]
 
 
-def _shards(node: Node) -> Iterator[Shard]:
+def _axes(node: Node) -> Iterator[str]:
     if isinstance(node, Shard):
-        yield node
-        yield from _shards(node.node)
+        yield from node.axes
+        yield from _axes(node.node)
     elif isinstance(node, Product):
         for factor in node.factors:
-            yield from _shards(factor)
+            yield from _axes(factor)
     elif isinstance(node, Sum):
         for addend in node.addends:
-            yield from _shards(addend)
+            yield from _axes(addend)
+
+
+def names_of(node: Node) -> frozenset[str]:
+    """The names of all factors in `node`."""
+    return frozenset(itertools.chain(*_name_lists(node)))

@@ -28,11 +28,13 @@ def equations(
     for tensors, side in zip((relation.sources, relation.targets), listed, strict=True):
         for row in side:
             tensor = tensors[row.tensor]
-            ranks = {
-                axis: (int(number), counts[axis])
-                for axis, number in (*row.ranks, *_captured_axes(row))
-                if axis in tensor.dims.axes
-            }
+            ranks: dict[str, tuple[int, int]] = {}
+            if tensor.dims.axes:
+                ranks = {
+                    axis: (int(number), counts[axis])
+                    for axis, number in (*row.ranks, *_captured_axes(row))
+                    if axis in tensor.dims.axes
+                }
             for names, value in row.captured:
                 if tensor.points.issuperset(names):
                     key = (tensor.place, names)
@@ -47,8 +49,8 @@ def equations(
         origin = f"the number of values of {{{text}}} in {place}"
         yield sizes.Equation(node=node, length=number, ranks={}, origin=origin)
     for tensor in (*relation.sources, *relation.targets):
-        for key, index in tensor.tables.items():
-            origin, number = f"the index of {key}", len(index.table())
+        for key, (_, table) in tensor.tables.items():
+            origin, number = f"the index of {key}", len(table)
             node = dims.Name(key)
             yield sizes.Equation(node=node, length=number, ranks={}, origin=origin)
     for pair in relation.pairs:

@@ -12,15 +12,13 @@ from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.leftovers import Leftovers
-from elastic_ckpt.universal.rules.name_index import Entry, Match, NameIndex
+from elastic_ckpt.universal.rules.name_index import ANY_KIND, Entry, Match, NameIndex
 from elastic_ckpt.universal.rules.name_pattern import NamePattern
 from elastic_ckpt.universal.rules.relation import Relation
-from elastic_ckpt.universal.rules.rows import Captured
+from elastic_ckpt.universal.rules.rows import Captured, Kept
 from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import StoredTensor
 
-# The kind of all tensors of formats that have no kinds; it fits any state.
-_ANY_KIND = "parameter"
 _DROPPED = -1
 
 # A tensor without its name: the number of its pattern, captures, ranks, shape, dtype.
@@ -60,7 +58,7 @@ class Group:
 
 
 # By the number of the owner, then by kept captures.
-Groups = list[dict[Captured, Group]]
+Groups = list[dict[Kept, Group]]
 
 
 def axis_counts(
@@ -152,7 +150,7 @@ class Grouping:
     def add_sources(self, stored: Sequence[StoredTensor]) -> None:
         """Groups the tensors of a checkpoint."""
         for number, tensor in enumerate(stored):
-            matches = _of_kind(self._indices[0].matches(tensor.name), tensor.kind)
+            matches = self._indices[0].matches(tensor.name, tensor.kind)
             match = self._one(tensor.name, matches)
             if match is not None:
                 sketch = (
@@ -164,7 +162,7 @@ class Grouping:
                 )
                 self._group(match).sources.append((sketch, number))
             elif not matches:
-                text = "" if tensor.kind == _ANY_KIND else f" ({tensor.kind})"
+                text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
                 self.left.sources.append(tensor.name + text)
 
     def add_targets(self, targets: Sequence[TargetTensor]) -> None:
@@ -214,7 +212,7 @@ class Grouping:
                     names = (owner.sources, owner.targets)[side]
                     for at in set(range(len(names))) - present:
                         if (id(owner.relation), side, at) in matched:
-                            name = names[at].format(dict(kept))
+                            name = names[at].format(owner.relation.named(kept))
                             text = f"{name} ({owner.relation.rule.text})"
                             self.left.incomplete.append(text)
         self.left.check()
@@ -238,14 +236,6 @@ class Grouping:
         if group is None:
             group = groups[match.kept] = Group([], [])
         return group
-
-
-def _of_kind(matches: list[Match], kind: str) -> list[Match]:
-    # Those of the same kind; if there are none, and the format has no kinds, all.
-    exact = [match for match in matches if match.entry.kind == kind]
-    if not exact and kind == _ANY_KIND:
-        return matches
-    return exact + [match for match in matches if match.entry.kind is None]
 
 
 def _drops(layout: Layout) -> Iterator[Entry]:

@@ -27,7 +27,7 @@ from elastic_ckpt.universal.rules import (
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.name_pattern import NamePattern
 from elastic_ckpt.universal.rules.relation import Pair, ParsedTensor, Relation
-from elastic_ckpt.universal.rules.rows import Captured, Placed, Row
+from elastic_ckpt.universal.rules.rows import Kept, Placed, Row
 from elastic_ckpt.universal.rules.rule import POWERS, SHIFTED
 
 
@@ -51,7 +51,7 @@ class Instance:
     targets: Sequence[Row] | None
     counts: Mapping[str, int]
     names: Sequence[NamePattern]
-    kept: Captured
+    kept: Kept
 
 
 # The numbers of source and target, sizes, sides, arithmetic: see `moves.Move`.

@@ -6,8 +6,10 @@ filled once; otherwise one error lists those that are left over.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
@@ -22,7 +24,7 @@ from elastic_ckpt.universal.rules.grouping import (
 from elastic_ckpt.universal.rules.instance import Instance, Plan
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rows import Captured
+from elastic_ckpt.universal.rules.rows import Kept
 from elastic_ckpt.universal.stored import StoredTensor
 
 
@@ -58,6 +60,16 @@ def moves(
     Raises:
       LayoutError: if the layout does not fit; one error lists all that is left over.
     """
+    with _no_collections():
+        return _moves(layout, stored, axes, targets)
+
+
+def _moves(
+    layout: Layout,
+    stored: Sequence[StoredTensor],
+    axes: Mapping[str, int],
+    targets: Mapping[str, TargetTensor] | None,
+) -> Matched:
     counts = axis_counts(layout, stored, axes)
     grouping = Grouping(layout, counts)
     grouping.add_sources(stored)
@@ -78,6 +90,18 @@ def moves(
     )
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    # Millions of values without cycles: the collector would double the time.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Planning:
     def __init__(
         self,
@@ -96,7 +120,7 @@ class _Planning:
     def add(
         self,
         owner: Owner,
-        kept: Captured,
+        kept: Kept,
         group: Group,
         plans: dict[object, Plan | None],
     ) -> None:
@@ -137,7 +161,7 @@ class _Planning:
                 f"\n  {listed}{more}"
             )
 
-    def _planned(self, owner: Owner, kept: Captured, group: Group) -> Plan | None:
+    def _planned(self, owner: Owner, kept: Kept, group: Group) -> Plan | None:
         stored, given = self._stored, self._given
         sources = [
             _row(sketch, stored[number].name) for sketch, number in group.sources
@@ -163,14 +187,13 @@ class _Planning:
             self._problems.append(str(error))
             return None
 
-    def _names(
-        self, owner: Owner, kept: Captured, group: Group, plan: Plan
-    ) -> list[str]:
+    def _names(self, owner: Owner, kept: Kept, group: Group, plan: Plan) -> list[str]:
         if self._given is not None:
             return [self._given[number].name for _, number in group.targets]
         names = []
+        named = owner.relation.named(kept)
         for row in plan.targets:
-            name = owner.targets[row.tensor].format(dict(kept + row.captured))
+            name = owner.targets[row.tensor].format({**named, **dict(row.captured)})
             names.append(name)
             assert row.dtype is not None
             if name in self.derived:

@@ -7,12 +7,14 @@ searched once for each skeleton; each name is then compared with these.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.name_pattern import NamePattern
-from elastic_ckpt.universal.rules.rows import Captured
+from elastic_ckpt.universal.rules.rows import Captured, Kept
+
+# The kind of all tensors of formats that have no kinds; it fits any state.
+ANY_KIND = "parameter"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,56 +44,96 @@ class Match:
 
     Attributes:
       entry: the pattern.
-      kept: the values of captures that all names of the rule have, in their order.
+      kept: the values of captures that all names of the rule have.
       captured: the values of the others.
     """
 
     entry: Entry
-    kept: Captured
+    kept: Kept
     captured: Captured
+
+
+class _Reader:
+    """An entry, and how its captures are read from a match."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.skeleton = entry.name.skeleton(entry.numbers)
+        self._expression = entry.name.expression(entry.numbers)
+        groups = [
+            (group, capture.names, capture.is_number(entry.numbers))
+            for group, capture in enumerate(entry.name.captures)
+        ]
+        kept = {names[0]: (group, number) for group, names, number in groups}
+        self._kept = [kept[name] for name in entry.kept]
+        self._captured = [each for each in groups if each[1][0] not in entry.kept]
+
+    def match(self, name: str) -> Match | None:
+        match = self._expression.fullmatch(name)
+        if match is None:
+            return None
+        texts = match.groups()
+        kept = tuple(
+            [int(texts[at]) if number else texts[at] for at, number in self._kept]
+        )
+        captured = tuple(
+            [
+                (names, int(texts[at]) if number else texts[at])
+                for at, names, number in self._captured
+            ]
+        )
+        return Match(self.entry, kept, captured)
 
 
 class NameIndex:
     """Patterns, indexed by skeleton."""
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
-        self._exact: dict[str, list[Entry]] = {}
-        self._patterns: list[tuple[re.Pattern[str], re.Pattern[str], Entry]] = []
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._literal: dict[str, list[_Reader]] = {}
+        self._patterns: list[_Reader] = []
         for entry in entries:
+            reader = _Reader(entry)
             if entry.name.captures:
-                skeleton = entry.name.skeleton(entry.numbers)
-                expression = entry.name.expression(entry.numbers)
-                self._patterns.append((skeleton, expression, entry))
+                self._patterns.append(reader)
             else:
-                self._exact.setdefault(entry.name.text, []).append(entry)
-        self._by_skeleton: dict[str, list[tuple[re.Pattern[str], Entry]]] = {}
+                self._literal.setdefault(entry.name.text, []).append(reader)
+        self._by_skeleton: dict[tuple[str, str | None], list[list[_Reader]]] = {}
 
-    def matches(self, name: str) -> list[Match]:
-        """All patterns that match `name`."""
-        skeleton = name_pattern.skeleton(name)
-        candidates = self._by_skeleton.get(skeleton)
+    def matches(self, name: str, kind: str | None = None) -> list[Match]:
+        """The patterns that match a name.
+
+        Args:
+          name: of the tensor.
+          kind: of the tensor; None if patterns of all kinds match it. If the kind is
+            that of formats without kinds, and no pattern of it matches, all match.
+        """
+        key = name_pattern.skeleton(name), kind
+        candidates = self._by_skeleton.get(key)
         if candidates is None:
-            candidates = self._by_skeleton[skeleton] = [
-                (expression, entry)
-                for expected, expression, entry in self._patterns
-                if expected.fullmatch(skeleton)
+            possible = [
+                each for each in self._patterns if each.skeleton.fullmatch(key[0])
             ]
-        exact = self._exact.get(name)
-        matches = [Match(entry, (), ()) for entry in exact] if exact else []
-        for expression, entry in candidates:
-            match = expression.fullmatch(name)
-            if match is not None:
-                matches.append(_match(entry, match.groups()))
+            candidates = self._by_skeleton[key] = _by_kind(possible, kind)
+        if name in self._literal:
+            literal = _by_kind(self._literal[name], kind)
+            candidates = [a + b for a, b in zip(candidates, literal, strict=True)]
+        exact, others, untyped = candidates
+        matches = [match for each in exact if (match := each.match(name))]
+        if others and not matches:
+            matches = [match for each in others if (match := each.match(name))]
+        if untyped:
+            matches += [match for each in untyped if (match := each.match(name))]
         return matches
 
 
-def _match(entry: Entry, texts: Sequence[str]) -> Match:
-    kept, captured = {}, []
-    for capture, text in zip(entry.name.captures, texts, strict=True):
-        value = name_pattern.value(capture, text, entry.numbers)
-        if capture.names[0] in entry.kept:
-            kept[capture.names[0]] = value
-        else:
-            captured.append((capture.names, value))
-    ordered = tuple(((name,), kept[name]) for name in entry.kept) if kept else ()
-    return Match(entry, ordered, tuple(captured))
+def _by_kind(readers: Sequence[_Reader], kind: str | None) -> list[list[_Reader]]:
+    # Those of the kind, others that may match instead, those of no kind.
+    exact, others, untyped = [], [], []
+    for reader in readers:
+        if reader.entry.kind is None:
+            untyped.append(reader)
+        elif kind is None or reader.entry.kind == kind:
+            exact.append(reader)
+        elif kind == ANY_KIND:
+            others.append(reader)
+    return [exact, others, untyped]

@@ -38,6 +38,12 @@ class Capture:
     names: tuple[str, ...]
     form: str
 
+    def is_number(self, numbers: Collection[str]) -> bool:
+        """Whether its value is a number, if the captures `numbers` are."""
+        if len(self.names) > 1 or self.form.isdigit():
+            return True
+        return not self.form and self.names[0] in numbers
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NamePattern:
@@ -80,11 +86,7 @@ class NamePattern:
         It may match skeletons of others too.
         """
         joined = "".join(
-            part
-            if isinstance(part, str)
-            else "0"
-            if _is_number(part, numbers)
-            else "{}"
+            part if isinstance(part, str) else "0" if part.is_number(numbers) else "{}"
             for part in self.parts
         )
         return re.compile(re.escape(skeleton(joined)).replace(r"\{\}", ".*"))
@@ -117,11 +119,6 @@ def glob(text: str) -> NamePattern:
     for number, literal in enumerate(literals):
         parts += [Capture((str(number),), _ANY), literal] if number else [literal]
     return NamePattern(text=text, parts=tuple(part for part in parts if part))
-
-
-def value(capture: Capture, text: str, numbers: Collection[str]) -> int | str:
-    """The value of a capture that matched `text`."""
-    return int(text) if _is_number(capture, numbers) else text
 
 
 def parse(text: str) -> NamePattern:
@@ -157,12 +154,6 @@ def parse(text: str) -> NamePattern:
     return pattern
 
 
-def _is_number(capture: Capture, numbers: Collection[str]) -> bool:
-    if len(capture.names) > 1 or capture.form.isdigit():
-        return True
-    return not capture.form and capture.names[0] in numbers
-
-
 def _group(capture: Capture, numbers: Collection[str]) -> str:
     if capture.form == _ANY:
         return "(.*)"
@@ -170,6 +161,6 @@ def _group(capture: Capture, numbers: Collection[str]) -> str:
         width = int(capture.form)
         # Leading zeros only up to the width.
         return rf"([0-9]{{{width}}}|[1-9][0-9]{{{width},17}})"
-    if _is_number(capture, numbers):
+    if capture.is_number(numbers):
         return _DIGITS
     return "(.+)" if capture.form == "path" else "([^./]+)"

@@ -15,7 +15,7 @@ import numpy as np
 
 from elastic_ckpt.universal.rules import dims, name_pattern, size_expression
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern
+from elastic_ckpt.universal.rules.rule import Rule, TensorPattern
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ class ParsedTensor:
       name: its name pattern.
       dims: its dims expression.
       points: the coordinates that captures and tables give.
-      tables: the index tables that give points, by dim.
+      tables: the captures and rank axes of index tables, and the points that
+        they give, by dim.
       place: for messages.
     """
 
@@ -58,7 +59,7 @@ class ParsedTensor:
     name: name_pattern.NamePattern
     dims: dims.Dims
     points: frozenset[str]
-    tables: dict[str, Index]
+    tables: dict[str, tuple[tuple[str, ...], dict[tuple[int, ...], int]]]
     place: str
 
 
@@ -97,6 +98,10 @@ class Relation:
             for at, ranks in ((0, axes), (1, ()))
         )
         self.pairs, self.padding = self._paired(axes)
+
+    def named(self, kept: Sequence[int | str]) -> dict[tuple[str, ...], int | str]:
+        """The values of kept captures, by their names."""
+        return {(name,): value for name, value in zip(self.kept, kept, strict=True)}
 
     def _paired(self, axes: Collection[str] | None) -> tuple[list[Pair], list[Term]]:
         pairs: list[Pair] = []
@@ -272,7 +277,7 @@ def _with_points(
         if ranks == set(index.by) and axes is None:
             continue
         if _all_axes(ranks, axes):
-            tables[key] = index
+            tables[key] = index.by, index.table()
             points = points - (set(index.by) - elsewhere) | {key}
     return dataclasses.replace(tensor, points=frozenset(points), tables=tables)
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from elastic_ckpt.universal.rules.relation import ParsedTensor, Relation
 
 # The value of a capture, by its names.
 Captured = tuple[tuple[tuple[str, ...], int | str], ...]
+
+# The values of the captures that all names of a rule have.
+Kept = tuple[int | str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,7 @@ class Placed:
 
     number: int
     row: Row
-    values: dict[str, int | str]
+    values: dict[str, Any]
     ranks: dict[str, tuple[int, int]]
     others: list[int]
     reduction: Reduction = Reduction.NONE
@@ -81,23 +85,20 @@ def placed(
     """
     reduced = frozenset(tensor.pattern.reduced)
     used = points | tensor.dims.axes
+    names = sorted(used - reduced)
     groups: dict[tuple[object, ...], list[Placed]] = {}
     for number, row in rows:
         values = _values(tensor, row, sizes)
-        each = Placed(
-            number=number,
-            row=row,
-            values=values,
-            ranks=_ranks(tensor, row, values, counts),
-            others=[],
-        )
-        key = tuple(values.get(name, -1) for name in sorted(used - reduced))
+        ranks = _ranks(tensor, row, values, counts) if tensor.dims.axes else {}
+        each = Placed(number=number, row=row, values=values, ranks=ranks, others=[])
+        key = tuple([values.get(name, -1) for name in names])
         groups.setdefault(key, []).append(each)
-    for members in groups.values():
-        _check_distinct(tensor, members, reduced | used)
     if tensor.pattern.mean or tensor.pattern.sum:
         _check_complete(tensor, list(groups.values()), counts)
-    return [_first(tensor, members) for members in groups.values()]
+    return [
+        members[0] if len(members) == 1 else _first(tensor, members, reduced | used)
+        for members in groups.values()
+    ]
 
 
 def axis_counts(
@@ -114,19 +115,18 @@ def axis_counts(
     return counted
 
 
-def _values(
-    tensor: ParsedTensor, row: Row, sizes: Mapping[str, int]
-) -> dict[str, int | str]:
-    values: dict[str, int | str] = dict(row.ranks)
+def _values(tensor: ParsedTensor, row: Row, sizes: Mapping[str, int]) -> dict[str, Any]:
+    values: dict[str, Any] = dict(row.ranks)
     for names, value in row.captured:
         if len(names) == 1:
             values[names[0]] = value
         else:
-            numbers = np.unravel_index(int(value), [sizes[name] for name in names])
-            values |= zip(names, map(int, numbers), strict=True)
-    for key, index in tensor.tables.items():
-        at = tuple(values.get(name, -1) for name in index.by)
-        number = index.table().get(at)  # type: ignore[arg-type]
+            rest = int(value)
+            for name in reversed(names):
+                rest, values[name] = divmod(rest, sizes[name])
+    for key, (by, table) in tensor.tables.items():
+        at = tuple(values.get(name, -1) for name in by)
+        number = table.get(at)
         if number is None:
             raise LayoutError(
                 f"{tensor.place}: the index of {key} has no entry {list(at)} for "
@@ -139,7 +139,7 @@ def _values(
 def _ranks(
     tensor: ParsedTensor,
     row: Row,
-    values: Mapping[str, int | str],
+    values: Mapping[str, Any],
     counts: Mapping[str, int],
 ) -> dict[str, tuple[int, int]]:
     ranks = {}
@@ -197,11 +197,13 @@ def _check_complete(
             )
 
 
-def _first(tensor: ParsedTensor, members: list[Placed]) -> Placed:
+def _first(
+    tensor: ParsedTensor, members: list[Placed], mentioned: frozenset[str]
+) -> Placed:
+    # The first of several rows with the same elements.
     pattern = tensor.pattern
-    members.sort(
-        key=lambda each: [each.values.get(name, -1) for name in pattern.reduced]
-    )  # type: ignore[arg-type,return-value]
+    _check_distinct(tensor, members, mentioned)
+    members.sort(key=lambda each: [each.values.get(n, -1) for n in pattern.reduced])
     first = members[0]
     for other in members[1:]:
         if all(
@@ -215,11 +217,7 @@ def _first(tensor: ParsedTensor, members: list[Placed]) -> Placed:
             f"same coordinates"
         )
     if first.others:
-        first.reduction = (
-            Reduction.MEAN
-            if pattern.mean
-            else Reduction.SUM
-            if pattern.sum
-            else Reduction.EQUAL
-        )
+        first.reduction = Reduction.EQUAL
+        if pattern.mean or pattern.sum:
+            first.reduction = Reduction.MEAN if pattern.mean else Reduction.SUM
     return first

@@ -56,14 +56,12 @@ def solve(rule: Rule, equations: Sequence[Equation]) -> dict[str, int]:
         pass
     for equation in equations:
         _check(rule, equation, known)
-    unknown = {
-        name for equation in equations for name in _unknown(rule, equation, known)
-    }
+    unknown = {name for equation in equations for name in _unknown(equation, known)}
     if unknown:
         origins = [
             f"{each.origin} is {each.length}"
             for each in equations
-            if _unknown(rule, each, known)
+            if _unknown(each, known)
         ]
         raise LayoutError(
             f"{rule.text}: the sizes of {', '.join(sorted(unknown))} are not "
@@ -105,7 +103,7 @@ def _step(rule: Rule, pending: list[Equation], known: dict[str, Fraction]) -> bo
     # Solves the equations that have one unknown, and takes them out.
     solved = False
     for equation in list(pending):
-        unknown = _unknown(rule, equation, known)
+        unknown = _unknown(equation, known)
         if len(unknown) > 1:
             continue
         pending.remove(equation)
@@ -123,7 +121,7 @@ def _step(rule: Rule, pending: list[Equation], known: dict[str, Fraction]) -> bo
 
 
 def _check(rule: Rule, equation: Equation, known: Mapping[str, Fraction]) -> None:
-    if not _unknown(rule, equation, known):
+    if not _unknown(equation, known):
         size = _length(rule, equation, known)
         if size != equation.length:
             raise _misfit(rule, equation, known)
@@ -136,7 +134,7 @@ def _misfit(
     *,
     without: str | None = None,
 ) -> LayoutError:
-    names = sorted(_names(equation.node) - {without})
+    names = sorted(dims.names_of(equation.node) - {without})
     sizes = ", ".join(f"{name}={known[name]}" for name in names if name in known)
     if without is None:
         expected = f"not {_length(rule, equation, known)}, which {sizes or '1'} make"
@@ -155,10 +153,5 @@ def _length(rule: Rule, equation: Equation, sizes: Mapping[str, Fraction]) -> Fr
         raise LayoutError(f"{rule.text}: {equation.origin}: {error}") from None
 
 
-def _unknown(rule: Rule, equation: Equation, known: Mapping[str, Fraction]) -> set[str]:
-    del rule
-    return {name for name in _names(equation.node) if name not in known}
-
-
-def _names(node: dims.Node) -> frozenset[str]:
-    return dims.Dims(text="", nodes=(node,)).names
+def _unknown(equation: Equation, known: Mapping[str, Fraction]) -> set[str]:
+    return {name for name in dims.names_of(equation.node) if name not in known}
