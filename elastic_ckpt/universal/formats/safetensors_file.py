@@ -41,6 +41,9 @@ _DTYPES = {
 }
 
 
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """The place of a tensor in a file.
@@ -69,6 +72,20 @@ class Header:
 
     spans: Mapping[str, Span]
     metadata: Mapping[str, str]
+
+
+def dtype_name(dtype: np.dtype) -> str:
+    """The name of a dtype in headers.
+
+    Raises:
+      FormatError: if the format has no such dtype.
+    """
+    if dtype not in _NAMES:
+        raise FormatError(
+            f"safetensors has no dtype {dtype}; cast such tensors, to one of"
+            f" {sorted(map(str, _NAMES))}"
+        )
+    return _NAMES[dtype]
 
 
 def read_header(path: epath.PathLike) -> Header:

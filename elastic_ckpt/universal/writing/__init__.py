@@ -1,0 +1,1 @@
+"""Writing checkpoints in the formats of other programs."""
