@@ -5,7 +5,7 @@ from etils import epy
 from elastic_ckpt.core.errors import ElasticCkptError
 
 with epy.lazy_api_imports(globals()):
-    from elastic_ckpt import components, data, elastic
+    from elastic_ckpt import components, data, elastic, universal
     from elastic_ckpt.checkpoint.response import Response, SaveResponse
     from elastic_ckpt.frontend.batches import batches
     from elastic_ckpt.frontend.checkpointer import Checkpointer
@@ -40,4 +40,5 @@ __all__ = [
     "preserve",
     "record_metrics",
     "release",
+    "universal",
 ]

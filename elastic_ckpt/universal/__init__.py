@@ -3,6 +3,23 @@
 from etils import epy
 
 with epy.lazy_api_imports(globals()):
+    from elastic_ckpt.universal.formats.format_error import FormatError
     from elastic_ckpt.universal.loading import load
+    from elastic_ckpt.universal.opening import open_checkpoint
+    from elastic_ckpt.universal.rules.layout import Layout
+    from elastic_ckpt.universal.rules.layout_error import LayoutError
+    from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern, side
+    from elastic_ckpt.universal.rules.state import State
 
-__all__ = ["load"]
+__all__ = [
+    "FormatError",
+    "Index",
+    "Layout",
+    "LayoutError",
+    "Rule",
+    "State",
+    "TensorPattern",
+    "load",
+    "open_checkpoint",
+    "side",
+]

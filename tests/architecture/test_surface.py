@@ -16,6 +16,7 @@ PUBLIC = [
     "elastic_ckpt.data",
     "elastic_ckpt.elastic",
     "elastic_ckpt.integrations.orbax_v0",
+    "elastic_ckpt.universal",
     "elastic_ckpt_sidecar",
 ]
 
