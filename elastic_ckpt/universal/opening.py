@@ -20,6 +20,7 @@ from elastic_ckpt.universal.formats import (
     dcp_checkpoint,
     deepspeed,
     deepspeed_universal,
+    megatron,
     safetensors_checkpoint,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -37,6 +38,11 @@ class _Format:
 
 # A directory is of the first that fits.
 _FORMATS = (
+    _Format(
+        "Megatron (common.pt, mp_rank_*/, latest_checkpointed_iteration.txt)",
+        megatron.is_format,
+        megatron.open_checkpoint,
+    ),
     _Format(
         "PyTorch distributed checkpoints (.metadata)",
         dcp_checkpoint.is_format,

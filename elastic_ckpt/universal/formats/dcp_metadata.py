@@ -178,6 +178,10 @@ def _layout(name: Any) -> str:
     return name
 
 
+def _number(value: Any) -> Any:
+    return value
+
+
 def _path(*parts: Any) -> str:
     return "/".join(map(str, parts))
 
@@ -196,6 +200,11 @@ _RECORDS = (
         )
     ),
     "torch.distributed.checkpoint.filesystem _StorageInfo",
+    # Megatron adds the plans of all ranks, which are not used.
+    "torch.distributed.checkpoint.planner BytesIOWriteData",
+    "torch.distributed.checkpoint.planner SavePlan",
+    "torch.distributed.checkpoint.planner TensorWriteData",
+    "torch.distributed.checkpoint.planner WriteItem",
     # Earlier versions have these.
     "torch.distributed._shard.sharded_tensor.metadata TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata MEM_FORMAT_ENCODING",
@@ -203,6 +212,7 @@ _RECORDS = (
 _NAMES: dict[str, Any] = {
     **{name: record(name.replace(" ", ".")) for name in _RECORDS},
     f"{_MODULE} MetadataIndex": Call("MetadataIndex", lambda *_: _Index()),
+    "torch.distributed.checkpoint.planner WriteItemType": Call("kind", _number),
     "torch.serialization _get_layout": Call("layout", _layout),
     "pathlib PosixPath": Call("pathlib.PosixPath", _path),
     "torch Size": torch_names.NAMES["torch Size"],

@@ -18,6 +18,10 @@ from elastic_ckpt.universal.stored import StoredTensor
 
 # Begins the name of a state whose parameter is not known; its number follows.
 UNNAMED = "optimizer/"
+# Keys of the state dict of PyTorch's optimizer in that of the one around it, and of the
+# float32 parameters: DeepSpeed's, then Megatron's.
+_NESTED = ("optimizer_state_dict", "optimizer")
+_MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
 
 
 def states(
@@ -34,8 +38,8 @@ def states(
       FormatError: if it is no state dict.
     """
     optimizer = file.dict_at(*keys)
-    nested = optimizer.get("optimizer_state_dict")
-    inner = [*keys, "optimizer_state_dict"] if isinstance(nested, dict) else [*keys]
+    nested = [key for key in _NESTED if isinstance(optimizer.get(key), dict)]
+    inner = [*keys, *nested[:1]]
     groups = _groups(file, file.list_at(*inner, "param_groups"))
     by_number: dict[int, dict[str, Tensor]] = collections.defaultdict(dict)
     for number, state in file.dict_at(*inner, "state").items():
@@ -43,10 +47,16 @@ def states(
             for key, each in state.items():
                 if isinstance(each, Tensor):
                     by_number[number][str(key)] = each
-    masters = optimizer.get("fp32_groups", optimizer.get("fp32_groups_flat"))
-    for numbers, group in zip(groups, masters or [], strict=False):
+    masters = [
+        optimizer[key] for key in _MASTERS if isinstance(optimizer.get(key), list)
+    ]
+    for numbers, group in zip(groups, *masters[:1], strict=True) if masters else ():
         tensors = group if isinstance(group, list) else [group]
-        for number, each in zip(numbers, tensors, strict=False):
+        if len(tensors) != len(numbers):
+            raise file.error(
+                f"has {len(tensors)} float32 parameters in a group of {len(numbers)}"
+            )
+        for number, each in zip(numbers, tensors, strict=True):
             if isinstance(each, Tensor):
                 by_number[number]["fp32"] = each
     names = _names(by_number, groups, weights)
