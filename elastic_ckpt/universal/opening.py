@@ -21,6 +21,7 @@ from elastic_ckpt.universal.formats import (
     deepspeed,
     deepspeed_universal,
     megatron,
+    orbax_checkpoint,
     safetensors_checkpoint,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -47,6 +48,11 @@ _FORMATS = (
         "PyTorch distributed checkpoints (.metadata)",
         dcp_checkpoint.is_format,
         dcp_checkpoint.open_checkpoint,
+    ),
+    _Format(
+        "Orbax (_METADATA, _CHECKPOINT_METADATA)",
+        orbax_checkpoint.is_format,
+        orbax_checkpoint.open_checkpoint,
     ),
     _Format(
         "safetensors (*.safetensors, *.safetensors.index.json)",

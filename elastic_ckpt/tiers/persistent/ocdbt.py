@@ -93,7 +93,7 @@ def new_context() -> ts.Context:
 
 def open_store(directory: epath.PathLike, context: ts.Context) -> ts.KvStore:
     """The store in `directory`; nothing is read or written yet."""
-    return ts.KvStore.open(_spec(directory), context=context).result()
+    return ts.KvStore.open(store_spec(directory), context=context).result()
 
 
 def open_saved_array(
@@ -107,7 +107,7 @@ def open_saved_array(
     return ts.open(
         {
             "driver": "zarr3",
-            "kvstore": {**_spec(directory), "path": array_prefix(name)},
+            "kvstore": {**store_spec(directory), "path": array_prefix(name)},
             "fill_missing_data_reads": False,
         },
         open=True,
@@ -134,7 +134,7 @@ def write(
     """
     transaction = ts.Transaction(atomic=False)
     writer = zarr_array.ArrayWriter(
-        _spec(directory), context=context, transaction=transaction
+        store_spec(directory), context=context, transaction=transaction
     )
     for chunk in {chunk.array.prefix: chunk for chunk in chunks}.values():
         writer.describe(chunk.array.prefix, chunk.leaf, chunk.array.chunk)
@@ -165,15 +165,23 @@ def merge(directory: epath.Path, stores: Iterable[str]) -> None:
     transaction.commit_async().result()
 
 
-def _spec(directory: epath.PathLike) -> dict[str, Any]:
+def store_spec(directory: epath.PathLike) -> dict[str, Any]:
+    """TensorStore's spec of the store in `directory`, in a `new_context`."""
     # Files of values have unique names and can be written in place, without
     # a rename each: only the manifest refers to them, and it is replaced atomically.
     shared = {"driver": "ocdbt", "cache_pool": "cache_pool#ocdbt"}
-    if not storage.is_local(directory):
-        return {**shared, "base": _object_store(os.fspath(directory) + "/")}
-    base = {"driver": "file", "path": os.path.abspath(directory) + "/"}
+    base = base_spec(directory)
+    if isinstance(base, str) or not storage.is_local(directory):
+        return {**shared, "base": base}
     in_place = {**base, "file_io_locking": {"mode": "non_atomic"}}
     return {**shared, "base": in_place, "manifest": base}
+
+
+def base_spec(directory: epath.PathLike) -> str | dict[str, str]:
+    """TensorStore's spec of the files in `directory`, local or in a bucket."""
+    if not storage.is_local(directory):
+        return _object_store(os.fspath(directory) + "/")
+    return {"driver": "file", "path": os.path.abspath(directory) + "/"}
 
 
 def _object_store(url: str) -> str | dict[str, str]:

@@ -1,0 +1,154 @@
+"""Specs of Orbax's checkpoints lead to the saved values, for all handlers."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as v0
+import pytest
+from orbax.checkpoint import v1
+
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats.format_error import FormatError
+from tests.universal.formats.fragment_values import values_of
+
+
+def state():
+    params = {
+        "dense": {"kernel": jnp.arange(48.0).reshape(8, 6)},
+        "a.b/c": jnp.ones(3, jnp.bfloat16),
+        "list": [jnp.zeros(2), np.arange(4)],
+    }
+    return {"params": params, "opt_state": optax.adam(0.1).init(params), "step": 7}
+
+
+def names(tree):
+    """The leaves by the names that tensors have."""
+    return {
+        "/".join(
+            jax.tree_util.keystr((key,), simple=True).replace("/", "~1") for key in path
+        ): np.asarray(leaf)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if not isinstance(leaf, str)
+    }
+
+
+def save_v1(path, tree):
+    v1.save(path, {**tree, "name": "hello"})
+
+
+def save_ocdbt(path, tree):
+    v0.PyTreeCheckpointer().save(path, {**tree, "name": "hello"})
+
+
+def save_zarr(path, tree):
+    v0.PyTreeCheckpointer(use_ocdbt=False).save(path, {**tree, "name": "hello"})
+
+
+def assert_same(checkpoint, expected):
+    tensors = {tensor.name: tensor for tensor in checkpoint.tensors}
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        values = values_of(tensor)
+        assert (tensor.dtype, tensor.shape) == (values.dtype, values.shape)
+        assert (values.dtype, values.shape) == (
+            expected[name].dtype,
+            expected[name].shape,
+        )
+        assert values.tobytes() == expected[name].tobytes(), name
+
+
+@pytest.mark.parametrize("save", [save_v1, save_ocdbt, save_zarr])
+def test_a_pytree_opens_with_the_names_of_its_leaves(tmp_path, save):
+    tree = state()
+    if save is save_zarr:
+        # A plain directory has no place for this name.
+        tree["params"].pop("a.b/c")
+        tree["opt_state"] = optax.adam(0.1).init(tree["params"])
+    save(tmp_path / "x", tree)
+    checkpoint = opening.open_checkpoint(tmp_path / "x")
+    assert_same(checkpoint, names(tree))
+    assert checkpoint.format == "Orbax"
+    assert checkpoint.values["name"] == "hello"
+
+
+def test_of_several_pytrees_names_begin_with_that_of_the_tree(tmp_path):
+    parts = {"a": {"x": jnp.arange(3)}, "b": {"x": jnp.arange(4)}}
+    v1.save_checkpointables(tmp_path / "x", parts)
+    assert_same(opening.open_checkpoint(tmp_path / "x"), names(parts))
+    assert_same(opening.open_checkpoint(tmp_path / "x" / "b"), names(parts["b"]))
+
+
+def edited(path, change):
+    file = path / "_METADATA"
+    fields = json.loads(file.read_text())
+    change(fields)
+    file.write_text(json.dumps(fields))
+
+
+def leaf(*keys, **value):
+    return {
+        "key_metadata": [{"key": key, "key_type": 2} for key in keys],
+        "value_metadata": {"value_type": "jax.Array", **value},
+    }
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        (leaf("w", "more"), r"w\.more is listed, and is not in the store"),
+        (leaf("../../etc"), "the array '../../etc', which is not in it"),
+        (leaf("/etc"), "the array '/etc', which is not in it"),
+        (leaf("w"), "w is listed twice"),
+        (leaf(3), "does not list arrays as Orbax does"),
+        ({}, "does not list arrays as Orbax does"),
+        ([], "does not list arrays as Orbax does"),
+    ],
+)
+def test_lists_of_arrays_that_do_not_fit_are_refused(tmp_path, entry, match):
+    save_zarr(tmp_path / "x", {"w": jnp.arange(3)})
+    edited(tmp_path / "x", lambda fields: fields["tree_metadata"].update({"e": entry}))
+    with pytest.raises(FormatError, match=match):
+        opening.open_checkpoint(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"shape": [-1]}, "w has the shape"),
+        ({"shape": [2**40, 2**40]}, "w has the shape .* too large"),
+        ({"shape": 3}, "w has no shape or type"),
+        ({"dtype": "O"}, "w is of the unsupported type 'O'"),
+        ({"dtype": "V8"}, "w is of the unsupported type 'V8'"),
+        ({"dtype": ["a"]}, "w has no shape or type"),
+    ],
+)
+def test_arrays_with_lying_metadata_are_refused(tmp_path, change, match):
+    save_zarr(tmp_path / "x", {"w": jnp.arange(3)})
+    file = tmp_path / "x" / "w" / ".zarray"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(FormatError, match=match):
+        opening.open_checkpoint(tmp_path / "x")
+
+
+def test_a_damaged_store_is_refused(tmp_path):
+    save_v1(tmp_path / "x", {"w": jnp.arange(3)})
+    manifest = next((tmp_path / "x").glob("*/manifest.ocdbt"))
+    manifest.write_bytes(manifest.read_bytes()[:-3])
+    with pytest.raises(FormatError, match="cannot be read"):
+        opening.open_checkpoint(tmp_path / "x")
+
+
+def test_a_step_that_was_not_committed_is_refused(tmp_path):
+    save_v1(tmp_path / "x", {"w": jnp.arange(3)})
+    (tmp_path / "x").rename(tmp_path / "x.orbax-checkpoint-tmp")
+    with pytest.raises(FormatError, match="was not committed"):
+        opening.open_checkpoint(tmp_path / "x.orbax-checkpoint-tmp")
+
+
+def test_a_step_without_a_pytree_is_refused(tmp_path):
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(FormatError, match="has no pytree"):
+        opening.open_checkpoint(tmp_path)
