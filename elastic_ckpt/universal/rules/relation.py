@@ -104,72 +104,70 @@ class Relation:
         return {(name,): value for name, value in zip(self.kept, kept, strict=True)}
 
     def _paired(self, axes: Collection[str] | None) -> tuple[list[Pair], list[Term]]:
-        pairs: list[Pair] = []
-        targets = list(_terms(self.targets))
-        free = {id(term): term for term in targets}
-        for source in _terms(self.sources):
-            here = self.sources[source.tensor]
-            names = source.factors | source.points
-            fitting = []
-            for target in targets:
-                other = target.factors | target.points
-                missing = other - names
-                ranks = missing - here.dims.axes - set(here.pattern.reduced)
-                if names <= other and missing == ranks and _all_axes(missing, axes):
-                    fitting.append((target, missing))
-            padded = names & self.rule.pad.keys()
-            if padded and fitting:
-                raise LayoutError(
-                    f"{here.place}: {min(padded)} is listed in `pad`, but both sides "
-                    f"have it; remove it from `pad`"
-                )
-            if axes is None:
-                # Ranks may complete any of them.
-                fitting.sort(key=lambda each: len(each[1]))
-                fitting = fitting[:1]
-            if padded:
-                continue
-            if len(fitting) != 1:
-                raise self._unpaired(source, [target for target, _ in fitting])
-            target, missing = fitting[0]
-            if id(target) not in free and axes is not None:
-                raise LayoutError(
-                    f"{here.place}: two parts of `from` have the coordinates "
-                    f"{_text(names)}; name them differently"
-                )
-            free.pop(id(target), None)
-            points = source.points | missing
-            pairs.append(
-                Pair(source=dataclasses.replace(source, points=points), target=target)
-            )
-        for term in free.values():
-            if not (term.factors | term.points) & self.rule.pad.keys():
-                raise self._unpaired(term, [], to=True)
-        return pairs, list(free.values())
+        sources, targets = list(_terms(self.sources)), list(_terms(self.targets))
+        pad = self.rule.pad.keys()
+        pairs = []
+        for source in sources:
+            fitting = [each for each in targets if self._fits(source, each, axes)]
+            padded = (source.factors | source.points) & pad
+            if bool(fitting) == bool(padded):
+                raise self._misfit(source, self.sources, self.targets, fitting)
+            if axes is not None and fitting:
+                if len(fitting) > 1:
+                    raise self._misfit(source, self.sources, self.targets, fitting)
+                points = (fitting[0].factors | fitting[0].points) - source.factors
+                source = dataclasses.replace(source, points=points)
+                pairs.append(Pair(source=source, target=fitting[0]))
+        padding = []
+        for target in targets:
+            fitting = [each for each in sources if self._fits(each, target, axes)]
+            if not fitting and (target.factors | target.points) & pad:
+                padding.append(target)
+            elif not fitting or (axes is not None and len(fitting) > 1):
+                raise self._misfit(target, self.targets, self.sources, fitting)
+        return pairs, padding
 
-    def _unpaired(
-        self, term: Term, fitting: Sequence[Term], *, to: bool = False
+    def _fits(self, source: Term, target: Term, axes: Collection[str] | None) -> bool:
+        # The source's rank may be a coordinate of the target.
+        names = source.factors | source.points
+        missing = (target.factors | target.points) - names
+        tensor = self.sources[source.tensor]
+        return (
+            names <= target.factors | target.points
+            and not missing & (tensor.dims.axes | set(tensor.pattern.reduced))
+            and (axes is None or missing <= set(axes))
+        )
+
+    def _misfit(
+        self,
+        term: Term,
+        tensors: Sequence[ParsedTensor],
+        others: Sequence[ParsedTensor],
+        fitting: Sequence[Term],
     ) -> LayoutError:
-        place = (self.targets if to else self.sources)[term.tensor].place
-        names = _text(term.factors | term.points)
-        if fitting:
-            others = [self.targets[each.tensor].name.text for each in fitting]
+        place = tensors[term.tensor].place
+        coordinates = term.factors | term.points
+        padded = coordinates & self.rule.pad.keys()
+        if fitting and padded:
             return LayoutError(
-                f"{place}: {', '.join(map(repr, others))} all have the coordinates "
-                f"{names}; name the parts differently"
+                f"{place}: {min(padded)} is listed in `pad`, but both sides have it; "
+                f"remove it from `pad`"
             )
-        others = self.sources if to else self.targets
+        if fitting:
+            names = {others[each.tensor].name.text for each in fitting}
+            return LayoutError(
+                f"{place}: several parts of {', '.join(map(repr, sorted(names)))} have "
+                f"the coordinates {_text(coordinates)}; name them differently"
+            )
         listed = "; ".join(
-            f"{_text(other.factors | other.points)} in {each.name.text!r}"
-            for each, other in (
-                (others[other.tensor], other) for other in _terms(others)
-            )
+            f"{_text(each.factors | each.points)} in {others[each.tensor].name.text!r}"
+            for each in _terms(others)
         )
         return LayoutError(
-            f"{place}: no tensor of `{'from' if to else 'to'}` has the coordinates "
-            f"{names}: there are {listed or 'none'}; list captures and rank axes that "
-            f"the other side lacks in `replicated`, `unchecked`, `mean` or `sum`, and "
-            f"dims that it lacks in `pad`"
+            f"{place}: the other side has no tensor with the coordinates "
+            f"{_text(coordinates)}, but {listed or 'none'}; list captures and rank "
+            f"axes that it lacks in `replicated`, `unchecked`, `mean` or `sum`, dims "
+            f"that it lacks in `pad`"
         )
 
 
@@ -190,6 +188,12 @@ def _parsed(rule: Rule, key: str) -> Iterator[ParsedTensor]:
         except LayoutError as error:
             raise LayoutError(f"{place}: {error}") from None
         _check_options(parsed)
+        inexact = set(pattern.sum) & set(parsed.name.names)
+        if key == "to" and inexact:
+            raise LayoutError(
+                f"{place}: a sum over {min(inexact)} cannot be undone; use another "
+                f"layout for this direction"
+            )
         yield parsed
 
 
@@ -208,6 +212,9 @@ def _check_options(tensor: ParsedTensor) -> None:
                 f"{place}: {name} is in the dims {tensor.dims.text!r}, and cannot be "
                 f"reduced too"
             )
+    for capture in tensor.name.captures:
+        if len(capture.names) > 1 and set(capture.names) & set(pattern.reduced):
+            raise LayoutError(f"{place}: a product of captures cannot be reduced")
     both = tensor.dims.names & set(tensor.name.names)
     if both:
         raise LayoutError(f"{place}: {min(both)} is both a capture and a dim")
