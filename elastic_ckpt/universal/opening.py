@@ -22,6 +22,7 @@ from elastic_ckpt.universal.formats import (
     deepspeed_universal,
     megatron,
     orbax_checkpoint,
+    ram_checkpoint,
     safetensors_checkpoint,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -53,6 +54,11 @@ _FORMATS = (
         "Orbax (_METADATA, _CHECKPOINT_METADATA)",
         orbax_checkpoint.is_format,
         orbax_checkpoint.open_checkpoint,
+    ),
+    _Format(
+        "RAM disks of elastic_ckpt (machine, hosts/; manifest-*.json)",
+        ram_checkpoint.is_format,
+        ram_checkpoint.open_checkpoint,
     ),
     _Format(
         "safetensors (*.safetensors, *.safetensors.index.json)",

@@ -1,0 +1,212 @@
+"""Opens a step on a RAM disk of this library: the newest, or one that is named.
+
+The path is that of the RAM disk, for the newest complete step, or that of a step's
+directory in it; the parts of all processes of the machine are read together. Chunks are
+raw, so a tensor has a fragment for each. Names are those of an Orbax checkpoint of the
+same step. `check` compares the digests of the manifests.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import boxes, digest, errors
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.inspect import tier_locations
+from elastic_ckpt.manifests import layout, manifest, manifest_file, search
+from elastic_ckpt.manifests.manifest import Contents, Leaf
+from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.ram import machine
+from elastic_ckpt.tiers.ram.ram_disk import RamDisk
+from elastic_ckpt.universal.formats import coverage
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.stored import Fragment, StoredTensor
+
+_TEXT = "text "
+
+
+def is_format(names: Collection[str]) -> bool:
+    """Whether files of these names, in one directory, are such a checkpoint."""
+    return {machine.FILE, "hosts"} <= set(names) or any(
+        map(manifest_file.is_file_name, names)
+    )
+
+
+def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
+    """Opens a RAM disk of this machine, or the directory of a step in one.
+
+    Raises:
+      FormatError: if the step is not complete, or a file is missing or too short.
+    """
+    directory = epath.Path(path)
+    parsed = layout.parse_step_directory(directory.name)
+    root = directory if parsed is None else directory.parent.parent.parent
+    run = tier_locations.find_run(root)
+    if run is None or not tier_locations.is_ram_disk(root):
+        raise FormatError(
+            f"{path} is no RAM disk, nor the directory of a step in one"
+            " (hosts/<slot>/<step>-<save>), with a manifest that can be read"
+        )
+    try:
+        step, directories = _step(RamDisk(root, run=run), parsed)
+    except errors.CheckpointError as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
+    contents = step.holdings.contents
+    values = {"step": step.step, **_texts(contents)}
+    parts = _Parts(step, directories)
+    return OpenedCheckpoint(
+        format="elastic_ckpt RAM disk",
+        tensors=list(parts.tensors()),
+        values=values,
+        verify=parts.verify,
+    )
+
+
+def _step(
+    disk: RamDisk, parsed: tuple[int, str] | None
+) -> tuple[search.Step, list[str]]:
+    # The step, and the directory of each of its offers.
+    if parsed is not None:
+        found_step = find.of_save([disk], *parsed)
+    else:
+        outcome = find.Search([disk]).newest()
+        if outcome.found_step is None:
+            problems = [*outcome.passed_over.values(), "it has no step"]
+            raise errors.CheckpointError(problems[0])
+        found_step = outcome.found_step
+    offers = found_step.step.holdings.offers
+    return found_step.step, [found_step.sources[each].directory for each in offers]
+
+
+class _Parts:
+    """The chunks of a step, and the files that hold them."""
+
+    def __init__(self, step: search.Step, directories: list[str]) -> None:
+        self._step = step
+        self._directories = directories
+        # The chunks of each file.
+        self._chunks: dict[str, list[tuple[Leaf, manifest.Fragment]]] = (
+            collections.defaultdict(list)
+        )
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """The tensors of all leaves.
+
+        Raises:
+          FormatError: if a file is missing or too short.
+        """
+        step, holdings = self._step, self._step.holdings
+        leaves = holdings.contents.leaves
+        prefix = _common_prefix(leaves)
+        for number, leaf in enumerate(leaves):
+            shape = coverage.checked_shape(leaf.shape, leaf.path)
+            dtype = np.dtype(leaf.dtype)
+            covered: list[Box] = []
+            fragments: list[Fragment] = []
+            for item in holdings.of_leaf(number):
+                fragment, file = self._placed(int(item), leaf)
+                parts = [fragment.box]
+                if number in step.overlapping:
+                    parts = boxes.subtract(fragment.box, covered)
+                    covered.append(fragment.box)
+                strides = coverage.row_major(fragment.box.shape, dtype.itemsize)
+                for part in parts:
+                    skips = zip(part.start, fragment.box.start, strides, strict=True)
+                    skipped_bytes = sum((a - b) * stride for a, b, stride in skips)
+                    offset = fragment.offset + skipped_bytes
+                    fragments.append(
+                        Fragment(box=part, file=file, offset=offset, strides=strides)
+                    )
+            coverage.check(shape, [each.box for each in fragments], leaf.path)
+            yield StoredTensor(
+                name=leaf.path.removeprefix(prefix),
+                dtype=dtype,
+                shape=shape,
+                fragments=tuple(fragments),
+            )
+
+    def _placed(self, item: int, leaf: Leaf) -> tuple[manifest.Fragment, str]:
+        # The item at its first holder, and the file that has it.
+        holdings = self._step.holdings
+        row = holdings.first_row[item]
+        holder, number = int(holdings.holder[row]), int(holdings.number[row])
+        saved = holdings.offers[holder].manifest
+        fragment = saved.fragments.row(number, contents=saved.contents)
+        file = f"{self._directories[holder]}/{fragment.file}"
+        if file not in self._chunks:
+            _check_file(file, fragment)
+        values_bytes = layout.num_bytes(fragment.box, leaf.dtype)
+        if not 0 <= fragment.stored_bytes - values_bytes <= layout.CHECKSUM_BYTES:
+            raise FormatError(
+                f"{file} has {fragment.stored_bytes} bytes of {leaf.path}"
+                f"{fragment.box}, which are {values_bytes} if they are not compressed"
+            )
+        self._chunks[file].append((leaf, fragment))
+        return fragment, file
+
+    def verify(self, file: str) -> bool:
+        """Compares the digests of the chunks in a file; False if it has none.
+
+        Raises:
+          FormatError: if one differs.
+        """
+        for leaf, fragment in self._chunks.get(file, ()):
+            size = layout.num_bytes(fragment.box, leaf.dtype)
+            with open(file, "rb") as opened:
+                opened.seek(fragment.offset)
+                content = np.frombuffer(opened.read(size), np.uint8)
+            if digest.values_digest(content) != fragment.digest:
+                raise FormatError(
+                    f"{file} is damaged: {leaf.path}{fragment.box} has another digest;"
+                    " use another step"
+                )
+        return file in self._chunks
+
+
+def _check_file(file: str, fragment: manifest.Fragment) -> None:
+    try:
+        status = os.lstat(file)
+    except OSError as error:
+        raise FormatError(f"{file} cannot be read ({error.strerror})") from None
+    needed = fragment.offset + fragment.stored_bytes
+    if not stat.S_ISREG(status.st_mode) or status.st_size < needed:
+        raise FormatError(
+            f"{file} is no file of {needed} bytes: it has {status.st_size}; use"
+            " another step"
+        )
+
+
+def _common_prefix(leaves: Collection[Leaf]) -> str:
+    # The name of the tree, if there is one alone.
+    trees = {leaf.path.partition("/")[0] for leaf in leaves}
+    return f"{trees.pop()}/" if len(trees) == 1 else ""
+
+
+def _texts(contents: Contents) -> dict[str, str]:
+    # The texts among the leaves, which manifests have.
+    trees: Mapping[str, Any] = json.loads(contents.trees or "{}").get("trees", {})
+    pending: list[tuple[str, Any]] = list(trees.items())
+    if len(trees) == 1:
+        (tree,) = trees.values()
+        pending = [("", tree)]
+    texts: dict[str, str] = {}
+    while pending:
+        path, node = pending.pop()
+        slash = f"{path}/" if path else ""
+        if isinstance(node, dict):
+            for key, child in node.items():
+                pending.append((f"{slash}{manifest.escaped(key)}", child))
+        elif isinstance(node, list):
+            pending += [(f"{slash}{n}", child) for n, child in enumerate(node)]
+        elif isinstance(node, str) and node.startswith(_TEXT):
+            texts[path] = node.removeprefix(_TEXT)
+    return texts
