@@ -13,7 +13,7 @@ import jax
 from absl import logging
 from jax.sharding import Mesh
 
-from elastic_ckpt.application import run_directory
+from elastic_ckpt.application import initial_weights, run_directory
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.components import validation_schedule
 from elastic_ckpt.config import schema
@@ -91,9 +91,11 @@ class Job:
         Raises:
           CheckpointError: if the newest step is of another model, or none can be read.
           DataError: if its data state is of another pipeline.
+          ConfigError: if the layout of `init_from` does not fit.
         """
         if not (self.checkpointer and self.start_step):
-            return self.program.init()
+            return self._new_state()
+        self._note_skipped_weights()
         state = handed_over(self.start_step, self.program.abstract_state)
         if state is not None and self.checkpointer.restore_data(self.start_step):
             return state
@@ -199,6 +201,20 @@ class Job:
             self.emit,
             preserve=saver.preserve_newest if saver else lambda _: None,
         )
+
+    def _new_state(self) -> train_step.TrainState:
+        model = self.config.model
+        if not model.init_from:
+            return self.program.init()
+        params = self.program.abstract_state["params"]
+        return self.program.begin(
+            initial_weights.load(model, params, self.mesh, self.emit)
+        )
+
+    def _note_skipped_weights(self) -> None:
+        path = self.config.model.init_from
+        if path:
+            self.emit("weights_skipped", path=path, step=self.start_step)
 
     def _go_back(self, ended: loop.Ended, finding: Finding) -> loop.Ended:
         # As if the loop had ended with an older step, which is saved. If the run has to

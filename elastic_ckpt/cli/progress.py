@@ -266,6 +266,12 @@ class Progress:
         self._line(f"restored step {event['step']}: {', '.join(parts) or 'data'}{bad}")
         self._begin("reading the first batch")
 
+    def _on_weights_loaded(self, **event: Any) -> None:
+        self._line(f"weights of {event['path']}: {_bytes(event['bytes'])}")
+
+    def _on_weights_skipped(self, **event: Any) -> None:
+        self._line(f"init_from is not read: the run has saved step {event['step']}")
+
     def _on_step_passed_over(self, **event: Any) -> None:
         self._line(f"passed over: {event['why']}")
 

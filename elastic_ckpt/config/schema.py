@@ -94,6 +94,18 @@ class ModelSection:
         at_least=0,
     )
     init_weights_seed: int = key(0, "Seed of the initial weights.", at_least=0)
+    init_from: str = key(
+        "",
+        "A checkpoint of any format, local or in a bucket, with the weights of a new"
+        " run; its data, optimizer and steps are not used. A run that has saved a step"
+        " continues from that, and does not read this again.",
+    )
+    init_from_layout: str = key(
+        "",
+        "The layout of that checkpoint, a YAML file: it relates its tensors (from) with"
+        " those of the model (to), such as params/embedding. Empty for a step that was"
+        " saved by a run of the same model.",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

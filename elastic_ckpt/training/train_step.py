@@ -55,6 +55,7 @@ class Program:
     Attributes:
       abstract_state: shapes, dtypes and shardings of the train state.
       init: makes the initial state, sharded.
+      begin: makes the initial state of given weights, which it donates.
       step: `(state, batch) -> (state, StepReport)`; donates the state.
       evaluate: `(state, batch) -> (loss, targets)`: the summed loss in nats, and the
         number of its targets.
@@ -62,6 +63,7 @@ class Program:
 
     abstract_state: TrainState
     init: Callable[[], TrainState]
+    begin: Callable[[transformer.Params], TrainState]
     step: Step
     evaluate: Callable[[TrainState, elastic_data.Batch], tuple[jax.Array, jax.Array]]
 
@@ -80,14 +82,13 @@ def build(
     learning_rate = _learning_rate(config)
     optimizer = _optimizer(config, learning_rate)
 
-    def init() -> TrainState:
-        params = transformer.init(
-            jax.random.key(config.model.init_weights_seed),
-            config.model,
-            vocab_size=vocab_size,
-        )
+    def begin(params: transformer.Params) -> TrainState:
         step = jnp.zeros((), jnp.int32)
         return {"params": params, "opt_state": optimizer.init(params), "step": step}
+
+    def init() -> TrainState:
+        key = jax.random.key(config.model.init_weights_seed)
+        return begin(transformer.init(key, config.model, vocab_size=vocab_size))
 
     summed_loss = _summed_loss(config, mesh)
     differentiated = _differentiated(summed_loss, microbatches, mesh)
@@ -116,6 +117,7 @@ def build(
     return Program(
         abstract_state=jax.tree.map(_abstract, shapes, shardings),
         init=jax.jit(init, out_shardings=shardings),
+        begin=jax.jit(begin, out_shardings=shardings, donate_argnums=0),
         step=jax.jit(
             step,
             out_shardings=(shardings, topology.replicated(mesh)),

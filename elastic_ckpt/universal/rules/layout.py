@@ -10,12 +10,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Collection, Mapping
 
 from elastic_ckpt.universal.rules import layout_file, relation
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Index, Rule
 from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
+
+# In a name pattern.
+_CAPTURE = re.compile(r"\{[^}]*\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,31 @@ class Layout:
             kind: state if kind in kinds else State(source=state.source, target=None)
             for kind, state in self.states.items()
         }
-        return dataclasses.replace(self, states=states)
+        rules = [rule for rule in self.rules if rule.kind in (None, *kinds)]
+        drop = [
+            _CAPTURE.sub("*", tensor.name)
+            for rule in self.rules
+            if rule not in rules
+            for tensor in rule.source
+        ]
+        return dataclasses.replace(
+            self, states=states, rules=tuple(rules), drop=(*self.drop, *drop)
+        )
+
+    def weights(self) -> Layout:
+        """The layout that drops all but parameters, or master weights in their place.
+
+        Raises:
+          LayoutError: if the target has neither.
+        """
+        for kind in ("parameter", "master"):
+            state = self.states.get(kind)
+            if state is not None and None not in (state.source, state.target):
+                return self.only([kind])
+        raise LayoutError(
+            f"{self.place}: no state is `parameter` or `master`, with `from` and `to`;"
+            " add one to `states`"
+        )
 
     def complete(self, rule: Rule) -> Rule:
         """`rule` with the sizes, widths and tables of the layout."""

@@ -1,0 +1,213 @@
+"""Runs that begin with the weights of another checkpoint, of any format."""
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from elastic_ckpt.application.assemble import assemble
+from elastic_ckpt.config import load
+from elastic_ckpt.core import errors, events, storage, topology
+from elastic_ckpt.training import step_log
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from tests import runs
+from tests.universal.test_loading import write_safetensors
+
+LAYOUT = """version: 1
+rules:
+  - from: {"model.embed_tokens.weight": "vocab embed"}
+    to: {"params/embedding": "vocab embed"}
+  - from:
+      "model.layers.{layer}.q_proj.weight": "q embed"
+      "model.layers.{layer}.k_proj.weight": "k embed"
+      "model.layers.{layer}.v_proj.weight": "v embed"
+    to: {"params/qkv": "layer embed (q + k + v)"}
+  - from: {"model.layers.{layer}.o_proj.weight": "embed heads"}
+    to: {"params/attention_out": "layer heads embed"}
+  - from:
+      "model.layers.{layer}.gate_proj.weight": "gate embed"
+      "model.layers.{layer}.up_proj.weight": "up embed"
+    to: {"params/mlp_in": "layer embed (gate + up)"}
+  - from: {"model.layers.{layer}.down_proj.weight": "embed mlp"}
+    to: {"params/mlp_out": "layer mlp embed"}
+  - from: {"model.layers.{layer}.attention_norm.weight": "embed"}
+    to: {"params/attention_norm": "layer embed"}
+  - from: {"model.layers.{layer}.mlp_norm.weight": "embed"}
+    to: {"params/mlp_norm": "layer embed"}
+  - from: {"model.norm.weight": "embed"}
+    to: {"params/final_norm": "embed"}
+"""
+
+
+def configured(directory, corpus, **settings):
+    directory.mkdir(exist_ok=True)
+    values = {"base_num_decoder_layers": 2, "steps": 2, **settings}
+    return load.load(runs.write_config(directory, corpus, **values))
+
+
+def assembled(config, emit=events.nobody):
+    world = topology.Topology(hosts=1, slices=2, devices=4)
+    return assemble(config, world, devices=jax.devices()[:4], emit=emit)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, corpus):
+    """A step that a run of another seed saved, and its state in this memory."""
+    directory = tmp_path_factory.mktemp("source")
+    job = assembled(configured(directory, corpus, init_weights_seed=7))
+    ended = job.run(job.restore_or_init())
+    job.close()
+    state = jax.tree.map(np.asarray, ended.state)
+    return directory / "tiny" / "checkpoints" / "2", state
+
+
+@pytest.fixture
+def foreign(tmp_path, source):
+    """The same weights as another program has them, as two keys."""
+    _, state = source
+    path, layout = tmp_path / "model.safetensors", tmp_path / "layout.yml"
+    write_safetensors(path, as_other_program_has_it(state["params"]))
+    layout.write_text(LAYOUT)
+    return {"init_from": str(path), "init_from_layout": str(layout)}
+
+
+def begun(config):
+    job = assembled(config)
+    try:
+        return job.restore_or_init()
+    finally:
+        job.close()
+
+
+def assert_params(state, params):
+    for name, leaf in params.items():
+        assert np.asarray(state["params"][name]).tobytes() == leaf.tobytes()
+
+
+def as_other_program_has_it(params):
+    """The weights in the names and layouts of a LLaMA for PyTorch."""
+    tensors = {
+        "model.embed_tokens.weight": params["embedding"],
+        "model.norm.weight": params["final_norm"],
+    }
+    for layer in range(len(params["qkv"])):
+        parts = {
+            **dict(zip("qkv", np.split(params["qkv"][layer].T, 3), strict=True)),
+            "o": params["attention_out"][layer].T,
+            **dict(
+                zip(("gate", "up"), np.split(params["mlp_in"][layer].T, 2), strict=True)
+            ),
+            "down": params["mlp_out"][layer].T,
+        }
+        start = f"model.layers.{layer}."
+        for name, values in parts.items():
+            tensors[f"{start}{name}_proj.weight"] = np.ascontiguousarray(values)
+        for name in ("attention", "mlp"):
+            tensors[f"{start}{name}_norm.weight"] = params[f"{name}_norm"][layer]
+    return tensors
+
+
+def losses(directory, corpus, **settings):
+    job = assembled(configured(directory, corpus, **settings))
+    job.run(job.restore_or_init())
+    job.close()
+    (attempt,) = step_log.read(directory / "tiny")
+    return [record.loss for record in attempt.records]
+
+
+def test_losses_from_safetensors_are_those_from_the_state_that_orbax_saved(
+    tmp_path, corpus, source, foreign
+):
+    _, state = source
+    plain = tmp_path / "plain" / "2"
+    ocp.save_checkpointables(plain, {"state": state})
+    of_orbax = losses(tmp_path / "of_orbax", corpus, init_from=str(plain))
+    of_safetensors = losses(tmp_path / "of_safetensors", corpus, **foreign)
+    assert of_safetensors == of_orbax
+
+
+def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(
+    tmp_path, corpus, source
+):
+    step, saved = source
+    state = begun(configured(tmp_path, corpus, init_from=str(step)))
+    assert_params(state, saved["params"])
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state["opt_state"]))
+    assert int(state["step"]) == 0
+
+
+def test_weights_come_from_a_bucket(bucket, tmp_path, corpus, source, foreign):
+    _, saved = source
+    path = f"{bucket}/llama"
+    write_safetensors(
+        storage.absolute(f"{path}/model.safetensors"),
+        as_other_program_has_it(saved["params"]),
+    )
+    keys = {**foreign, "init_from": path}
+    state = begun(configured(tmp_path / "run", corpus, **keys))
+    assert_params(state, saved["params"])
+    assert len(state["params"]["qkv"].sharding.device_set) == 4
+
+
+def test_a_run_that_has_saved_a_step_does_not_read_the_weights_again(
+    tmp_path, corpus, source, foreign
+):
+    _, saved = source
+    emitted = []
+    for steps in (1, 2):
+        config = configured(tmp_path / "run", corpus, steps=steps, **foreign)
+        job = assembled(config, lambda name, **fields: emitted.append((name, fields)))
+        job.run(job.restore_or_init())
+        job.close()
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    loaded, skipped = [each for each in emitted if each[0].startswith("weights")]
+    path = foreign["init_from"]
+    num_bytes = sum(leaf.nbytes for leaf in saved["params"].values())
+    assert loaded[0] == "weights_loaded"
+    assert (loaded[1]["path"], loaded[1]["bytes"]) == (path, num_bytes)
+    assert skipped == ("weights_skipped", {"path": path, "step": 1})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ('    to: {"params/embed": "vocab embed"}', r"line 3: rules\[0\]"),
+        ('    onto: {"params/embedding": "vocab embed"}', "line 4: .*unknown key"),
+        ('    to: {"params/embedding": "vocab"}', r"line 3: rules\[0\]"),
+    ],
+)
+def test_an_error_in_a_layout_names_its_file_and_line(
+    tmp_path, corpus, foreign, changed, message
+):
+    lines = LAYOUT.splitlines()
+    lines[3] = changed
+    layout = tmp_path / "layout.yml"
+    layout.write_text("\n".join(lines))
+    with pytest.raises(LayoutError, match=message) as raised:
+        begun(configured(tmp_path / "run", corpus, **foreign))
+    assert str(layout) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"base_num_decoder_layers": 3}, "another model .*params/attention_norm"),
+        ({"init_from": "/elsewhere"}, "init_from_layout is empty"),
+    ],
+)
+def test_a_checkpoint_of_another_model_needs_a_layout(
+    tmp_path, corpus, source, changed, message
+):
+    step, _ = source
+    settings = {"init_from": str(step), **changed}
+    with pytest.raises(errors.ElasticCkptError, match=message):
+        begun(configured(tmp_path, corpus, **settings))
+
+
+def test_an_error_names_the_weights_that_a_step_lacks(tmp_path, corpus, source):
+    _, state = source
+    params = {k: v for k, v in state["params"].items() if k != "mlp_norm"}
+    step = tmp_path / "2"
+    ocp.save_checkpointables(step, {"state": {**state, "params": params}})
+    with pytest.raises(errors.CheckpointError, match="params/mlp_norm"):
+        begun(configured(tmp_path / "run", corpus, init_from=str(step)))

@@ -1,0 +1,39 @@
+"""Runs of two hosts that begin with the weights of another checkpoint."""
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+from tests import runs
+from tests.application import test_initial_weights as one_host
+from tests.universal.test_loading import write_safetensors
+
+
+@pytest.mark.slow(minutes=1)
+def test_on_two_hosts_losses_from_safetensors_are_those_from_orbax(tmp_path, corpus):
+    seeded = one_host.configured(tmp_path, corpus, init_weights_seed=7)
+    state = jax.tree.map(np.asarray, one_host.begun(seeded))
+    ocp.save_checkpointables(tmp_path / "plain" / "2", {"state": state})
+    path, layout = tmp_path / "model.safetensors", tmp_path / "layout.yml"
+    write_safetensors(path, one_host.as_other_program_has_it(state["params"]))
+    layout.write_text(one_host.LAYOUT)
+    losses = {}
+    for name, keys in (
+        ("plain", [f"init_from={tmp_path / 'plain' / '2'}"]),
+        ("rules", [f"init_from={path}", f"init_from_layout={layout}"]),
+    ):
+        config = runs.write_config(tmp_path, corpus, run_name=name, steps=3)
+        ended = runs.cli("train", config, "hosts=2", "base_num_decoder_layers=2", *keys)
+        assert ended.returncode == 0, ended.stderr
+        (loaded,) = runs.events(tmp_path / name, "weights_loaded")
+        assert loaded["bytes"] == sum(leaf.nbytes for leaf in state["params"].values())
+        losses[name] = [record.loss for record in runs.steps(tmp_path / name)]
+    assert losses["rules"] == losses["plain"]
+    # Another start goes on from a step of the run.
+    path.unlink()
+    ended = runs.cli(
+        "train", config, "hosts=2", "base_num_decoder_layers=2", "steps=4", *keys
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "init_from is not read: the run has saved step 3" in ended.stdout
