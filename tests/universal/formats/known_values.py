@@ -9,7 +9,8 @@ import zlib
 import numpy as np
 
 # By parameter of a model: its shape, without padding and tensor parallelism.
-VOCAB, EMBED, HEADS_KV, QUERIES, HEAD, FF = 13, 8, 2, 2, 2, 6
+VOCAB, EMBED, HEADS_KV, QUERIES, HEAD, FF = 13, 8, 4, 2, 2, 8
+BLOCKS = 4
 BLOCK = {
     "norm1.weight": (EMBED,),
     "qkv.weight": (HEADS_KV * (QUERIES + 2) * HEAD, EMBED),

@@ -62,10 +62,11 @@ def copied(samples, tmp_path):
 
 def trained(sample):
     """The names of the parameters that optimizers have."""
+    count = 2 if "ep2" in sample else kv.BLOCKS
+    blocks, first, last = [f"layers.{n}" for n in range(count)], "embed", "final"
     if "pp2" in sample:
-        blocks, first, last = ("1", "2"), "tied_modules.embed", "3"
-    else:
-        blocks, first, last = ("layers.0", "layers.1"), "embed", "final"
+        blocks = [f"{n + 1}" for n in range(count)]
+        first, last = "tied_modules.embed", f"{count + 1}"
     names = {f"{first}.words.weight", *(f"{last}.{leaf}" for leaf in kv.FINAL)}
     names |= {f"{block}.{leaf}" for block in blocks for leaf in kv.BLOCK}
     if "pp2" not in sample and sample[:5] in ("zero0", "zero1"):

@@ -49,7 +49,6 @@ SAMPLES = {
     "zero1_ep2_dp4": (4, 1, 1, 1, 2, "bf16"),
 }
 STEPS = 2
-BLOCKS = 2
 
 
 class Words(nn.Module):
@@ -103,7 +102,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed = Words(1)
         experts = 4 if ep else 0
-        blocks = [Layer(kv.BLOCK, 1, experts, ep or 1) for _ in range(BLOCKS)]
+        blocks = 2 if ep else kv.BLOCKS
+        blocks = [Layer(kv.BLOCK, 1, experts, ep or 1) for _ in range(blocks)]
         self.layers = nn.ModuleList(blocks)
         self.final = Layer(kv.FINAL)
         self.frozen = nn.Parameter(torch.zeros(3, 5), requires_grad=not frozen)
@@ -131,7 +131,7 @@ def pipeline(tp, pp, processes):
     )
     layers = [
         TiedLayerSpec("embed", Words, tp, tied_weight_attr=["words.weight"]),
-        *[LayerSpec(Layer, kv.BLOCK, tp) for _ in range(BLOCKS)],
+        *[LayerSpec(Layer, kv.BLOCK, tp) for _ in range(kv.BLOCKS)],
         LayerSpec(Layer, kv.FINAL),
         TiedLayerSpec(
             "embed", Words, tp, forward_fn=logits, tied_weight_attr=["words.weight"]
