@@ -7,6 +7,7 @@ from typing import Any
 
 from etils import epath
 
+from elastic_ckpt.universal.formats import bounded_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_BYTES = 100 << 20
@@ -20,18 +21,7 @@ def read(path: epath.PathLike) -> dict[str, Any]:
     Raises:
       FormatError: if the file is missing or too large, or as `parse`.
     """
-    try:
-        with epath.Path(path).open("rb") as file:
-            num_bytes = file.seek(0, 2)
-            if num_bytes > MOST_BYTES:
-                raise FormatError(
-                    f"{path} has {num_bytes} bytes, and at most {MOST_BYTES} are read"
-                )
-            file.seek(0)
-            content = file.read(num_bytes)
-    except (FileNotFoundError, IsADirectoryError):
-        raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
-    return parse(content, str(path))
+    return parse(bounded_file.read(path, most_bytes=MOST_BYTES), str(path))
 
 
 def parse(content: bytes, place: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from etils import epath
 
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.formats import (
+    bounded_file,
     closed_pickle,
     coverage,
     torch_names,
@@ -91,10 +92,7 @@ def read(directory: epath.Path) -> Metadata:
         or the chunks of a tensor overlap or leave a gap.
     """
     path = directory / FILE
-    with path.open("rb") as file:
-        content = file.read(MOST_PICKLE_BYTES + 1)
-    if len(content) > MOST_PICKLE_BYTES:
-        raise FormatError(f"{path} has more than {MOST_PICKLE_BYTES} bytes")
+    content = bounded_file.read(path, most_bytes=MOST_PICKLE_BYTES)
     # Parts are followed to a fixed depth, and each once: sizes need no check.
     value = closed_pickle.decode(
         content, file=str(path), names=_NAMES, check_size=False

@@ -28,6 +28,13 @@ class Global:
         self.parts = module, name
 
 
+class Object:
+    """Pickles as an object of a class, with a state."""
+
+    def __init__(self, module, name, state):
+        self.parts = module, name, state
+
+
 class _Pickler(pickle._Pickler):
     # The pickler in Python: names need not exist.
     dispatch: ClassVar = dict(pickle._Pickler.dispatch)
@@ -42,12 +49,20 @@ class _Pickler(pickle._Pickler):
         module, name = value.parts
         self.write(b"c" + module.encode() + b"\n" + name.encode() + b"\n")
 
+    def save_object(self, value):
+        module, name, state = value.parts
+        self.save(Global(module, name))
+        self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        self.save(state)
+        self.write(pickle.BUILD)
+
     def save_id(self, value):
         self.save(value.parts)
         self.write(pickle.BINPERSID)
 
     dispatch[Named] = save_named
     dispatch[Global] = save_global_name
+    dispatch[Object] = save_object
     dispatch[Id] = save_id
 
 

@@ -1,0 +1,105 @@
+"""PyTorch's distributed checkpoints, made without torch; each part can be wrong."""
+
+import dataclasses
+import io
+import math
+import struct
+
+from tests.universal.formats import torch_files
+from tests.universal.formats.torch_files import Global, Named, Object
+
+MODULE = "torch.distributed.checkpoint.metadata"
+FILE = "__0_0.distcp"
+
+
+def size(*dims):
+    return Named("torch", "Size", tuple(dims))
+
+
+def item(shape, **parts):
+    """The bytes of an item: a file of torch.save with one tensor of floats."""
+    count = math.prod(shape)
+    steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    fields = {"shape": shape, "strides": tuple(steps), "elements": count}
+    options = {key: parts.pop(key) for key in list(parts) if key in OPTIONS}
+    file = io.BytesIO()
+    entries = {"data/0": struct.pack(f"<{count}f", *range(count))}
+    value = torch_files.tensor(**{**fields, **parts})
+    torch_files.write(file, value, **{"entries": entries, **options})
+    return file.getvalue()
+
+
+OPTIONS = ("entries", "compression", "content")
+
+
+def entry(shape, chunks, *, dtype="float32", layout="torch.strided"):
+    """The metadata of a tensor; `chunks` are pairs of offsets and sizes."""
+    properties = (
+        Global("torch", dtype),
+        Named("torch.serialization", "_get_layout", layout),
+        False,
+        Named(MODULE, "_MEM_FORMAT_ENCODING", 0),
+        False,
+    )
+    parts = [
+        Object(
+            MODULE,
+            "ChunkStorageMetadata",
+            {"offsets": size(*offsets), "sizes": size(*sizes)},
+        )
+        for offsets, sizes in chunks
+    ]
+    state = {
+        "properties": Object(MODULE, "TensorProperties", properties),
+        "size": size(*shape),
+        "chunks": parts,
+    }
+    return Object(MODULE, "TensorStorageMetadata", state)
+
+
+def index(name, offset):
+    state = {"fqn": name, "index": 0}
+    if offset is not None:
+        state["offset"] = size(*offset)
+    return Object(MODULE, "MetadataIndex", state)
+
+
+def info(file, offset, length, **more):
+    state = {"relative_path": file, "offset": offset, "length": length, **more}
+    return Object("torch.distributed.checkpoint.filesystem", "_StorageInfo", state)
+
+
+@dataclasses.dataclass
+class Parts:
+    """The parts of a checkpoint that has `w`, 4 x 2 floats, in two items."""
+
+    entries: dict
+    stored: list
+    items: list
+
+    def write(self, directory, content=None):
+        """Writes the files into a new directory."""
+        directory.mkdir()
+        (directory / FILE).write_bytes(b"".join(self.items))
+        state = {
+            "state_dict_metadata": self.entries,
+            "planner_data": {},
+            "storage_data": {index(*key): info(*place) for key, place in self.stored},
+        }
+        made = torch_files.pickled(Object(MODULE, "Metadata", state))
+        (directory / ".metadata").write_bytes(made if content is None else content)
+        return directory
+
+
+def parts(first=None, second=None):
+    """Good parts, but for the given items."""
+    items = [first or item((2, 2)), second or item((2, 2))]
+    sizes = [len(each) for each in items]
+    return Parts(
+        entries={"w": entry((4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])},
+        stored=[
+            (("w", (0, 0)), (FILE, 0, sizes[0])),
+            (("w", (2, 0)), (FILE, *sizes)),
+        ],
+        items=items,
+    )
