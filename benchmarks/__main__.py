@@ -16,6 +16,7 @@ SUITES = {
     "recovery": "lost slices: until the first step, steps lost; loop; beside Orbax",
     "soak": "one run that loses and regains slices a hundred times",
     "validation": "comparing replicas on devices, over one read of the state",
+    "universal": "loads of other layouts over plain ones: secs, memory, bytes read",
     "data_state": "what a state costs: its bytes, its memory, saving and resuming",
 }
 

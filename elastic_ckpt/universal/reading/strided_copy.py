@@ -8,13 +8,12 @@ copy of the array.
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 _CACHE_LINE_BYTES = 64
-_TILE_ROWS = 64
-_TILE_ROW_BYTES = 256
+# The elements of a tile along the fastest dim of either side. NumPy copies rows of the
+# first kind in a loop over the second.
+_ROW, _COLUMN = 64, 128
 # With fewer, a call takes longer than its copy.
 _FEW_ELEMENTS = 1024
 
@@ -27,37 +26,33 @@ def copy(into: np.ndarray, values: np.ndarray) -> None:
       values: of the same shape.
     """
     with np.errstate(all="ignore"):
-        tiles = _tiles(into, values)
-        if tiles is None:
-            np.copyto(into, values, casting="unsafe")
-            return
-        for tile in tiles:
-            np.copyto(into[tile], values[tile], casting="unsafe")
+        _copy(into, values)
 
 
-def _tiles(
-    into: np.ndarray, values: np.ndarray
-) -> itertools.product[tuple[slice | int, ...]] | None:
-    # The tiles, or None if one call is as fast.
-    if into.ndim < 2 or into.size < 4 * _FEW_ELEMENTS:
-        return None
+def _copy(into: np.ndarray, values: np.ndarray) -> None:
     inner = into.ndim - 1
+    if inner < 1 or into.size < 4 * _FEW_ELEMENTS:
+        into[...] = values
+        return
     across = int(np.argmin(values.strides))
     if across == inner or values.strides[inner] <= _CACHE_LINE_BYTES:
-        return None
-    lengths = list(into.shape)
-    lengths[inner] = max(1, _TILE_ROW_BYTES // into.itemsize)
-    lengths[across] = _TILE_ROWS
-    tile = min(lengths[inner], into.shape[inner]) * min(_TILE_ROWS, into.shape[across])
-    if tile >= _FEW_ELEMENTS:
-        # The other dims are few calls more, and would have tiles exceed the cache.
-        lengths = [
-            length if dim in (inner, across) else 1
-            for dim, length in enumerate(lengths)
-        ]
-    return itertools.product(
-        *(
-            [slice(start, start + length) for start in range(0, size, length)]
-            for size, length in zip(into.shape, lengths, strict=True)
-        )
-    )
+        into[...] = values
+        return
+    rows, columns = into.shape[inner], into.shape[across]
+    if min(rows, _ROW) * min(columns, _COLUMN) < _FEW_ELEMENTS:
+        _copy_tiles(into, values, across)
+        return
+    # The other dims would have a tile exceed the cache.
+    into, values = np.moveaxis(into, across, -2), np.moveaxis(values, across, -2)
+    for outer in np.ndindex(into.shape[:-2]):
+        _copy_tiles(into[outer], values[outer], 0)
+
+
+def _copy_tiles(into: np.ndarray, values: np.ndarray, across: int) -> None:
+    into, values = np.moveaxis(into, across, 0), np.moveaxis(values, across, 0)
+    for row in range(0, into.shape[-1], _ROW):
+        into_row = into[..., row : row + _ROW]
+        values_row = values[..., row : row + _ROW]
+        for column in range(0, len(into), _COLUMN):
+            after = column + _COLUMN
+            into_row[column:after] = values_row[column:after]

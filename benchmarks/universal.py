@@ -1,0 +1,20 @@
+"""Suite `universal`: loads of checkpoints of other layouts, beside plain ones.
+
+* `relayout_load_ratio_raw`: a load of raw files through a layout that changes names
+  alone, over reading and transferring the same bytes.
+* `relayout_load_ratio_raw_transposed`, `_stacked`: with every matrix transposed, and
+  also stacked, over reading and `device_put(a.T)`.
+* `relayout_load_gib_per_sec`: of the first of these.
+* `peak_over_bound_percent_1_gib`, `_8_gib`: the most anonymous memory of a process
+  beyond the arrays, over the budget of bytes in flight.
+* `read_over_needed_percent`, `requests_per_host`: of the plans of 8 hosts.
+"""
+
+from __future__ import annotations
+
+from benchmarks import report, universal_raw
+
+
+def measure() -> dict[str, report.Figure]:
+    """Runs the suite."""
+    return universal_raw.measure()
