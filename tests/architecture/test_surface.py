@@ -68,7 +68,8 @@ def test_metric_names(golden):
 
 
 def test_every_key_of_every_shipped_configuration_has_a_comment_above_it():
-    for path in (ROOT / "configs").rglob("*.yml"):
+    configs = ROOT / "configs"
+    for path in {*configs.rglob("*.yml")} - {*configs.glob("layouts/*.yml")}:
         lines = path.read_text().splitlines()
         load.load(path)
         for above, line in zip(["", *lines], lines, strict=False):

@@ -1,0 +1,76 @@
+"""The layouts that ship with this package, by name: `hf_llama_to_maxtext`.
+
+They are the files of `configs/layouts`; its README lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from elastic_ckpt.universal.rules.grouping import Grouping, axis_counts
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.stored import StoredTensor
+
+_INSTALLED = pathlib.Path(__file__).parent / "layouts"
+_IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"
+
+
+def shipped() -> list[str]:
+    """The names of all layouts that ship."""
+    return sorted(path.stem for path in _directory().glob("*.yml"))
+
+
+def load(name: str, *, sizes: Mapping[str, int] | None = None) -> Layout:
+    """The layout of this name.
+
+    Args:
+      name: one of `shipped()`.
+      sizes: of dims that shapes do not determine, beside those in its file.
+
+    Raises:
+      LayoutError: if none has this name.
+    """
+    if name not in shipped():
+        raise LayoutError(
+            f"no layout that ships is named {name!r}; choose one of "
+            f"{', '.join(shipped())}, or give the path of a file"
+        )
+    layout = Layout.load(_directory() / f"{name}.yml")
+    return dataclasses.replace(layout, sizes={**layout.sizes, **(sizes or {})})
+
+
+def fitting(stored: Sequence[StoredTensor]) -> list[str]:
+    """The layouts whose names are those of a checkpoint's tensors.
+
+    Shapes are not compared.
+
+    Args:
+      stored: the tensors of the checkpoint.
+
+    Returns:
+      Names, with " (inverse)" where the tensors are those of the target.
+    """
+    names = []
+    for name in shipped():
+        layout = load(name)
+        for each, text in ((layout, name), (layout.inverse(), f"{name} (inverse)")):
+            if _fits(each, stored):
+                names.append(text)
+    return names
+
+
+def _fits(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
+    try:
+        grouping = Grouping(layout, axis_counts(layout, stored, {}))
+        grouping.add_sources(stored)
+        grouping.check(with_targets=False)
+    except LayoutError:
+        return False
+    return True
+
+
+def _directory() -> pathlib.Path:
+    return _INSTALLED if _INSTALLED.exists() else _IN_CHECKOUT
