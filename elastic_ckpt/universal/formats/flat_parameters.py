@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 
+from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal import flat_ranges
 from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.formats.torch_file import TorchFile
@@ -85,9 +88,22 @@ def _pieces(shape: tuple[int, ...], at: int, part: Range) -> list[Fragment]:
     strides = coverage.row_major(shape, width)
     offset = part.flat.file_offset + part.start * width
     pieces = []
-    for box in flat_ranges.boxes_of_range(shape, at, at + part.numel):
+    for box, first in _boxes(shape, at, at + part.numel):
         pieces.append(
-            Fragment(box=box, file=part.file.path, offset=offset, strides=strides)
+            Fragment(
+                box=box,
+                file=part.file.path,
+                offset=offset + first * width,
+                strides=strides,
+            )
         )
-        offset += box.volume * width
     return pieces
+
+
+# The states of a parameter have equal ranges, whose boxes they share.
+@functools.lru_cache(maxsize=2**14)
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[Box, int]]:
+    # With the number of the first element of each, from `start`.
+    boxes = flat_ranges.boxes_of_range(shape, start, stop)
+    firsts = itertools.accumulate((box.volume for box in boxes), initial=0)
+    return list(zip(boxes, firsts, strict=False))
