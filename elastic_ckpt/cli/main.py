@@ -30,6 +30,7 @@ VERBS = {
     " tiers they are, and what they would lose with a host or slice",
     "verify": "read every copy of every part of a checkpoint, in any tier, and compare",
     "components": "show the parts of a step, how hosts share them, and their sizes",
+    "convert": "write a checkpoint of any program in another layout, or show the plan",
     "modify": "edit numbers of a saved step, which is saved once more",
     "preserve": "keep steps that retention would remove",
 }

@@ -262,7 +262,7 @@ def offers_in(
     """
     names = manifest_names(directory)
     manifests = read_manifests(directory, names, run=run, step=step)
-    source = _StepSource(directory, context)
+    source = StepSource(directory, context)
     return Offered(
         sources={
             Offer(tier="persistent", manifest=each): source
@@ -278,8 +278,15 @@ def offers_in(
     )
 
 
-class _StepSource:
-    # Reads the files of a step, and values in its stores, each of which is opened once.
+class StepSource:
+    """Reads the files of a step, and values in its stores; a `source.Source`.
+
+    A store is opened once. Any number of threads may call it.
+
+    Args:
+      directory: of the step, committed or not.
+      context: of TensorStore (`ocdbt.new_context`).
+    """
 
     def __init__(self, directory: epath.Path, context: ts.Context) -> None:
         self.directory = str(directory)
@@ -291,6 +298,7 @@ class _StepSource:
     def read_into(
         self, file: str, offset: int, into: memoryview, on_piece: OnPiece = ignored
     ) -> None:
+        """See `source.Source`."""
         path, inside, key = file.partition("//")
         end = offset + len(into)
         with _read_errors():
@@ -307,6 +315,7 @@ class _StepSource:
         on_piece(into)
 
     def size(self, file: str) -> int:
+        """See `source.Source`."""
         path, inside, key = file.partition("//")
         with _read_errors():
             if inside:

@@ -12,21 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.host import trees
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
-from elastic_ckpt.universal.plan import load_plan
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
-from elastic_ckpt.universal.plan.strided_runs import Limits
-from elastic_ckpt.universal.reading.byte_source import (
-    ByteSource,
-    LocalFiles,
-    RemoteFiles,
-)
-from elastic_ckpt.universal.reading.encoded_arrays import LIMITS, EncodedArrays
+from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
 from elastic_ckpt.universal.stored import Checkpoint
 
@@ -112,44 +103,22 @@ def read(
         ends too early or has another checksum.
     """
     leaves = target_leaves(abstract)
-    needed = {each.tensor: each.leaf.boxes for each in leaves}
-    names = {tensor.name for tensor in needed}
-    used = sorted({move.source for move in moves if move.target in names})
-    encoded = EncodedArrays(checkpoint.tensors, used)
-
-    def limits(file: str) -> Limits:
-        return LIMITS if file in encoded else load_plan.limits_of(file)
-
-    plan = load_plan.plan(encoded.tensors, moves, fills, needed, limits=limits)
-    _check_files(checkpoint, [file for file in plan.files if file not in encoded])
-    local, remote = LocalFiles(), RemoteFiles()
-
-    def source_of(file: str) -> ByteSource:
-        if file in encoded:
-            return encoded
-        return remote if "://" in file else local
-
+    planned = PlannedReads.of_boxes(
+        checkpoint,
+        moves,
+        fills,
+        {each.tensor: each.leaf.boxes for each in leaves},
+    )
+    planned.check(checkpoint)
     leaf_of = [leaf for leaf in leaves for _ in leaf.leaf.boxes]
     transfer = Transfer(
-        plan,
-        source_of,
+        planned.plan,
+        planned.sources().__getitem__,
         budget_bytes=budget_bytes,
         is_staged=lambda number: leaf_of[number].is_staged,
     )
-    made = _made(leaves, plan, transfer)
+    made = _made(leaves, planned.plan, transfer)
     return trees.rebuilt(abstract, "", made)
-
-
-def _check_files(checkpoint: Checkpoint, files: Sequence[str]) -> None:
-    unverified = checkpoint.check(files)
-    if unverified:
-        logging.info(
-            "%s has no checksums of %d of the %d files that are read: %s",
-            checkpoint.format,
-            len(unverified),
-            len(files),
-            errors.first_of(unverified),
-        )
 
 
 def _made(

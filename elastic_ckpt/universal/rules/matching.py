@@ -36,11 +36,14 @@ class Matched:
       moves: from stored tensors to target tensors.
       fills: the elements of targets that are padding.
       targets: the target tensors, as given or derived.
+      rules: each rule, for people, and the number of the first move after its moves; a
+        rule occurs once for each of its states.
     """
 
     moves: list[Move]
     fills: list[Fill]
     targets: Mapping[str, TargetTensor]
+    rules: Sequence[tuple[str, int]]
 
 
 def moves(
@@ -78,15 +81,18 @@ def _moves(
         grouping.add_targets(given)
     grouping.check(with_targets=given is not None)
     planning = _Planning(stored, given, counts)
+    rules = []
     for owner, groups in zip(grouping.owners, grouping.groups, strict=True):
         plans: dict[object, Plan | None] = {}
         for kept, group in groups.items():
             planning.add(owner, kept, group, plans)
+        rules.append((owner.relation.rule.text, len(planning.moves)))
     planning.check(layout.place)
     return Matched(
         moves=planning.moves,
         fills=planning.fills,
         targets=planning.derived if targets is None else targets,
+        rules=rules,
     )
 
 

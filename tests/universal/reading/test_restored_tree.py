@@ -16,7 +16,7 @@ from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.universal import moves, stored
 from elastic_ckpt.universal.formats import format_error, opened
 from elastic_ckpt.universal.plan import strided_runs
-from elastic_ckpt.universal.reading import byte_source, restored_tree
+from elastic_ckpt.universal.reading import byte_source, planned_reads, restored_tree
 from tests.universal import random_layouts
 
 MESH = jax.make_mesh((2, 2, 2), ("a", "b", "c"))
@@ -333,10 +333,10 @@ class Counting(byte_source.LocalFiles):
 
 @pytest.mark.parametrize("budget", [2**20, 2**23])
 def test_the_bytes_in_flight_keep_to_the_budget(files, monkeypatch, budget):
-    monkeypatch.setattr(restored_tree, "LocalFiles", Counting)
+    monkeypatch.setattr(planned_reads, "LocalFiles", Counting)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     small = strided_runs.Limits(gap_bytes=0, span_bytes=2**18)
-    monkeypatch.setattr(restored_tree.load_plan, "limits_of", lambda _: small)
+    monkeypatch.setattr(planned_reads.load_plan, "limits_of", lambda _: small)
     values = drawn(4096, 1024)
     files.add(values)
     restored = files.read((1024, 4096), F32, order=(1, 0), budget_bytes=budget)
@@ -345,7 +345,7 @@ def test_the_bytes_in_flight_keep_to_the_budget(files, monkeypatch, budget):
 
 
 def test_every_byte_is_read_once_however_many_devices_hold_it(files, monkeypatch):
-    monkeypatch.setattr(restored_tree, "LocalFiles", Counting)
+    monkeypatch.setattr(planned_reads, "LocalFiles", Counting)
     values = drawn(256, 512)
     files.add(values)
     sharding = NamedSharding(MESH, PartitionSpec(None, "b"))

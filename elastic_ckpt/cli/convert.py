@@ -1,0 +1,166 @@
+"""`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in another layout.
+
+SRC is of any format that is read. DST is the directory of a step, for an Orbax
+checkpoint, or that of a model, for safetensors. Killed, the same command continues. The
+JSON has the fields of `universal.writing.summary.Summary`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from elastic_ckpt.core import errors
+
+if TYPE_CHECKING:
+    from elastic_ckpt.universal.writing.summary import Summary
+
+_SHOWN_SECS = {True: 0.2, False: 10.0}
+_LISTED = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    parser.add_argument(
+        "source", metavar="SRC", help="a checkpoint of any format that is read"
+    )
+    parser.add_argument(
+        "target",
+        metavar="DST",
+        help="the checkpoint to write: DIRECTORY/<step> of Orbax, or a directory of"
+        " safetensors",
+    )
+    parser.add_argument(
+        "--rules", required=True, metavar="FILE", help="the layout that relates them"
+    )
+    parser.add_argument(
+        "--reverse",
+        action="store_true",
+        help="the layout leads from DST to SRC, and is inverted",
+    )
+    parser.add_argument(
+        "--to",
+        choices=("orbax", "safetensors"),
+        default="orbax",
+        help="the format of DST; by default orbax",
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="that read and write; by default 1, which has several threads",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the plan, and write nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Converts, or shows the plan."""
+    from elastic_ckpt.universal.writing import convert, summary
+    from elastic_ckpt.universal.writing.conversion import Conversion, Job
+
+    if arguments.processes < 1:
+        raise errors.ConfigError(
+            f"--processes {arguments.processes}: at least 1 process is needed"
+        )
+    job = Job(
+        source=arguments.source,
+        target=arguments.target,
+        rules=arguments.rules,
+        is_reversed=arguments.reverse,
+        to=arguments.to,
+    )
+    if arguments.dry_run:
+        conversion = Conversion(job)
+        plan = summary.summary(
+            conversion,
+            convert.destination_of(conversion),
+            num_processes=arguments.processes,
+        )
+        if arguments.json:
+            print(json.dumps(dataclasses.asdict(plan), indent=2))
+        else:
+            print(describe(plan))
+            print("nothing was written")
+        return 0
+    began_secs = time.monotonic()
+    progress = _Progress()
+    conversion = convert.convert(
+        job, num_processes=arguments.processes, progress=progress
+    )
+    progress.end()
+    result = {
+        "path": arguments.target,
+        "format": arguments.to,
+        "tensors": len(conversion.targets),
+        "num_bytes": conversion.num_bytes,
+        "secs": round(time.monotonic() - began_secs, 3),
+    }
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        print(
+            f"{arguments.target}: {result['tensors']:,} tensors,"
+            f" {result['num_bytes']:,} bytes, verified, in {result['secs']:.1f} s"
+        )
+    return 0
+
+
+def describe(plan: Summary) -> str:
+    """The plan as text."""
+    lines = [
+        f"{plan.format}: {plan.sources:,} tensors",
+        f"to write: {plan.targets:,} tensors, {plan.num_bytes:,} bytes",
+    ]
+    lines += [
+        f"  {each.rule}: {each.sources:,} tensors to {each.targets:,},"
+        f" {each.num_bytes:,} bytes"
+        for each in plan.rules
+    ]
+    if plan.fills:
+        lines.append(f"  padding: {plan.fills:,} boxes, {plan.filled_bytes:,} bytes")
+    for number, each in enumerate(plan.processes):
+        over = each.read_bytes / each.needed_bytes if each.needed_bytes else 1
+        lines.append(
+            f"process {number}: writes {each.written_bytes:,} bytes, reads"
+            f" {each.read_bytes:,} in {each.requests:,} requests, {over:.3f} times what"
+            " it needs"
+        )
+    if plan.unverified:
+        lines.append(f"files without a checksum: {len(plan.unverified):,}")
+        lines += [f"  {each}" for each in plan.unverified[:_LISTED]]
+        if plan.unverified[_LISTED:]:
+            lines.append("  and more; --json lists all")
+    return "\n".join(lines)
+
+
+class _Progress:
+    # One line that moves on a terminal, a line now and then elsewhere.
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._shown_secs = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._shown_secs >= _SHOWN_SECS[self._is_terminal]:
+            self._shown_secs = now
+            gib = 2**30
+            self._show(f"wrote {done / gib:.2f} of {total / gib:.2f} GiB")
+
+    def end(self) -> None:
+        if self._is_terminal:
+            self._show("")
+
+    def _show(self, text: str) -> None:
+        end = "" if self._is_terminal else "\n"
+        begin = "\r\033[K" if self._is_terminal else ""
+        sys.stderr.write(f"{begin}{text}{end}")
+        sys.stderr.flush()

@@ -1,0 +1,96 @@
+"""The plan of some boxes of targets, with the sources of its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from absl import logging
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
+from elastic_ckpt.universal.plan import load_plan
+from elastic_ckpt.universal.plan.load_plan import LoadPlan
+from elastic_ckpt.universal.plan.strided_runs import Limits
+from elastic_ckpt.universal.reading.byte_source import (
+    ByteSource,
+    LocalFiles,
+    RemoteFiles,
+)
+from elastic_ckpt.universal.reading.encoded_arrays import LIMITS, EncodedArrays
+from elastic_ckpt.universal.stored import Checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedReads:
+    """A plan and how its files are read.
+
+    Attributes:
+      plan: of what a process reads.
+      encoded: the arrays that TensorStore decodes.
+    """
+
+    plan: LoadPlan
+    encoded: EncodedArrays
+
+    @classmethod
+    def of_boxes(
+        cls,
+        checkpoint: Checkpoint,
+        moves: Sequence[Move],
+        fills: Sequence[Fill],
+        needed: Mapping[TargetTensor, Sequence[Box]],
+    ) -> PlannedReads:
+        """Plans the reads of some boxes, and proves that they are filled.
+
+        Args:
+          checkpoint: that is open.
+          moves: from its tensors; those into targets that are not needed are left out.
+          fills: parts of targets that no tensor has.
+          needed: the distinct boxes, by target.
+
+        Raises:
+          CheckpointError: if an element is filled by no source or by two.
+        """
+        names = {tensor.name for tensor in needed}
+        used = sorted({move.source for move in moves if move.target in names})
+        encoded = EncodedArrays(checkpoint.tensors, used)
+
+        def limits(file: str) -> Limits:
+            return LIMITS if file in encoded else load_plan.limits_of(file)
+
+        plan = load_plan.plan(encoded.tensors, moves, fills, needed, limits=limits)
+        return cls(plan=plan, encoded=encoded)
+
+    @property
+    def files(self) -> list[str]:
+        """The files that are read as they are."""
+        return [file for file in self.plan.files if file not in self.encoded]
+
+    def sources(self) -> dict[str, ByteSource]:
+        """The source of each file of the plan."""
+        local, remote = LocalFiles(), RemoteFiles()
+        return {
+            file: self.encoded
+            if file in self.encoded
+            else (remote if "://" in file else local)
+            for file in self.plan.files
+        }
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Compares the checksums that the format has of the files.
+
+        Raises:
+          FormatError: if a file has another checksum.
+        """
+        files = self.files
+        unverified = checkpoint.check(files)
+        if unverified:
+            logging.info(
+                "%s has no checksums of %d of the %d files that are read: %s",
+                checkpoint.format,
+                len(unverified),
+                len(files),
+                errors.first_of(unverified),
+            )

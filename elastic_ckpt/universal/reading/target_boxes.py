@@ -1,0 +1,43 @@
+"""Reads boxes of targets into memory, one after the other, within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.reading.planned_reads import PlannedReads
+from elastic_ckpt.universal.reading.transfer import Transfer
+
+
+def read(
+    planned: PlannedReads, *, budget_bytes: int
+) -> Iterator[tuple[str, Box, np.ndarray]]:
+    """Yields the boxes of a plan once they are complete, in any order.
+
+    Args:
+      planned: the plan, whose checksums were compared.
+      budget_bytes: the most bytes of requests in flight, and the most bytes of boxes
+        that are complete in part, or were yielded last; boxes that share a request, or
+        a larger one, are read all the same.
+
+    Yields:
+      The name of the target, the box, and its values, which are given up with the next.
+
+    Raises:
+      CheckpointError: if a file cannot be read or ends too early, or values that should
+        be equal differ.
+    """
+    transfer = Transfer(
+        planned.plan,
+        planned.sources().__getitem__,
+        budget_bytes=budget_bytes,
+        # The bytes of a box count until it was written.
+        is_staged=lambda _: True,
+    )
+    for number, values in transfer.buffers():
+        buffer = planned.plan.buffers[number]
+        yield buffer.tensor.name, buffer.box, values
+        del values
+        transfer.free(number)

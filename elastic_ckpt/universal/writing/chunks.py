@@ -1,0 +1,115 @@
+"""The boxes in which a target is read and written: few, and near in its sources.
+
+A target is cut first along the dim that advances most in the files of its sources, so
+that each part of a file goes to few boxes. A transposed matrix is cut into columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic_ckpt.core import boxes
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.universal.moves import Move, TargetTensor
+from elastic_ckpt.universal.plan import strided_runs
+from elastic_ckpt.universal.stored import StoredTensor
+
+CHUNK_BYTES = 2**24
+# A dim with few divisors is not worth more chunks than this many times the least.
+_MOST_TIMES = 8
+
+
+def chunk_shape(
+    target: TargetTensor,
+    moves: Sequence[Move],
+    tensors: Sequence[StoredTensor],
+    *,
+    chunk_bytes: int,
+) -> tuple[int, ...]:
+    """The shape of the boxes of a target; it divides the target's in each dim.
+
+    Args:
+      target: that is written.
+      moves: all that go into it.
+      tensors: of the checkpoint.
+      chunk_bytes: the most of a box, unless dims are prime.
+    """
+    dims = range(len(target.shape))
+    if not math.prod(target.shape):
+        return tuple(max(1, size) for size in target.shape)
+    advances = [_advance(dim, moves, tensors) for dim in dims]
+    first = sorted(dims, key=lambda dim: -advances[dim])
+    num_bytes = math.prod(target.shape) * target.dtype.itemsize
+    most = _MOST_TIMES * max(1, num_bytes // chunk_bytes)
+    candidates = [first, *([dim, *(d for d in first if d != dim)] for dim in first)]
+    chosen: list[tuple[int, tuple[int, ...]]] = []
+    for order in candidates:
+        shape = layout.chunk_shape(
+            [target.shape[dim] for dim in order],
+            item_bytes=target.dtype.itemsize,
+            chunk_bytes=chunk_bytes,
+        )
+        size = dict(zip(order, shape, strict=True))
+        chunk = tuple(size[dim] for dim in dims)
+        count = math.prod(target.shape) // math.prod(chunk)
+        if count <= most:
+            return chunk
+        chosen.append((count, chunk))
+    return min(chosen)[1]
+
+
+def boxes_of(target: TargetTensor, chunk: Sequence[int]) -> list[boxes.Box]:
+    """The boxes of a target, in C order; none if it has no elements."""
+    if not math.prod(target.shape):
+        return []
+    return list(layout.cut(boxes.whole(target.shape), chunk))
+
+
+def shares(
+    targets: Iterable[TargetTensor],
+    chunk_of: Mapping[str, tuple[int, ...]],
+    num_hosts: int,
+) -> list[dict[TargetTensor, list[boxes.Box]]]:
+    """Deals the boxes of targets to processes, in their order, by bytes.
+
+    Args:
+      targets: in the order of their sources.
+      chunk_of: the shape of their boxes, by name.
+      num_hosts: processes.
+    """
+    listed = [
+        (target, box)
+        for target in targets
+        for box in boxes_of(target, chunk_of[target.name])
+    ]
+    sizes = [box.volume * target.dtype.itemsize for target, box in listed]
+    total = max(1, sum(sizes))
+    dealt: list[dict[TargetTensor, list[boxes.Box]]] = [{} for _ in range(num_hosts)]
+    before = 0
+    for (target, box), size in zip(listed, sizes, strict=True):
+        middle = before + size // 2
+        host = min(num_hosts - 1, middle * num_hosts // total)
+        dealt[host].setdefault(target, []).append(box)
+        before += size
+    return dealt
+
+
+def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -> float:
+    # By how many bytes the outermost factor of a dim advances in a source; more than
+    # any if the dim's elements are of several sources.
+    if len({move.target_side.start[dim] for move in moves}) > 1:
+        return math.inf
+    if not moves:
+        return 0
+    move = moves[0]
+    tensor = tensors[move.source]
+    strides = strided_runs.row_major(tensor.shape, tensor.dtype.itemsize)
+    if tensor.fragments:
+        strides = tensor.fragments[0].strides
+    steps = [
+        move.source_side.steps[factor] * strides[move.source_side.dims[factor]]
+        for factor, along in enumerate(move.target_side.dims)
+        if along == dim and move.source_side.dims[factor] >= 0
+    ]
+    return max(steps, default=0)

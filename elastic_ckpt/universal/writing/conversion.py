@@ -1,0 +1,173 @@
+"""A planned conversion: a checkpoint, rules matched with it, and its targets."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import bucket_clients, digest, storage
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
+from elastic_ckpt.universal.reading import target_boxes
+from elastic_ckpt.universal.reading.planned_reads import PlannedReads
+from elastic_ckpt.universal.rules import matching
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.matching import Matched
+from elastic_ckpt.universal.stored import Checkpoint
+from elastic_ckpt.universal.writing import chunks
+
+BUDGET_BYTES = 2**28
+
+Needed = Mapping[TargetTensor, Sequence[Box]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A conversion, as a user requests it.
+
+    Attributes:
+      source: the path of a checkpoint of any format that is read.
+      target: the path of the one to write.
+      rules: the path of a layout.
+      is_reversed: whether the layout leads from the target to the source.
+      to: the format that is written.
+    """
+
+    source: str
+    target: str
+    rules: str
+    is_reversed: bool = False
+    to: str = "orbax"
+
+
+class Conversion:
+    """An open checkpoint, and the tensors that a layout makes of it.
+
+    Args:
+      job: what is converted.
+
+    Attributes:
+      job: the same.
+      checkpoint: that is open.
+      matched: the moves from its tensors.
+      targets: in the order in which their sources are stored.
+
+    Raises:
+      FormatError: if the source is of no format that is read, or damaged.
+      LayoutError: if the layout does not fit.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        layout = Layout.load(job.rules)
+        self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
+        self.matched: Matched = matching.moves(
+            layout.inverse() if job.is_reversed else layout,
+            self.checkpoint.tensors,
+            self.checkpoint.axes,
+            None,
+        )
+        self._moves: dict[str, list[Move]] = collections.defaultdict(list)
+        self._fills: dict[str, list[Fill]] = collections.defaultdict(list)
+        for move in self.matched.moves:
+            self._moves[move.target].append(move)
+        for fill in self.matched.fills:
+            self._fills[fill.target].append(fill)
+        self.targets: list[TargetTensor] = sorted(
+            self.matched.targets.values(), key=self._place
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the values of all targets."""
+        return sum(map(num_bytes, self.targets))
+
+    @functools.cached_property
+    def chunk_of(self) -> dict[str, tuple[int, ...]]:
+        """The shape of the boxes in which each target is written, by name."""
+        tensors = self.checkpoint.tensors
+        return {
+            target.name: chunks.chunk_shape(
+                target,
+                self._moves[target.name],
+                tensors,
+                chunk_bytes=chunks.CHUNK_BYTES,
+            )
+            for target in self.targets
+        }
+
+    @functools.cached_property
+    def files(self) -> list[str]:
+        """The files whose bytes are read, ordered."""
+        tensors = self.checkpoint.tensors
+        used = {move.source for move in self.matched.moves}
+        return sorted(
+            {each.file for number in used for each in tensors[number].fragments}
+        )
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """A digest of the rules, and of the names, sizes and times of what is read."""
+        tensors = self.checkpoint.tensors
+        used = {move.source for move in self.matched.moves}
+        specs = {json.dumps(tensors[n].spec, sort_keys=True) for n in used}
+        files: list[storage.Json] = [_described(file) for file in self.files]
+        return digest.json_digest(
+            {
+                "rules": epath.Path(self.job.rules).read_text(),
+                "is_reversed": self.job.is_reversed,
+                "files": files,
+                "arrays": sorted(specs),
+            }
+        )
+
+    def planned(self, needed: Needed) -> PlannedReads:
+        """The plan of the reads of some boxes."""
+        names = [target.name for target in needed]
+        return PlannedReads.of_boxes(
+            self.checkpoint,
+            [move for name in names for move in self._moves[name]],
+            [fill for name in names for fill in self._fills[name]],
+            needed,
+        )
+
+    def read(
+        self, needed: Needed, *, budget_bytes: int = BUDGET_BYTES
+    ) -> Iterator[tuple[str, Box, np.ndarray]]:
+        """Reads some boxes; see `target_boxes.read`."""
+        return target_boxes.read(self.planned(needed), budget_bytes=budget_bytes)
+
+    def boxes_of(self, names: Iterable[str]) -> dict[TargetTensor, list[Box]]:
+        """All boxes of some targets, in the order of their sources."""
+        chosen = set(names)
+        return {
+            target: chunks.boxes_of(target, self.chunk_of[target.name])
+            for target in self.targets
+            if target.name in chosen
+        }
+
+    def _place(self, target: TargetTensor) -> tuple[int, str]:
+        first = min((move.source for move in self._moves[target.name]), default=-1)
+        return first, target.name
+
+
+def num_bytes(target: TargetTensor) -> int:
+    """The size of the values of a target."""
+    return int(np.prod(target.shape, dtype=np.int64)) * target.dtype.itemsize
+
+
+def _described(file: str) -> list[storage.Json]:
+    if storage.is_local(file):
+        local = os.stat(file)
+        return [file, local.st_size, local.st_mtime_ns, local.st_ino]
+    bucket_clients.prepare(file)
+    stat = epath.Path(file).stat()
+    return [file, stat.length, str(stat.mtime)]

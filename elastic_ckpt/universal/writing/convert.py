@@ -1,0 +1,114 @@
+"""Converts a checkpoint by a layout, in one or several processes of this machine.
+
+    convert.convert(Job(source="model", target="run/persistent/0", rules="llama.yml"))
+
+Killed at any point, the same call continues: what is complete and reads back as it was
+written is kept. The checkpoint is not visible before all of it was verified.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.persistent import writers
+from elastic_ckpt.universal.writing import worker_process
+from elastic_ckpt.universal.writing.conversion import Conversion, Job
+from elastic_ckpt.universal.writing.destination import Destination
+from elastic_ckpt.universal.writing.orbax_destination import OrbaxDestination
+from elastic_ckpt.universal.writing.safetensors_destination import (
+    SafetensorsDestination,
+)
+
+FORMATS = ("orbax", "safetensors")
+
+
+def destination_of(conversion: Conversion) -> Destination:
+    """The destination that a conversion writes.
+
+    Raises:
+      ConfigError: if there is no such format.
+    """
+    to = conversion.job.to
+    if to == "orbax":
+        return OrbaxDestination(conversion)
+    if to == "safetensors":
+        return SafetensorsDestination(conversion)
+    raise errors.ConfigError(
+        f"{to!r} is no format that is written; choose one of {', '.join(FORMATS)}"
+    )
+
+
+def convert(
+    job: Job,
+    *,
+    num_processes: int = 1,
+    progress: Callable[[int, int], None] | None = None,
+) -> Conversion:
+    """Writes a checkpoint in the layout and format of another program.
+
+    Args:
+      job: what is converted.
+      num_processes: that read and write; 1 is this one.
+      progress: called with the bytes that are done and those of all, now and then.
+
+    Returns:
+      The conversion that was written.
+
+    Raises:
+      FormatError: if the source is of no format that is read, or damaged.
+      LayoutError: if the layout does not fit.
+      CheckpointError: if the target exists, the source cannot be read, or storage
+        fails; what is complete is kept for the next call.
+      RunError: if another process writes to the same directory of steps.
+    """
+    conversion = Conversion(job)
+    destination = destination_of(conversion)
+    with _alone(job):
+        attempt = destination.prepare()
+        conversion.checkpoint.check(conversion.files)
+        done = {}
+
+        def note(host: int, num_bytes: int) -> None:
+            done[host] = num_bytes
+            if progress is not None:
+                progress(sum(done.values()), conversion.num_bytes)
+
+        if num_processes == 1:
+            destination.write(attempt, 0, 1, lambda part, _: note(0, part))
+        else:
+            worker_process.run_all(job, attempt, num_processes, note)
+        destination.commit(attempt, num_processes)
+    return conversion
+
+
+def write_share(
+    job: Job,
+    attempt: str,
+    host: int,
+    num_hosts: int,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Writes the share of one process; see `Destination.write`."""
+    destination_of(Conversion(job)).write(attempt, host, num_hosts, progress)
+
+
+@contextlib.contextmanager
+def _alone(job: Job) -> Iterator[None]:
+    # No run and no other conversion writes to the same directory of steps.
+    if job.to != "orbax" or not storage.is_local(job.target):
+        yield
+        return
+    root = storage.absolute(job.target).parent
+    presence = storage.Presence(root / writers.LOCK)
+    try:
+        with presence.alone() as alone:
+            if not alone:
+                raise errors.RunError(
+                    f"a live process writes to {root}; stop it and wait until it has"
+                    " ended, or convert to another directory"
+                )
+            yield
+    finally:
+        presence.close()

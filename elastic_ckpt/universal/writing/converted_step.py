@@ -1,0 +1,112 @@
+"""The description of a step that is made of the targets of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from elastic_ckpt.checkpoint import tree_structure
+from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.core import errors
+from elastic_ckpt.host.trees import AbstractArray
+from elastic_ckpt.manifests.manifest import Contents, Leaf
+from elastic_ckpt.tiers.persistent import ocdbt, upload
+from elastic_ckpt.universal.moves import TargetTensor
+
+# The checkpointable that has all targets.
+STATE = "state"
+
+
+def saved_step(
+    targets: Sequence[TargetTensor],
+    chunk_of: Mapping[str, tuple[int, ...]],
+    *,
+    run: str,
+    step: int,
+    save: str,
+) -> upload.SavedStep:
+    """The step that has the targets as leaves of `state`.
+
+    Args:
+      targets: in any order.
+      chunk_of: the shape of their chunks, by name.
+      run: the identity of the run.
+      step: its number.
+      save: which save of it, a time in milliseconds.
+
+    Raises:
+      CheckpointError: if one target's name is that of a tree with another.
+    """
+    contents = Contents(
+        leaves=tuple(
+            Leaf(
+                path=leaf_path(target.name), shape=target.shape, dtype=target.dtype.name
+            )
+            for target in sorted(targets, key=lambda each: leaf_path(each.name))
+        ),
+        components={},
+        time_ms=int(save),
+        trees=tree_structure.to_json({STATE: _tree(targets)}),
+    )
+    chunks = _chunks(chunk_of)
+    names = StepDescription.from_contents(contents).names(chunks)
+    return upload.SavedStep(
+        run=run,
+        step=step,
+        save=save,
+        contents=contents,
+        arrays={
+            path: ocdbt.StoredArray(
+                checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
+            )
+            for path, (checkpointable, name) in names.items()
+        },
+    )
+
+
+def leaf_path(name: str) -> str:
+    """The path of a target in manifests."""
+    return f"{STATE}/{name}" if name else STATE
+
+
+def orbax_files(
+    saved: upload.SavedStep, chunk_of: Mapping[str, tuple[int, ...]]
+) -> dict[str, bytes]:
+    """The files that Orbax adds to the values, by path in the step."""
+    files = StepDescription.from_contents(saved.contents).files(_chunks(chunk_of))
+    return {path: text.encode() for path, text in files.items()}
+
+
+def _chunks(chunk_of: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    return {leaf_path(name): chunk for name, chunk in chunk_of.items()}
+
+
+def _tree(targets: Sequence[TargetTensor]) -> Any:
+    root: dict[str, Any] = {}
+    for target in targets:
+        *above, last = ("", *target.name.split("/"))[bool(target.name) :]
+        node: Any = root
+        for key in above:
+            node = node.setdefault(_key(key), {})
+            if not isinstance(node, dict):
+                break
+        if not isinstance(node, dict) or _key(last) in node:
+            raise errors.CheckpointError(
+                f"{target.name} lies below, or above, another target, which is an array"
+                " and has no parts; rename one of them in the layout"
+            )
+        node[_key(last)] = _leaf(target)
+    return root
+
+
+def _key(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _leaf(target: TargetTensor) -> Any:
+    # One of NumPy if JAX would narrow it.
+    if jax.dtypes.canonicalize_dtype(target.dtype) != target.dtype:
+        return AbstractArray(shape=target.shape, dtype=target.dtype)
+    return jax.ShapeDtypeStruct(target.shape, target.dtype)

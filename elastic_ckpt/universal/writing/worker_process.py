@@ -1,0 +1,154 @@
+"""The processes of a conversion: each writes its share, and reports by lines of JSON.
+
+    {"done": 1048576}                 bytes so far
+    {"error": "model.safetensors ..."}
+
+A process ends at once when its standard input closes, so that none outlives a
+conversion that was killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.universal.writing.conversion import Job
+
+_PROGRESS_SECS = 0.5
+
+
+def run_all(
+    job: Job,
+    attempt: str,
+    num_processes: int,
+    note: Callable[[int, int], None],
+) -> None:
+    """Writes all shares, each in a process.
+
+    Args:
+      job: what is converted.
+      attempt: as the destination has prepared it.
+      num_processes: to start.
+      note: called with the number of a process and the bytes that it has done.
+
+    Raises:
+      CheckpointError: with the first error of a process; the others are ended.
+    """
+    lock = threading.Lock()
+
+    def note_one(host: int, num_bytes: int) -> None:
+        with lock:
+            note(host, num_bytes)
+
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for host in range(num_processes):
+            processes.append(_started(job, attempt, host, num_processes))
+        with futures.ThreadPoolExecutor(num_processes) as pool:
+            waiting = [
+                pool.submit(_wait, host, process, note_one)
+                for host, process in enumerate(processes)
+            ]
+            try:
+                for each in futures.as_completed(waiting):
+                    each.result()
+            except BaseException:
+                _kill(processes)
+                raise
+    finally:
+        _kill(processes)
+
+
+def _started(
+    job: Job, attempt: str, host: int, num_hosts: int
+) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # It computes on no device.
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.stdin is not None
+    share = {"attempt": attempt, "host": host, "num_hosts": num_hosts}
+    process.stdin.write(json.dumps({"job": dataclasses.asdict(job), **share}) + "\n")
+    process.stdin.flush()
+    return process
+
+
+def _wait(
+    host: int, process: subprocess.Popen[str], note: Callable[[int, int], None]
+) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        report = json.loads(line)
+        if "error" in report:
+            raise errors.CheckpointError(report["error"])
+        note(host, report["done"])
+    code = process.wait()
+    if code:
+        raise errors.CheckpointError(
+            f"process {host} of the conversion ended with code {code}; convert again:"
+            " what is complete is kept"
+        )
+
+
+def _kill(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def main() -> int:
+    """Writes the share that standard input describes; returns the exit status."""
+    # The module imports this one.
+    from elastic_ckpt.universal.writing import convert
+
+    # Not `sys.stdin`, whose lock an interpreter that ends would wait for.
+    with os.fdopen(os.dup(0), "r") as given:
+        request: dict[str, Any] = json.loads(given.readline())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    shown_secs = 0.0
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown_secs
+        now = time.monotonic()
+        if done == total or now - shown_secs >= _PROGRESS_SECS:
+            shown_secs = now
+            print(json.dumps({"done": done}), flush=True)
+
+    try:
+        convert.write_share(
+            Job(**request["job"]),
+            request["attempt"],
+            request["host"],
+            request["num_hosts"],
+            show,
+        )
+    except errors.ElasticCkptError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    return 0
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""A small model in safetensors, a layout that changes it, and the result."""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+
+KV, Q, D = 2, 4, 8
+LAYOUT = """
+version: 1
+sizes: {kv: 2, q: 4, k: 1, v: 1, d: 8}
+rules:
+  - from: {"layers.{layer}.qkv.weight": "(kv (q + k + v) d) embed"}
+    to:
+      "params/layers/query": "embed layer (kv q) d"
+      "params/layers/key": "embed layer (kv k) d"
+      "params/layers/value": "embed layer (kv v) d"
+  - from: {"layers.{layer}.up.weight": "out embed"}
+    to: {"params/layers/up": "layer embed out"}
+  - from: {"layers.{layer}.norm.weight": "embed"}
+    to: {"params/layers/norm": "layer embed"}
+  - from: {"embedding.weight": "vocab embed"}
+    to: {"params/embedding": "(vocab + pad) embed"}
+    pad: {pad: 0}
+    sizes: {pad: 1}
+"""
+
+
+def tensors(num_layers, embed):
+    """The tensors of a model by name, float32."""
+    generator = np.random.default_rng(num_layers)
+
+    def numbers(*shape):
+        return generator.random(shape, np.float32) - np.float32(0.5)
+
+    made = {"embedding.weight": numbers(3 * embed + 7, embed)}
+    for layer in range(num_layers):
+        made[f"layers.{layer}.qkv.weight"] = numbers(KV * (Q + 2) * D, embed)
+        made[f"layers.{layer}.up.weight"] = numbers(4 * embed, embed)
+        made[f"layers.{layer}.norm.weight"] = numbers(embed)
+    return made
+
+
+def expected(given):
+    """The tensors that `LAYOUT` makes of a model's, by path."""
+    layers = range(sum(name.endswith("norm.weight") for name in given))
+
+    def stacked(name):
+        return np.stack([given[f"layers.{layer}.{name}.weight"] for layer in layers])
+
+    qkv = stacked("qkv")
+    qkv = qkv.reshape(len(layers), KV, Q + 2, D, qkv.shape[-1])
+    heads = {
+        name: qkv[:, :, part].transpose(4, 0, 1, 2, 3)
+        for name, part in (
+            ("query", slice(Q)),
+            ("key", slice(Q, Q + 1)),
+            ("value", slice(Q + 1, Q + 2)),
+        )
+    }
+    return {
+        "params/embedding": np.pad(given["embedding.weight"], ((0, 1), (0, 0))),
+        "params/layers/norm": stacked("norm"),
+        "params/layers/up": stacked("up").transpose(0, 2, 1),
+    } | {
+        f"params/layers/{name}": part.reshape(*part.shape[:2], -1, D)
+        for name, part in heads.items()
+    }
+
+
+def write(directory, given):
+    """Writes a model of one file, and `layout.yml` beside its directory."""
+    header, offset = {}, 0
+    for name, array in given.items():
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    path = pathlib.Path(directory)
+    path.mkdir(parents=True)
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in given.values():
+            file.write(array)
+    (path.parent / "layout.yml").write_text(LAYOUT)
+
+
+if __name__ == "__main__":
+    write(sys.argv[1], tensors(int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,308 @@
+"""Checkpoints are converted to other layouts and formats, also after kills."""
+
+import multiprocessing
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import elastic_ckpt as ec
+from elastic_ckpt.cli import main
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers.persistent import upload
+from elastic_ckpt.universal.formats import safetensors_file
+from elastic_ckpt.universal.writing import (
+    chunks,
+    conversion,
+    convert,
+    orbax_destination,
+)
+from tests.universal.writing import small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A model whose targets have several chunks each."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
+    tensors = small_model.tensors(3, 32)
+    small_model.write(tmp_path / "source", tensors)
+    return tensors
+
+
+def job(path, target="steps/0", **options):
+    return conversion.Job(
+        source=str(path / "source"),
+        target=str(path / target),
+        rules=str(path / "layout.yml"),
+        **options,
+    )
+
+
+def bits(arrays):
+    return {
+        name: (str(array.dtype), array.shape, np.asarray(array).tobytes())
+        for name, array in arrays.items()
+    }
+
+
+def flat(tree):
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def loaded(directory):
+    """The tensors of a safetensors checkpoint."""
+    arrays = {}
+    for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
+        arrays |= safetensors_file.read(path)
+    return arrays
+
+
+def content(directory):
+    """All files of a directory."""
+    root = pathlib.Path(directory)
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def restored(path):
+    """The state of the step 0, as plain Orbax restores it."""
+    return ocp.load_checkpointables(path / "steps" / "0")["state"]
+
+
+def checkpointer_of(path):
+    return ec.Checkpointer([ec.Persistent(path / "steps", every=1)])
+
+
+def test_an_orbax_step_is_read_by_all_that_read_steps(source, tmp_path, capsys):
+    done = []
+    convert.convert(job(tmp_path), progress=lambda *each: done.append(each))
+    expected = bits(small_model.expected(source))
+    total = sum(len(values) for _, _, values in expected.values())
+    assert done[-1] == (total, total)
+    assert bits(flat(restored(tmp_path))) == expected
+    with checkpointer_of(tmp_path) as checkpointer:
+        assert bits(flat(checkpointer.load())) == expected
+    assert main.main(["verify", str(tmp_path / "steps")]) == 0
+    assert main.main(["inspect", str(tmp_path / "steps" / "0")]) == 0
+    assert "PASSED" in capsys.readouterr().out
+
+
+def test_numbered_keys_are_the_items_of_optimizers(tmp_path):
+    layout = 'version: 1\nrules:\n  - from: {"norm": "e"}\n    to: {"opt/0/mu": "e"}\n'
+    values = np.arange(4, dtype=np.float32)
+    small_model.write(tmp_path / "source", {"norm": values})
+    (tmp_path / "layout.yml").write_text(layout)
+    convert.convert(job(tmp_path))
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    wanted = {
+        "opt": (
+            {"mu": jax.ShapeDtypeStruct((4,), np.float32, sharding=sharding)},
+            (),
+        )
+    }
+    with checkpointer_of(tmp_path) as checkpointer:
+        state = checkpointer.load(0, wanted)
+    assert np.asarray(state["opt"][0]["mu"]).tobytes() == values.tobytes()
+
+
+def test_safetensors_come_back_with_their_bits(source, tmp_path):
+    to = {"to": "safetensors"}
+    convert.convert(job(tmp_path, "target", **to))
+    assert bits(loaded(tmp_path / "target")) == bits(small_model.expected(source))
+    back = conversion.Job(
+        source=str(tmp_path / "target"),
+        target=str(tmp_path / "back"),
+        rules=str(tmp_path / "layout.yml"),
+        is_reversed=True,
+        **to,
+    )
+    convert.convert(back)
+    assert bits(loaded(tmp_path / "back")) == bits(source)
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_a_dry_run_writes_nothing(tmp_path, capsys, to):
+    before = set(os.listdir(tmp_path))
+    arguments = [str(tmp_path / "source"), str(tmp_path / "steps" / "0")]
+    rules = ["--rules", str(tmp_path / "layout.yml"), "--to", to]
+    given = ["convert", *arguments, *rules, "--dry-run", "--processes", "2"]
+    assert main.main(given) == 0
+    assert set(os.listdir(tmp_path)) == before
+    shown = capsys.readouterr().out
+    assert "safetensors: 10 tensors\nto write: 6 tensors" in shown
+    assert "rules[1]: 3 tensors to 1, 49,152 bytes" in shown
+    assert "padding: 1 boxes, 128 bytes" in shown
+    assert "process 1: writes" in shown
+    assert "files without a checksum: 1\n" in shown
+
+
+@pytest.mark.usefixtures("source")
+def test_targets_are_not_replaced_and_have_to_be_steps(tmp_path):
+    convert.convert(job(tmp_path))
+    with pytest.raises(errors.CheckpointError, match="exists already"):
+        convert.convert(job(tmp_path))
+    with pytest.raises(errors.CheckpointError, match="has steps already"):
+        convert.convert(job(tmp_path, "steps/1"))
+    with pytest.raises(errors.CheckpointError, match=r"convert to .*model/0"):
+        convert.convert(job(tmp_path, "model"))
+
+
+@pytest.mark.usefixtures("source")
+def test_only_one_process_converts_to_a_directory(tmp_path):
+    presence = storage.Presence(tmp_path / "steps" / "writers.lock")
+    with pytest.raises(errors.RunError, match="a live process writes"):
+        convert.convert(job(tmp_path))
+    presence.close()
+
+
+def write_until_killed(given, num_batches):
+    """Converts, notes each batch, and is killed after so many."""
+    upload._PROGRESS_SECS = upload._PROGRESS_SHARE = 0
+    chunks.CHUNK_BYTES = 2**12
+    orbax_destination._BATCH_BYTES = 2**12
+    done = 0
+
+    def progress(*_):
+        nonlocal done
+        done += 1
+        if done > num_batches:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    convert.convert(given, progress=progress)
+
+
+def kill(given, num_batches):
+    child = multiprocessing.get_context("forkserver").Process(
+        target=write_until_killed, args=(given, num_batches)
+    )
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_step_that_was_cut_short_is_continued(source, tmp_path, is_damaged):
+    kill(job(tmp_path), 9)
+    (unfinished,) = (tmp_path / "steps").glob("0.orbax*")
+    if is_damaged:
+        for path in unfinished.glob("state/*/d/*"):
+            path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
+    done = []
+    convert.convert(job(tmp_path), progress=lambda *each: done.append(each[0]))
+    # The first report counts the bytes that were kept.
+    assert (done[0] > 0) is not is_damaged
+    assert bits(flat(restored(tmp_path))) == bits(small_model.expected(source))
+    assert main.main(["verify", str(tmp_path / "steps")]) == 0
+    assert not list((tmp_path / "steps").glob("0.orbax*"))
+
+
+def test_a_step_of_another_source_is_not_continued(source, tmp_path):
+    kill(job(tmp_path), 9)
+    others = {name: -values for name, values in source.items()}
+    shutil.rmtree(tmp_path / "source")
+    small_model.write(tmp_path / "source", others)
+    done = []
+    convert.convert(job(tmp_path), progress=lambda *each: done.append(each[0]))
+    assert done[0] == 0
+    assert bits(flat(restored(tmp_path))) == bits(small_model.expected(others))
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_storage_that_fails_is_one_error_and_nothing_is_visible(
+    tmp_path, monkeypatch, to
+):
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if to == "orbax":
+        monkeypatch.setattr(upload.ocdbt, "write", refuse)
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(errors.CheckpointError, match="No space left on device"):
+        convert.convert(job(tmp_path, to=to))
+    assert not (tmp_path / "steps" / "0").exists()
+    monkeypatch.undo()
+    convert.convert(job(tmp_path, to=to))
+
+
+@pytest.mark.usefixtures("source")
+def test_a_source_that_is_cut_short_is_one_error(tmp_path):
+    given = job(tmp_path)
+    planned = conversion.Conversion(given)
+    file = tmp_path / "source" / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    destination = convert.destination_of(planned)
+    attempt = destination.prepare()
+    with pytest.raises(errors.ElasticCkptError, match="file ends after"):
+        destination.write(attempt, 0, 1, lambda *_: None)
+    with pytest.raises(errors.CheckpointError, match="cannot be committed"):
+        destination.commit(attempt, 1)
+
+
+@pytest.mark.usefixtures("source")
+def test_values_that_read_back_differently_are_not_committed(tmp_path, monkeypatch):
+    write = upload.ocdbt.write
+
+    def write_badly(directory, given, context):
+        some = given[0].values.copy()
+        some.reshape(-1)[0] += 1
+        object.__setattr__(given[0], "values", some)
+        write(directory, given, context)
+
+    monkeypatch.setattr(upload.ocdbt, "write", write_badly)
+    with pytest.raises(errors.CheckpointError, match="do not read back"):
+        convert.convert(job(tmp_path))
+    assert not (tmp_path / "steps" / "0").exists()
+
+
+@pytest.mark.slow(minutes=4)
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_two_processes_that_are_killed_anywhere_continue(tmp_path, to):
+    tensors = small_model.tensors(4, 512)
+    small_model.write(tmp_path / "source", tensors)
+    command = [sys.executable, "-m", "elastic_ckpt.cli.main", "convert"]
+    rules = ["--rules", str(tmp_path / "layout.yml"), "--to", to, "--processes", "2"]
+
+    def given(target):
+        return [*command, str(tmp_path / "source"), str(target), *rules]
+
+    whole, target = tmp_path / "whole" / "0", tmp_path / "steps" / "0"
+    began_secs = time.monotonic()
+    subprocess.run(given(whole), check=True)
+    secs = time.monotonic() - began_secs
+    generator = random.Random(0)
+    for _ in range(4):
+        process = subprocess.Popen(given(target))
+        time.sleep(generator.uniform(0.3, 0.9) * secs)
+        process.kill()
+        process.wait()
+        if target.exists():
+            break
+    else:
+        subprocess.run(given(target), check=True)
+    expected = bits(small_model.expected(tensors))
+    if to == "safetensors":
+        assert content(target) == content(whole)
+        assert bits(loaded(target)) == expected
+    else:
+        assert bits(flat(restored(tmp_path))) == expected
+        assert main.main(["verify", str(tmp_path / "steps")]) == 0
