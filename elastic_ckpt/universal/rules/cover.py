@@ -6,11 +6,9 @@ no gaps and their volumes add up to that of the part.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from elastic_ckpt.core import box_cover, box_join, boxes
+from elastic_ckpt.core import box_cover, boxes
 from elastic_ckpt.universal.rules.copies import Part
 
 
@@ -21,7 +19,7 @@ def missing(part: Part) -> str | None:
       `tensor (layer 3:4, expert 0:8)`; None if there are none.
     """
     lengths = [part.piece.ranges[name].length for name in part.names]
-    if _single(part, lengths):
+    if len(part.starts) == 1 and part.volume == part.piece.volume:
         return None
     chosen = _cut_dims(part, lengths)
     gaps = box_cover.gaps([lengths[dim] for dim in chosen], _boxes(part, chosen))
@@ -31,23 +29,11 @@ def missing(part: Part) -> str | None:
 
 
 def repeated(part: Part) -> str | None:
-    """A description of the elements of a target's part that several copies have.
-
-    Returns:
-      The names of two sources and their target; None if there are none.
-    """
-    lengths = [part.piece.ranges[name].length for name in part.names]
-    if _single(part, lengths) or part.volume <= math.prod(lengths):
+    """A description of a target's part if copies have more elements than it has."""
+    volume = part.piece.volume
+    if part.volume <= volume:
         return None
-    chosen = _cut_dims(part, lengths)
-    # Neighbours in the order of their starts are enough to name two of them.
-    held = _boxes(part, chosen)
-    first, second = box_join.overlaps(held, held)
-    differing = np.flatnonzero(first != second)
-    at = differing[0]
-    one, other = (part.others[int(each[at])].row.name for each in (first, second))
-    elements = _text(part, chosen, held[int(first[at])])
-    return f"{part.placed.row.name} ({elements}): {one} and {other}"
+    return f"{part.placed.row.name} ({part.volume} for {volume} elements)"
 
 
 def unused(part: Part) -> str | None:
@@ -58,10 +44,6 @@ def unused(part: Part) -> str | None:
         f"{part.placed.row.name} ({part.piece.volume - part.volume} of "
         f"{part.piece.volume} elements)"
     )
-
-
-def _single(part: Part, lengths: list[int]) -> bool:
-    return len(part.starts) == 1 and part.volume == math.prod(lengths)
 
 
 def _cut_dims(part: Part, lengths: list[int]) -> list[int]:

@@ -144,20 +144,17 @@ class _Parser:
         return factors[0] if len(factors) == 1 else Product(tuple(factors))
 
     def _axes(self) -> tuple[str, ...]:
-        token, column = self._next("a rank axis")
-        if token != "(":
-            if not token.isidentifier():
-                raise self._error(column, f"expected a rank axis, not {token}")
-            return (token,)
-        axes = []
-        while self.peek() != ")":
+        several = self.peek() == "("
+        if several:
+            self._expect("(")
+        axes: list[str] = []
+        while not axes or several:
             token, column = self._next("a rank axis")
+            if token == ")" and axes:
+                break
             if not token.isidentifier():
                 raise self._error(column, f"expected a rank axis, not {token}")
             axes.append(token)
-        self._expect(")")
-        if not axes:
-            raise self._error(column, "expected a rank axis, not )")
         return tuple(axes)
 
     def _expect(self, sign: str) -> None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-import jax
-import numpy as np
-
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.moves import Arithmetic, Reduction, Side
 from elastic_ckpt.universal.rules import (
     copies,
     cover,
     derivation,
+    dtypes,
     equations,
     geometry,
     rows,
@@ -147,7 +145,13 @@ class _Planner:
             raise LayoutError(f"{rule.text}: {error}") from None
         _check_cover(rule.text, joins)
         copied = [each for join in joins for each in self._copied(join)]
-        return Plan(copies=copied, fills=fills, targets=self._with_dtypes(copied))
+        return Plan(
+            copies=copied,
+            fills=fills,
+            targets=list(
+                dtypes.with_dtypes(self._relation, self._instance.sources, self._rows)
+            ),
+        )
 
     def _placed(
         self, tensors: Sequence[ParsedTensor], listed: Sequence[Row]
@@ -228,46 +232,6 @@ class _Planner:
                         for number in (placed.number, *placed.others):
                             yield number, box.start, box.stop, value
 
-    def _with_dtypes(self, copied: Sequence[Copied]) -> list[Row]:
-        sources = self._instance.sources
-        patterns = [each.pattern for each in self._relation.targets]
-        dtypes: dict[int, set[np.dtype]] = {}
-        for source, target, *_ in copied:
-            dtype = sources[source].dtype
-            assert dtype is not None
-            dtypes.setdefault(target, set()).add(dtype)
-        typed = []
-        for number, row in enumerate(self._rows):
-            tensor = self._relation.targets[row.tensor]
-            written = patterns[row.tensor].dtype
-            dtype = row.dtype if written is None else np.dtype(written)
-            if row.dtype not in (None, dtype):
-                raise LayoutError(
-                    f"{tensor.place}: the target {row.name!r} is of {row.dtype}, the "
-                    f"rule makes it {written}; change one of them"
-                )
-            for source in dtypes.get(number, ()):
-                dtype = source if dtype is None else dtype
-                if written is None and not _same_category(source, dtype):
-                    raise LayoutError(
-                        f"{tensor.place}: {row.name!r} is of {dtype}, its source of "
-                        f"{source}; write `dtype: {dtype}` if it shall be cast"
-                    )
-            if (
-                written is None
-                and row.dtype is None
-                and len(dtypes.get(number, ())) != 1
-            ):
-                listed = (
-                    ", ".join(sorted(map(str, dtypes.get(number, ())))) or "no dtype"
-                )
-                raise LayoutError(
-                    f"{tensor.place}: {row.name!r} has sources of {listed}; write "
-                    f"`dtype:`"
-                )
-            typed.append(dataclasses.replace(row, dtype=dtype))
-        return typed
-
 
 def _check_cover(place: str, joins: Sequence[copies.Join]) -> None:
     targets = [part for join in joins for part in join.targets]
@@ -285,11 +249,3 @@ def _check_cover(place: str, joins: Sequence[copies.Join]) -> None:
             problems.append(f"{text}: {listed}")
     if problems:
         raise LayoutError(f"{place}: {'; '.join(problems)}")
-
-
-def _same_category(one: np.dtype, other: np.dtype) -> bool:
-    categories = (np.bool_, np.integer, np.floating, np.complexfloating)
-    return one == other or any(
-        jax.numpy.issubdtype(one, category) and jax.numpy.issubdtype(other, category)
-        for category in categories
-    )

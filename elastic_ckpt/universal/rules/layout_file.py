@@ -23,15 +23,18 @@ _T = TypeVar("_T")
 class _Node:
     """A value in the file, with its place."""
 
-    def __init__(self, node: yaml.Node, file: str, path: str) -> None:
+    def __init__(
+        self, node: yaml.Node, file: str, path: str, line: int | None = None
+    ) -> None:
         self._node = node
         self._file = file
         self._path = path
+        self._line = node.start_mark.line + 1 if line is None else line
 
     @property
     def place(self) -> str:
         path = f": {self._path}" if self._path else ""
-        return f"{self._file}, line {self._node.start_mark.line + 1}{path}"
+        return f"{self._file}, line {self._line}{path}"
 
     @property
     def is_mapping(self) -> bool:
@@ -72,7 +75,9 @@ class _Node:
             if key in entries:
                 node = _Node(key_node, self._file, path)
                 raise node.error("the key occurs twice; remove one of them")
-            entries[key] = _Node(value_node, self._file, path)
+            # The line of the key: a value may begin in the next.
+            line = key_node.start_mark.line + 1
+            entries[key] = _Node(value_node, self._file, path, line)
         return list(entries.items())
 
     def map(self, reader: Callable[[_Node], _T]) -> dict[str, _T]:
@@ -205,16 +210,10 @@ def _index(node: _Node) -> Index:
     )
     if fields.keys() != {"by", "values"}:
         raise node.error("an index has `by` and `values`")
-    index = Index(**fields)
-    nested = {isinstance(entry, tuple) for entry in index.values}
-    if not 1 <= len(index.by) <= 2 or nested != {len(index.by) == 2}:
-        raise node.error(
-            "`by` is one name for a list of numbers, or two for a list of lists"
-        )
-    numbers = sorted(index.table().values())
-    if numbers != list(range(len(numbers))):
-        raise node.error(f"the values have to be 0 to {len(numbers) - 1}, each once")
-    return index
+    try:
+        return Index(**fields)
+    except LayoutError as error:
+        raise node.error(str(error)) from None
 
 
 def _entry(node: _Node) -> int | tuple[int, ...]:

@@ -216,6 +216,11 @@ def _first(
             f"{tensor.place}: {first.row.name!r} and {members[1].row.name!r} have the "
             f"same coordinates"
         )
+    if len({each.row.dtype for each in members}) > 1 and first.others:
+        raise LayoutError(
+            f"{tensor.place}: {first.row.name!r} has several dtypes over "
+            f"{', '.join(pattern.reduced)}; only tensors of one dtype are compared"
+        )
     if first.others:
         first.reduction = Reduction.EQUAL
         if pattern.mean or pattern.sum:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+
 # The powers of a parameter's scale, by the kind of state. A gradient is divided by the
 # scale; the second moment is that of a squared gradient.
 POWERS = {"parameter": 1, "master": 1, "first_moment": -1, "second_moment": -2}
@@ -63,6 +65,20 @@ class Index:
 
     by: tuple[str, ...]
     values: tuple[int | tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        nested = {isinstance(entry, tuple) for entry in self.values}
+        if not 1 <= len(self.by) <= 2 or nested != {len(self.by) == 2}:
+            raise LayoutError(
+                "`by` of an index is one name for a list of numbers, or two names for "
+                "a list of lists"
+            )
+        numbers = sorted(self.table().values())
+        if numbers != list(range(len(numbers))):
+            raise LayoutError(
+                f"the values of an index are 0 to {len(numbers) - 1}, each once, not "
+                f"{numbers}"
+            )
 
     def table(self) -> dict[tuple[int, ...], int]:
         """The number at each coordinate."""

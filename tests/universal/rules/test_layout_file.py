@@ -1,0 +1,122 @@
+"""A layout file is read strictly; errors name the file, the line and the path."""
+
+import pytest
+
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern, side
+from elastic_ckpt.universal.rules.state import State
+
+FULL = """\
+version: 1
+sizes: {d: 128, up: gate}
+widths: {x: {tp: [3, 5]}}
+index: {layer: {by: [pp, local], values: [[0, 1], [2]]}}
+ranks: {tp: 2}
+states:
+  parameter: {from: "m/{}", to: "p/{}"}
+  second_moment: {from: "v/{}", to: null}
+rules:
+  - from: {"a.{layer}": {dims: "x@tp", replicated: [dp], scale: d ** 0.5}}
+    to: {"b": {dims: layer x, shift: -1, dtype: float32}}
+    states: [parameter]
+  - from: {c: 1}
+    to: {c: (1 + pad)}
+    pad: {pad: 1e-3}
+    optional: true
+drop: {from: ["*.x"], to: ["y"]}
+"""
+
+
+def test_a_file_and_python_values_make_the_same_layout(tmp_path):
+    path = tmp_path / "full.yml"
+    path.write_text(FULL)
+    first = Rule(
+        source=side(
+            {
+                "a.{layer}": TensorPattern(
+                    name="", dims="x@tp", replicated=("dp",), scale="d ** 0.5"
+                )
+            }
+        ),
+        target=(TensorPattern(name="b", dims="layer x", shift=-1, dtype="float32"),),
+        states=("parameter",),
+    )
+    second = Rule(
+        source=side({"c": "1"}),
+        target=side({"c": "(1 + pad)"}),
+        pad={"pad": 0.001},
+        optional=True,
+    )
+    layout = Layout(
+        rules=(first, second),
+        sizes={"d": 128, "up": "gate"},
+        widths={"x": {"tp": (3, 5)}},
+        index={"layer": Index(by=("pp", "local"), values=((0, 1), (2,)))},
+        ranks={"tp": 2},
+        states={
+            "parameter": State(source="m/{}", target="p/{}"),
+            "second_moment": State(source="v/{}", target=None),
+        },
+        drop=("*.x",),
+        drop_inverse=("y",),
+    )
+    assert Layout.load(path) == layout
+    assert Layout.load(path).rules[0].place == f"{path}, line 10: rules[0]"
+
+
+def test_the_inverse_of_the_inverse_is_the_layout():
+    layout = Layout.parse(FULL)
+    assert layout.inverse().drop == ("y",)
+    assert layout.inverse().inverse() == layout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "problem"),
+    [
+        ("drop:", "drops:", "line 17: drops", "nearest key is 'drop'"),
+        ("optional", "optionel", "line 16: rules[1].optionel", "'optional'"),
+        ("scale", "scales", "rules[0].from['a.{layer}'].scales", "'scale'"),
+        ("version: 1", "version: 2", "line 1: version", "version 2 is not known"),
+        ("version: 1\n", "", "layout, line 1", "`version: 1` is missing"),
+        ("rules:", "rules: []\nother:", "line 10: other", "nearest"),
+        ("{c: 1}", "{c: 1, c: 1}", "rules[1].from['c']", "occurs twice"),
+        ("{c: 1}", "{c: 2}", "rules[1].from['c']", "expected a text"),
+        ("{c: 1}", "{c: [x]}", "rules[1].from['c']", "expected one value"),
+        ("{c: 1}", "c", "rules[1].from", "expected a mapping"),
+        ("    to: {c: (1 + pad)}\n", "", "line 13: rules[1]", "`from` and `to`"),
+        ("dims: layer x, ", "", "rules[0].to['b']", "`dims` is missing"),
+        ("dims: layer x,", "dims: layer ((x,", "rules[0].to['b']", "expected )"),
+        ("tp: [3, 5]", "tp: 3", "line 3: widths['x']['tp']", "expected a list"),
+        ("[3, 5]", "[3, -5]", "widths['x']['tp'][1]", "whole number"),
+        ("[[0, 1], [2]]", "[[0, 1], [1]]", "index['layer']", "each once"),
+        ("[[0, 1], [2]]", "[0, 1]", "index['layer']", "list of lists"),
+        ("ranks: {tp: 2}", "ranks: {tp: two}", "ranks['tp']", "whole number"),
+        ('"m/{}"', '"m/"', "states['parameter'].from", "name of the parameter"),
+        (", to: null", "", "states['second_moment']", "`from` and `to`"),
+        ("[parameter]", "[master]", "rules[0]", "the state 'master'"),
+        ("1e-3", "zero", "rules[1].pad['pad']", "expected a number"),
+        ("true", "2", "rules[1].optional", "true or false"),
+        ("float32", "float33", "rules[0].to['b']", "no dtype"),
+        ("[dp]", "[tp]", "rules[0].from['a.{layer}']", "cannot be reduced"),
+        ("[dp]", "[dp], sum: [ep]", "rules[0].from['a.{layer}']", "choose one"),
+        ("d ** 0.5", "d(1)", "rules[0].from['a.{layer}']", "not allowed"),
+        ('"a.{layer}"', '"a.{layer"', "rules[0].from['a.{layer']", "brace"),
+        ("layer x, ", "x, ", "rules[0].from['a.{layer}']", "layer x"),
+        ("[3, 5]", "[3, 5", "layout", "not YAML"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place(old, new, place, problem):
+    assert old in FULL
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(FULL.replace(old, new))
+    assert place in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(LayoutError, match=r"none\.yml: cannot be read"):
+        Layout.load(tmp_path / "none.yml")
+    (tmp_path / "empty.yml").write_text("")
+    with pytest.raises(LayoutError, match=r"empty\.yml: the layout is empty"):
+        Layout.load(tmp_path / "empty.yml")
