@@ -33,7 +33,7 @@ rules:
 
 
 def tensors():
-    """What the ranks saved."""
+    """The tensors that the ranks saved."""
     for kind in ("parameter", "first_moment"):
         for tp in range(RANKS):
             rows = (VOCAB + 2) // RANKS
