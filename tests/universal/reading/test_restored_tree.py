@@ -1,8 +1,10 @@
 """Trees that are read through plans, compared with NumPy bit for bit."""
 
+import dataclasses
 import os
 import threading
 
+import fsspec
 import jax
 import ml_dtypes
 import numpy as np
@@ -386,3 +388,24 @@ def test_encoded_arrays_are_read_through_tensorstore(tmp_path, chunk):
         checkpoint_of(files.tensors), files.moves(order=(1, 0)), [], abstract
     )
     assert np.asarray(tree["w"]).tobytes() == values.T.tobytes()
+
+
+def test_a_checkpoint_in_a_bucket_is_read_by_ranges(files, bucket):
+    values = drawn(300, 200)
+    file = files.add(values)
+    system, path = fsspec.url_to_fs(f"{bucket}/w.bin")
+    system.put_file(file, path)
+    (tensor,) = files.tensors
+    (fragment,) = tensor.fragments
+    remote = dataclasses.replace(fragment, file=f"{bucket}/w.bin")
+    files.tensors = [dataclasses.replace(tensor, fragments=(remote,))]
+    assert files.read((200, 300), F32, order=(1, 0)).tobytes() == values.T.tobytes()
+    assert files.read((300, 200), F32).tobytes() == values.tobytes()
+    system.pipe_file(path, values.tobytes()[:-400])
+    with pytest.raises(
+        format_error.FormatError, match=r"w.bin: w .* ends after 239600"
+    ):
+        files.read((300, 200), F32)
+    system.rm_file(path)
+    with pytest.raises(errors.CheckpointError, match=r"w.bin: w cannot be read"):
+        files.read((300, 200), F32)
