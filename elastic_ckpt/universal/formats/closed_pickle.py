@@ -19,6 +19,10 @@ from typing import Any
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_NODES = 20_000_000
+# So many opcodes take less than 1 GiB and 10 seconds.
+MOST_OPERATIONS = 8_000_000
+# An empty set takes four times as much as another value.
+_MOST_SETS = 100_000
 MOST_NESTED = 200
 
 _MARK = object()
@@ -56,6 +60,7 @@ def decode(
     names: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
     check_size: bool = True,
+    most_operations: int = MOST_OPERATIONS,
 ) -> Any:
     """The value of a pickle.
 
@@ -66,6 +71,7 @@ def decode(
       persistent: makes a value of a persistent id; raises ValueError.
       check_size: whether a value that nests deep, or is huge when it is copied, is an
         error; False only if the caller follows no parts that may be shared or nested.
+      most_operations: the opcodes that it may have.
 
     Raises:
       FormatError: if it has another opcode or name, is cut short or malformed, or
@@ -73,7 +79,7 @@ def decode(
     """
     decoder = _Decoder(content, file, names, persistent)
     try:
-        value = decoder.run()
+        value = decoder.run(most_operations)
     except (struct.error, IndexError, KeyError, ValueError) as error:
         # The stack, the memo, or the content ended early.
         raise decoder.error(f"is malformed or cut short ({error})") from None
@@ -97,13 +103,14 @@ class _Decoder:
         self._persistent = persistent
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._num_sets = 0
 
     def error(self, what: str) -> FormatError:
         return FormatError(f"{self._file} {what}, at byte {self._at} of its pickle")
 
-    def run(self) -> Any:
+    def run(self, most_operations: int) -> Any:
         content, operations = self._content, _OPERATIONS
-        while True:
+        for _ in range(most_operations):
             opcode = content[self._at]
             self._at += 1
             if opcode == _STOP:
@@ -116,6 +123,10 @@ class _Decoder:
                     " is damaged"
                 )
             operation(self)
+        else:
+            raise self.error(
+                f"has more than {most_operations} opcodes, and no more are read"
+            )
         if len(self._stack) != 1 or self._stack[0] is _MARK:
             raise self.error("is malformed (its pickle ends with an open value)")
         if self._at != len(content):
@@ -172,6 +183,12 @@ class _Decoder:
         mapping = self.top(dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
             mapping[self._hashable(key)] = value
+
+    def empty_set(self) -> None:
+        self._num_sets += 1
+        if self._num_sets > _MOST_SETS:
+            raise self.error(f"has more than {_MOST_SETS} sets")
+        self.push(set())
 
     def add_items(self) -> None:
         items = self.pop_to_mark()
@@ -334,7 +351,7 @@ _OPERATIONS: dict[int, Callable[[_Decoder], object]] = {
         "}": lambda d: d.push({}),
         "]": lambda d: d.push([]),
         ")": lambda d: d.push(()),
-        "\x8f": lambda d: d.push(set()),
+        "\x8f": _Decoder.empty_set,
         "t": lambda d: d.push(tuple(d.pop_to_mark())),
         "\x85": lambda d: d.tuple_of(1),
         "\x86": lambda d: d.tuple_of(2),

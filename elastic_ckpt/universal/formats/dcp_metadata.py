@@ -93,9 +93,13 @@ def read(directory: epath.Path) -> Metadata:
     """
     path = directory / FILE
     content = bounded_file.read(path, most_bytes=MOST_PICKLE_BYTES)
-    # Parts are followed to a fixed depth, and each once: sizes need no check.
     value = closed_pickle.decode(
-        content, file=str(path), names=_NAMES, check_size=False
+        content,
+        file=str(path),
+        names=_NAMES,
+        # Parts are followed to a fixed depth, and each once.
+        check_size=False,
+        most_operations=_most_operations(directory),
     )
     try:
         return _metadata(value, str(path))
@@ -103,6 +107,13 @@ def read(directory: epath.Path) -> Metadata:
         raise FormatError(
             f"{path} is no metadata of a distributed checkpoint ({error!r})"
         ) from None
+
+
+def _most_operations(directory: epath.Path) -> int:
+    # A tensor takes about 100 opcodes, and 1500 bytes of another file.
+    files = [each for each in directory.iterdir() if each.name != FILE]
+    num_bytes = sum(each.stat().length for each in files)
+    return max(closed_pickle.MOST_OPERATIONS, num_bytes // 8)
 
 
 def _metadata(value: Any, path: str) -> Metadata:
