@@ -25,8 +25,8 @@ LAYER = "decoder.layers"
 DENSE = {
     "embedding.word_embeddings.weight": (16, 8),
     f"{LAYER}.self_attention.linear_qkv.layer_norm_weight": (4, 8),
-    f"{LAYER}.self_attention.linear_proj.weight": (4, 8, 8),
-    f"{LAYER}.self_attention.linear_qkv.weight": (4, 16, 8),
+    f"{LAYER}.self_attention.linear_proj.weight": (4, 8, 16),
+    f"{LAYER}.self_attention.linear_qkv.weight": (4, 32, 8),
     f"{LAYER}.mlp.linear_fc1.layer_norm_weight": (4, 8),
     f"{LAYER}.mlp.linear_fc1.weight": (4, 24, 8),
     f"{LAYER}.mlp.linear_fc2.weight": (4, 8, 12),

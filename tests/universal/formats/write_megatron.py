@@ -42,6 +42,7 @@ def model_of(tp, pp, ep, experts, layers):
         ffn_hidden_size=12,
         num_attention_heads=4,
         num_query_groups=2,
+        kv_channels=4,
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
