@@ -19,8 +19,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.frontend.checkpointer import Checkpointer
 from elastic_ckpt.tiers.choices import Persistent
-from elastic_ckpt.universal import loading
-from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal import loading, shipped_layouts, step_layouts
 
 PARAMS = "params"
 
@@ -46,7 +45,7 @@ def load(
     began_secs = time.monotonic()
     wanted = {PARAMS: abstract_params}
     if model.init_from_layout:
-        layout = Layout.load(model.init_from_layout).weights()
+        layout = shipped_layouts.resolve(model.init_from_layout).weights()
         state = loading.load(model.init_from, wanted, layout=layout)
     else:
         state = _of_a_step(storage.absolute(model.init_from), wanted, mesh)
@@ -61,9 +60,11 @@ def load(
 
 def _of_a_step(path: epath.Path, wanted: Any, mesh: Mesh) -> Any:
     if not path.name.isdigit():
+        names = errors.first_of(step_layouts.fitting(path))
         raise errors.ConfigError(
             f"init_from={path} is not a step that a run has saved, and init_from_layout"
             " is empty; set it to the layout of that checkpoint"
+            f"{f' (layouts that ship and fit its names: {names})' if names else ''}"
         )
     with Checkpointer([Persistent(path.parent, every=1)], mesh=mesh) as checkpointer:
         state = checkpointer.load(

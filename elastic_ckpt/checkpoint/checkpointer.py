@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, TypeVar
 
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.response import Response, SaveResponse
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.saved_steps import SavedSteps
@@ -35,6 +35,7 @@ class Checkpointer:
       chosen: the tiers.
       world: among those of the run.
       emit: called for each event, in the caller's thread.
+      layouts: read trees of other layouts; None if there are none.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Checkpointer:
         *,
         world: RunWorld = ALONE,
         emit: events.Emit = events.nobody,
+        layouts: Layouts | None = None,
     ) -> None:
         self._hosts = hosts
         self._chosen = chosen
@@ -51,7 +53,9 @@ class Checkpointer:
         self._events = events.EventQueue(emit)
         # Loads and removals in the background.
         self._background = Stage("background")
-        self._steps = SavedSteps(hosts, chosen, world=world, emit=self._put_event)
+        self._steps = SavedSteps(
+            hosts, chosen, world=world, emit=self._put_event, layouts=layouts
+        )
         self._events.flush()
 
     @property
@@ -223,6 +227,7 @@ class Checkpointer:
         abstract_checkpointables: Mapping[str, Any] | None = None,
         *,
         partial: bool = False,
+        layout: Any = None,
     ) -> dict[str, Any]:
         """Restores pytrees and components, from the nearest good copies.
 
@@ -236,25 +241,27 @@ class Checkpointer:
             saved under if those devices exist, otherwise it is whole on a device of
             each host.
           partial: whether trees may lack leaves that were saved.
+          layout: of `elastic_ckpt.universal`, through which trees are read that were
+            saved with other leaves; from persistent storage.
 
         Raises:
           CheckpointError: if there is no such step, it is of another model, or no good
             copy of a part of it is left.
         """
+        wanted = abstract_checkpointables
         self.wait()
         with self._events.flushing():
-            return self._steps.load(step, abstract_checkpointables, partial=partial)
+            return self._steps.load(step, wanted, partial=partial, layout=layout)
 
     def load_checkpointables_async(
         self,
         step: int | CheckpointMetadata | None = None,
         abstract_checkpointables: Mapping[str, Any] | None = None,
-        *,
-        partial: bool = False,
+        **options: Any,
     ) -> Response[dict[str, Any]]:
         """As `load_checkpointables`, in the background; other calls wait for it."""
         return self._in_background(
-            lambda: self._steps.load(step, abstract_checkpointables, partial=partial)
+            lambda: self._steps.load(step, abstract_checkpointables, **options)
         )
 
     def load(
@@ -263,11 +270,11 @@ class Checkpointer:
         abstract_state: Any = None,
         *,
         checkpointable_name: str = "state",
-        partial: bool = False,
+        **options: Any,
     ) -> Any:
         """Restores one pytree; otherwise as `load_checkpointables`."""
         wanted = {checkpointable_name: abstract_state}
-        restored = self.load_checkpointables(step, wanted, partial=partial)
+        restored = self.load_checkpointables(step, wanted, **options)
         return restored[checkpointable_name]
 
     def load_async(
@@ -276,12 +283,12 @@ class Checkpointer:
         abstract_state: Any = None,
         *,
         checkpointable_name: str = "state",
-        partial: bool = False,
+        **options: Any,
     ) -> Response[Any]:
         """As `load`, in the background; other calls wait for it."""
         wanted = {checkpointable_name: abstract_state}
         return self._in_background(
-            lambda: self._steps.load(step, wanted, partial=partial)[checkpointable_name]
+            lambda: self._steps.load(step, wanted, **options)[checkpointable_name]
         )
 
     def reload(self) -> None:
@@ -375,12 +382,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_ckpt.checkpoint import checkpointer, hosts, rendezvous
+from elastic_ckpt.checkpoint.other_layouts import Layouts
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import allgather, events, topology
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
@@ -22,6 +23,7 @@ def Checkpointer(
     slice_name: str | None = None,
     world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
+    layouts: Layouts | None = None,
 ) -> checkpointer.Checkpointer:
     """A checkpointer with the verbs of Orbax's `training.Checkpointer`.
 
@@ -35,6 +37,7 @@ def Checkpointer(
         hardware's.
       world: among those of the run.
       emit: called for each event.
+      layouts: read trees of other layouts; None if there are none.
 
     Raises:
       ConfigError: if the tiers do not fit together.
@@ -54,7 +57,7 @@ def Checkpointer(
         chosen=chosen,
     )
     members = hosts.InEveryProcess(HostEndpoint(config, HostTiers), messages)
-    return over(members, chosen, world=world, emit=emit)
+    return over(members, chosen, world=world, emit=emit, layouts=layouts)
 
 
 def run_of(chosen: Chosen) -> str:
@@ -77,6 +80,7 @@ def over(
     *,
     world: RunWorld = ALONE,
     emit: events.Emit = events.nobody,
+    layouts: Layouts | None = None,
 ) -> checkpointer.Checkpointer:
     """A checkpointer over hosts of any kind, which it joins to a world.
 
@@ -85,13 +89,16 @@ def over(
       chosen: the tiers.
       world: among those of the run.
       emit: called for each event.
+      layouts: read trees of other layouts; None if there are none.
 
     Raises:
       HostsFailedError: if a host cannot take part, with the reason.
     """
     try:
         rendezvous.join(members)
-        return checkpointer.Checkpointer(members, chosen, world=world, emit=emit)
+        return checkpointer.Checkpointer(
+            members, chosen, world=world, emit=emit, layouts=layouts
+        )
     except BaseException:
         members.close()
         raise

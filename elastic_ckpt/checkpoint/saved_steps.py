@@ -19,6 +19,7 @@ from elastic_ckpt.checkpoint import (
 )
 from elastic_ckpt.checkpoint import metadata as metadata_of
 from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.checkpoint.other_layouts import Layouts, StepRestorer
 from elastic_ckpt.checkpoint.response import SaveResponse
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
@@ -45,6 +46,7 @@ class SavedSteps:
       chosen: the tiers.
       world: among those of the run.
       emit: called for each event, from any thread.
+      layouts: read trees of other layouts; None if there are none.
 
     Attributes:
       stages: of the saves that were begun.
@@ -58,8 +60,10 @@ class SavedSteps:
         *,
         world: RunWorld = ALONE,
         emit: events.Emit,
+        layouts: Layouts | None = None,
     ) -> None:
         self._hosts = hosts
+        self._restorer = StepRestorer(hosts=hosts, layouts=layouts, emit=emit)
         # Without RAM there is nothing that another world could back up.
         self._is_left = world.is_left if chosen.local is not None else _never
         self._loses_memory = world.loses_memory
@@ -211,7 +215,8 @@ class SavedSteps:
         step: int | CheckpointMetadata | None,
         abstract_checkpointables: Mapping[str, Any] | None,
         *,
-        partial: bool,
+        partial: bool = False,
+        layout: Any = None,
     ) -> dict[str, Any]:
         """Restores a step; see `Checkpointer.load_checkpointables`."""
         if isinstance(abstract_checkpointables, CheckpointMetadata):
@@ -223,12 +228,8 @@ class SavedSteps:
                 if tree is not None
             }
         self._own_line = None
-        search, restored = restore.restore(
-            self._hosts,
-            step,
-            abstract_checkpointables,
-            partial=partial,
-            emit=self._emit,
+        search, restored = self._restorer.load(
+            step, abstract_checkpointables, partial=partial, layout=layout
         )
         self._go_on_from(search)
         if self._restored is not None:

@@ -102,9 +102,9 @@ class ModelSection:
     )
     init_from_layout: str = key(
         "",
-        "The layout of that checkpoint, a YAML file: it relates its tensors (from) with"
-        " those of the model (to), such as params/embedding. Empty for a step that was"
-        " saved by a run of the same model.",
+        "The layout of that checkpoint, a YAML file or the name of a layout that ships:"
+        " it relates its tensors (from) with those of the model (to), such as"
+        " params/embedding. Empty for a step that a run of the same model has saved.",
     )
 
 

@@ -30,6 +30,10 @@ class CheckpointError(ElasticCkptError):
     """A checkpoint that does not belong to this run, or lacks one of its parts."""
 
 
+class OtherModelError(CheckpointError):
+    """A checkpoint whose tree is not the one that was requested."""
+
+
 class RunError(ElasticCkptError):
     """A run that cannot start or continue, such as after the failure of a host."""
 

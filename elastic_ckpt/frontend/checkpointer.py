@@ -20,6 +20,7 @@ from elastic_ckpt.checkpoint import checkpointer, factory
 from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.core import addresses, events, topology
 from elastic_ckpt.tiers.choices import Chosen, TierChoice
+from elastic_ckpt.universal.step_layouts import LAYOUTS
 
 
 def Checkpointer(
@@ -54,7 +55,12 @@ def Checkpointer(
     mesh = mesh or Mesh(np.array(jax.devices()), ("device",))
     if not topology.is_single_controller(mesh):
         return factory.Checkpointer(
-            tiers, run=run, slice_name=slice_name, world=world, emit=emit
+            tiers,
+            run=run,
+            slice_name=slice_name,
+            world=world,
+            emit=emit,
+            layouts=LAYOUTS,
         )
     peers = chosen.peers
     if peers is not None and peers.interface is None:
@@ -75,4 +81,4 @@ def Checkpointer(
         for number, host in enumerate(hosts)
     ]
     members = remote_hosts.RemoteHosts(hosts, choices)
-    return factory.over(members, chosen, world=world, emit=emit)
+    return factory.over(members, chosen, world=world, emit=emit, layouts=LAYOUTS)

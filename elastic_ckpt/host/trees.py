@@ -149,7 +149,7 @@ def check(
 def check_same_model(
     what: str, saved: Mapping[str, str], now: Mapping[str, str]
 ) -> None:
-    """Raises a CheckpointError naming the first leaves in which two models differ.
+    """Raises an OtherModelError naming the first leaves in which two models differ.
 
     Args:
       what: the checkpoint, for the message.
@@ -164,7 +164,7 @@ def check_same_model(
     if differing:
         shown = "; ".join(differing[:3])
         more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise errors.CheckpointError(
+        raise errors.OtherModelError(
             f"{what} is a checkpoint of another model ({shown}{more}); set the"
             " model's keys back, or start a new run_name"
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.universal import opening
+from elastic_ckpt.universal import opening, shipped_layouts
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
@@ -30,8 +30,8 @@ def load(
       path: of the checkpoint, local or in a bucket.
       abstract_state: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays or
         numbers. The keys to a leaf, joined by "/", are its name in the layout.
-      layout: relates the tensors of the checkpoint (`from`) with those leaves (`to`); a
-        path is that of a YAML file.
+      layout: relates the tensors of the checkpoint (`from`) with those leaves (`to`);
+        a text is the path of a YAML file, or the name of a layout that ships.
       budget_bytes: the most bytes in flight, whatever the size of the model.
 
     Returns:
@@ -42,7 +42,7 @@ def load(
       LayoutError: if the layout does not fit the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or sources that should be equal differ.
     """
-    rules = layout if isinstance(layout, Layout) else Layout.load(layout)
+    rules = shipped_layouts.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
     leaves = restored_tree.target_leaves(abstract_state)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}

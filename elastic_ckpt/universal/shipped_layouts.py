@@ -6,6 +6,7 @@ They are the files of `configs/layouts`; its README lists them.
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,8 @@ from elastic_ckpt.universal.stored import StoredTensor
 
 _INSTALLED = pathlib.Path(__file__).parent / "layouts"
 _IN_CHECKOUT = pathlib.Path(__file__).parents[2] / "configs" / "layouts"
+# After the name of a layout.
+_INVERSE = " (inverse)"
 
 
 def shipped() -> list[str]:
@@ -42,6 +45,24 @@ def load(name: str, *, sizes: Mapping[str, int] | None = None) -> Layout:
     return dataclasses.replace(layout, sizes={**layout.sizes, **(sizes or {})})
 
 
+def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
+    """The layout that a user gives: a layout, the path of a file, or a name.
+
+    Args:
+      layout: a text without a suffix or directory is a name, as in `fitting`.
+
+    Raises:
+      LayoutError: as `load`, and `Layout.load`.
+    """
+    if isinstance(layout, Layout):
+        return layout
+    text = os.fspath(layout)
+    if os.path.splitext(text)[1] or os.path.dirname(text):
+        return Layout.load(text)
+    named = load(text.removesuffix(_INVERSE))
+    return named.inverse() if text.endswith(_INVERSE) else named
+
+
 def fitting(stored: Sequence[StoredTensor]) -> list[str]:
     """The layouts whose names are those of a checkpoint's tensors.
 
@@ -56,7 +77,7 @@ def fitting(stored: Sequence[StoredTensor]) -> list[str]:
     names = []
     for name in shipped():
         layout = load(name)
-        for each, text in ((layout, name), (layout.inverse(), f"{name} (inverse)")):
+        for each, text in ((layout, name), (layout.inverse(), name + _INVERSE)):
             if _fits(each, stored):
                 names.append(text)
     return names

@@ -9,6 +9,8 @@ from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors, events, storage, topology
 from elastic_ckpt.training import step_log
+from elastic_ckpt.universal import shipped_layouts
+from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests import runs
 from tests.universal.test_loading import write_safetensors
@@ -211,3 +213,15 @@ def test_an_error_names_the_weights_that_a_step_lacks(tmp_path, corpus, source):
     ocp.save_checkpointables(step, {"state": {**state, "params": params}})
     with pytest.raises(errors.CheckpointError, match="params/mlp_norm"):
         begun(configured(tmp_path / "run", corpus, init_from=str(step)))
+
+
+def test_a_checkpoint_without_a_layout_is_refused_with_those_that_fit(
+    tmp_path, corpus, foreign, monkeypatch
+):
+    monkeypatch.setattr(shipped_layouts, "shipped", lambda: ["llama_to_demo"])
+    monkeypatch.setattr(shipped_layouts, "load", lambda _: Layout.parse(LAYOUT))
+    keys = {**foreign, "init_from_layout": ""}
+    with pytest.raises(errors.ConfigError, match=r"fit its names: llama_to_demo\)"):
+        begun(configured(tmp_path / "run", corpus, **keys))
+    keys["init_from_layout"] = "llama_to_demo"
+    assert int(begun(configured(tmp_path / "named", corpus, **keys))["step"]) == 0

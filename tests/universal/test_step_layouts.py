@@ -1,0 +1,123 @@
+"""Steps of another layout, which the checkpointer reads through rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.core import errors
+from elastic_ckpt.frontend.checkpointer import Checkpointer
+from elastic_ckpt.tiers.choices import Local, Persistent
+from elastic_ckpt.universal import shipped_layouts, step_layouts
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
+from tests.checkpoint.test_components import Counter
+
+MESH = jax.make_mesh((4,), ("data",))
+UNSCANNED = {f"layer_{n}": {"w": np.arange(32.0).reshape(8, 4) + n} for n in range(3)}
+SCAN = Layout.parse(
+    """
+version: 1
+rules:
+  - from: {"layer_{layer}/w": "in out"}
+    to: {"layers/w": "out layer in"}
+""",
+    file="scan.yml",
+)
+SHARDED = NamedSharding(MESH, PartitionSpec("data"))
+SCANNED = {
+    "layers": {"w": jax.ShapeDtypeStruct((4, 3, 8), np.float32, sharding=SHARDED)}
+}
+
+
+@pytest.fixture
+def make(tmp_path):
+    opened = []
+
+    def make(*, make_checkpointer=Checkpointer, every=1):
+        tiers = [Local(tmp_path / "ram"), Persistent(tmp_path / "steps", every=every)]
+        opened.append(make_checkpointer(tiers, run="run"))
+        return opened[-1]
+
+    yield make
+    for checkpointer in opened:
+        checkpointer.close()
+
+
+def saved(checkpointer, **parts):
+    state = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), UNSCANNED)
+    assert checkpointer.save_checkpointables(3, {"state": state, **parts})
+    checkpointer.wait()
+    return state
+
+
+def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
+    checkpointer = make()
+    state = saved(checkpointer, ema={"x": jnp.ones(2)}, counter=Counter(5))
+    counter = Counter(0)
+    wanted = {"state": SCANNED, "ema": {"x": jnp.zeros(2)}, "counter": counter}
+    loaded = checkpointer.load_checkpointables(None, wanted, layout=SCAN)
+    assert list(loaded) == list(wanted)
+    expected = np.stack([np.asarray(layer["w"]).T for layer in state.values()], axis=1)
+    array = loaded["state"]["layers"]["w"]
+    assert np.asarray(array).tobytes() == expected.tobytes()
+    assert array.sharding == SHARDED
+    assert np.asarray(loaded["ema"]["x"]).tolist() == [1, 1]
+    assert counter.count == 5
+    # Later steps follow the one that was loaded.
+    assert checkpointer.save(4, loaded["state"])
+    again = checkpointer.load_async(3, SCANNED, layout=SCAN).result()
+    assert np.asarray(again["layers"]["w"]).tobytes() == expected.tobytes()
+
+
+def test_a_step_of_the_same_layout_is_read_without_rules(make, monkeypatch):
+    checkpointer = make()
+    state = saved(checkpointer)
+    monkeypatch.setattr(step_layouts.StepLayouts, "load", None)
+    loaded = checkpointer.load(3, state, layout=SCAN)
+    for before, after in zip(*map(jax.tree.leaves, (state, loaded)), strict=True):
+        assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
+
+
+def test_an_error_of_a_layout_loads_nothing(make):
+    checkpointer = make()
+    saved(checkpointer, counter=Counter(5))
+    counter = Counter(0)
+    other = {"stack": SCANNED["layers"]}
+    with pytest.raises(LayoutError, match=r"stack/w .*scan.yml, line 4"):
+        checkpointer.load_checkpointables(
+            3, {"state": other, "counter": counter}, layout=SCAN
+        )
+    assert counter.count == 0
+
+
+def test_a_step_in_ram_alone_is_refused_with_the_remedy(make):
+    checkpointer = make(every=100)
+    saved(checkpointer)
+    with pytest.raises(errors.CheckpointError, match=r"in RAM alone.*force=True"):
+        checkpointer.load(3, SCANNED, layout=SCAN)
+
+
+def test_a_checkpointer_without_layouts_says_how_to_get_them(make):
+    checkpointer = make(make_checkpointer=factory.Checkpointer)
+    saved(checkpointer)
+    with pytest.raises(errors.CheckpointError, match=r"elastic_ckpt\.Checkpointer"):
+        checkpointer.load(3, SCANNED, layout=SCAN)
+
+
+def test_an_error_of_another_model_names_the_layouts_that_fit(make, monkeypatch):
+    checkpointer = make()
+    saved(checkpointer)
+    monkeypatch.setattr(shipped_layouts, "shipped", lambda: ["scan"])
+    monkeypatch.setattr(shipped_layouts, "load", lambda _: SCAN)
+    with pytest.raises(
+        errors.OtherModelError, match=r"another model.* names in it: scan"
+    ):
+        checkpointer.load(3, SCANNED)
+    loaded = checkpointer.load(3, SCANNED, layout="scan")
+    assert loaded["layers"]["w"].shape == (4, 3, 8)
+    # Its inverse does not fit.
+    with pytest.raises(LayoutError):
+        checkpointer.load(3, SCANNED, layout="scan (inverse)")
