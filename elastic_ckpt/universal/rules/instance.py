@@ -22,9 +22,10 @@ from elastic_ckpt.universal.rules import (
     size_expression,
     sizes,
 )
+from elastic_ckpt.universal.rules.geometry import Piece
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.name_pattern import NamePattern
-from elastic_ckpt.universal.rules.relation import Pair, ParsedTensor, Relation
+from elastic_ckpt.universal.rules.relation import Pair, ParsedTensor, Relation, Term
 from elastic_ckpt.universal.rules.rows import Kept, Placed, Row
 from elastic_ckpt.universal.rules.rule import POWERS, SHIFTED
 
@@ -95,8 +96,8 @@ class _Planner:
             sizes.require(rule, tensor.dims.names, self._sizes)
         self._pieces = copies.Pieces(self._sizes, rule.widths)
         self._sources = self._placed(relation.sources, instance.sources)
-        self._rows = (
-            list(
+        if instance.targets is None:
+            self._rows = list(
                 derivation.derived(
                     relation,
                     instance.kept,
@@ -105,41 +106,18 @@ class _Planner:
                     counts=self._counts,
                 )
             )
-            if instance.targets is None
-            else list(instance.targets)
-        )
+        else:
+            self._rows = list(instance.targets)
         self._targets = self._placed(relation.targets, self._rows)
 
     def plan(self) -> Plan:
-        rule = self._relation.rule
+        relation, rule = self._relation, self._relation.rule
         joins = []
         try:
-            for pair in self._relation.pairs:
-                sides = (
-                    (
-                        self._sources[pair.source.tensor],
-                        self._relation.sources,
-                        pair.source,
-                    ),
-                    (
-                        self._targets[pair.target.tensor],
-                        self._relation.targets,
-                        pair.target,
-                    ),
-                )
-                pieces = [
-                    [
-                        (
-                            placed,
-                            self._pieces.parts(tensors[term.tensor], placed).get(
-                                term.factors, []
-                            ),
-                        )
-                        for placed in listed
-                    ]
-                    for listed, tensors, term in sides
-                ]
-                joins.append(copies.Join(pair, pieces[0], pieces[1]))
+            for pair in relation.pairs:
+                sources = self._parts(relation.sources, self._sources, pair.source)
+                targets = self._parts(relation.targets, self._targets, pair.target)
+                joins.append(copies.Join(pair, sources, targets))
             fills = list(self._fills())
         except LayoutError as error:
             raise LayoutError(f"{rule.text}: {error}") from None
@@ -172,6 +150,18 @@ class _Planner:
                 counts=self._counts,
             )
             for number, tensor in enumerate(tensors)
+        ]
+
+    def _parts(
+        self,
+        tensors: Sequence[ParsedTensor],
+        listed: Sequence[Sequence[Placed]],
+        term: Term,
+    ) -> list[tuple[Placed, list[Piece]]]:
+        tensor = tensors[term.tensor]
+        return [
+            (each, self._pieces.parts(tensor, each).get(term.factors, []))
+            for each in listed[term.tensor]
         ]
 
     def _copied(self, join: copies.Join) -> Iterator[Copied]:
@@ -224,10 +214,10 @@ class _Planner:
         for term in self._relation.padding:
             value = pad[min((term.factors | term.points) & pad.keys())]
             value = value if self._instance.state in SHIFTED else 0.0
-            tensor = self._relation.targets[term.tensor]
-            for placed in self._targets[term.tensor]:
-                parts = self._pieces.parts(tensor, placed)
-                for piece in parts.get(term.factors, []):
+            for placed, pieces in self._parts(
+                self._relation.targets, self._targets, term
+            ):
+                for piece in pieces:
                     for box in geometry.boxes(piece):
                         for number in (placed.number, *placed.others):
                             yield number, box.start, box.stop, value

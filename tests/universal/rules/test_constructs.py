@@ -106,6 +106,80 @@ def test_interleaved_stages_of_ranks():
     assert_same(made, {"w": np.stack([each.values for each in tensors])})
 
 
+def test_stages_of_unequal_length_on_ranks():
+    layout = rule(
+        {"{local}.w": "x"},
+        {"{layer}/w": "x"},
+        index={"layer": {"by": ["pp", "local"], "values": [[0, 1, 2], [3, 4]]}},
+    )
+    stages = [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    tensors = [
+        saved(f"{local}.w", numbered(2, start=10 * layer), pp=pp)
+        for layer, (pp, local) in enumerate(stages)
+    ]
+    expected = {f"{n}/w": numbered(2, start=10 * n) for n in range(5)}
+    assert_same(relayout(layout, tensors, {"pp": 2}), expected)
+
+
+def test_layers_of_stages_get_consecutive_numbers():
+    layout = rule({"{l}.w": "x"}, {"layers_{(pp l)}": "x"})
+    tensors = [
+        saved(f"{n}.w", numbered(2, start=10 * pp + n), pp=pp)
+        for pp in range(2)
+        for n in range(3)
+    ]
+    expected = {f"layers_{n}": each.values for n, each in enumerate(tensors)}
+    assert_same(relayout(layout, tensors, {"pp": 2}), expected)
+
+
+def test_a_scanned_stack_of_each_stage_has_its_width():
+    w = numbered(5, 2)
+    tensors = [saved("w", w[:3], pp=0), saved("w", w[3:], pp=1)]
+    layout = rule(
+        {"w": "layer@pp x"}, {"{layer}": "x"}, widths={"layer": {"pp": [3, 2]}}
+    )
+    expected = {f"{n}": w[n] for n in range(5)}
+    assert_same(relayout(layout, tensors, {"pp": 2}), expected)
+
+
+def test_the_first_and_the_last_stage_have_the_embedding():
+    tensors = [saved("w", numbered(3), pp=pp) for pp in (0, 3)]
+    layout = rule({"w": {"dims": "x", "replicated": ["pp"]}}, {"w": "x"})
+    assert_same(relayout(layout, tensors, {"pp": 4}), {"w": numbered(3)})
+
+
+def test_layers_of_two_kinds_become_one_stack():
+    dense = {f"dense.{n}.w": numbered(2, start=n) for n in range(2)}
+    sparse = {f"sparse.{n}.w": numbered(2, start=10 + n) for n in range(3)}
+    layout = rule({"dense.{a}.w": "x", "sparse.{b}.w": "x"}, {"w": "(a + b) x"})
+    expected = {"w": np.stack([*dense.values(), *sparse.values()])}
+    made = relayout(layout, {**sparse, **dense})
+    assert_same(made, expected)
+    layout = rule(
+        {"dense.{a}.w": "x", "sparse.{b}.w": "x"}, {"w": "(a + b) x"}, sizes={"a": 2}
+    )
+    assert_same(relayout(layout.inverse(), made), {**dense, **sparse})
+
+
+def test_two_rules_that_make_one_tensor_are_refused():
+    layout = Layout.parse(
+        """
+version: 1
+rules: [{from: {a: x}, to: {k: x}}, {from: {b: x}, to: {k: x}}]
+"""
+    )
+    tensors = {"a": numbered(2), "b": numbered(2)}
+    with pytest.raises(LayoutError, match="k is made by another rule too"):
+        relayout(layout, tensors)
+    with pytest.raises(LayoutError, match="tensors are in several rules: k"):
+        relayout(layout, tensors, targets={"k": numbered(2)})
+
+
+def test_a_tensor_without_elements_has_no_moves():
+    made = relayout(rule({"w": "x y"}, {"w": "y x"}), {"w": np.ones((0, 3))})
+    assert_same(made, {"w": np.ones((3, 0))})
+
+
 def test_the_number_of_a_layer_is_split_into_stage_and_layer():
     tensors = {f"{n}.w": numbered(2, start=n) for n in range(6)}
     layout = rule({"{(s l)}.w": "x"}, {"{s}/w": "l x"}, sizes={"s": 2})
