@@ -88,9 +88,11 @@ def _names(
     weights: Sequence[StoredTensor],
 ) -> dict[int, str]:
     # Tied parameters have one state, and lie at one place of the file.
-    distinct = {(each.fragments, each.shape): each for each in reversed(weights)}
+    distinct: dict[Any, StoredTensor] = {}
+    for each in weights:
+        distinct.setdefault((each.fragments, each.shape), each)
     by_shape: dict[tuple[int, ...], list[str]] = collections.defaultdict(list)
-    for each in reversed(distinct.values()):
+    for each in distinct.values():
         by_shape[each.shape].append(each.name)
     of_shape: dict[tuple[int, ...], list[tuple[int, int]]]
     of_shape = collections.defaultdict(list)

@@ -204,8 +204,9 @@ def test_what_a_universal_file_states_of_its_parameter_is_a_value(samples):
 def numbered(folder, groups):
     state = {number: {"exp_avg": torch_files.tensor()} for number in (0, 1)}
     param_groups = [{"params": group} for group in groups]
+    first, second = torch_files.tensor(), torch_files.tensor(key="1")
     value = {
-        "module": {"a": torch_files.tensor(), "b": torch_files.tensor(key="1")},
+        "module": {"a": first, "b": second, "tied to a": first},
         "optimizer": {"state": state, "param_groups": param_groups},
     }
     entries = {f"data/{key}": bytes(16) for key in "01"}
