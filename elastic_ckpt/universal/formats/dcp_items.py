@@ -20,12 +20,14 @@ from elastic_ckpt.universal.formats.dcp_metadata import Item
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.stored_zip import check_crc
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
-from elastic_ckpt.universal.formats.zip_directory import Entry, Zip
+from elastic_ckpt.universal.formats.zip_directory import Entry, Read, Zip
 from elastic_ckpt.universal.stored import Fragment
 
 _WRITER = "PyTorch's distributed checkpoint"
 # The directory of a zip and the header of the storage of a larger item are here.
 _ENDS_BYTES = 8 << 10
+# Smaller items are read whole.
+_MOST_WHOLE_BYTES = 2 * _ENDS_BYTES + GAP_BYTES
 _BATCH_BYTES = 16 << 20
 _PREFIX = "archive/"
 
@@ -114,7 +116,7 @@ class ItemFile:
         size = 0
         for chunk in ordered:
             batch.append(chunk)
-            size += min(chunk.item.size, 2 * _ENDS_BYTES + GAP_BYTES)
+            size += min(chunk.item.size, _MOST_WHOLE_BYTES)
             if size >= _BATCH_BYTES:
                 yield from self._located(batch)
                 batch, size = [], 0
@@ -145,14 +147,15 @@ class ItemFile:
     def _tensor(self, windows: ByteWindows, chunk: Chunk) -> tuple[Tensor, Entry]:
         item = chunk.item
         place = Zip(begin=item.offset, size=item.size, file=self.path, writer=_WRITER)
-        entries = place.entries(windows.read)
+        read = _reader(windows, item)
+        entries = place.entries(read)
         pickle = entries.get(f"{_PREFIX}data.pkl")
         order = entries.get(f"{_PREFIX}byteorder")
         if pickle is None:
             raise FormatError(f"{place} has no tensor of torch.save")
-        if order is not None and windows.read(order.start, order.size) != b"little":
+        if order is not None and read(order.start, order.size) != b"little":
             raise FormatError(f"{place} is not little-endian, which alone is read")
-        content = windows.read(pickle.start, pickle.size)
+        content = read(pickle.start, pickle.size)
         tensor = self._tensors.get(content)
         storage = None if tensor is None else entries.get(tensor.entry)
         if tensor is None or storage is None or storage.size != tensor.entry_bytes:
@@ -191,6 +194,18 @@ class ItemFile:
 def _ends(item: Item) -> list[tuple[int, int]]:
     # The parts of an item that have all of its headers.
     stop = item.offset + item.size
-    if item.size <= 2 * _ENDS_BYTES + GAP_BYTES:
+    if item.size <= _MOST_WHOLE_BYTES:
         return [(item.offset, stop)]
     return [(item.offset, item.offset + _ENDS_BYTES), (stop - _ENDS_BYTES, stop)]
+
+
+def _reader(windows: ByteWindows, item: Item) -> Read:
+    # Takes the bytes of an item from memory.
+    if item.size > _MOST_WHOLE_BYTES:
+        return windows.read
+    content, first = windows.read(item.offset, item.size), item.offset
+
+    def read(start: int, size: int) -> bytes:
+        return content[max(0, start - first) : max(0, start - first + size)]
+
+    return read

@@ -63,9 +63,9 @@ class Zip:
           FormatError: if it is no zip, is cut short, or has other entries than these.
         """
         try:
-            count, at, size = self._directory(read)
-            content = read(self.begin + at, size)
-            if len(content) != size:
+            count, at, num_bytes = self._directory(read)
+            content = read(self.begin + at, num_bytes)
+            if len(content) != num_bytes:
                 raise ValueError("its directory is cut short")
             listed = list(_central(content, count))
         except (struct.error, ValueError, OverflowError) as error:
@@ -75,22 +75,22 @@ class Zip:
                 " them anew"
             ) from None
         entries: dict[str, Entry] = {}
-        for name, entry, flags, method, packed in listed:
+        for name, header, size, crc, is_plain in listed:
             text = name.decode("utf-8", "backslashreplace")
-            if method or flags & 1:
+            if not is_plain:
                 raise FormatError(
                     f"{self} has the entry {text}, which is compressed or encrypted;"
                     f" {self.writer} writes neither: it was packed anew"
                 )
             if text in entries:
                 raise FormatError(f"{self} has the entry {text} twice")
-            start = self._content(read, entry.start, name)
-            if packed != entry.size or start + entry.size > self.begin + at:
+            start = self._content(read, header, name)
+            if start + size > self.begin + at:
                 raise FormatError(
-                    f"{self} has the entry {text} of {entry.size} bytes from {start},"
+                    f"{self} has the entry {text} of {size} bytes from {start},"
                     f" which is not inside the {at} bytes before its directory"
                 )
-            entries[text] = Entry(start, entry.size, entry.crc)
+            entries[text] = Entry(start, size, crc)
         self._check_apart(entries)
         return entries
 
@@ -142,10 +142,8 @@ class Zip:
                 raise FormatError(f"{self} has entries that overlap at byte {start}")
 
 
-def _central(
-    content: bytes, count: int
-) -> Iterator[tuple[bytes, Entry, int, int, int]]:
-    # Name, entry (whose start is that of its header), flags, method, stored bytes.
+def _central(content: bytes, count: int) -> Iterator[tuple[bytes, int, int, int, bool]]:
+    # Name, first byte of the header, size, CRC-32, whether the content is as it was.
     at = 0
     for _ in range(count):
         (
@@ -169,7 +167,7 @@ def _central(
             extra = content[at : at + extra_bytes]
             size, packed, start = _wide(extra, [size, packed, start])
         at += extra_bytes + note
-        yield name, Entry(start, size, crc), flags, method, packed
+        yield name, start, size, crc, not method and not flags & 1 and packed == size
     if at != len(content):
         raise ValueError("its directory has more entries than it counts")
 
