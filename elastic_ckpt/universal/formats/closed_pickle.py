@@ -101,7 +101,7 @@ class _Decoder:
         self._file = file
         self._names = names
         self._persistent = persistent
-        self._stack: list[Any] = []
+        self.stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._num_sets = 0
 
@@ -127,11 +127,11 @@ class _Decoder:
             raise self.error(
                 f"has more than {most_operations} opcodes, and no more are read"
             )
-        if len(self._stack) != 1 or self._stack[0] is _MARK:
+        if len(self.stack) != 1 or self.stack[0] is _MARK:
             raise self.error("is malformed (its pickle ends with an open value)")
         if self._at != len(content):
             raise self.error("goes on after the end of its pickle")
-        return self._stack[0]
+        return self.stack[0]
 
     def take(self, size: int) -> bytes:
         taken = self._content[self._at : self._at + size]
@@ -143,24 +143,27 @@ class _Decoder:
     def number(self, layout: str) -> Any:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
-    def text(self, layout: str) -> str:
-        return self.take(self.number(layout)).decode("utf-8", "surrogatepass")
+    def unsigned(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def text(self, size: int) -> str:
+        return self.take(self.unsigned(size)).decode("utf-8", "surrogatepass")
 
     def line(self) -> str:
         end = self._content.index(b"\n", self._at, self._at + 1000)
         return self.take(end + 1 - self._at)[:-1].decode()
 
     def push(self, value: Any) -> None:
-        self._stack.append(value)
+        self.stack.append(value)
 
     def pop(self) -> Any:
-        value = self._stack.pop()
+        value = self.stack.pop()
         if value is _MARK:
             raise self.error("is malformed (a value is missing)")
         return value
 
     def pop_to_mark(self) -> list[Any]:
-        stack = self._stack
+        stack = self.stack
         start = len(stack) - 1
         while stack[start] is not _MARK:
             start -= 1
@@ -171,7 +174,7 @@ class _Decoder:
         return taken
 
     def top(self, kind: type) -> Any:
-        value = self._stack[-1]
+        value = self.stack[-1]
         if type(value) is not kind:
             raise self.error(
                 f"is malformed (a {kind.__name__} is expected, not a"
@@ -218,8 +221,8 @@ class _Decoder:
         return key
 
     def put(self, number: int) -> None:
-        self._memo[number] = self._stack[-1]
-        if self._stack[-1] is _MARK:
+        self._memo[number] = self.stack[-1]
+        if self.stack[-1] is _MARK:
             raise self.error("is malformed (a mark is kept)")
 
     def memoize(self) -> None:
@@ -258,7 +261,7 @@ class _Decoder:
             raise self.error(f"has an invalid {callee.name} ({error})") from None
 
     def build(self) -> None:
-        state, value = self.pop(), self._stack[-1]
+        state, value = self.pop(), self.stack[-1]
         if not isinstance(value, dict):
             raise self.error("sets attributes of something that has none")
         # Attributes of dicts (`_metadata` of a state dict) are no values.
@@ -274,7 +277,7 @@ class _Decoder:
             raise self.error(f"has an invalid storage ({error})") from None
 
     def protocol(self) -> None:
-        version = self.number("<B")
+        version = self.unsigned(1)
         if not 2 <= version <= 5:
             raise self.error(
                 f"has pickle protocol {version}, and this program reads 2 to 5"
@@ -320,7 +323,7 @@ def _parts(node: Any) -> list[Any]:
 
 def _long(decoder: _Decoder) -> None:
     # At most 255 bytes: longer integers have another opcode, which is refused.
-    number = decoder.take(decoder.number("<B"))
+    number = decoder.take(decoder.unsigned(1))
     decoder.push(int.from_bytes(number, "little", signed=True))
 
 
@@ -331,28 +334,28 @@ _OPERATIONS: dict[int, Callable[[_Decoder], object]] = {
         "\x80": _Decoder.protocol,
         # A frame only helps to read ahead.
         "\x95": lambda d: d.take(8),
-        "(": lambda d: d.push(_MARK),
+        "(": lambda d: d.stack.append(_MARK),
         "0": lambda d: d.pop(),
         "1": lambda d: d.pop_to_mark(),
-        "N": lambda d: d.push(None),
-        "\x88": lambda d: d.push(True),
-        "\x89": lambda d: d.push(False),
-        "J": lambda d: d.push(d.number("<i")),
-        "K": lambda d: d.push(d.number("<B")),
-        "M": lambda d: d.push(d.number("<H")),
+        "N": lambda d: d.stack.append(None),
+        "\x88": lambda d: d.stack.append(True),
+        "\x89": lambda d: d.stack.append(False),
+        "J": lambda d: d.stack.append(d.number("<i")),
+        "K": lambda d: d.stack.append(d.unsigned(1)),
+        "M": lambda d: d.stack.append(d.unsigned(2)),
         "\x8a": _long,
-        "G": lambda d: d.push(d.number(">d")),
-        "X": lambda d: d.push(d.text("<I")),
-        "\x8c": lambda d: d.push(d.text("<B")),
-        "\x8d": lambda d: d.push(d.text("<Q")),
-        "B": lambda d: d.push(d.take(d.number("<I"))),
-        "C": lambda d: d.push(d.take(d.number("<B"))),
-        "\x8e": lambda d: d.push(d.take(d.number("<Q"))),
-        "}": lambda d: d.push({}),
-        "]": lambda d: d.push([]),
-        ")": lambda d: d.push(()),
+        "G": lambda d: d.stack.append(d.number(">d")),
+        "X": lambda d: d.stack.append(d.text(4)),
+        "\x8c": lambda d: d.stack.append(d.text(1)),
+        "\x8d": lambda d: d.stack.append(d.text(8)),
+        "B": lambda d: d.stack.append(d.take(d.unsigned(4))),
+        "C": lambda d: d.stack.append(d.take(d.unsigned(1))),
+        "\x8e": lambda d: d.stack.append(d.take(d.unsigned(8))),
+        "}": lambda d: d.stack.append({}),
+        "]": lambda d: d.stack.append([]),
+        ")": lambda d: d.stack.append(()),
         "\x8f": _Decoder.empty_set,
-        "t": lambda d: d.push(tuple(d.pop_to_mark())),
+        "t": lambda d: d.stack.append(tuple(d.pop_to_mark())),
         "\x85": lambda d: d.tuple_of(1),
         "\x86": lambda d: d.tuple_of(2),
         "\x87": lambda d: d.tuple_of(3),
@@ -362,11 +365,11 @@ _OPERATIONS: dict[int, Callable[[_Decoder], object]] = {
         "e": lambda d: d.append(d.pop_to_mark()),
         "s": lambda d: d.set_items([d.pop(), d.pop()][::-1]),
         "u": lambda d: d.set_items(d.pop_to_mark()),
-        "q": lambda d: d.put(d.number("<B")),
-        "r": lambda d: d.put(d.number("<I")),
+        "q": lambda d: d.put(d.unsigned(1)),
+        "r": lambda d: d.put(d.unsigned(4)),
         "\x94": _Decoder.memoize,
-        "h": lambda d: d.get(d.number("<B")),
-        "j": lambda d: d.get(d.number("<I")),
+        "h": lambda d: d.get(d.unsigned(1)),
+        "j": lambda d: d.get(d.unsigned(4)),
         "c": lambda d: d.global_(d.line(), d.line()),
         "\x93": _Decoder.stack_global,
         "R": _Decoder.call,
