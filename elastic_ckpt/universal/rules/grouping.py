@@ -20,6 +20,8 @@ from elastic_ckpt.universal.rules.state import PARAMETER
 from elastic_ckpt.universal.stored import StoredTensor
 
 _DROPPED = -1
+# The rank axes of formats. A checkpoint that lacks one has one rank of it.
+_AXES = ("dp", "ep", "pp", "tp", "vp")
 
 # A tensor without its name: the number of its pattern, captures, ranks, shape, dtype.
 Sketch = tuple[
@@ -66,6 +68,8 @@ def axis_counts(
 ) -> dict[str, int]:
     """The number of ranks by axis: of the checkpoint, the layout, or as they occur.
 
+    It is 1 for axes that occur nowhere.
+
     Raises:
       LayoutError: if checkpoint and layout contradict each other.
     """
@@ -79,7 +83,7 @@ def axis_counts(
     for ranks in {tensor.ranks for tensor in stored}:
         for axis, number in ranks:
             counts[axis] = max(counts.get(axis, 0), number + 1)
-    return {**counts, **layout.ranks, **axes}
+    return {**dict.fromkeys(_AXES, 1), **counts, **layout.ranks, **axes}
 
 
 def owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[Owner]:
@@ -118,6 +122,7 @@ class Grouping:
 
     def __init__(self, layout: Layout, axes: Mapping[str, int]) -> None:
         self.owners = list(owners(layout, axes))
+        self._alone = tuple((axis, 0) for axis, count in axes.items() if count == 1)
         self.groups: Groups = [{} for _ in self.owners]
         entries = [
             [
@@ -156,7 +161,7 @@ class Grouping:
                 sketch = (
                     match.entry.tensor,
                     match.captured,
-                    tensor.ranks,
+                    tuple(dict.fromkeys((*tensor.ranks, *self._alone))),
                     tensor.shape,
                     tensor.dtype,
                 )
@@ -166,9 +171,14 @@ class Grouping:
                 self.left.sources.append(tensor.name + text)
 
     def add_targets(self, targets: Sequence[TargetTensor]) -> None:
-        """Groups the tensors of a target."""
+        """Groups the tensors of a target, after those of the checkpoint.
+
+        Optional rules that have no sources leave their targets to others.
+        """
         for number, tensor in enumerate(targets):
             matches = self._indices[1].matches(tensor.name)
+            used = [each for each in matches if self._is_used(each.entry.owner)]
+            matches = used or matches
             match = self._one(tensor.name, matches)
             if match is not None:
                 sketch = (
@@ -230,6 +240,10 @@ class Grouping:
             return None
         return matches[0]
 
+    def _is_used(self, owner: int) -> bool:
+        is_optional = self.owners[owner].relation.rule.optional
+        return bool(self.groups[owner]) or not is_optional
+
     def _group(self, match: Match) -> Group:
         groups = self.groups[match.entry.owner]
         group = groups.get(match.kept)
@@ -239,15 +253,21 @@ class Grouping:
 
 
 def _drops(layout: Layout) -> Iterator[Entry]:
-    names: list[tuple[str | None, NamePattern]] = [
-        (None, name_pattern.glob(text)) for text in layout.drop
-    ]
+    names: list[tuple[str | None, str]] = [(None, text) for text in layout.drop]
     for kind, state in layout.states.items():
         if state.source is not None and state.target is None:
-            text = state.source.replace(PARAMETER, "*")
-            names.append((kind, name_pattern.glob(text)))
-    for kind, name in names:
-        yield Entry(owner=_DROPPED, tensor=0, kind=kind, name=name, numbers=(), kept=())
+            names.append((kind, state.source.replace(PARAMETER, "*")))
+    for kind, text in names:
+        yield Entry(
+            owner=_DROPPED,
+            tensor=0,
+            kind=kind,
+            name=name_pattern.glob(text),
+            numbers=(),
+            kept=(),
+            # Such a state has the name of its parameter.
+            is_of_any_kind=text != "*",
+        )
 
 
 def _completed(state: str, name: NamePattern) -> NamePattern:

@@ -28,6 +28,7 @@ class Entry:
       name: the pattern; complete with the name of the state.
       numbers: the captures that are numbers.
       kept: the captures that all names of the rule have.
+      is_of_any_kind: whether tensors of formats without kinds match, too.
     """
 
     owner: int
@@ -36,6 +37,7 @@ class Entry:
     name: NamePattern
     numbers: Collection[str]
     kept: Sequence[str]
+    is_of_any_kind: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,6 +136,6 @@ def _by_kind(readers: Sequence[_Reader], kind: str | None) -> list[list[_Reader]
             untyped.append(reader)
         elif kind is None or reader.entry.kind == kind:
             exact.append(reader)
-        elif kind == ANY_KIND:
+        elif kind == ANY_KIND and reader.entry.is_of_any_kind:
             others.append(reader)
     return [exact, others, untyped]

@@ -110,7 +110,8 @@ def axis_counts(
         for row in side:
             for names, value in row.captured:
                 (axis, *_) = names
-                if axis in tensors[row.tensor].dims.axes and axis not in counts:
+                is_axis = axis in tensors[row.tensor].dims.axes
+                if is_axis and counts.get(axis, 1) == 1:
                     counted[axis] = max(counted.get(axis, 0), int(value) + 1)
     return counted
 
