@@ -93,7 +93,7 @@ def _of_rank(
 ) -> Iterator[StoredTensor]:
     weights = list(deepspeed_weights.weights(files, rank))
     for each in [*weights, *_states(files, rank, weights)]:
-        yield dataclasses.replace(each, ranks=ranks)
+        yield dataclasses.replace(each, ranks=ranks) if ranks else each
 
 
 def _states(
