@@ -8,6 +8,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.universal import opening, shipped_layouts
+from elastic_ckpt.universal.deepspeed_layout import own_layout
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
@@ -17,7 +18,7 @@ def load(
     path: epath.PathLike,
     abstract_state: Any,
     *,
-    layout: Layout | str | os.PathLike[str],
+    layout: Layout | str | os.PathLike[str] | None = None,
     budget_bytes: int = restored_tree.BUDGET_BYTES,
 ) -> Any:
     """Reads a checkpoint of any format into the arrays of a tree.
@@ -31,7 +32,9 @@ def load(
       abstract_state: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays or
         numbers. The keys to a leaf, joined by "/", are its name in the layout.
       layout: relates the tensors of the checkpoint (`from`) with those leaves (`to`);
-        a text is the path of a YAML file, or the name of a layout that ships.
+        a text is the path of a YAML file, or the name of a layout that ships. If it is
+        None, the checkpoint is DeepSpeed's, and its description of itself is the
+        layout, see `deepspeed_layout.own_layout`.
       budget_bytes: the most bytes in flight, whatever the size of the model.
 
     Returns:
@@ -42,10 +45,12 @@ def load(
       LayoutError: if the layout does not fit the checkpoint or the tree.
       CheckpointError: if a file cannot be read, or sources that should be equal differ.
     """
-    rules = shipped_layouts.resolve(layout)
+    rules = None if layout is None else shipped_layouts.resolve(layout)
     checkpoint = opening.open_checkpoint(path)
     leaves = restored_tree.target_leaves(abstract_state)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
+    if rules is None:
+        rules = own_layout.layout(checkpoint, targets)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
     return restored_tree.read(
         checkpoint,

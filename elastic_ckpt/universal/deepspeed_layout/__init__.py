@@ -1,0 +1,1 @@
+"""The layout that a DeepSpeed checkpoint states of itself, as rules."""

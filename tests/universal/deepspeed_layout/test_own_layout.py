@@ -1,0 +1,227 @@
+"""A DeepSpeed checkpoint is loaded by its own description, as DeepSpeed converts it."""
+
+import jax
+import numpy as np
+import pytest
+
+from elastic_ckpt import universal
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.deepspeed_layout import own_layout
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from tests.universal.formats import known_values as kv
+from tests.universal.formats import stored_values
+from tests.universal.rules import relayout
+
+STATES = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
+SAMPLES = ("zero1_dp2", "zero2_dp4", "zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2")
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepspeed")
+
+    def sample(name):
+        path = folder / name
+        if not path.exists():
+            stored_values.unpacked(f"deepspeed/{name}.tar.xz", folder)
+        return path
+
+    return sample
+
+
+def whole_values(path):
+    """The tensors of the target that the checkpoint's own layout makes."""
+    checkpoint = opening.open_checkpoint(path)
+    saved = [
+        relayout.Saved(
+            name=each.name,
+            values=stored_values.read(each),
+            ranks=each.ranks,
+            kind=each.kind,
+        )
+        for each in checkpoint.tensors
+    ]
+    layout = own_layout.layout(checkpoint)
+    return layout, relayout.relayout(layout, saved, checkpoint.axes)
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_states_are_those_of_the_conversion_by_deepspeed(samples, sample):
+    _, arrays = whole_values(samples(sample))
+    _, converted = whole_values(samples(f"{sample}_universal"))
+    trained = {name for name in arrays if name.startswith("first_moment/")}
+    assert trained == {name for name in converted if name.startswith("first_moment/")}
+    for name in trained:
+        # Files from ZeRO-3 have no steps.
+        for kind in (*STATES, "step")[: 3 + ("zero3" not in sample)]:
+            each = name.replace("first_moment", kind)
+            assert arrays[each].shape == converted[each].shape, each
+            assert arrays[each].tobytes() == converted[each].tobytes(), each
+
+
+def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
+    path = samples("zero1_tp2_pp2_dp2")
+    tree, expected = {}, {}
+    for tensor in opening.open_checkpoint(samples(f"{path.name}_universal")).tensors:
+        if tensor.kind in STATES:
+            key = STATES[tensor.kind]
+            shape = kv.full_shape(tensor.name, tensor.shape)
+            shards = [kv.of_rank(key, tensor.name, shape, rank, 2) for rank in (0, 1)]
+            array = kv.merged(tensor.name, shards)
+            expected[tensor.kind, tensor.name] = array
+            like = jax.ShapeDtypeStruct(array.shape, np.float32)
+            tree.setdefault(tensor.kind, {})[tensor.name] = like
+    state = universal.load(path, tree)
+    for (kind, name), array in expected.items():
+        assert np.asarray(state[kind][name]).tobytes() == array.tobytes(), name
+    assert len(expected) == 3 * (kv.BLOCKS * len(kv.BLOCK) + len(kv.FINAL) + 1)
+
+
+def test_one_rule_has_the_layers_that_are_alike(samples):
+    layout, _ = whole_values(samples("zero1_tp2_pp2_dp2"))
+    names = [rule.source[0].name for rule in layout.rules]
+    # One for tensors of its shape, and one for steps.
+    assert [name for name in names if "qkv" in name] == ["{n0:01}.qkv.weight"] * 2
+
+
+def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment")):
+    """Tensors of several ranks, and an opened checkpoint that has them."""
+    saved = [
+        relayout.saved(name, array * (1 + at), kind, tp=rank)
+        for name, arrays in shards.items()
+        for rank, array in enumerate(arrays)
+        for at, kind in enumerate(kinds)
+    ]
+    ranks = len(next(iter(shards.values())))
+    return saved, OpenedCheckpoint(
+        format="DeepSpeed ZeRO-1",
+        tensors=relayout.stored(saved),
+        axes={"tp": ranks},
+        values={"universal_checkpoint_info": info},
+    )
+
+
+def merged(shards, info, **kinds):
+    saved, checkpoint = checkpoint_of(shards, info, **kinds)
+    layout = own_layout.layout(checkpoint)
+    return relayout.relayout(layout, saved, checkpoint.axes)
+
+
+def block(shape, source, dest, locations, **scale):
+    entry = {"shape": shape, "source": source, "dest": dest}
+    return {**entry, "locations": locations, **scale}
+
+
+def affine(logical, shards, *pieces):
+    ranks = {
+        str(rank): {"shard_shape": list(shard), "pieces": list(listed)}
+        for rank, (shard, listed) in enumerate(zip(shards, pieces, strict=True))
+    }
+    entry = {"logical_shape": list(logical), "ranks": ranks}
+    return {"affine_map": {"version": 1, "params": {r"w$": entry}}}
+
+
+def test_uneven_parts_are_joined_by_their_widths():
+    whole = relayout.numbered(9, 3)
+    shards = {"w": [whole[[0, 1, 2, 5, 6]], whole[[3, 4, 7, 8]]]}
+    info = {
+        "universal_checkpoint_version": 0.4,
+        "parameter_with_sub_params": [
+            {"patterns": ["w"], "shape": [[5, 4], 3], "partition_dim": 0}
+        ],
+        "sub_param_shard_widths": {"w": [[3, 2], [2, 2]]},
+    }
+    assert (merged(shards, info)["master/w"] == whole).all()
+
+
+def test_halves_and_rows_are_joined_and_a_vocabulary_loses_its_padding():
+    halves, rows, words = (relayout.numbered(8, 4, start=n) for n in (0, 50, 100))
+    shards = {
+        "halves": [halves[[0, 1, 4, 5]], halves[[2, 3, 6, 7]]],
+        "rows": [rows[:, :1], rows[:, 1:]],
+        "words": [words[:5], words[5:]],
+        "rest": [words[:3], words[3:]],
+    }
+    info = {
+        "parameter_with_2_sub_params_cat_dim_0": ["hal"],
+        "parameter_with_row_parallelism_patterns": [".*ows$"],
+        "vocabulary_parameter_patterns": [".*words"],
+        "original_vocab_size": 4,
+    }
+    arrays = merged(shards, info)
+    assert (arrays["first_moment/halves"] == 2 * halves).all()
+    assert (arrays["master/rows"] == rows).all()
+    assert (arrays["second_moment/words"] == 3 * words[:4]).all()
+    assert (arrays["master/rest"] == words).all()
+
+
+def test_moments_of_a_scaled_map_take_inverse_powers():
+    shard = relayout.numbered(3)
+    piece = block([3], [0, [1]], [0, [1]], [0, 1], scale=0.5)
+    arrays = merged({"w": [shard, shard]}, affine((3,), [(3,), (3,)], [piece], [piece]))
+    assert arrays["master/w"].tolist() == (shard / 0.5).tolist()
+    assert arrays["first_moment/w"].tolist() == (2 * shard * 0.5).tolist()
+    assert arrays["second_moment/w"].tolist() == (3 * shard * 0.25).tolist()
+
+
+def test_a_map_that_replicates_some_blocks_and_reorders_others_is_followed():
+    whole = relayout.numbered(7, 2)
+    # Rows 0 to 3 are gathered by twos, in another order; 4 to 6 are in both.
+    shards = {"w": [whole[[4, 5, 6, 2, 0]], whole[[1, 3, 4, 5, 6]]]}
+
+    def rows(count, source, dest, *locations):
+        return block([count, 2], [2 * source, [2, 1]], [2 * dest, [2, 1]], locations)
+
+    first = [rows(1, 0, 4, 0), rows(1, 2, 3, 0), rows(3, 4, 0, 0, 1)]
+    second = [rows(1, 1, 0, 1), rows(1, 3, 1, 1), rows(3, 4, 2, 0, 1)]
+    info = affine((7, 2), [(5, 2), (5, 2)], first, second)
+    assert (merged(shards, info)["master/w"] == whole).all()
+
+
+def whole_piece(**parts):
+    piece = block([2, 2], [0, [2, 1]], [0, [2, 1]], [0])
+    return {**piece, **parts}
+
+
+@pytest.mark.parametrize(
+    ("info", "match"),
+    [
+        (None, "no universal_checkpoint_info"),
+        ({"universal_checkpoint_version": 0.5}, "version 0.5"),
+        ({"universal_checkpoint_version": "x"}, "version 'x'"),
+        ({"affine_map": {"version": 2}}, "version 2"),
+        ({"tp_replicated_parameter_patterns": 1}, "is no list"),
+        ({"tp_replicated_parameter_patterns": [1]}, "no text"),
+        ({"tp_replicated_parameter_patterns": ["w", ".*"]}, "both match"),
+        ({"autotp_unsupported_parameter_patterns": {"w": "x"}}, "not describe"),
+        ({"vocabulary_parameter_patterns": ["w"]}, "original_vocab_size is None"),
+        ({"parameter_with_sub_params": [{"patterns": ["w"]}]}, "is no list"),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece()], []), "rank 1 has 0"),
+        (affine((2, 2), [(2, 2)] * 2, [whole_piece()], []), "rank 1 has 0"),
+        (affine((4, 2), [(2, 2)] * 2, *[[whole_piece()]] * 2), "no rank has 2"),
+        (affine((4, 2), [(2, 2)], [whole_piece()]), "malformed"),
+        (affine((4, 2), [(3, 2)] * 2, [], []), "of shape"),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece(shape=[2, 1])], []), "rank 0 has 2"),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[9, [2, 1]])], []), "outside"),
+        (affine((4, 2), [(2, 2)] * 2, [whole_piece(dest=[0, [1, 2]])], []), "no box"),
+        (
+            affine(
+                *((4, 2), [(2, 2)] * 2),
+                *([whole_piece()], [whole_piece(source=[4, [2, 1]], scale=2.0)]),
+            ),
+            "scales",
+        ),
+    ],
+)
+def test_descriptions_that_do_not_fit_are_refused(info, match):
+    shards = {"w": [relayout.numbered(2, 2)] * 2}
+    _, checkpoint = checkpoint_of(shards, info)
+    with pytest.raises(FormatError, match=match):
+        own_layout.layout(checkpoint)
+
+
+def test_other_formats_have_no_layout():
+    checkpoint = OpenedCheckpoint(format="safetensors", tensors=[], axes={})
+    with pytest.raises(FormatError, match="safetensors has no layout"):
+        own_layout.layout(checkpoint)
