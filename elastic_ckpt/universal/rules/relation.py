@@ -86,12 +86,12 @@ class Relation:
         Raises:
           LayoutError: if it cannot fit any checkpoint.
         """
-        self.rule = rule
-        written = [*_parsed(rule, "from"), *_parsed(rule, "to")]
+        sides = [list(_parsed(rule, key)) for key in ("from", "to")]
+        self.rule = rule = _with_used_tables(rule, sides)
+        written = [*sides[0], *sides[1]]
         self.numbers = _numbers(rule, written)
         self.kept = _kept(rule, written, self.numbers)
         self.numbers |= _zero_padded(written)
-        sides = [written[: len(rule.source)], written[len(rule.source) :]]
         self.sources, self.targets = (
             # The names of targets alone have coordinates: they have no ranks.
             [_with_points(each, self, sides[1 - at], ranks) for each in sides[at]]
@@ -225,6 +225,20 @@ def _check_options(tensor: ParsedTensor) -> None:
             raise LayoutError(
                 f"{place}: {pattern.dtype!r} is no dtype; write float32, bfloat16, ..."
             ) from None
+
+
+def _with_used_tables(rule: Rule, sides: Sequence[Sequence[ParsedTensor]]) -> Rule:
+    # Tables of the layout serve rules that have their dim on one side alone.
+    names = [
+        {name for each in side for name in (*each.dims.names, *each.name.names)}
+        for side in sides
+    ]
+    used = {
+        key: index
+        for key, index in rule.index.items()
+        if (key in names[0]) != (key in names[1])
+    }
+    return dataclasses.replace(rule, index=used)
 
 
 def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:

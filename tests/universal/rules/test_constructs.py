@@ -1,5 +1,6 @@
 """Each construct of the language, against the same written with NumPy."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -119,6 +120,39 @@ def test_stages_of_unequal_length_on_ranks():
     ]
     expected = {f"{n}/w": numbered(2, start=10 * n) for n in range(5)}
     assert_same(relayout(layout, tensors, {"pp": 2}), expected)
+
+
+def test_a_table_serves_only_rules_that_need_it():
+    layout = Layout.parse(
+        """
+version: 1
+index: {layer: {by: [local], values: [1, 0]}}
+rules:
+  - {from: {"{local}.w": "x"}, to: {"w": "layer x"}}
+  - {from: {"{layer}.norm": "x"}, to: {"norm_{layer}": "x"}}
+"""
+    )
+    tensors = {
+        "0.w": numbered(2),
+        "1.w": numbered(2, start=5),
+        "0.norm": numbered(2),
+        "1.norm": numbered(3),
+    }
+    expected = {
+        "w": np.stack([tensors["1.w"], tensors["0.w"]]),
+        "norm_0": numbered(2),
+        "norm_1": numbered(3),
+    }
+    assert_same(relayout(layout, tensors), expected)
+
+
+def test_ranks_of_the_layout_are_those_of_target_names():
+    layout = rule({"w": "x y"}, {"{rank}/w": "x y@rank"})
+    w = numbered(3, 4)
+    with pytest.raises(LayoutError, match=r"\{rank\} is not known"):
+        relayout(layout, {"w": w})
+    layout = dataclasses.replace(layout, ranks={"rank": 2})
+    assert_same(relayout(layout, {"w": w}), {"0/w": w[:, :2], "1/w": w[:, 2:]})
 
 
 def test_layers_of_stages_get_consecutive_numbers():
