@@ -97,6 +97,22 @@ def test_parts_with_other_values_are_written_anew(root):
     uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 5)
 
 
+def test_an_index_that_was_cut_short_does_not_spoil_the_next(root):
+    saved = uploaded.saved_step()
+    items = uploaded.items(saved)
+    (host,) = uploaded.hosts(1)
+    # The index is written once more.
+    go_on(root, saved, host, items[1:], finish=False)
+    stores = list(root.path.glob("*/*/ocdbt.process_*"))
+    assert stores
+    for store in stores:
+        # Longer than any that follows.
+        (store / "manifest.ocdbt.__lock").write_bytes(bytes(10**5))
+    go_on(root, saved, host, items)
+    uploaded.commit_all(root, saved, [host])
+    uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 5)
+
+
 def test_an_upload_of_another_save_is_not_continued(root):
     items = uploaded.items(uploaded.saved_step())
     (host,) = uploaded.hosts(1)

@@ -24,6 +24,7 @@ from elastic_ckpt.manifests.manifest import Leaf
 from elastic_ckpt.tiers import zarr_array
 
 _PREFIX = "ocdbt.process_"
+_NEW_MANIFEST = "manifest.ocdbt.__lock"
 # Nodes of indices: without, each value that is read costs a node of each level.
 _CACHE_BYTES = 100 * 2**20
 
@@ -143,6 +144,18 @@ def write(
             array = chunk.array
             writer.write(array.prefix, chunk.leaf, array.chunk, chunk.box, chunk.values)
     transaction.commit_async().result()
+
+
+def remove_stale_lock(directory: epath.Path) -> None:
+    """Removes the new index that a killed process was about to rename.
+
+    TensorStore writes the next one over its first bytes. If that is shorter, the store
+    cannot be read any more. No other process may write to the store.
+
+    Args:
+      directory: of the store.
+    """
+    storage.remove(directory / _NEW_MANIFEST)
 
 
 def merge(directory: epath.Path, stores: Iterable[str]) -> None:

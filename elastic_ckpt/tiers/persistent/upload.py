@@ -152,6 +152,11 @@ class Upload:
         stores = {array.checkpointable for array in saved.arrays.values()}
         old = [self._directory / s / self._store for s in stores]
         if self._fragments or self._files:
+            for store in old:
+                self._retries.call(
+                    f"continuing {store}",
+                    lambda store=store: ocdbt.remove_stale_lock(store),
+                )
             self._note()
             old = []
         else:
