@@ -254,6 +254,7 @@ class Grouping:
 
 def _drops(layout: Layout) -> Iterator[Entry]:
     names: list[tuple[str | None, str]] = [(None, text) for text in layout.drop]
+    names += layout.drop_of_kind
     for kind, state in layout.states.items():
         if state.source is not None and state.target is None:
             names.append((kind, state.source.replace(PARAMETER, "*")))

@@ -35,6 +35,7 @@ class Layout:
       states: the kinds of tensors that follow a parameter.
       drop: names of tensors of the checkpoint that are not used; `*` is any text.
       drop_inverse: the same for the inverse.
+      drop_of_kind: kinds and names, as in `drop`; not in files.
       place: for messages.
     """
 
@@ -50,6 +51,7 @@ class Layout:
     )
     drop: tuple[str, ...] = ()
     drop_inverse: tuple[str, ...] = ()
+    drop_of_kind: tuple[tuple[str | None, str], ...] = ()
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ class Layout:
             states={kind: state.inverse() for kind, state in self.states.items()},
             drop=self.drop_inverse,
             drop_inverse=self.drop,
+            drop_of_kind=(),
         )
 
     def only(self, kinds: Collection[str]) -> Layout:
@@ -105,14 +108,14 @@ class Layout:
             for kind, state in self.states.items()
         }
         rules = [rule for rule in self.rules if rule.kind in (None, *kinds)]
-        drop = [
-            _CAPTURE.sub("*", tensor.name)
+        drop = tuple(
+            (rule.kind, _CAPTURE.sub("*", tensor.name))
             for rule in self.rules
-            if rule not in rules
+            if rule.kind not in (None, *kinds)
             for tensor in rule.source
-        ]
+        )
         return dataclasses.replace(
-            self, states=states, rules=tuple(rules), drop=(*self.drop, *drop)
+            self, states=states, rules=tuple(rules), drop_of_kind=drop
         )
 
     def weights(self) -> Layout:

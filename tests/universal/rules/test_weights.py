@@ -15,7 +15,7 @@ states:
 rules:
   - from: {{"{{layer}}.w": "x"}}
     to: {{"w": "layer x"}}
-  - from: {{"{{layer}}/step": {{dims: "", replicated: [layer]}}}}
+  - from: {{"{{name:path}}": {{dims: "", replicated: [name]}}}}
     to: {{"count": ""}}
     kind: step
 """
