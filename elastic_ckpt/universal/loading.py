@@ -7,6 +7,7 @@ from typing import Any
 
 from etils import epath
 
+from elastic_ckpt.host import trees
 from elastic_ckpt.universal import opening, shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import own_layout
 from elastic_ckpt.universal.reading import restored_tree
@@ -52,10 +53,7 @@ def load(
     if rules is None:
         rules = own_layout.layout(checkpoint, targets)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
-    return restored_tree.read(
-        checkpoint,
-        matched.moves,
-        matched.fills,
-        abstract_state,
-        budget_bytes=budget_bytes,
+    made = restored_tree.read_leaves(
+        checkpoint, matched.moves, matched.fills, leaves, budget_bytes=budget_bytes
     )
+    return trees.rebuilt(abstract_state, "", made)

@@ -19,7 +19,6 @@ import numpy as np
 
 from elastic_ckpt.core import box_cover, box_join, boxes, errors
 from elastic_ckpt.core.boxes import Boxes
-from elastic_ckpt.universal.moves import Side
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,13 +36,15 @@ class Image:
     steps: tuple[int, ...]
 
     @classmethod
-    def from_side(cls, sizes: Sequence[int], side: Side) -> Image:
+    def from_factors(
+        cls, sizes: Sequence[int], dims: Sequence[int], steps: Sequence[int]
+    ) -> Image:
         """The image of a box of factored dims; those of length 1 are left out."""
         kept = [factor for factor, size in enumerate(sizes) if size > 1]
         return cls(
             sizes=tuple(sizes[factor] for factor in kept),
-            dims=tuple(side.dims[factor] for factor in kept),
-            steps=tuple(side.steps[factor] for factor in kept),
+            dims=tuple(dims[factor] for factor in kept),
+            steps=tuple(steps[factor] for factor in kept),
         )
 
     @functools.cached_property

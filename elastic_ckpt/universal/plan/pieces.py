@@ -7,7 +7,7 @@ import collections
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,11 +25,13 @@ from elastic_ckpt.universal.plan import factored_dims, strided_runs
 from elastic_ckpt.universal.plan.cover import Image, Placed
 from elastic_ckpt.universal.plan.piece_table import Buffer, FilledPart, Pieces, Region
 from elastic_ckpt.universal.plan.strided_runs import Form
-from elastic_ckpt.universal.stored import Fragment, StoredTensor
+from elastic_ckpt.universal.stored import StoredTensor
 
 # The most bytes of a layer of a region; a budget has room for hundreds.
 _REGION_BYTES = 2**20
 _PLAIN = Arithmetic()
+# Stacks need a few; flat ranges are cut in other ways each, and would fill memory.
+_MOST_CUTS = 2**14
 
 
 def cut(
@@ -51,6 +53,16 @@ def cut(
         that are reduced have different dtypes.
     """
     return _Cutter(tensors, needed).cut(moves, fills)
+
+
+class _Piece(NamedTuple):
+    # A piece relative to the place of its fragment: `offset` in bytes. `form` and
+    # `image` are numbers.
+    fragment: int
+    offset: int
+    form: int
+    element: int
+    image: int
 
 
 class _Cutter:
@@ -81,7 +93,13 @@ class _Cutter:
         self._files: dict[str, int] = {}
         self._forms: dict[Form, int] = {}
         self._images: dict[Image, int] = {}
-        # The numbers of the form and the image of each kind of piece.
+        self._boxes_of_target = {
+            tensor.name: tuple(of_tensor) for tensor, of_tensor in needed.items()
+        }
+        # The pieces of moves that were cut, each with the position of its buffer.
+        self._cuts: dict[Any, list[tuple[int, _Piece]]] = {}
+        # The numbers of the form and the image of each kind of piece, and the strides
+        # of its buffer.
         self._kinds: dict[Any, tuple[int, int, tuple[int, ...]]] = {}
         self._rows = array.array("q")
         self._placed = array.array("q")
@@ -128,94 +146,122 @@ class _Cutter:
         )
 
     def _cut(self, move: Move) -> None:
-        every = whole(move.sizes)
-        for number in self._of_target[move.target]:
-            box = self._buffers[number].box
-            for part in factored_dims.inside(every, move.target_side, box):
-                self._add(move, part, number, move.target_side)
+        tensor, numbers = self._tensors[move.source], self._of_target[move.target]
+        # Moves that differ in their tensors and files alone are cut in the same way.
+        key = (
+            move.sizes,
+            move.source_side,
+            move.target_side,
+            move.arithmetic,
+            tensor.dtype,
+            tuple((fragment.box, fragment.strides) for fragment in tensor.fragments),
+            self._boxes_of_target[move.target],
+        )
+        cuts = self._cuts.get(key)
+        if cuts is None:
+            every = whole(move.sizes)
+            cuts = [
+                (position, piece)
+                for position, number in enumerate(numbers)
+                for part in factored_dims.inside(
+                    every, move.target_side, self._buffers[number].box
+                )
+                for piece in self._pieces(
+                    move, part, number, move.target_side, move.arithmetic
+                )
+            ]
+            if len(self._cuts) < _MOST_CUTS:
+                self._cuts[key] = cuts
+        for position, piece in cuts:
+            self._add(move.source, numbers[position], piece)
 
-    def _add(self, move: Move, part: Box, buffer: int, target_side: Side) -> None:
-        # Adds the pieces of a part of a move, all of which goes to one buffer.
-        tensor = self._tensors[move.source]
+    def _add(self, source: int, buffer: int, piece: _Piece) -> None:
+        fragment = self._tensors[source].fragments[piece.fragment]
+        file = self._files.setdefault(fragment.file, len(self._files))
+        first = fragment.offset + piece.offset
+        self._rows.extend((source, file, first, piece.form, buffer, piece.element))
+        self._placed.extend((buffer, piece.element, piece.image, source))
+
+    def _pieces(
+        self,
+        move: Move,
+        part: Box,
+        buffer: int,
+        side: Side,
+        arithmetic: Arithmetic | None,
+    ) -> list[_Piece]:
+        # The pieces of a part of a move, all of which goes to one buffer.
+        tensor, box = self._tensors[move.source], self._buffers[buffer].box
         volume = 0
-        for fragment in tensor.fragments:
+        pieces = []
+        for number, fragment in enumerate(tensor.fragments):
             for piece in factored_dims.inside(part, move.source_side, fragment.box):
                 volume += piece.volume
-                self._add_piece(move, piece, fragment, buffer, target_side)
+                kind = self._kind(move, piece.shape, fragment.strides, side, box.shape)
+                numbers = self._kinds.get((*kind, arithmetic))
+                if numbers is None:
+                    numbers = self._new_kind(kind, arithmetic)
+                form, image, strides = numbers
+                index = factored_dims.index_of(piece.start, move.source_side)
+                steps = zip(index, fragment.box.start, fragment.strides, strict=True)
+                pieces.append(
+                    _Piece(
+                        fragment=number,
+                        offset=sum(
+                            (at - start) * stride for at, start, stride in steps
+                        ),
+                        form=form,
+                        element=_element(piece.start, side, box, strides),
+                        image=image,
+                    )
+                )
         if volume != part.volume:
             raise errors.CheckpointError(
                 f"{tensor.name} {dict(tensor.ranks) or ''}: the files hold {volume} of"
                 f" {part.volume} elements that {self._buffers[buffer]} needs, some"
                 " twice or not at all; the checkpoint is damaged, use another step"
             )
+        return pieces
 
-    def _add_piece(
-        self,
-        move: Move,
-        piece: Box,
-        fragment: Fragment,
-        buffer: int,
-        target_side: Side,
-    ) -> None:
-        box = self._buffers[buffer].box
-        sizes = piece.shape
-        kind = (
-            sizes,
-            move.source_side.dims,
-            move.source_side.steps,
-            fragment.strides,
-            self._tensors[move.source].dtype,
-            target_side.dims,
-            target_side.steps,
-            box.shape,
-            move.arithmetic,
-        )
-        numbers = self._kinds.get(kind)
-        if numbers is None:
-            numbers = self._kinds[kind] = self._new_kind(
-                move, sizes, fragment, target_side, box
-            )
-        form, image, strides = numbers
-        source = fragment.offset
-        index = factored_dims.index_of(piece.start, move.source_side)
-        for at, first, stride in zip(
-            index, fragment.box.start, fragment.strides, strict=True
-        ):
-            source += (at - first) * stride
-        element = _element(piece.start, target_side, box, strides)
-        file = self._files.setdefault(fragment.file, len(self._files))
-        self._rows.extend((move.source, file, source, form, buffer, element))
-        self._placed.extend((buffer, element, image, move.source))
-
-    def _new_kind(
+    def _kind(
         self,
         move: Move,
         sizes: tuple[int, ...],
-        fragment: Fragment,
-        target_side: Side,
-        box: Box,
+        source_strides: tuple[int, ...],
+        side: Side,
+        shape: tuple[int, ...],
+    ) -> tuple[Any, ...]:
+        dtype = self._tensors[move.source].dtype
+        source = move.source_side
+        placed = (sizes, source.dims, source.steps, source_strides)
+        return (*placed, side.dims, side.steps, shape, dtype)
+
+    def _new_kind(
+        self, kind: tuple[Any, ...], arithmetic: Arithmetic | None
     ) -> tuple[int, int, tuple[int, ...]]:
-        strides = strided_runs.row_major(box.shape)
-        arithmetic = move.arithmetic or _PLAIN
-        reduced = target_side is not move.target_side
+        sizes, dims, steps, source_strides, to_dims, to_steps, shape, dtype = kind
+        strides = strided_runs.row_major(shape)
         form = strided_runs.normalized(
             Form(
                 sizes=sizes,
-                source_strides=_advances(move.source_side, fragment.strides),
-                buffer_strides=_advances(target_side, strides),
-                dtype=self._tensors[move.source].dtype,
-                scale=1.0 if reduced else arithmetic.scale,
-                shift=0.0 if reduced else arithmetic.shift,
+                source_strides=_advances(dims, steps, source_strides),
+                buffer_strides=_advances(to_dims, to_steps, strides),
+                dtype=dtype,
+                scale=(arithmetic or _PLAIN).scale,
+                shift=(arithmetic or _PLAIN).shift,
             )
         )
-        return (
+        image = Image.from_factors(sizes, to_dims, to_steps)
+        numbers = (
             self._forms.setdefault(form, len(self._forms)),
-            self._image(sizes, target_side),
+            self._images.setdefault(image, len(self._images)),
             strides,
         )
+        self._kinds[(*kind, arithmetic)] = numbers
+        return numbers
 
     def _image(self, sizes: tuple[int, ...], side: Side) -> int:
-        image = Image.from_side(sizes, side)
+        image = Image.from_factors(sizes, side.dims, side.steps)
         return self._images.setdefault(image, len(self._images))
 
     def _reduce(self, group: list[Move]) -> None:
@@ -231,7 +277,8 @@ class _Cutter:
                     " of them (`unchecked`)"
                 )
         tensor_strides = strided_runs.row_major(tensor.shape, tensor.dtype.itemsize)
-        strides = _advances(move.source_side, tensor_strides)
+        side = move.source_side
+        strides = _advances(side.dims, side.steps, tensor_strides)
         limits = strided_runs.Limits(
             gap_bytes=2**62, span_bytes=max(tensor.dtype.itemsize, _REGION_BYTES)
         )
@@ -261,9 +308,12 @@ class _Cutter:
             self._buffers.append(
                 Buffer(tensor=buffer.tensor, box=region, dtype=dtype, order=order)
             )
-            self._add(each, region, layers[-1], layer_side)
+            pieces = self._pieces(each, region, layers[-1], layer_side, None)
+            for piece in pieces:
+                self._add(each.source, layers[-1], piece)
         strides = strided_runs.row_major(buffer.box.shape)
-        element = _element(region.start, move.target_side, buffer.box, strides)
+        side = move.target_side
+        element = _element(region.start, side, buffer.box, strides)
         itemsize = dtype.itemsize
         self._regions.append(
             Region(
@@ -275,12 +325,12 @@ class _Cutter:
                 form=Form(
                     sizes=region.shape,
                     source_strides=strided_runs.row_major(region.shape, itemsize),
-                    buffer_strides=_advances(move.target_side, strides),
+                    buffer_strides=_advances(side.dims, side.steps, strides),
                     dtype=dtype,
                 ),
             )
         )
-        image = self._image(region.shape, move.target_side)
+        image = self._image(region.shape, side)
         self._placed.extend((number, element, image, move.source))
 
     def _fill(self, fill: Fill) -> None:
@@ -305,10 +355,12 @@ class _Cutter:
             self._placed.extend((number, element, image, -1))
 
 
-def _advances(side: Side, strides: Sequence[int]) -> tuple[int, ...]:
+def _advances(
+    dims: Sequence[int], steps: Sequence[int], strides: Sequence[int]
+) -> tuple[int, ...]:
     # The strides of the factored dims.
-    dims = zip(side.dims, side.steps, strict=True)
-    return tuple(step * strides[dim] if dim >= 0 else 0 for dim, step in dims)
+    factors = zip(dims, steps, strict=True)
+    return tuple(step * strides[dim] if dim >= 0 else 0 for dim, step in factors)
 
 
 def _element(start: Sequence[int], side: Side, box: Box, strides: Sequence[int]) -> int:

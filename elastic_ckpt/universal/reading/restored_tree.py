@@ -103,6 +103,19 @@ def read(
         ends too early or has another checksum.
     """
     leaves = target_leaves(abstract)
+    made = read_leaves(checkpoint, moves, fills, leaves, budget_bytes=budget_bytes)
+    return trees.rebuilt(abstract, "", made)
+
+
+def read_leaves(
+    checkpoint: Checkpoint,
+    moves: Sequence[Move],
+    fills: Sequence[Fill],
+    leaves: Sequence[TargetLeaf],
+    *,
+    budget_bytes: int,
+) -> Mapping[str, Any]:
+    """Reads leaves as `read` does; returns their values by their paths."""
     planned = PlannedReads.of_boxes(
         checkpoint,
         moves,
@@ -117,8 +130,7 @@ def read(
         budget_bytes=budget_bytes,
         is_staged=lambda number: leaf_of[number].is_staged,
     )
-    made = _made(leaves, planned.plan, transfer)
-    return trees.rebuilt(abstract, "", made)
+    return _made(leaves, planned.plan, transfer)
 
 
 def _made(
