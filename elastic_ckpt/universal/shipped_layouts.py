@@ -74,17 +74,14 @@ def fitting(stored: Sequence[StoredTensor]) -> list[str]:
     Returns:
       Names, with " (inverse)" where the tensors are those of the target.
     """
-    names = []
-    for name in shipped():
-        layout = load(name)
-        for each, text in ((layout, name), (layout.inverse(), name + _INVERSE)):
-            if _fits(each, stored):
-                names.append(text)
-    return names
+    directions = ((name, name + _INVERSE) for name in shipped())
+    return [name for names in directions for name in names if _fits(name, stored)]
 
 
-def _fits(layout: Layout, stored: Sequence[StoredTensor]) -> bool:
+def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
     try:
+        # Layouts whose sources are those of ranks have no inverse.
+        layout = resolve(name)
         grouping = Grouping(layout, axis_counts(layout, stored, {}))
         grouping.add_sources(stored)
         grouping.check(with_targets=False)

@@ -148,4 +148,4 @@ def test_parameters_and_moments_are_those_of_megatron(samples, sample):
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_the_layout_of_a_sample_is_recommended(samples, sample):
     tensors = universal.open_checkpoint(samples[sample]).tensors
-    assert shipped_layouts.fitting(tensors) == [SAMPLES[sample]]
+    assert SAMPLES[sample] in shipped_layouts.fitting(tensors)
