@@ -48,8 +48,10 @@ class Leftovers:
             (self.targets, self.patterns[1], "tensors of the target are in no rule"),
         ):
             if names:
-                shown = [_with_nearest(name, patterns) for name in names[:6]]
-                lines.append(f"{len(names)} {text}: {errors.first_of(shown)}")
+                # A name may be that of tensors of several ranks.
+                distinct = list(dict.fromkeys(names))
+                shown = (_with_nearest(name, patterns) for name in distinct)
+                lines.append(f"{len(distinct)} {text}: {errors.first_of(shown)}")
         if self.ambiguous:
             shown = [
                 f"{name} ({' and '.join(rules)})"

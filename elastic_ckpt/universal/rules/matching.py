@@ -160,8 +160,10 @@ class _Planning:
 
     def check(self, place: str) -> None:
         if self._problems:
-            listed = "\n  ".join(self._problems[: errors.MOST_NAMED])
-            more = "\n  ..." if self._problems[errors.MOST_NAMED :] else ""
+            # States of a parameter have the same problems.
+            problems = list(dict.fromkeys(self._problems))
+            listed = "\n  ".join(problems[: errors.MOST_NAMED])
+            more = "\n  ..." if problems[errors.MOST_NAMED :] else ""
             raise LayoutError(
                 f"{place} does not fit the shapes of the checkpoint and the target:"
                 f"\n  {listed}{more}"
