@@ -16,7 +16,8 @@ from elastic_ckpt.universal.formats.torch_tensor import (
     number,
 )
 
-_STORAGES = {
+# Names of PyTorch's dtypes, by those of storages.
+STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -103,7 +104,7 @@ def _from_type(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
 NAMES: dict[str, Any] = {
     **{
         f"{module} {name}": StorageKind(DTYPES[dtype])
-        for name, dtype in _STORAGES.items()
+        for name, dtype in STORAGES.items()
         for module in ("torch", "torch.storage")
     },
     **{f"torch {name}": dtype for name, dtype in DTYPES.items()},

@@ -1,0 +1,152 @@
+"""Writes files that `torch.load` reads, also with `weights_only=True`, without torch.
+
+A file is a zip of uncompressed entries: `data.pkl`, a pickle in which tensors are views
+of storages, and `data/<number>`, the bytes of each. Storages begin at multiples of 64,
+as torch aligns them, so that they can be mapped. Equal values make equal files.
+
+Memory: that of the values, and nothing beside.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import errors, staged_file
+from elastic_ckpt.universal.formats import coverage, torch_names
+from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.torch_tensor import DTYPES
+
+_ALIGNMENT_BYTES = 64
+_ROOT = "archive"
+# The oldest time of a zip, as torch writes.
+_TIME = (1980, 1, 1, 0, 0, 0)
+# An extra field of a header: its kind, and the bytes after it.
+_PADDING = struct.Struct("<2sH")
+_LOCAL_HEADER_BYTES = 30
+# The extra field with sizes of 64 bits, which is always written.
+_WIDE_BYTES = 20
+_MOST_NESTED = 64
+
+
+def write(path: epath.PathLike, value: Any) -> None:
+    """Writes a file; it appears whole, and durably.
+
+    Args:
+      path: local, or in a bucket; an existing file is replaced.
+      value: dicts, lists, tuples, texts, numbers, None and arrays of NumPy, which
+        become tensors.
+
+    Raises:
+      CheckpointError: if a part of the value is something else.
+      FormatError: if PyTorch has no storage of the dtype of an array.
+      OSError: if storage fails, or another of `bucket_clients.failures`.
+    """
+    pickler = _Pickler()
+    entries: list[tuple[str, bytes | memoryview]] = [
+        ("data.pkl", pickler.pickled(value)),
+        (".format_version", b"1"),
+        (".storage_alignment", str(_ALIGNMENT_BYTES).encode()),
+        ("byteorder", b"little"),
+    ]
+    for number, array in enumerate(pickler.arrays):
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        entries.append((f"data/{number}", content))
+    entries.append(("version", b"3\n"))
+    with (
+        staged_file.staged_path(path) as temporary,
+        open(temporary, "r+b") as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        for name, content in entries:
+            info = zipfile.ZipInfo(f"{_ROOT}/{name}", date_time=_TIME)
+            info.extra = _padding(file.tell(), len(info.filename))
+            with archive.open(info, "w", force_zip64=True) as entry:
+                entry.write(content)
+
+
+def _padding(offset: int, name_bytes: int) -> bytes:
+    # Fills the header of an entry, so that its content begins at a multiple.
+    fixed = _LOCAL_HEADER_BYTES + name_bytes + _WIDE_BYTES + _PADDING.size
+    length = -(offset + fixed) % _ALIGNMENT_BYTES
+    return _PADDING.pack(b"FB", length) + b"Z" * length
+
+
+class _Pickler:
+    """Pickles plain values by protocol 2, and tensors as `torch.save` does."""
+
+    def __init__(self) -> None:
+        self.arrays: list[np.ndarray] = []
+        self._storages = {
+            DTYPES[dtype]: name for name, dtype in torch_names.STORAGES.items()
+        }
+
+    def pickled(self, value: Any) -> bytes:
+        return b"\x80\x02" + b"".join(self._value(value, 0)) + b"."
+
+    def _value(self, value: Any, depth: int) -> Iterator[bytes]:
+        if depth > _MOST_NESTED:
+            raise errors.CheckpointError("the value nests too deeply to be written")
+        if value is None:
+            yield b"N"
+        elif isinstance(value, bool):
+            yield b"\x88" if value else b"\x89"
+        elif isinstance(value, int):
+            yield _integer(value)
+        elif isinstance(value, float):
+            yield b"G" + struct.pack(">d", value)
+        elif isinstance(value, str):
+            content = value.encode()
+            yield b"X" + struct.pack("<I", len(content)) + content
+        elif isinstance(value, dict):
+            yield b"}("
+            for key, each in value.items():
+                yield from self._value(key, depth + 1)
+                yield from self._value(each, depth + 1)
+            yield b"u"
+        elif isinstance(value, list | tuple):
+            yield b"](" if isinstance(value, list) else b"("
+            for each in value:
+                yield from self._value(each, depth + 1)
+            yield b"e" if isinstance(value, list) else b"t"
+        elif isinstance(value, np.ndarray):
+            yield from self._tensor(value)
+        else:
+            raise errors.CheckpointError(
+                f"a {type(value).__name__} cannot be written to a file of PyTorch; give"
+                " dicts, lists, texts, numbers and arrays"
+            )
+
+    def _tensor(self, array: np.ndarray) -> Iterator[bytes]:
+        kind = self._storages.get(array.dtype)
+        if kind is None:
+            raise FormatError(
+                f"PyTorch has no storage of {array.dtype}; cast it with `dtype`"
+            )
+        number = len(self.arrays)
+        self.arrays.append(array)
+        yield b"ctorch._utils\n_rebuild_tensor_v2\n(("
+        yield from self._value("storage", 0)
+        yield b"ctorch\n" + kind.encode() + b"\n"
+        for part in (str(number), "cpu", array.size):
+            yield from self._value(part, 0)
+        # The storage, then the offset of the tensor in it.
+        yield b"tQ" + _integer(0)
+        yield from self._value(array.shape, 0)
+        yield from self._value(coverage.row_major(array.shape, 1), 0)
+        # Without a gradient and hooks.
+        yield b"\x89ccollections\nOrderedDict\n)RtR"
+
+
+def _integer(value: int) -> bytes:
+    if -(2**31) <= value < 2**31:
+        return b"J" + struct.pack("<i", value)
+    content = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    if len(content) > 255:
+        raise errors.CheckpointError(f"an integer has {len(content)} bytes, over 255")
+    return b"\x8a" + bytes([len(content)]) + content
