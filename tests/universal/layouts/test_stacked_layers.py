@@ -1,0 +1,72 @@
+"""The shipped layouts of MaxText's stacked layers, against the same with NumPy."""
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.universal import shipped_layouts
+from tests.universal.layouts import hf_models as hf
+from tests.universal.layouts.test_maxtext_layouts import MODELS, maxtext
+from tests.universal.rules.relayout import assert_same, relayout
+
+STAGES, LOCAL = 2, 3
+STATES = ("params", "opt_state/0/mu", "opt_state/0/nu")
+
+
+@pytest.fixture(params=MODELS)
+def scanned(request, monkeypatch):
+    """The state of a model of six layers."""
+    monkeypatch.setattr(hf, "LAYERS", STAGES * LOCAL)
+    parameters = maxtext(request.param, hf.model(*MODELS[request.param][1]))
+    tree = {"step": np.int32(7), "opt_state/0/count": np.int32(5)}
+    for number, state in enumerate(STATES):
+        for path, array in parameters.items():
+            tree[path.replace("params", state, 1)] = array + np.float32(number)
+    return tree
+
+
+def unstacked(scanned, name, part):
+    """The tree with other tensors for each of layers.
+
+    Args:
+      scanned: the tree with all layers along the second dim.
+      name: of the parts; `{}` stands for the number.
+      part: the layers of each part, an array for each.
+    """
+    tree = {}
+    for path, array in scanned.items():
+        before, layers, after = path.partition("decoder/layers/")
+        if not layers:
+            tree[path] = array
+            continue
+        for number, numbers in enumerate(part):
+            of_part = np.moveaxis(array, 1, 0)[numbers]
+            tree[f"{before}decoder/{name.format(number)}/{after}"] = of_part
+    return {path: np.array(array, order="C") for path, array in tree.items()}
+
+
+def form(layout):
+    layers = np.arange(STAGES * LOCAL)
+    return {
+        "maxtext_unscanned_to_scanned": ("layers_{}", list(layers)),
+        "maxtext_stages_to_scanned": (
+            "pipeline_module/layers/layers_{}",
+            list(layers.reshape(STAGES, LOCAL).T),
+        ),
+        "maxtext_circular_to_scanned": (
+            "pipeline_module/layers",
+            [layers.reshape(LOCAL, STAGES)],
+        ),
+    }[layout]
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in shipped_layouts.shipped() if "scanned" in n]
+)
+def test_layers_are_stacked_and_taken_apart(name, scanned):
+    tree = unstacked(scanned, *form(name))
+    layout = shipped_layouts.load(name)
+    assert_same(relayout(layout, tree, targets=scanned), scanned)
+    assert_same(relayout(layout.inverse(), scanned, targets=tree), tree)
+    parameters = {path: tree[path] for path in tree if path.startswith("params/")}
+    expected = {path: scanned[path] for path in scanned if path.startswith("params/")}
+    assert_same(relayout(layout, parameters), expected)
