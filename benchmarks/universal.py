@@ -8,13 +8,16 @@
 * `peak_over_bound_percent_1_gib`, `_8_gib`: the most anonymous memory of a process
   beyond the arrays, over the budget of bytes in flight.
 * `read_over_needed_percent`, `requests_per_host`: of the plans of 8 hosts.
+* `convert_ratio_cp`: the time of a durable copy of the same bytes over that of a
+  conversion to an Orbax step, verified; `_safetensors` to safetensors, `_transposed`
+  with every matrix transposed.
 """
 
 from __future__ import annotations
 
-from benchmarks import report, universal_raw
+from benchmarks import report, universal_convert, universal_raw
 
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    return universal_raw.measure()
+    return {**universal_raw.measure(), **universal_convert.measure()}

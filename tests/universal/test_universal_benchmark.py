@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import universal_raw
+from benchmarks import universal_convert, universal_raw
 
 
 @pytest.mark.slow(minutes=0.5)
@@ -10,3 +10,10 @@ def test_the_suite_of_universal_layouts_runs():
     figures = universal_raw.measure(universal_raw.SMALL)
     assert figures["relayout_load_ratio_raw"].value > 0
     assert figures["read_over_needed_percent"].value <= 5
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_the_suite_of_conversions_runs():
+    figures = universal_convert.measure(universal_convert.SMALL)
+    assert figures["convert_ratio_cp"].value > 0
+    assert figures["convert_ratio_cp_safetensors_transposed"].value > 0

@@ -137,6 +137,21 @@ def test_safetensors_come_back_with_their_bits(source, tmp_path):
     assert bits(loaded(tmp_path / "back")) == bits(source)
 
 
+def test_an_orbax_step_comes_back_as_the_safetensors_that_it_was_made_of(
+    source, tmp_path
+):
+    convert.convert(job(tmp_path))
+    back = conversion.Job(
+        source=str(tmp_path / "steps" / "0"),
+        target=str(tmp_path / "back"),
+        rules=str(tmp_path / "layout.yml"),
+        is_reversed=True,
+        to="safetensors",
+    )
+    convert.convert(back)
+    assert bits(loaded(tmp_path / "back")) == bits(source)
+
+
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("to", convert.FORMATS)
 def test_a_dry_run_writes_nothing(tmp_path, capsys, to):
