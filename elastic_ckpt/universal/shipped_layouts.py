@@ -6,6 +6,7 @@ They are the files of `configs/layouts`; its README lists them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -41,8 +42,10 @@ def load(name: str, *, sizes: Mapping[str, int] | None = None) -> Layout:
             f"no layout that ships is named {name!r}; choose one of "
             f"{', '.join(shipped())}, or give the path of a file"
         )
-    layout = Layout.load(_directory() / f"{name}.yml")
-    return dataclasses.replace(layout, sizes={**layout.sizes, **(sizes or {})})
+    layout = _read(_directory() / f"{name}.yml")
+    if not sizes:
+        return layout
+    return dataclasses.replace(layout, sizes={**layout.sizes, **sizes})
 
 
 def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:
@@ -88,6 +91,11 @@ def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
     except LayoutError:
         return False
     return True
+
+
+@functools.cache
+def _read(path: pathlib.Path) -> Layout:
+    return Layout.load(path)
 
 
 def _directory() -> pathlib.Path:

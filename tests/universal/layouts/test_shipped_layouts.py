@@ -14,7 +14,7 @@ from tests.universal.layouts.test_maxtext_layouts import MODELS, maxtext
 from tests.universal.rules.relayout import saved, stored
 
 # Trees have no ranks.
-OF_RANKS = {"megatron_ranks_to_hf"}
+OF_RANKS = {"megatron_ranks_to_hf", "deepspeed_example"}
 DIRECTORY = shipped_layouts._IN_CHECKOUT
 
 
