@@ -207,9 +207,7 @@ class Job:
         if not model.init_from:
             return self.program.init()
         params = self.program.abstract_state["params"]
-        return self.program.begin(
-            initial_weights.load(model, params, self.mesh, self.emit)
-        )
+        return self.program.begin(initial_weights.load(model, params, self.emit))
 
     def _note_skipped_weights(self) -> None:
         path = self.config.model.init_from

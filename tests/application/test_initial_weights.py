@@ -194,7 +194,7 @@ def test_an_error_in_a_layout_names_its_file_and_line(
     ("changed", "message"),
     [
         ({"base_num_decoder_layers": 3}, "another model .*params/attention_norm"),
-        ({"init_from": "/elsewhere"}, "init_from_layout is empty"),
+        ({"init_from": "/elsewhere"}, "does not exist"),
     ],
 )
 def test_a_checkpoint_of_another_model_needs_a_layout(
@@ -221,7 +221,7 @@ def test_a_checkpoint_without_a_layout_is_refused_with_those_that_fit(
     monkeypatch.setattr(shipped_layouts, "shipped", lambda: ["llama_to_demo"])
     monkeypatch.setattr(shipped_layouts, "load", lambda _: Layout.parse(LAYOUT))
     keys = {**foreign, "init_from_layout": ""}
-    with pytest.raises(errors.ConfigError, match=r"fit its names: llama_to_demo\)"):
+    with pytest.raises(errors.OtherModelError, match=r"fit its names: llama_to_demo\)"):
         begun(configured(tmp_path / "run", corpus, **keys))
     keys["init_from_layout"] = "llama_to_demo"
     assert int(begun(configured(tmp_path / "named", corpus, **keys))["step"]) == 0

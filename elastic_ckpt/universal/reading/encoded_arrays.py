@@ -68,12 +68,17 @@ class EncodedArrays:
         """See `ByteSource`."""
         array, box = self._parts[file]
         dtype = array.dtype.numpy_dtype
-        (part,) = parts
-        rows, _, _ = _rows(box, dtype.itemsize, start, start + part.nbytes)
-        values = part.view(dtype).reshape(rows.shape)
+        lengths = [part.nbytes for part in parts]
+        whole = parts[0] if len(parts) == 1 else np.empty(sum(lengths), np.uint8)
+        rows, _, _ = _rows(box, dtype.itemsize, start, start + whole.nbytes)
+        values = whole.view(dtype).reshape(rows.shape)
         place = tuple(map(slice, rows.start, rows.stop))
         ts.array(values).write(array[place]).result()
-        return part.nbytes
+        if whole is not parts[0]:
+            pieces = np.split(whole, np.cumsum(lengths)[:-1])
+            for part, piece in zip(parts, pieces, strict=True):
+                part[:] = piece
+        return whole.nbytes
 
     def close(self) -> None:
         """See `ByteSource`."""

@@ -1,0 +1,36 @@
+"""The layout of a checkpoint that has the tensors of the target, and maybe others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from elastic_ckpt.host import trees
+from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.rule import Rule, side
+from elastic_ckpt.universal.stored import StoredTensor
+
+
+def layout_of(
+    path: str, stored: Sequence[StoredTensor], targets: Mapping[str, TargetTensor]
+) -> Layout:
+    """The layout that takes each target from the tensor of its name, and drops others.
+
+    Args:
+      path: of the checkpoint, for messages.
+      stored: its tensors.
+      targets: by name.
+
+    Raises:
+      OtherModelError: if a tensor is missing, or has another shape.
+    """
+    shapes = {each.name: str(list(each.shape)) for each in stored}
+    wanted = {name: str(list(each.shape)) for name, each in targets.items()}
+    present = {name: shapes[name] for name in wanted.keys() & shapes.keys()}
+    trees.check_same_model(path, present, wanted)
+    rules = []
+    for name, target in targets.items():
+        dims = " ".join(f"dim{number}" for number in range(len(target.shape)))
+        rules.append(Rule(source=side({name: dims}), target=side({name: dims})))
+    drop = tuple(each.name for each in stored if each.name not in targets)
+    return Layout(rules=tuple(rules), drop=drop, place=path)
