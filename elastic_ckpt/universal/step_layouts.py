@@ -27,20 +27,15 @@ class StepLayouts:
         return loading.load(path, abstract, layout=layout)
 
     def fitting(self, path: epath.Path) -> Sequence[str]:
-        """The names of layouts that ship and fit the tensors at `path`."""
-        return fitting(path)
+        """The names of layouts that ship and fit the tensors at `path`.
+
+        Returns:
+          An empty list, too, if the checkpoint cannot be opened.
+        """
+        try:
+            return shipped_layouts.fitting(opening.open_checkpoint(path).tensors)
+        except FormatError:
+            return []
 
 
 LAYOUTS = StepLayouts()
-
-
-def fitting(path: epath.PathLike) -> list[str]:
-    """The names of layouts that ship and fit the tensors of a checkpoint.
-
-    Returns:
-      None, too, if it cannot be opened.
-    """
-    try:
-        return shipped_layouts.fitting(opening.open_checkpoint(path).tensors)
-    except FormatError:
-        return []
