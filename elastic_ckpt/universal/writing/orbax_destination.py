@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
@@ -267,10 +268,15 @@ def _problems(directory: epath.Path, manifest: Manifest) -> list[str]:
     # The fragments whose values do not have the digests of the manifest.
     source = StepSource(directory, ocdbt.new_context())
     leaves = manifest.contents.leaves
+    # A thread reads all its chunks into the same memory.
+    scratch = threading.local()
 
     def problem(fragment: Fragment) -> str | None:
         leaf = leaves[fragment.leaf]
-        values = np.empty(layout.num_bytes(fragment.box, leaf.dtype), np.uint8)
+        num_bytes = layout.num_bytes(fragment.box, leaf.dtype)
+        if getattr(scratch, "memory", np.empty(0)).nbytes < num_bytes:
+            scratch.memory = np.empty(num_bytes, np.uint8)
+        values = scratch.memory[:num_bytes]
         try:
             source.read_into(fragment.file, fragment.offset, values.data)
         except ReadError as error:
