@@ -11,13 +11,20 @@
 * `convert_ratio_cp`: the time of a durable copy of the same bytes over that of a
   conversion to an Orbax step, verified; `_safetensors` to safetensors, `_transposed`
   with every matrix transposed.
+* `match_and_plan_secs`: from a checkpoint of 1e6 tensors and rules to a host's plan.
 """
 
 from __future__ import annotations
 
-from benchmarks import report, universal_convert, universal_raw
+from benchmarks import (
+    report,
+    universal_convert,
+    universal_plan,
+    universal_raw,
+)
 
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    return {**universal_raw.measure(), **universal_convert.measure()}
+    parts = (universal_raw, universal_convert, universal_plan)
+    return {name: figure for part in parts for name, figure in part.measure().items()}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import universal_convert, universal_raw
+from benchmarks import universal_convert, universal_plan, universal_raw
 
 
 @pytest.mark.slow(minutes=0.5)
@@ -17,3 +17,9 @@ def test_the_suite_of_conversions_runs():
     figures = universal_convert.measure(universal_convert.SMALL)
     assert figures["convert_ratio_cp"].value > 0
     assert figures["convert_ratio_cp_safetensors_transposed"].value > 0
+
+
+@pytest.mark.slow(minutes=0.1)
+def test_the_plan_of_a_checkpoint_of_many_tensors_is_measured():
+    figures = universal_plan.measure(1000)
+    assert figures["match_and_plan_secs"].value > 0
