@@ -19,7 +19,7 @@ from elastic_ckpt.core import bucket_clients, errors, host_memory
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
 from elastic_ckpt.universal.reading.buffer_memory import BufferMemory
-from elastic_ckpt.universal.reading.byte_source import ByteSource
+from elastic_ckpt.universal.reading.byte_source import ByteSource, LocalFiles
 from elastic_ckpt.universal.reading.in_flight import InFlight
 
 _LOCAL_THREADS = 8
@@ -63,7 +63,8 @@ class Transfer:
         self._taking = threading.Lock()
         self._next = 0
         self._is_direct = _direct(plan)
-        self._request_bytes = _request_bytes(plan, self._is_direct)
+        is_local = [isinstance(source, LocalFiles) for source in self._sources]
+        self._request_bytes = _request_bytes(plan, self._is_direct, is_local)
         self._new_bytes = self._first_bytes()
 
     def buffers(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -271,11 +272,13 @@ def _direct(plan: LoadPlan) -> np.ndarray:
     )
 
 
-def _request_bytes(plan: LoadPlan, is_direct: np.ndarray) -> np.ndarray:
+def _request_bytes(
+    plan: LoadPlan, is_direct: np.ndarray, is_local: Sequence[bool]
+) -> np.ndarray:
     # The memory that each span takes beside the buffers, int64 `[s]`.
     spans = plan.spans
     sizes = spans.stop - spans.start
-    local = np.array(["://" not in file for file in plan.files], bool)[spans.file]
+    local = np.array(is_local, bool)[spans.file]
     # A client returns bytes of its memory, and TensorStore decodes into its cache.
     taken = np.where(local, np.where(is_direct, 0, sizes), 2 * sizes)
     if not len(spans):
