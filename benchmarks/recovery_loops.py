@@ -181,3 +181,7 @@ class _Every:
         """Starts to save."""
         del last
         self._saver.save(step, state, last=False)
+
+    def preserve_newest(self, up_to: int) -> int | None:
+        """Preserves the newest saved step up to one."""
+        return self._saver.preserve_newest(up_to)
