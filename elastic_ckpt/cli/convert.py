@@ -1,8 +1,9 @@
 """`elastic-ckpt convert SRC DST --rules R`: writes a checkpoint in another layout.
 
 SRC is of any format that is read. DST is the directory of a step, for an Orbax
-checkpoint, or that of a model, for safetensors. Killed, the same command continues. The
-JSON has the fields of `universal.writing.summary.Summary`.
+checkpoint, that of a model, for safetensors, or that of a run, for DeepSpeed. Without
+rules, tensors keep their names. Killed, the same command continues. The JSON has the
+fields of `universal.writing.summary.Summary`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "target",
         metavar="DST",
         help="the checkpoint to write: DIRECTORY/<step> of Orbax, or a directory of"
-        " safetensors",
+        " safetensors, or of DeepSpeed's universal format",
     )
     parser.add_argument(
-        "--rules", required=True, metavar="FILE", help="the layout that relates them"
+        "--rules",
+        metavar="LAYOUT",
+        help="the layout that relates them: a file, or the name of one that ships; by"
+        " default DeepSpeed's own description of SRC, or the names in SRC",
+    )
+    parser.add_argument(
+        "--size",
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="the size of a dim of the layout; may be given several times",
     )
     parser.add_argument(
         "--reverse",
@@ -44,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--to",
-        choices=("orbax", "safetensors"),
+        choices=("orbax", "safetensors", "deepspeed"),
         default="orbax",
         help="the format of DST; by default orbax",
     )
@@ -74,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         source=arguments.source,
         target=arguments.target,
         rules=arguments.rules,
+        sizes=dict(map(_size, arguments.size)),
         is_reversed=arguments.reverse,
         to=arguments.to,
     )
@@ -139,6 +151,15 @@ def describe(plan: Summary) -> str:
         if plan.unverified[_LISTED:]:
             lines.append("  and more; --json lists all")
     return "\n".join(lines)
+
+
+def _size(given: str) -> tuple[str, int]:
+    name, _, number = given.partition("=")
+    if not name.isidentifier() or not number.isdecimal():
+        raise errors.ConfigError(
+            f"--size {given!r}: write NAME=NUMBER, such as --size q=4"
+        )
+    return name, int(number)
 
 
 class _Progress:

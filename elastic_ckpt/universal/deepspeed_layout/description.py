@@ -26,6 +26,9 @@ _UNSUPPORTED = "autotp_unsupported_parameter_patterns"
 _LISTS = (_REPLICATED, _AVERAGED, _HALVES, _ROWS, _VOCABULARY)
 _PARTS, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
 _AFFINE = "affine_map"
+# The facts about a parameter in universal checkpoints.
+_DIM, _NUM_PARTS, _IS_VOCABULARY = "cat_dim", "param_n_sub_params", "vocab_tensor"
+FACTS = (_DIM, _NUM_PARTS, _IS_VOCABULARY)
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -89,6 +92,24 @@ class Description:
             raise FormatError(
                 f"{name}: {error} (by universal_checkpoint_info)"
             ) from None
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """How ranks cut a parameter, as DeepSpeed's universal checkpoints have it.
+
+        Parts of unequal sizes and affine maps have no facts there.
+
+        Raises:
+          FormatError: if the description does not fit it.
+        """
+        matched = self._matched(name)
+        facts: dict[str, Any] = {}
+        if _HALVES in matched:
+            facts[_NUM_PARTS] = 2
+        if _ROWS in matched and not {_REPLICATED, _AVERAGED, _HALVES} & matched.keys():
+            facts[_DIM] = 1
+        if _VOCABULARY in matched:
+            facts[_IS_VOCABULARY] = True
+        return facts
 
     def _geometry(self, name: str, shapes: Shapes, is_buffer: bool) -> Geometry:
         ranks = len(shapes)

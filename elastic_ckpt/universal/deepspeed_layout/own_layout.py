@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.universal.deepspeed_layout.description import Description
+from elastic_ckpt.universal.deepspeed_layout.description import FACTS, Description
 from elastic_ckpt.universal.deepspeed_layout.shards import AXIS, Geometry
 from elastic_ckpt.universal.formats import deepspeed_files
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -23,7 +23,8 @@ from elastic_ckpt.universal.rules.rule import Rule, TensorPattern
 from elastic_ckpt.universal.rules.state import PARAMETER, State
 from elastic_ckpt.universal.stored import Checkpoint
 
-_FORMAT, _UNIVERSAL = "DeepSpeed", "DeepSpeed universal"
+FORMAT = "DeepSpeed"
+_UNIVERSAL = "DeepSpeed universal"
 _BUFFER = "buffer"
 # Numbers that a capture matches: without leading zeros, of 18 digits at most.
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,17})(?![0-9])")
@@ -44,7 +45,7 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
       FormatError: if it is of another format, has no description, or one that does not
         fit its tensors.
     """
-    if not checkpoint.format.startswith(_FORMAT):
+    if not checkpoint.format.startswith(FORMAT):
         raise FormatError(
             f"a checkpoint of the format {checkpoint.format} has no layout; give one"
         )
@@ -73,6 +74,35 @@ def layout(checkpoint: Checkpoint, targets: Collection[str] | None = None) -> La
         },
         place=f"DeepSpeed's {deepspeed_files.INFO}",
     )
+
+
+def facts(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """How ranks cut the parameters of a checkpoint, as universal checkpoints have it.
+
+    Args:
+      checkpoint: of any format; only DeepSpeed's have such facts.
+
+    Returns:
+      The facts of `UniversalFolder.write` by parameter; none where DeepSpeed's defaults
+      hold.
+
+    Raises:
+      FormatError: if the description is malformed.
+    """
+    names = {tensor.name for tensor in checkpoint.tensors}
+    if not checkpoint.format.startswith(FORMAT):
+        return {}
+    if checkpoint.format == _UNIVERSAL:
+        return {
+            name: {
+                key: checkpoint.values[f"parameters/{name}/{key}"]
+                for key in FACTS
+                if f"parameters/{name}/{key}" in checkpoint.values
+            }
+            for name in names
+        }
+    description = Description(_checked(checkpoint.values.get(deepspeed_files.INFO)))
+    return {name: description.facts(name) for name in names}
 
 
 def _checked(info: Any) -> Mapping[str, Any]:
@@ -116,16 +146,16 @@ def _named(
 def _rules(named: Mapping[str, _Kinds]) -> Iterator[Rule]:
     by_template: dict[str, list[str]] = {}
     for name in named:
-        by_template.setdefault(_template(name), []).append(name)
-    for template, names in by_template.items():
+        by_template.setdefault(template(name), []).append(name)
+    for pattern, names in by_template.items():
         alike = len({named[name] for name in names}) == 1
         for name in names[:1] if alike else names:
             for geometry, kinds in named[name]:
-                yield _rule(template if alike else name, geometry, kinds)
+                yield _rule(pattern if alike else name, geometry, kinds)
 
 
-def _template(name: str) -> str:
-    # The pattern of names that differ in numbers alone.
+def template(name: str) -> str:
+    """The name pattern of `name` and all names that differ from it in numbers alone."""
     parts = _NUMBER.split(name)
     captures = (f"{{n{number}:01}}" for number in range(len(parts)))
     return parts[0] + "".join(

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, digest, storage
+from elastic_ckpt.core import bucket_clients, digest, errors, storage
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal import opening
+from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.reading import target_boxes
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
@@ -36,14 +36,17 @@ class Job:
     Attributes:
       source: the path of a checkpoint of any format that is read.
       target: the path of the one to write.
-      rules: the path of a layout.
+      rules: the path of a layout, or the name of one that ships; None for that of the
+        checkpoint, see `default_layout`.
+      sizes: of dims that shapes do not determine, beside those in the layout.
       is_reversed: whether the layout leads from the target to the source.
       to: the format that is written.
     """
 
     source: str
     target: str
-    rules: str
+    rules: str | None = None
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     is_reversed: bool = False
     to: str = "orbax"
 
@@ -63,14 +66,18 @@ class Conversion:
     Raises:
       FormatError: if the source is of no format that is read, or damaged.
       LayoutError: if the layout does not fit.
+      ConfigError: if there are no rules to which sizes or a direction belong.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        layout = Layout.load(job.rules)
+        given = _given(job)
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
+        # A layout that is not given follows from the source.
+        self._rules = "" if given is None else repr(given)
+        of_optimizer = job.to == "deepspeed"
         self.matched: Matched = matching.moves(
-            layout.inverse() if job.is_reversed else layout,
+            given or default_layout.layout(self.checkpoint, of_optimizer=of_optimizer),
             self.checkpoint.tensors,
             self.checkpoint.axes,
             None,
@@ -122,8 +129,7 @@ class Conversion:
         files: list[storage.Json] = [_described(file) for file in self.files]
         return digest.json_digest(
             {
-                "rules": epath.Path(self.job.rules).read_text(),
-                "is_reversed": self.job.is_reversed,
+                "rules": self._rules,
                 "files": files,
                 "arrays": sorted(specs),
             }
@@ -162,6 +168,19 @@ class Conversion:
 def num_bytes(target: TargetTensor) -> int:
     """The size of the values of a target."""
     return int(np.prod(target.shape, dtype=np.int64)) * target.dtype.itemsize
+
+
+def _given(job: Job) -> Layout | None:
+    if job.rules is None:
+        if job.sizes or job.is_reversed:
+            raise errors.ConfigError(
+                "sizes, and the reverse direction, are those of rules; give --rules"
+            )
+        return None
+    layout = shipped_layouts.resolve(job.rules)
+    if job.sizes:
+        layout = dataclasses.replace(layout, sizes={**layout.sizes, **job.sizes})
+    return layout.inverse() if job.is_reversed else layout
 
 
 def _described(file: str) -> list[storage.Json]:

@@ -9,19 +9,25 @@ written is kept. The checkpoint is not visible before all of it was verified.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import writers
 from elastic_ckpt.universal.writing import worker_process
 from elastic_ckpt.universal.writing.conversion import Conversion, Job
+from elastic_ckpt.universal.writing.deepspeed_destination import DeepSpeedDestination
 from elastic_ckpt.universal.writing.destination import Destination
 from elastic_ckpt.universal.writing.orbax_destination import OrbaxDestination
 from elastic_ckpt.universal.writing.safetensors_destination import (
     SafetensorsDestination,
 )
 
-FORMATS = ("orbax", "safetensors")
+_DESTINATIONS: Mapping[str, Callable[[Conversion], Destination]] = {
+    "orbax": OrbaxDestination,
+    "safetensors": SafetensorsDestination,
+    "deepspeed": DeepSpeedDestination,
+}
+FORMATS = tuple(_DESTINATIONS)
 
 
 def destination_of(conversion: Conversion) -> Destination:
@@ -29,15 +35,14 @@ def destination_of(conversion: Conversion) -> Destination:
 
     Raises:
       ConfigError: if there is no such format.
+      CheckpointError: if the format cannot have such targets.
     """
     to = conversion.job.to
-    if to == "orbax":
-        return OrbaxDestination(conversion)
-    if to == "safetensors":
-        return SafetensorsDestination(conversion)
-    raise errors.ConfigError(
-        f"{to!r} is no format that is written; choose one of {', '.join(FORMATS)}"
-    )
+    if to not in _DESTINATIONS:
+        raise errors.ConfigError(
+            f"{to!r} is no format that is written; choose one of {', '.join(FORMATS)}"
+        )
+    return _DESTINATIONS[to](conversion)
 
 
 def convert(

@@ -81,15 +81,23 @@ class UniversalFolder:
           FormatError: if PyTorch has no such dtype.
           OSError: if storage fails, or another of `bucket_clients.failures`.
         """
-        key = _KEYS.get(kind, kind)
-        _check_name(parameter, "the parameter")
-        _check_name(key, "the state")
-        folder = storage.make_directory(self._zero / parameter)
-        path = folder / f"{key}.pt"
+        path = self.path(parameter, kind)
+        storage.make_directory(path.parent)
         # Steps are alone in their files.
         value = array if kind == _STEP else {**(facts or {}), "param": array}
         torch_file.write(path, value)
         return path
+
+    def path(self, parameter: str, kind: str) -> epath.Path:
+        """The path of the file of a state; see `write`.
+
+        Raises:
+          CheckpointError: if the parameter or kind cannot be the name of a file.
+        """
+        key = _KEYS.get(kind, kind)
+        _check_name(parameter, "the parameter")
+        _check_name(key, "the state")
+        return self._zero / parameter / f"{key}.pt"
 
     def commit(self, *, step: int, values: Mapping[str, Any] | None = None) -> None:
         """Writes the common files, then makes this checkpoint the latest.

@@ -1,0 +1,82 @@
+"""Conversions without rules, by rules that ship, and with sizes."""
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.cli import main
+from elastic_ckpt.universal.formats import safetensors_file
+from tests.universal.layouts import hf_models
+from tests.universal.writing import small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
+
+LAYOUT = """
+version: 1
+rules:
+  - from: {"w": "(kv d) embed"}
+    to: {"params/w": "embed kv d"}
+"""
+
+
+def converted(*arguments):
+    return main.main(["convert", *map(str, arguments)])
+
+
+def tensors_of(directory):
+    return safetensors_file.read(directory / "model.safetensors")
+
+
+def assert_same(arrays, expected):
+    assert arrays.keys() == expected.keys()
+    for name, array in expected.items():
+        assert arrays[name].dtype == array.dtype, name
+        assert arrays[name].tobytes() == array.tobytes(), name
+
+
+def test_names_are_kept_through_a_step_of_orbax(tmp_path):
+    tensors = small_model.tensors(2, 16)
+    small_model.write(tmp_path / "source", tensors)
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0") == 0
+    to = ["--to", "safetensors"]
+    assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
+    assert_same(tensors_of(tmp_path / "back"), tensors)
+
+
+def test_a_layout_that_ships_takes_its_sizes_from_the_command(tmp_path, capsys):
+    tensors = hf_models.model(hf_models.ATTENTION, hf_models.DENSE)
+    small_model.write(tmp_path / "source", tensors)
+    given = [tmp_path / "source", tmp_path / "steps" / "0", "--dry-run"]
+    rules = ["--rules", "hf_llama_to_maxtext"]
+    assert converted(*given, *rules) == 1
+    assert "size" in capsys.readouterr().err
+    assert converted(*given, *rules, "--size", "half=7", "--size", "d=14") == 0
+    assert f"safetensors: {len(tensors)} tensors" in capsys.readouterr().out
+
+
+def test_sizes_complete_a_file(tmp_path):
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    small_model.write(tmp_path / "source", {"w": values})
+    (tmp_path / "layout.yml").write_text(LAYOUT)
+    given = [tmp_path / "source", tmp_path / "made", "--to", "safetensors"]
+    rules = ["--rules", tmp_path / "layout.yml"]
+    assert converted(*given, *rules, "--size", "kv=2") == 0
+    expected = {
+        "params/w": np.ascontiguousarray(values.reshape(2, 3, 4).transpose(2, 0, 1))
+    }
+    assert_same(tensors_of(tmp_path / "made"), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--size", "kv=2"], "give --rules"),
+        (["--reverse"], "give --rules"),
+        (["--rules", "layout.yml", "--size", "kv"], "NAME=NUMBER"),
+        (["--rules", "layout.yml", "--size", "kv=two"], "NAME=NUMBER"),
+        (["--rules", "llama"], "hf_llama_to_maxtext"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_error(tmp_path, capsys, options, match):
+    small_model.write(tmp_path / "source", {"w": np.ones((6, 4), np.float32)})
+    assert converted(tmp_path / "source", tmp_path / "0", *options) == 1
+    assert match in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""Conversions to DeepSpeed's universal format, also after kills."""
+
+import numpy as np
+import pytest
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.writing import conversion, convert, torch_file
+from tests.universal.formats import stored_values
+from tests.universal.writing import small_model
+from tests.universal.writing.test_convert import kill
+
+STATES = ("master", "first_moment", "second_moment")
+
+
+@pytest.fixture
+def unpacked(tmp_path):
+    return lambda name: stored_values.unpacked(f"deepspeed/{name}.tar.xz", tmp_path)
+
+
+def job(source, target, **options):
+    return conversion.Job(
+        source=str(source), target=str(target), to="deepspeed", **options
+    )
+
+
+def held(path):
+    """The values of all states of an optimizer, by name and kind."""
+    return {
+        (each.name, each.kind): stored_values.read(each)
+        for each in opening.open_checkpoint(path).tensors
+        if each.kind in (*STATES, "step")
+    }
+
+
+def assert_same(written, expected):
+    assert written.keys() == expected.keys()
+    for key, array in expected.items():
+        assert written[key].shape == array.shape, key
+        assert written[key].dtype == array.dtype, key
+        assert written[key].tobytes() == array.tobytes(), key
+
+
+@pytest.mark.parametrize("sample", ["zero1_tp2_pp2_dp2", "zero2_dp4", "zero3_dp4"])
+def test_ranks_become_what_deepspeed_converts_them_to(tmp_path, unpacked, sample):
+    convert.convert(job(unpacked(sample), tmp_path / "made"))
+    by_deepspeed = unpacked(f"{sample}_universal")
+    made = held(tmp_path / "made")
+    steps = {made.pop(key).item() for key in list(made) if key[1] == "step"}
+    assert steps == {2}
+    expected = {
+        key: array for key, array in held(by_deepspeed).items() if key[1] != "step"
+    }
+    if sample == "zero3_dp4":
+        # DeepSpeed's conversion of ZeRO-3 lacks them.
+        for name in ("frozen", "scale"):
+            del made[name, "master"]
+    assert_same(made, expected)
+    assert (tmp_path / "made" / "global_step2" / "zero").is_dir()
+
+
+def test_ranks_that_load_the_copy_cut_it_as_those_that_saved_it(tmp_path, unpacked):
+    convert.convert(job(unpacked("zero1_tp2_pp2_dp2"), tmp_path / "made"))
+    by_deepspeed = unpacked("zero1_tp2_pp2_dp2_universal")
+    made, expected = (
+        opening.open_checkpoint(path).values
+        for path in (tmp_path / "made", by_deepspeed)
+    )
+    for name, kind in held(by_deepspeed):
+        if kind == "master":
+            for fact, default in (
+                ("cat_dim", 0),
+                ("param_n_sub_params", 1),
+                ("vocab_tensor", False),
+            ):
+                key = f"parameters/{name}/{fact}"
+                assert made.get(key, default) == expected.get(key, default), key
+    assert made["parameters/1.dense.weight/cat_dim"] == 1
+
+
+def test_a_universal_checkpoint_is_copied_with_what_ranks_need(tmp_path, unpacked):
+    source = unpacked("zero1_tp2_pp2_dp2_universal")
+    convert.convert(job(source, tmp_path / "made"))
+    assert_same(held(tmp_path / "made"), held(source))
+    values = opening.open_checkpoint(tmp_path / "made").values
+    assert values["parameters/1.dense.weight/cat_dim"] == 1
+
+
+def test_weights_of_a_model_become_masters(tmp_path):
+    tensors = small_model.tensors(2, 16)
+    tensors["empty.weight"] = np.zeros((0, 3), np.float32)
+    small_model.write(tmp_path / "source", tensors)
+    convert.convert(job(tmp_path / "source", tmp_path / "made"))
+    expected = {(name, "master"): array for name, array in tensors.items()}
+    assert_same(held(tmp_path / "made"), expected)
+
+
+def test_a_copy_that_was_cut_short_is_continued(tmp_path, unpacked):
+    source = unpacked("zero1_dp2")
+    kill(job(source, tmp_path / "made"), 9)
+    assert not (tmp_path / "made").exists()
+    (unfinished,) = tmp_path.glob("made.unfinished-*")
+    damaged, *kept = sorted(unfinished.rglob("fp32.pt"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    temporary = damaged.with_name(".fp32.pt.0123")
+    temporary.write_bytes(b"half")
+    times = {path: path.stat().st_mtime_ns for path in kept}
+    done = []
+    convert.convert(
+        job(source, tmp_path / "made"), progress=lambda *each: done.append(each)
+    )
+    assert 0 < done[0][0] < done[-1][0] == done[-1][1]
+    for path, time_ns in times.items():
+        final = tmp_path / "made" / path.relative_to(unfinished)
+        assert final.stat().st_mtime_ns == time_ns
+    convert.convert(job(source, tmp_path / "again"))
+    assert_same(held(tmp_path / "made"), held(tmp_path / "again"))
+    assert not list((tmp_path / "made").rglob(".fp32*"))
+    assert not list(tmp_path.glob("*.unfinished-*"))
+
+
+def test_a_copy_of_another_source_is_not_continued(tmp_path, unpacked):
+    kill(job(unpacked("zero1_dp2"), tmp_path / "made"), 9)
+    source = unpacked("zero2_dp4")
+    convert.convert(job(source, tmp_path / "made"))
+    convert.convert(job(source, tmp_path / "again"))
+    assert_same(held(tmp_path / "made"), held(tmp_path / "again"))
+    assert not list(tmp_path.glob("made.unfinished-*"))
+
+
+def test_storage_that_fails_is_one_error_and_nothing_is_visible(
+    tmp_path, unpacked, monkeypatch
+):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    given = job(unpacked("zero1_dp2"), tmp_path / "made")
+    monkeypatch.setattr(torch_file, "write", refuse)
+    with pytest.raises(errors.CheckpointError, match="No space left on device"):
+        convert.convert(given)
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_exists_is_not_replaced(tmp_path, unpacked):
+    (tmp_path / "made").mkdir()
+    with pytest.raises(errors.CheckpointError, match="exists already"):
+        convert.convert(job(unpacked("zero1_dp2"), tmp_path / "made"))
+    assert not list((tmp_path / "made").iterdir())
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_two_processes_write_what_one_writes(tmp_path, unpacked):
+    source = unpacked("zero1_tp2_pp2_dp2")
+    convert.convert(job(source, tmp_path / "one"))
+    convert.convert(job(source, tmp_path / "two"), num_processes=2)
+    assert_same(held(tmp_path / "two"), held(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        ("params/w", "no master/<parameter>"),
+        ("w", "no state that DeepSpeed restores"),
+        ("parameter/w", "no state that DeepSpeed restores"),
+        ("master/a/w", "cannot be the name"),
+        ("first_moment/w", "no master/<parameter>"),
+    ],
+)
+def test_targets_that_deepspeed_does_not_restore_are_refused(tmp_path, target, match):
+    small_model.write(tmp_path / "source", {"w": np.ones(3, np.float32)})
+    rules = f'version: 1\nrules:\n  - from: {{"w": "x"}}\n    to: {{"{target}": "x"}}\n'
+    (tmp_path / "layout.yml").write_text(rules)
+    given = job(tmp_path / "source", "made", rules=str(tmp_path / "layout.yml"))
+    with pytest.raises(errors.CheckpointError, match=match):
+        convert.convert(given)
+
+
+def test_moments_without_a_step_are_refused(tmp_path):
+    values = np.ones(3, np.float32)
+    small_model.write(tmp_path / "source", {"w": values, "m": values})
+    rules = (
+        'version: 1\nrules:\n  - from: {"w": "x"}\n    to: {"master/w": "x"}\n'
+        '  - from: {"m": "x"}\n    to: {"first_moment/w": "x"}\n'
+    )
+    (tmp_path / "layout.yml").write_text(rules)
+    given = job(
+        tmp_path / "source", tmp_path / "made", rules=str(tmp_path / "layout.yml")
+    )
+    with pytest.raises(errors.CheckpointError, match="no step of the optimizer"):
+        convert.convert(given)
+
+
+def test_buckets_are_refused(unpacked):
+    with pytest.raises(errors.CheckpointError, match="not a local directory"):
+        convert.convert(job(unpacked("zero1_dp2"), "gs://bucket/made"))
