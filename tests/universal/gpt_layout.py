@@ -40,24 +40,12 @@ def layout_text(dropped, *, tp, is_pipeline, masters, has_frozen, has_steps):
     at, both, mean = (
         ("@tp", ", replicated: [tp]", ", mean: [tp]") if tp > 1 else ("", "", "")
     )
-    layers = [f"l{n}" for n in range(kv.BLOCKS)]
+    block = "{layer+1}" if is_pipeline else "layers.{layer}"
 
     def rule(leaf, dims, targets, options=""):
-        # A pipeline's layers are parts of a sum: names cannot subtract 1.
-        sources = [
-            f'      "{n + 1}.{leaf}": {{dims: "{dims.format(layer)}"{options}}}'
-            for n, layer in enumerate(layers)
-        ]
-        if not is_pipeline:
-            source = dims.format("").replace("( ", "(")
-            sources = [
-                f'      "layers.{{layer}}.{leaf}": {{dims: "{source}"{options}}}'
-            ]
-        whole = f"({' + '.join(layers)})" if is_pipeline else "layer"
-        lines = [
-            f'      "{to}": "{text.format(whole)}"' for to, text in targets.items()
-        ]
-        return "\n".join(["  - from:", *sources, "    to:", *lines])
+        source = f'{{"{block}.{leaf}": {{dims: "{dims}"{options}}}}}'
+        lines = [f'      "{to}": "{text}"' for to, text in targets.items()]
+        return "\n".join([f"  - from: {source}", "    to:", *lines])
 
     embedding = (
         "tied_modules.embed.words.weight" if is_pipeline else "embed.words.weight"
@@ -68,7 +56,7 @@ def layout_text(dropped, *, tp, is_pipeline, masters, has_frozen, has_steps):
         "version: 1",
         "sizes:",
         f"  {{vocab: {kv.VOCAB}, kv: {kv.HEADS_KV}, q: {kv.QUERIES}, k: 1, v: 1,",
-        f"  d: {kv.HEAD}, up: gate{''.join(f', {each}: 1' for each in layers)}}}",
+        f"  d: {kv.HEAD}, up: gate}}",
         "states:",
         f'  parameter: {{from: "{{}}", to: {quoted(weights)}}}',
         f'  master: {{from: "{{}}", to: {quoted(master)}}}',
@@ -78,29 +66,27 @@ def layout_text(dropped, *, tp, is_pipeline, masters, has_frozen, has_steps):
         f'  - from: {{"{embedding}": "(vocab + pad){at} embed"}}',
         '    to: {"embedding": "vocab embed"}',
         "    pad: {pad: 0}",
-        rule("norm1.weight", "({} embed)", {"norm1": "{} embed"}, both),
-        rule("norm2.weight", "({} embed)", {"norm2": "{} embed"}, mean),
-        rule("dense.bias", "({} embed)", {"bias": "{} embed"}, both),
+        rule("norm1.weight", "embed", {"norm1": "layer embed"}, both),
+        rule("norm2.weight", "embed", {"norm2": "layer embed"}, mean),
+        rule("dense.bias", "embed", {"bias": "layer embed"}, both),
     ]
     rows += [
         rule(
             "qkv.weight",
-            f"({{}} kv{at} (q + k + v) d) embed",
+            f"(kv{at} (q + k + v) d) embed",
             {
-                "query": "embed {} (kv q) d",
-                "key": "embed {} (kv k) d",
-                "value": "embed {} (kv v) d",
+                "query": "embed layer (kv q) d",
+                "key": "embed layer (kv k) d",
+                "value": "embed layer (kv v) d",
             },
         ),
-        rule(
-            "dense.weight", f"({{}} embed) (kv{at} q d)", {"out": "{} (kv q) d embed"}
-        ),
+        rule("dense.weight", f"embed (kv{at} q d)", {"out": "layer (kv q) d embed"}),
         rule(
             "gate_up.weight",
-            f"({{}} (gate{at} + up{at})) embed",
-            {"gate": "embed {} gate", "up": "embed {} up"},
+            f"(gate{at} + up{at}) embed",
+            {"gate": "embed layer gate", "up": "embed layer up"},
         ),
-        rule("down.weight", f"({{}} embed) gate{at}", {"down": "{} gate embed"}),
+        rule("down.weight", f"embed gate{at}", {"down": "layer gate embed"}),
         f'  - from: {{"{final}.norm.weight": {{dims: "embed"{both}}}}}',
         '    to: {"final_norm": "embed"}',
         f'  - from: {{"{final}.odd.bias": {{dims: "odd"{both}}}}}',

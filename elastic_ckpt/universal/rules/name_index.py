@@ -62,19 +62,29 @@ class _Reader:
         self.entry = entry
         self.skeleton = entry.name.skeleton(entry.numbers)
         self._expression = entry.name.expression(entry.numbers)
+        captures = entry.name.captures
         groups = [
             (group, capture.names, capture.is_number(entry.numbers))
-            for group, capture in enumerate(entry.name.captures)
+            for group, capture in enumerate(captures)
         ]
         kept = {names[0]: (group, number) for group, names, number in groups}
         self._kept = [kept[name] for name in entry.kept]
         self._captured = [each for each in groups if each[1][0] not in entry.kept]
+        self._offsets = [capture.offset for capture in captures]
+        self._has_offsets = any(self._offsets)
 
     def match(self, name: str) -> Match | None:
         match = self._expression.fullmatch(name)
         if match is None:
             return None
-        texts = match.groups()
+        texts: Sequence[int | str] = match.groups()
+        if self._has_offsets:
+            texts = [
+                int(text) - offset if offset else text
+                for text, offset in zip(texts, self._offsets, strict=True)
+            ]
+            if any(isinstance(text, int) and text < 0 for text in texts):
+                return None
         kept = tuple(
             [int(texts[at]) if number else texts[at] for at, number in self._kept]
         )

@@ -3,7 +3,8 @@
 A capture is `{layer}`: a number if the layout uses it as one (as a dim, in a product,
 in an index table), otherwise a text without `.` and `/`. `{name:path}` is any text,
 `{layer:03}` a number of at least three digits. `{(stage local)}` is a number that is
-the row-major index of several dims.
+the row-major index of several dims. `{layer+1}` is a number that is more by 1 than the
+layer, in names that count from 1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 _CAPTURE = re.compile(r"\{([^{}]*)\}")
 _INSIDE = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)|\((?P<product>\s*[A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*)\s*\))"
-    r"(?::(?P<form>path|0[1-9]))?"
+    r"(?:\s*\+\s*(?P<offset>[1-9][0-9]{0,8}))?(?::(?P<form>path|0[1-9]))?"
 )
 # The form of a capture that may be empty.
 _ANY = "any"
@@ -33,16 +34,28 @@ class Capture:
     Attributes:
       names: one name, or the names of a product.
       form: "", "path", or the width of a number with leading zeros, as in "03".
+      offset: by which the number in the name is more than the value.
     """
 
     names: tuple[str, ...]
     form: str
+    offset: int = 0
+
+    @property
+    def is_always_number(self) -> bool:
+        """Whether its form is that of a number, whatever the layout uses it as."""
+        return len(self.names) > 1 or self.form.isdigit() or self.offset > 0
 
     def is_number(self, numbers: Collection[str]) -> bool:
         """Whether its value is a number, if the captures `numbers` are."""
-        if len(self.names) > 1 or self.form.isdigit():
+        if self.is_always_number:
             return True
         return not self.form and self.names[0] in numbers
+
+    def text(self, value: int | str) -> str:
+        """The text of a value in a name."""
+        number = int(value) + self.offset if self.offset else value
+        return str(number).zfill(int(self.form) if self.form.isdigit() else 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +111,12 @@ class NamePattern:
         """
         texts = []
         for part in self.parts:
-            if isinstance(part, Capture):
-                value = values.get(part.names, f"{{{' '.join(part.names)}}}")
-                width = int(part.form) if part.form.isdigit() else 0
-                texts.append(str(value).zfill(width))
-            else:
+            if isinstance(part, str):
                 texts.append(part)
+            elif part.names in values:
+                texts.append(part.text(values[part.names]))
+            else:
+                texts.append(f"{{{' '.join(part.names)}}}")
         return "".join(texts)
 
 
@@ -132,13 +145,15 @@ def parse(text: str) -> NamePattern:
     for match in _CAPTURE.finditer(text):
         parts.append(text[at : match.start()])
         inside = _INSIDE.fullmatch(match[1])
-        if inside is None:
+        if inside is None or (inside["offset"] and inside["form"] == "path"):
             raise LayoutError(
                 f"column {match.start() + 1} of {text!r}: {match[0]} is no capture; "
-                f"write {{layer}}, {{name:path}}, {{layer:03}} or {{(stage local)}}"
+                f"write {{layer}}, {{name:path}}, {{layer:03}}, {{layer+1}} or "
+                f"{{(stage local)}}"
             )
         names = inside["name"] or inside["product"]
-        parts.append(Capture(tuple(names.split()), inside["form"] or ""))
+        offset = int(inside["offset"] or 0)
+        parts.append(Capture(tuple(names.split()), inside["form"] or "", offset))
         at = match.end()
     parts.append(text[at:])
     for part in parts:

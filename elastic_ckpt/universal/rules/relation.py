@@ -91,7 +91,7 @@ class Relation:
         written = [*sides[0], *sides[1]]
         self.numbers = _numbers(rule, written)
         self.kept = _kept(rule, written, self.numbers)
-        self.numbers |= _zero_padded(written)
+        self.numbers |= _always_numbers(written)
         self.sources, self.targets = (
             # The names of targets alone have coordinates: they have no ranks.
             [_with_points(each, self, sides[1 - at], ranks) for each in sides[at]]
@@ -253,10 +253,10 @@ def _numbers(rule: Rule, written: Sequence[ParsedTensor]) -> frozenset[str]:
     return frozenset(numbers)
 
 
-def _zero_padded(written: Sequence[ParsedTensor]) -> frozenset[str]:
-    # A capture with leading zeros in one name is a number in all.
+def _always_numbers(written: Sequence[ParsedTensor]) -> frozenset[str]:
+    # A capture with leading zeros or an offset in one name is a number in all.
     captures = [capture for tensor in written for capture in tensor.name.captures]
-    return frozenset(each.names[0] for each in captures if each.form.isdigit())
+    return frozenset(each.names[0] for each in captures if each.is_always_number)
 
 
 def _kept(

@@ -82,6 +82,33 @@ def test_leading_zeros_are_a_number():
     assert_same(made, {f"{n}/w": numbered(3, start=n) for n in (0, 7, 10, 100)})
 
 
+def test_names_that_count_from_1_are_a_dim_and_back():
+    tensors = {f"{n + 1}.w": numbered(2, start=10 * n) for n in range(11)}
+    layout = rule({"{l+1}.w": "x"}, {"w": "l x"})
+    made = relayout(layout, tensors)
+    assert_same(made, {"w": np.stack(list(tensors.values()))})
+    assert_same(relayout(layout.inverse(), made), tensors)
+    with pytest.raises(LayoutError, match=r"0\.w"):
+        relayout(layout, {"0.w": numbered(2), **tensors})
+
+
+def test_names_that_count_from_2_keep_their_number():
+    tensors = {f"{n + 2}.w": numbered(3, start=n) for n in (0, 7, 98)}
+    layout = rule({"{n+2}.w": "x"}, {"{n:02}/w": "x"})
+    made = relayout(layout, tensors)
+    assert_same(made, {f"{n:02}/w": numbered(3, start=n) for n in (0, 7, 98)})
+    assert_same(relayout(layout.inverse(), made), tensors)
+
+
+def test_a_product_in_names_that_count_from_1():
+    tensors = {f"{n + 1}.w": numbered(2, start=10 * n) for n in range(6)}
+    layout = rule({"{(a b)+1}.w": "x"}, {"w": "b x a"}, sizes={"a": 3})
+    made = relayout(layout, tensors)
+    stacked = np.stack(list(tensors.values())).reshape(3, 2, 2)
+    assert_same(made, {"w": stacked.transpose(1, 2, 0)})
+    assert_same(relayout(layout.inverse(), made), tensors)
+
+
 def test_a_stack_of_stages_of_unequal_length():
     layout = rule(
         {"{stage}.{local}.w": "x"},

@@ -47,7 +47,25 @@ def test_names_are_distinct_where_they_have_to_be():
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "}", "a{b", "{}", "{1}", "{a}{b}", "{a}.{a}", "{a:int}", "{(a, b)}"]
+    "text",
+    [
+        "{",
+        "}",
+        "a{b",
+        "{}",
+        "{1}",
+        "{a}{b}",
+        "{a}.{a}",
+        "{a:int}",
+        "{(a, b)}",
+        "{a+}",
+        "{a+0}",
+        "{a+01}",
+        "{a-1}",
+        "{a+b}",
+        "{a+1:path}",
+        "{a:02+1}",
+    ],
 )
 def test_a_malformed_name_is_refused(text):
     with pytest.raises(LayoutError, match=r"capture|brace"):
@@ -77,6 +95,9 @@ def test_captures_match_as_the_page_states():
     assert groups("fc1{n}", "fc123", {"n"}) == ("23",)
     assert groups("{(a b)}x", "5x") == ("5",)
     assert groups("{n}1", "x11") == ("x1",)
+    assert groups("{n+1}.w", "12.w") == ("12",)
+    assert groups("{n + 10:02}.w", "07.w") == ("07",)
+    assert groups("{n+1}.w", "x.w") is None
 
 
 def test_a_glob_matches_any_text():
