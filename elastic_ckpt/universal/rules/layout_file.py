@@ -7,6 +7,7 @@ an unknown key also the nearest one.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -133,6 +134,8 @@ class _Node:
 
     def arithmetic(self) -> float | str:
         value = self.scalar()
+        if type(value) is float and not math.isfinite(value):
+            raise self.error(f"expected a finite number, not {self._text()}")
         if type(value) in (int, float, str):
             return value  # type: ignore[return-value]
         raise self.error(f"expected a number or arithmetic, not {self._text()}")

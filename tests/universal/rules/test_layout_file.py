@@ -91,6 +91,7 @@ def test_the_inverse_of_the_inverse_is_the_layout():
         ("[3, 5]", "[3, -5]", "widths['x']['tp'][1]", "whole number"),
         ("[[0, 1], [2]]", "[[0, 1], [1]]", "index['layer']", "each once"),
         ("[[0, 1], [2]]", "[0, 1]", "index['layer']", "list of lists"),
+        ("d: 128", "d: .inf", "line 2: sizes['d']", "finite number"),
         ("ranks: {tp: 2}", "ranks: {tp: two}", "ranks['tp']", "whole number"),
         ('"m/{}"', '"m/"', "states['parameter'].from", "name of the parameter"),
         (", to: null", "", "states['second_moment']", "`from` and `to`"),
