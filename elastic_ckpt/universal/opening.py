@@ -10,14 +10,13 @@ list it here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.formats import (
     dcp_checkpoint,
     deepspeed,
@@ -103,7 +102,7 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
             raise FormatError(f"{path} does not exist; give the path of a checkpoint")
         for each in _FORMATS:
             if each.is_format(names):
-                with _without_collections():
+                with garbage_collection.paused():
                     return each.open_checkpoint(source)
     except bucket_clients.failures() as error:
         raise FormatError(f"{path} cannot be read ({error})") from error
@@ -112,16 +111,3 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         f" {errors.first_of(names) or 'no files'}; looked for were"
         f" {'; '.join(each.files for each in _FORMATS)}"
     )
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    # A million tensors are millions of objects, none of them in cycles, and collections
-    # would scan all of them again and again: a third of the time.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

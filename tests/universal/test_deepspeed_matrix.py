@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt import universal
 from tests.universal import gpt_layout
 from tests.universal.formats import known_values as kv
-from tests.universal.formats import stored_values
 
 SOURCES = (
     *(
@@ -33,19 +32,6 @@ SOURCES = (
 TARGETS = [
     each for each in itertools.product((1, 2, 4), repeat=3) if np.prod(each) <= 8
 ]
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed")
-
-    def sample(name):
-        path = folder / name
-        if not path.exists():
-            stored_values.unpacked(f"deepspeed/{name}.tar.xz", folder)
-        return path
-
-    return sample
 
 
 def check_load(path, target, stage):

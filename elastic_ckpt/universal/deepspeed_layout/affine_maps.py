@@ -18,8 +18,8 @@ from typing import Any
 
 from elastic_ckpt.universal.deepspeed_layout import shards
 from elastic_ckpt.universal.deepspeed_layout.shards import Geometry, Segment
-from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.strides import row_major
 
 VERSION = 1
 # A map of blocks that overlap each other is cut into many.
@@ -120,7 +120,7 @@ def _index(place: Any, shape: Sequence[int], whole: Sequence[int]) -> tuple[int,
     offset, strides = _integer(place[0]), place[1]
     index = []
     for length, stride, size, stated in zip(
-        shape, coverage.row_major(tuple(whole), 1), whole, strides, strict=True
+        shape, row_major(tuple(whole), 1), whole, strides, strict=True
     ):
         if length > 1 and stride != stated:
             raise ValueError("a block is no box of its tensor")

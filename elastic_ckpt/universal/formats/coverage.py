@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -11,17 +10,11 @@ from elastic_ckpt.core import box_cover, box_join, boxes
 from elastic_ckpt.core.boxes import Box, Boxes
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.stored import Fragment
+from elastic_ckpt.universal.strides import row_major
 
 # NumPy's limit.
 MOST_DIMS = 64
 MOST_ELEMENTS = 1 << 48
-
-
-@functools.lru_cache(maxsize=2**16)
-def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """The strides in bytes of a contiguous array of `shape`."""
-    sizes = [*shape[1:], itemsize][::-1] if shape else []
-    return tuple(itertools.accumulate(sizes, lambda a, b: a * b))[::-1]
 
 
 @functools.lru_cache(maxsize=2**16)

@@ -16,7 +16,7 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import plain_values, torch_file
+from elastic_ckpt.universal.formats import file_names, plain_values, torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
@@ -27,7 +27,6 @@ _OPTIMIZER = re.compile(
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 LATEST = "latest"
 INFO = "universal_checkpoint_info"
 # In the file of a model: tensors, and what describes them.
@@ -86,7 +85,7 @@ def folder_of(path: epath.PathLike, latest: str = LATEST) -> epath.Path:
     if not pointer.exists():
         return folder
     tag = pointer.read_bytes()[:200].decode("utf-8", "replace").strip()
-    if not _PLAIN_NAME.fullmatch(tag):
+    if not file_names.is_plain(tag):
         raise FormatError(f"{pointer} names {tag!r}, which is no directory beside it")
     if not (folder / tag).exists():
         raise FormatError(f"{pointer} names {tag}, which {folder} does not have")

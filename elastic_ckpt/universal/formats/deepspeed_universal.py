@@ -22,6 +22,7 @@ from elastic_ckpt.universal.formats import (
     coverage,
     deepspeed_files,
     plain_values,
+    state_kinds,
     torch_file,
     zero_states,
 )
@@ -119,7 +120,7 @@ def _stored(
         shape = tensor.shape
     return StoredTensor(
         name=name,
-        kind=zero_states.KINDS.get(state, state),
+        kind=state_kinds.kind_of(state),
         dtype=tensor.dtype,
         shape=shape,
         fragments=fragments,

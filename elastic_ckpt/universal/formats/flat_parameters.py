@@ -14,6 +14,7 @@ from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
 from elastic_ckpt.universal.stored import Fragment
+from elastic_ckpt.universal.strides import row_major
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def _check(part: Range, first: Range, place: str) -> None:
 def _pieces(shape: tuple[int, ...], at: int, part: Range) -> list[Fragment]:
     # The boxes of elements `at` and following.
     width = part.flat.dtype.itemsize
-    strides = coverage.row_major(shape, width)
+    strides = row_major(shape, width)
     offset = part.flat.file_offset + part.start * width
     pieces = []
     for box, first in _boxes(shape, at, at + part.numel):

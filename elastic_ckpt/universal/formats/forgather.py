@@ -30,7 +30,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import safetensors_file, torch_zip
+from elastic_ckpt.universal.formats import file_names, safetensors_file, torch_zip
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ MANIFEST = "checkpoint_manifest.json"
 METADATA = "checkpoint_metadata.pt"
 # There are no weights: another program (a parameter server) has them.
 _WITHOUT_WEIGHTS = ".forgather_no_model_weights"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _STATE_FILE = re.compile(
     r"(?P<key>.+?)_state(?:_group_(?P<group>.+?)(?:_grank_\d+)?|_node_(?P<node>\d+))?"
     r"(?:_rank_(?P<rank>\d+))?\.pt"
@@ -238,7 +237,7 @@ class Checkpoint:
             raise FormatError(f"{index} has no weight_map")
         shards: dict[str, list[str]] = {}
         for name, file in weight_map.items():
-            if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
+            if not file_names.is_plain(file):
                 raise FormatError(f"{index} names the file {file!r}, outside of it")
             shards.setdefault(file, []).append(name)
         weights: dict[str, np.ndarray] = {}

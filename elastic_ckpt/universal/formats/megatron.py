@@ -21,6 +21,7 @@ from elastic_ckpt.universal.formats import (
     dcp_checkpoint,
     megatron_ranks,
     plain_values,
+    state_kinds,
     torch_file,
     torch_zip,
     zero_states,
@@ -33,7 +34,7 @@ from elastic_ckpt.universal.stored import StoredTensor
 LATEST = "latest_checkpointed_iteration.txt"
 _COMMON = "common.pt"
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
-_KINDS = {**zero_states.KINDS, "fp32_param": "master", "param": "master"}
+_KINDS = {**state_kinds.KINDS, "fp32_param": "master", "param": "master"}
 _STEP = "common_step"
 
 

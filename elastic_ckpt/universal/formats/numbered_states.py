@@ -11,9 +11,9 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from elastic_ckpt.universal.formats import state_kinds
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
-from elastic_ckpt.universal.formats.zero_states import KINDS
 from elastic_ckpt.universal.stored import StoredTensor
 
 # Begins the name of a state whose parameter is not known; its number follows.
@@ -64,7 +64,7 @@ def states(
         for key, tensor in state.items():
             yield StoredTensor(
                 name=names.get(number, f"{UNNAMED}{number}"),
-                kind=KINDS.get(key, key),
+                kind=state_kinds.kind_of(key),
                 dtype=tensor.dtype,
                 shape=tensor.shape,
                 fragments=file.fragment(tensor),

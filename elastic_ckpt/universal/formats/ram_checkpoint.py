@@ -30,6 +30,7 @@ from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
+from elastic_ckpt.universal.strides import row_major
 
 _TEXT = "text "
 
@@ -118,7 +119,7 @@ class _Parts:
                 if number in step.overlapping:
                     parts = boxes.subtract(fragment.box, covered)
                     covered.append(fragment.box)
-                strides = coverage.row_major(fragment.box.shape, dtype.itemsize)
+                strides = row_major(fragment.box.shape, dtype.itemsize)
                 for part in parts:
                     skips = zip(part.start, fragment.box.start, strides, strict=True)
                     skipped_bytes = sum((a - b) * stride for a, b, stride in skips)

@@ -9,7 +9,6 @@ each part. Safetensors files have no checksums.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -18,7 +17,12 @@ from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.formats import bounded_json, coverage, safetensors_file
+from elastic_ckpt.universal.formats import (
+    bounded_json,
+    coverage,
+    file_names,
+    safetensors_file,
+)
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.safetensors_file import Header, Span
@@ -29,7 +33,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _SHARDING = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _VERSIONS = ("1.0",)
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -95,7 +98,7 @@ def _read_index(index: epath.Path) -> tuple[dict[str, str], dict[str, Any]]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{index} has no weight_map")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file):
+        if not file_names.is_plain(file):
             raise FormatError(
                 f"{index} lists {name} in {file!r}, which is no file beside it"
             )

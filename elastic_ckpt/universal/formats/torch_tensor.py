@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.formats.zip_directory import Entry
-
-_MOST_DIMS = 64
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(kind)
@@ -203,7 +202,7 @@ def view(
         raise ValueError("it has no storage, or no type")
     if type(shape) is not tuple or type(strides) is not tuple:
         raise ValueError("its shape and strides are no tuples")
-    if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
+    if len(shape) != len(strides) or len(shape) > coverage.MOST_DIMS:
         raise ValueError(f"it has {len(shape)} dims and {len(strides)} strides")
     for each in (*shape, *strides):
         number(each, "a dim or stride")
@@ -211,7 +210,7 @@ def view(
         raise ValueError(f"its storage is no multiple of {dtype.itemsize} bytes")
     held = storage.num_bytes // dtype.itemsize
     count = math.prod(shape)
-    if math.prod(filter(None, shape)) > 1 << 48:
+    if math.prod(filter(None, shape)) > coverage.MOST_ELEMENTS:
         raise ValueError(f"shape {shape} is too large")
     last = number(offset, "its offset") + sum(
         (dim - 1) * stride for dim, stride in zip(shape, strides, strict=True)

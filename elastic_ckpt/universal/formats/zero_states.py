@@ -17,14 +17,12 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import coverage
+from elastic_ckpt.universal.formats import coverage, state_kinds
 from elastic_ckpt.universal.formats.deepspeed_files import Files
 from elastic_ckpt.universal.formats.flat_parameters import Range
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
 
-# The kinds of states, by their names in optimizers; others keep their names.
-KINDS = {"fp32": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
 _EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
 Shapes = Mapping[str, tuple[int, ...]]
@@ -113,7 +111,7 @@ class _Collected(dict[tuple[str, str], State]):
     """States by name and kind, as files add ranges to them."""
 
     def add(self, name: str, shape: tuple[int, ...], key: str, part: Range) -> None:
-        kind, dtype = KINDS.get(key, key), part.flat.dtype
+        kind, dtype = state_kinds.kind_of(key), part.flat.dtype
         is_number = not part.flat.shape
         held = self.get((name, kind))
         if held is None:

@@ -26,6 +26,7 @@ from elastic_ckpt.universal.plan.cover import Image, Placed
 from elastic_ckpt.universal.plan.piece_table import Buffer, FilledPart, Pieces, Region
 from elastic_ckpt.universal.plan.strided_runs import Form
 from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.universal.strides import row_major
 
 # The most bytes of a layer of a region; a budget has room for hundreds.
 _REGION_BYTES = 2**20
@@ -240,7 +241,7 @@ class _Cutter:
         self, kind: tuple[Any, ...], arithmetic: Arithmetic | None
     ) -> tuple[int, int, tuple[int, ...]]:
         sizes, dims, steps, source_strides, to_dims, to_steps, shape, dtype = kind
-        strides = strided_runs.row_major(shape)
+        strides = row_major(shape)
         form = strided_runs.normalized(
             Form(
                 sizes=sizes,
@@ -276,7 +277,7 @@ class _Cutter:
                     f" both are sources of {move.target}; use another step, or read one"
                     " of them (`unchecked`)"
                 )
-        tensor_strides = strided_runs.row_major(tensor.shape, tensor.dtype.itemsize)
+        tensor_strides = row_major(tensor.shape, tensor.dtype.itemsize)
         side = move.source_side
         strides = _advances(side.dims, side.steps, tensor_strides)
         limits = strided_runs.Limits(
@@ -311,7 +312,7 @@ class _Cutter:
             pieces = self._pieces(each, region, layers[-1], layer_side, None)
             for piece in pieces:
                 self._add(each.source, layers[-1], piece)
-        strides = strided_runs.row_major(buffer.box.shape)
+        strides = row_major(buffer.box.shape)
         side = move.target_side
         element = _element(region.start, side, buffer.box, strides)
         itemsize = dtype.itemsize
@@ -324,7 +325,7 @@ class _Cutter:
                 element=element,
                 form=Form(
                     sizes=region.shape,
-                    source_strides=strided_runs.row_major(region.shape, itemsize),
+                    source_strides=row_major(region.shape, itemsize),
                     buffer_strides=_advances(side.dims, side.steps, strides),
                     dtype=dtype,
                 ),
@@ -349,7 +350,7 @@ class _Cutter:
             )
             dims = tuple(range(len(part.start)))
             side = Side(start=part.start, dims=dims, steps=(1,) * len(dims))
-            strides = strided_runs.row_major(buffer.box.shape)
+            strides = row_major(buffer.box.shape)
             element = _element((0,) * len(dims), side, buffer.box, strides)
             image = self._image(part.shape, side)
             self._placed.extend((number, element, image, -1))

@@ -169,11 +169,3 @@ def parts(form: Form, limits: Limits) -> Parts:
         )
         forms.append(normalized(cut))
     return Parts(forms=tuple(forms), form=number, source=source, buffer=buffer)
-
-
-def row_major(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of an array in row-major order, in units of `itemsize`."""
-    strides = [itemsize]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides[: len(shape)]))

@@ -20,6 +20,7 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.plan import strided_runs
 from elastic_ckpt.universal.plan.strided_runs import Limits
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
+from elastic_ckpt.universal.strides import row_major
 
 # A part is one request, whatever is needed of it.
 LIMITS = Limits(gap_bytes=2**62, span_bytes=2**62, alone_bytes=2**62)
@@ -105,7 +106,7 @@ class EncodedArrays:
             box = Box(start=start, stop=stop)
             file = f"{number}: {tensor.name}{box}"
             self._parts[file] = array, box
-            strides = strided_runs.row_major(box.shape, dtype.itemsize)
+            strides = row_major(box.shape, dtype.itemsize)
             fragments.append(Fragment(box=box, file=file, offset=0, strides=strides))
         return dataclasses.replace(tensor, fragments=tuple(fragments), spec=None)
 
@@ -150,7 +151,7 @@ def _part_shape(
     shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int
 ) -> list[int]:
     # The shape of parts: several chunks if they are small, else rows of one.
-    strides = strided_runs.row_major(chunk, itemsize)
+    strides = row_major(chunk, itemsize)
     limits = Limits(gap_bytes=2**62, span_bytes=_PART_BYTES)
     lengths = list(strided_runs.block(chunk, strides, itemsize, limits))
     if tuple(lengths) != chunk:
@@ -169,7 +170,7 @@ def _rows(box: Box, itemsize: int, start: int, stop: int) -> tuple[Box, int, int
     # range of its bytes.
     first: list[int] = []
     base = 0
-    strides = strided_runs.row_major(box.shape, itemsize)
+    strides = row_major(box.shape, itemsize)
     for dim, stride in enumerate(strides):
         row, after = (start - base) // stride, -(-(stop - base) // stride)
         rest = dim + 1

@@ -6,12 +6,11 @@ filled once; otherwise one error lists those that are left over.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.rules import instance, rows
 from elastic_ckpt.universal.rules.grouping import (
@@ -63,7 +62,7 @@ def moves(
     Raises:
       LayoutError: if the layout does not fit; one error lists all that is left over.
     """
-    with _no_collections():
+    with garbage_collection.paused():
         return _moves(layout, stored, axes, targets)
 
 
@@ -94,18 +93,6 @@ def _moves(
         targets=planning.derived if targets is None else targets,
         rules=rules,
     )
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    # Millions of values without cycles: the collector would double the time.
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Planning:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from elastic_ckpt.core import boxes
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.universal.moves import Move, TargetTensor
-from elastic_ckpt.universal.plan import strided_runs
 from elastic_ckpt.universal.stored import StoredTensor
+from elastic_ckpt.universal.strides import row_major
 
 CHUNK_BYTES = 2**24
 # A dim with few divisors is not worth more chunks than this many times the least.
@@ -104,7 +104,7 @@ def _advance(dim: int, moves: Sequence[Move], tensors: Sequence[StoredTensor]) -
         return 0
     move = moves[0]
     tensor = tensors[move.source]
-    strides = strided_runs.row_major(tensor.shape, tensor.dtype.itemsize)
+    strides = row_major(tensor.shape, tensor.dtype.itemsize)
     if tensor.fragments:
         strides = tensor.fragments[0].strides
     steps = [

@@ -9,8 +9,8 @@ from types import TracebackType
 import numpy as np
 
 from elastic_ckpt.core import boxes
-from elastic_ckpt.universal.formats import coverage
 from elastic_ckpt.universal.formats.safetensors_file import Span
+from elastic_ckpt.universal.strides import row_major
 
 # Shorter runs are copied through mapped memory: a call for each would cost more.
 _LEAST_RUN_BYTES = 2**16
@@ -80,7 +80,7 @@ class TensorFile:
         if run_bytes < _LEAST_RUN_BYTES and box.volume > 1:
             self._mapped(span)[_slices(box)] = values
             return
-        strides = np.array(coverage.row_major(span.shape, span.dtype.itemsize))
+        strides = np.array(row_major(span.shape, span.dtype.itemsize))
         for index in np.ndindex(*box.shape[:split]):
             place = np.array([*index, *(0,) * (len(box.shape) - split)]) + box.start
             run = np.ascontiguousarray(values[index])

@@ -18,9 +18,10 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors, staged_file
-from elastic_ckpt.universal.formats import coverage, torch_names
+from elastic_ckpt.universal.formats import torch_names
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_tensor import DTYPES
+from elastic_ckpt.universal.strides import row_major
 
 _ALIGNMENT_BYTES = 64
 _ROOT = "archive"
@@ -138,7 +139,7 @@ class _Pickler:
         # The storage, then the offset of the tensor in it.
         yield b"tQ" + _integer(0)
         yield from self._value(array.shape, 0)
-        yield from self._value(coverage.row_major(array.shape, 1), 0)
+        yield from self._value(row_major(array.shape, 1), 0)
         # Without a gradient and hooks.
         yield b"\x89ccollections\nOrderedDict\n)RtR"
 

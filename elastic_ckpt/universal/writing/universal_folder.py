@@ -24,14 +24,14 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.universal.formats import deepspeed_universal, zero_states
+from elastic_ckpt.universal.formats import deepspeed_universal, state_kinds
 from elastic_ckpt.universal.writing import torch_file
 
 # DeepSpeed takes as many groups as its optimizer has; empty ones change no option.
 _MOST_GROUPS = 1024
 # DeepSpeed refuses files without a version. They are like those of this one.
 _DEEPSPEED = "0.19.8"
-_KEYS = {kind: key for key, kind in zero_states.KINDS.items()}
+_KEYS = {kind: key for key, kind in state_kinds.KINDS.items()}
 _STEP = "step"
 
 

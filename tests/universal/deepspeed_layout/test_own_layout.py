@@ -17,19 +17,6 @@ STATES = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg
 SAMPLES = ("zero1_dp2", "zero2_dp4", "zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2")
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed")
-
-    def sample(name):
-        path = folder / name
-        if not path.exists():
-            stored_values.unpacked(f"deepspeed/{name}.tar.xz", folder)
-        return path
-
-    return sample
-
-
 def whole_values(path):
     """The tensors of the target that the checkpoint's own layout makes."""
     checkpoint = opening.open_checkpoint(path)

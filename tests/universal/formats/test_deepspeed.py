@@ -37,19 +37,6 @@ STATE_OF = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_a
 FLAT = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed")
-
-    def sample(name):
-        path = folder / name
-        if not path.exists():
-            stored_values.unpacked(f"deepspeed/{name}.tar.xz", folder)
-        return path
-
-    return sample
-
-
 @pytest.fixture
 def copied(samples, tmp_path):
     """A copy of the files of a sample, that may be damaged."""

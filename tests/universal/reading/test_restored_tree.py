@@ -19,6 +19,7 @@ from elastic_ckpt.universal import moves, stored
 from elastic_ckpt.universal.formats import format_error, opened
 from elastic_ckpt.universal.plan import strided_runs
 from elastic_ckpt.universal.reading import byte_source, planned_reads, restored_tree
+from elastic_ckpt.universal.strides import row_major
 from tests.universal import random_layouts
 
 MESH = jax.make_mesh((2, 2, 2), ("a", "b", "c"))
@@ -133,7 +134,7 @@ class Files:
                         box=boxes.whole(values.shape),
                         file=str(file),
                         offset=0,
-                        strides=strided_runs.row_major(values.shape, values.itemsize),
+                        strides=row_major(values.shape, values.itemsize),
                     ),
                 ),
             )
