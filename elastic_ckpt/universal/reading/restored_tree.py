@@ -6,6 +6,7 @@ A leaf becomes an array as soon as its boxes are complete, while others are stil
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -142,18 +143,20 @@ def _made(
     made = {
         leaf.leaf.path: leaf.leaf.make([]) for leaf in leaves if not leaf.leaf.boxes
     }
-    for number, elements in transfer.buffers():
-        target = leaf_of[number]
-        path = target.leaf.path
-        parts[path][plan.buffers[number].box] = elements
-        numbers[path].append(number)
-        if len(numbers[path]) < len(target.leaf.boxes):
-            continue
-        of_box = parts.pop(path)
-        made[path] = target.leaf.make([of_box[box] for box in target.leaf.boxes])
-        if target.is_staged:
-            # Its bytes are in flight until the devices have them.
-            jax.block_until_ready(made[path])
-        for complete in numbers.pop(path):
-            transfer.free(complete)
+    # An error that is raised here would keep the generator, and so its threads.
+    with contextlib.closing(transfer.buffers()) as buffers:
+        for number, elements in buffers:
+            target = leaf_of[number]
+            path = target.leaf.path
+            parts[path][plan.buffers[number].box] = elements
+            numbers[path].append(number)
+            if len(numbers[path]) < len(target.leaf.boxes):
+                continue
+            of_box = parts.pop(path)
+            made[path] = target.leaf.make([of_box[box] for box in target.leaf.boxes])
+            if target.is_staged:
+                # Its bytes are in flight until the devices have them.
+                jax.block_until_ready(made[path])
+            for complete in numbers.pop(path):
+                transfer.free(complete)
     return made

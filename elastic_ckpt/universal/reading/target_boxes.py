@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator
 
 import numpy as np
 
@@ -13,8 +14,10 @@ from elastic_ckpt.universal.reading.transfer import Transfer
 
 def read(
     planned: PlannedReads, *, budget_bytes: int
-) -> Iterator[tuple[str, Box, np.ndarray]]:
+) -> Generator[tuple[str, Box, np.ndarray], None, None]:
     """Yields the boxes of a plan once they are complete, in any order.
+
+    A caller that does not reach the end closes the generator.
 
     Args:
       planned: the plan, whose checksums were compared.
@@ -36,8 +39,9 @@ def read(
         # The bytes of a box count until it was written.
         is_staged=lambda _: True,
     )
-    for number, values in transfer.buffers():
-        buffer = planned.plan.buffers[number]
-        yield buffer.tensor.name, buffer.box, values
-        del values
-        transfer.free(number)
+    with contextlib.closing(transfer.buffers()) as buffers:
+        for number, values in buffers:
+            buffer = planned.plan.buffers[number]
+            yield buffer.tensor.name, buffer.box, values
+            del values
+            transfer.free(number)

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 
@@ -67,10 +67,11 @@ class Transfer:
         self._request_bytes = _request_bytes(plan, self._is_direct, is_local)
         self._new_bytes = self._first_bytes()
 
-    def buffers(self) -> Iterator[tuple[int, np.ndarray]]:
+    def buffers(self) -> Generator[tuple[int, np.ndarray], None, None]:
         """Yields the number and the values of each buffer of a target once complete.
 
-        The caller calls `free` for a buffer once its values are on a device.
+        The caller calls `free` for a buffer once its values are on a device, and
+        closes the generator, which ends the threads, if it does not reach the end.
 
         Raises:
           CheckpointError: if a file cannot be read or ends too early, or values that

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import numpy as np
 from etils import epath
@@ -147,7 +147,7 @@ class Conversion:
 
     def read(
         self, needed: Needed, *, budget_bytes: int = BUDGET_BYTES
-    ) -> Iterator[tuple[str, Box, np.ndarray]]:
+    ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
         """Reads some boxes; see `target_boxes.read`."""
         return target_boxes.read(self.planned(needed), budget_bytes=budget_bytes)
 

@@ -116,8 +116,8 @@ class OrbaxDestination:
         }
         left = {target: of_it for target, of_it in left.items() if of_it}
         writing = _Writing(uploading, progress, _size(share), _size(share, left))
-        with writing:
-            for name, box, values in self._conversion.read(left):
+        with writing, contextlib.closing(self._conversion.read(left)) as read:
+            for name, box, values in read:
                 writing.add(number_of[name], box, values)
         manifest = uploading.finish()
         new = [each for each in _rows(manifest) if (each.leaf, each.box) not in noted]

@@ -278,6 +278,31 @@ def test_a_file_that_is_missing_is_named(files):
         files.read((4,), F32)
 
 
+def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(files, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    moved = []
+    for number, name in enumerate("abcd"):
+        files.add(drawn(100, 10), name=name)
+        moved.append(files.moves(target=name)[number])
+    abstract = {name: jax.ShapeDtypeStruct((100, 10), F32) for name in "abcd"}
+
+    def fail(_):
+        raise ValueError("full")
+
+    leaves = [
+        dataclasses.replace(
+            each, leaf=dataclasses.replace(each.leaf, make=fail), is_staged=True
+        )
+        for each in restored_tree.target_leaves(abstract)
+    ]
+    with pytest.raises(ValueError, match="full") as kept:
+        restored_tree.read_leaves(
+            checkpoint_of(files.tensors), moved, [], leaves, budget_bytes=1
+        )
+    assert kept.tb is not None
+    assert "relayout" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_padding_is_filled_and_typed_keys_and_numbers_are_made(files):
     files.add(np.array([[1, 2], [3, 4]], np.uint32))
     files.add(np.array(7, np.int32))
