@@ -4,35 +4,36 @@ Python's unpickler imports whatever a file names, and allocates memory for whate
 length or memo number a file claims. This decoder has neither problem: it accepts the
 opcodes that Python writes for plain data in protocols 2 to 5, and names from an exact
 table, which stand for values and constructors of the caller. Everything else is an
-error that names the file. A value is bounded: by the bytes of the pickle, by
-`MOST_NODES` once shared parts are counted as often as they are referred to, and by
-`MOST_NESTED`. There are no cycles.
+error that names the file. A value is bounded: by the bytes of the pickle, by the limits
+of `value_size`, and what calls copy of it by `MOST_COPIED_BYTES`. There are no cycles.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from elastic_ckpt.universal.formats import value_size
 from elastic_ckpt.universal.formats.format_error import FormatError
 
-MOST_NODES = 20_000_000
 # So many opcodes take less than 1 GiB and 10 seconds.
 MOST_OPERATIONS = 8_000_000
 # An empty set takes four times as much as another value.
 _MOST_SETS = 100_000
-MOST_NESTED = 200
+# A call takes a few opcodes, and might copy a text or list of any size.
+MOST_COPIED_BYTES = 1 << 28
+_MOST_KEY_PARTS = 100
+# Copies of shapes and of records' attributes, which opcodes limit.
+_SMALL_BYTES = 400
 
 _MARK = object()
 
 
 class Record(dict[str, Any]):
     """The attributes of an object of a class of another program; nothing else of it."""
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,17 @@ def decode(
         # The stack, the memo, or the content ended early.
         raise decoder.error(f"is malformed or cut short ({error})") from None
     if check_size:
-        _check_size(value, file)
+        value_size.check(value, file)
     return value
+
+
+def shown(value: Any) -> str:
+    """A short text of a decoded value, for messages; its parts are not followed."""
+    if isinstance(value, str | bytes):
+        return repr(value[:60])
+    if isinstance(value, int | float | None):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 class _Decoder:
@@ -104,6 +114,7 @@ class _Decoder:
         self.stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._num_sets = 0
+        self._copied_bytes = 0
 
     def error(self, what: str) -> FormatError:
         return FormatError(f"{self._file} {what}, at byte {self._at} of its pickle")
@@ -208,12 +219,21 @@ class _Decoder:
         self.push(tuple(reversed(parts)))
 
     def _hashable(self, key: Any) -> Any:
-        # Python hashes nested tuples by recursion.
-        if isinstance(key, frozenset) or (
-            isinstance(key, tuple)
-            and any(isinstance(part, tuple | frozenset) for part in key)
+        if type(key) is str:
+            return key
+        # Python hashes tuples by recursion and each time anew, and large integers to
+        # few numbers.
+        parts = key if isinstance(key, tuple) else (key,)
+        if (
+            isinstance(key, frozenset)
+            or len(parts) > _MOST_KEY_PARTS
+            or any(isinstance(part, tuple | frozenset) for part in parts)
+            or any(isinstance(part, int) and part.bit_length() > 64 for part in parts)
         ):
-            raise self.error("has a nested tuple as a key, which is not supported")
+            raise self.error(
+                "has a key that is a nested or long tuple, or a number of over 64 bits,"
+                " which is not supported"
+            )
         try:
             hash(key)
         except TypeError as error:
@@ -255,10 +275,13 @@ class _Decoder:
             raise self.error(f"calls a {type(callee).__name__}, which is no function")
         if type(arguments) is not tuple or keywords:
             raise self.error("is malformed (arguments are no tuple)")
+        self._count(*arguments)
         try:
-            self.push(callee.function(*arguments))
+            value = callee.function(*arguments)
         except (TypeError, ValueError, OverflowError) as error:
             raise self.error(f"has an invalid {callee.name} ({error})") from None
+        self._count(value)
+        self.push(value)
 
     def build(self) -> None:
         state, value = self.pop(), self.stack[-1]
@@ -266,7 +289,19 @@ class _Decoder:
             raise self.error("sets attributes of something that has none")
         # Attributes of dicts (`_metadata` of a state dict) are no values.
         if isinstance(value, Record):
+            self._count(state)
             value.update(state if type(state) is dict else {"state": state})
+
+    def _count(self, *copied: Any) -> None:
+        # Without the parts, which are not copied.
+        large = [size for size in map(sys.getsizeof, copied) if size > _SMALL_BYTES]
+        if large:
+            self._copied_bytes += sum(large)
+            if self._copied_bytes > MOST_COPIED_BYTES:
+                raise self.error(
+                    f"has calls that copy more than {MOST_COPIED_BYTES} bytes; it was"
+                    " made to exhaust memory"
+                )
 
     def persistent_id(self) -> None:
         if self._persistent is None:
@@ -282,43 +317,6 @@ class _Decoder:
             raise self.error(
                 f"has pickle protocol {version}, and this program reads 2 to 5"
             )
-
-
-def _check_size(value: Any, file: str) -> None:
-    """Fails if a value nests too deep or in a cycle, or is huge when copied."""
-    # By id: the nodes of a copy, and how deep it nests. None while it is open.
-    sizes: dict[int, tuple[int, int] | None] = {}
-    stack = [value]
-    while stack:
-        node = stack[-1]
-        parts = _parts(node)
-        if id(node) not in sizes:
-            sizes[id(node)] = None
-            for part in parts:
-                if not isinstance(part, _CONTAINERS):
-                    continue
-                if id(part) in sizes and sizes[id(part)] is None:
-                    raise FormatError(f"{file} holds a value that contains itself")
-                stack.append(part)
-            continue
-        stack.pop()
-        if sizes[id(node)] is not None:
-            continue
-        measured = [sizes.get(id(part)) or (1, 0) for part in parts]
-        nodes = 1 + sum(size for size, _ in measured)
-        nested = 1 + max((depth for _, depth in measured), default=0)
-        if nodes > MOST_NODES or nested > MOST_NESTED:
-            raise FormatError(
-                f"{file} holds more than {MOST_NODES} values, or values nested deeper"
-                f" than {MOST_NESTED}; it is no state dict, or made to exhaust memory"
-            )
-        sizes[id(node)] = (nodes, nested)
-
-
-def _parts(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return [*node.keys(), *node.values()]
-    return list(node) if isinstance(node, _CONTAINERS) else []
 
 
 def _long(decoder: _Decoder) -> None:

@@ -47,7 +47,9 @@ def checked_shape(shape: Iterable[object], place: str) -> tuple[int, ...]:
     dims = tuple(shape)
     numbers = [dim for dim in dims if type(dim) is int and dim >= 0]
     if len(numbers) != len(dims) or len(dims) > MOST_DIMS:
-        raise FormatError(f"{place} has the shape {list(dims)[:9]}, which is none")
+        # Parts that are no numbers may be nested.
+        shown = [dim if type(dim) is int else type(dim).__name__ for dim in dims[:9]]
+        raise FormatError(f"{place} has the shape {shown}, which is none")
     if math.prod(filter(None, numbers)) > MOST_ELEMENTS:
         raise FormatError(f"{place} has the shape {list(dims)}, which is too large")
     return tuple(numbers)

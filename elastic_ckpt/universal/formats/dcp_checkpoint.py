@@ -9,21 +9,17 @@ asked for.
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.universal.formats import dcp_metadata, torch_zip
+from elastic_ckpt.universal.formats import dcp_metadata, state_kinds, torch_zip
 from elastic_ckpt.universal.formats.dcp_items import Chunk, ItemFile
 from elastic_ckpt.universal.formats.dcp_metadata import Item, Metadata
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
-
-KINDS = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
-_STATE = re.compile(r"(?:.*\.)?state\.(.+)\.([^.]+)", re.DOTALL)
 
 
 def is_format(names: Collection[str]) -> bool:
@@ -127,8 +123,7 @@ class _StateNames:
         """See `StoredTensor.kind`."""
         if name not in self._states:
             return "parameter"
-        state = self._states[name][1]
-        return KINDS.get(state, state)
+        return state_kinds.kind_of(self._states[name][1])
 
     def _state(self, name: str) -> tuple[str, str] | None:
         # The name of the parameter in its model, and that of the state.
@@ -137,8 +132,12 @@ class _StateNames:
             if len(keys) < 3 or keys[-3] != "state":
                 return None
             return str(keys[-2]), str(keys[-1])
-        parts = _STATE.fullmatch(name)
-        return None if parts is None else (parts[1], parts[2])
+        before, _, state = name.rpartition(".")
+        parts = before.split(".")
+        for at in reversed(range(len(parts) - 1)):
+            if state and parts[at] == "state" and parts[at + 1 :] != [""]:
+                return ".".join(parts[at + 1 :]), state
+        return None
 
 
 class _Values(Mapping[str, Any]):

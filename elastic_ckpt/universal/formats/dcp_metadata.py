@@ -8,7 +8,6 @@ tensor.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,15 +19,16 @@ from elastic_ckpt.universal.formats import (
     bounded_file,
     closed_pickle,
     coverage,
+    file_names,
+    inert_names,
     torch_names,
     torch_tensor,
 )
-from elastic_ckpt.universal.formats.closed_pickle import Call, Record, record
+from elastic_ckpt.universal.formats.closed_pickle import Call, Record, record, shown
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_zip import MOST_PICKLE_BYTES
 
 FILE = ".metadata"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _MODULE = "torch.distributed.checkpoint.metadata"
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -118,16 +118,13 @@ def _most_operations(directory: epath.Path) -> int:
 
 def _metadata(value: Any, path: str) -> Metadata:
     entries, stored = value["state_dict_metadata"], value["storage_data"]
-    items = {
-        (index["fqn"], index.get("offset")): _item(info, path)
-        for index, info in stored.items()
-    }
+    items = {_key(index, path): _item(info, path) for index, info in stored.items()}
     used = 0
     tensors: dict[str, Tensor] = {}
     values: dict[str, Item] = {}
     for name, entry in entries.items():
         if not isinstance(name, str):
-            raise TypeError(f"the name {name!r} is no text")
+            raise TypeError(f"the name {shown(name)} is no text")
         if "chunks" not in entry:
             values[name] = items[name, None]
             continue
@@ -137,12 +134,25 @@ def _metadata(value: Any, path: str) -> Metadata:
         tensors[name] = _tensor(name, entry, items, path)
     paths = value.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
+    # Other keys may be nested, and are no names.
     keys = {
         name: keys
         for name, keys in paths.items()
-        if isinstance(name, str) and isinstance(keys, tuple)
+        if isinstance(name, str)
+        and isinstance(keys, tuple)
+        and all(isinstance(key, str | int) for key in keys)
     }
     return Metadata(tensors=tensors, values=values, paths=keys)
+
+
+def _key(index: Mapping[str, Any], path: str) -> tuple[str, tuple[int, ...] | None]:
+    # Checked before it is hashed, which takes long for tuples of tuples.
+    name, offset = index["fqn"], index.get("offset")
+    if not isinstance(name, str):
+        raise TypeError(f"the name {shown(name)} is no text")
+    if offset is not None:
+        offset = coverage.checked_shape(offset, f"{path}: {name}")
+    return name, offset
 
 
 def _item(info: Mapping[str, Any], path: str) -> Item:
@@ -150,12 +160,16 @@ def _item(info: Mapping[str, Any], path: str) -> Item:
     if info.get("transform_descriptors"):
         raise FormatError(
             f"{path} lists items that are compressed"
-            f" ({str(info['transform_descriptors'])[:60]}); save without extensions"
+            f" ({shown(info['transform_descriptors'])}); save without extensions"
         )
-    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
-        raise FormatError(f"{path} lists the file {name!r}, which is not beside it")
+    if not file_names.is_plain(name):
+        raise FormatError(
+            f"{path} lists the file {shown(name)}, which is not beside it"
+        )
     if type(offset) is not int or type(size) is not int or min(offset, size) < 0:
-        raise FormatError(f"{path} lists {size!r} bytes from {offset!r} of {name}")
+        raise FormatError(
+            f"{path} lists {shown(size)} bytes from {shown(offset)} of {name}"
+        )
     return Item(name, offset, size)
 
 
@@ -164,13 +178,17 @@ def _tensor(
 ) -> Tensor:
     dtype, layout = entry["properties"]["state"][:2]
     if not isinstance(dtype, np.dtype) or layout != "torch.strided":
-        raise FormatError(f"{path} has {name} of the unsupported layout {layout!r}")
+        raise FormatError(
+            f"{path} has {name} of the unsupported layout {shown(layout)}"
+        )
     place = f"{path}: {name}"
     shape = coverage.checked_shape(entry["size"], place)
     chunks = []
     for chunk in entry["chunks"]:
-        start, sizes = chunk["offsets"], chunk["sizes"]
-        if type(start) is not tuple or not len(start) == len(sizes) == len(shape):
+        start, sizes = (
+            coverage.checked_shape(chunk[key], place) for key in ("offsets", "sizes")
+        )
+        if not len(start) == len(sizes) == len(shape):
             raise FormatError(f"{place} has a chunk of {len(sizes)} dims")
         stop = tuple(a + b for a, b in zip(start, sizes, strict=True))
         item = items.get((name, start))
@@ -189,10 +207,6 @@ def _layout(name: Any) -> str:
 
 def _number(value: Any) -> Any:
     return value
-
-
-def _path(*parts: Any) -> str:
-    return "/".join(map(str, parts))
 
 
 _RECORDS = (
@@ -223,7 +237,7 @@ _NAMES: dict[str, Any] = {
     f"{_MODULE} MetadataIndex": Call("MetadataIndex", lambda *_: _Index()),
     "torch.distributed.checkpoint.planner WriteItemType": Call("kind", _number),
     "torch.serialization _get_layout": Call("layout", _layout),
-    "pathlib PosixPath": Call("pathlib.PosixPath", _path),
+    "pathlib PosixPath": inert_names.NAMES["pathlib PosixPath"],
     "torch Size": torch_names.NAMES["torch Size"],
     **{f"torch {name}": dtype for name, dtype in torch_tensor.DTYPES.items()},
 }

@@ -67,8 +67,12 @@ def _stage(files: Files) -> int:
 def _values(files: Files) -> dict[str, Any]:
     values = deepspeed_files.model_values(files.models[0])
     if files.optimizers:
-        states = files.optimizers[0, 0].at("optimizer_state_dict")
-        flat = plain_values.flatten(states, without=("param_slice_mappings",))
+        file = files.optimizers[0, 0]
+        flat = plain_values.flatten(
+            file.at("optimizer_state_dict"),
+            file=file.path,
+            without=("param_slice_mappings",),
+        )
         values |= {f"optimizer/{path}": value for path, value in flat.items()}
     return values
 

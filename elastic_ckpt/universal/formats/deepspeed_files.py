@@ -94,7 +94,7 @@ def folder_of(path: epath.PathLike, latest: str = LATEST) -> epath.Path:
 
 def model_values(model: TorchFile) -> dict[str, Any]:
     """The numbers and texts in the file of a model, see `Checkpoint.values`."""
-    values = plain_values.flatten(model.value, without=_STRUCTURE)
+    values = plain_values.flatten(model.value, file=model.path, without=_STRUCTURE)
     info = model.at(INFO)
     if isinstance(info, dict):
         values[INFO] = plain_values.plain(info)

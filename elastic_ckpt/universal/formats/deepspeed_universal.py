@@ -77,7 +77,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         if key in ("fp32", "step"):
             values |= {
                 f"parameters/{name}/{path}": value
-                for path, value in plain_values.flatten(stated).items()
+                for path, value in plain_values.flatten(stated, file=file.path).items()
             }
     if not tensors:
         raise FormatError(f"{folder / _FOLDER} has no directories of parameters")

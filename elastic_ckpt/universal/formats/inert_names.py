@@ -17,7 +17,10 @@ def _number(name: str) -> Call:
 
 
 def _path(*parts: object) -> str:
-    return "/".join(map(str, parts))
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) != len(parts):
+        raise ValueError("its parts are no texts")
+    return "/".join(texts)
 
 
 _RECORDS = (

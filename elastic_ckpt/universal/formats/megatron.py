@@ -24,7 +24,6 @@ from elastic_ckpt.universal.formats import (
     state_kinds,
     torch_file,
     torch_zip,
-    zero_states,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
@@ -63,7 +62,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         opened,
         format="Megatron torch_dist",
         tensors=[*tensors, *_of_common(common)],
-        values=plain_values.flatten(common.value),
+        values=plain_values.flatten(common.value, file=common.path),
         verify=verify,
     )
 

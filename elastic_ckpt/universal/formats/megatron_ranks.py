@@ -144,4 +144,4 @@ def _weights(
 
 def _values(file: TorchFile) -> dict[str, Any]:
     weights = [key for key in file.dict_at() if _CHUNK.fullmatch(str(key))]
-    return plain_values.flatten(file.value, without=weights)
+    return plain_values.flatten(file.value, file=file.path, without=weights)

@@ -7,22 +7,33 @@ from typing import Any
 
 import numpy as np
 
+from elastic_ckpt.universal.formats.format_error import FormatError
+
+# Shared parts are repeated, and each value has the keys that lead to it.
+MOST_BYTES = 1 << 28
+# A value takes so many beside its path.
+_VALUE_BYTES = 150
+
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
-def flatten(value: Any, *, without: Collection[str] = ()) -> dict[str, Any]:
+def flatten(value: Any, *, file: str, without: Collection[str] = ()) -> dict[str, Any]:
     """Numbers and texts by path, `args/lr`; lists of them are one value.
 
     Args:
       value: dicts and lists, with anything in them; tensors are left out.
+      file: that holds them, for messages.
       without: keys of the outermost dict that are left out.
+
+    Raises:
+      FormatError: if they take too much memory.
     """
     kept = value
     if isinstance(value, dict):
         kept = {key: each for key, each in value.items() if key not in without}
-    flat: dict[str, Any] = {}
-    _add(kept, "", flat)
-    return flat
+    flat = _Flat(file)
+    flat.add(kept, "")
+    return flat.values
 
 
 def plain(value: Any) -> Any:
@@ -36,17 +47,35 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, _PLAIN) else None
 
 
-def _add(value: Any, path: str, flat: dict[str, Any]) -> None:
-    if isinstance(value, np.dtype):
-        flat[path] = value.name
-    elif isinstance(value, _PLAIN):
-        flat[path] = value
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            _add(each, f"{path}/{key}" if path else str(key), flat)
-    elif isinstance(value, list | tuple):
-        if all(isinstance(each, _PLAIN) for each in value):
-            flat[path] = list(value)
-        else:
-            for number, each in enumerate(value):
-                _add(each, f"{path}/{number}" if path else str(number), flat)
+class _Flat:
+    """Values by path, while they are collected."""
+
+    def __init__(self, file: str) -> None:
+        self.values: dict[str, Any] = {}
+        self._file = file
+        self._left_bytes = MOST_BYTES
+
+    def add(self, value: Any, path: str) -> None:
+        if isinstance(value, np.dtype):
+            self._put(path, value.name)
+        elif isinstance(value, _PLAIN):
+            self._put(path, value)
+        elif isinstance(value, dict):
+            for key, each in value.items():
+                self.add(each, f"{path}/{key}" if path else str(key))
+        elif isinstance(value, list | tuple):
+            if all(isinstance(each, _PLAIN) for each in value):
+                self._left_bytes -= 8 * len(value)
+                self._put(path, list(value))
+            else:
+                for number, each in enumerate(value):
+                    self.add(each, f"{path}/{number}" if path else str(number))
+
+    def _put(self, path: str, value: Any) -> None:
+        self._left_bytes -= len(path) + _VALUE_BYTES
+        if self._left_bytes < 0:
+            raise FormatError(
+                f"{self._file} has values that take over {MOST_BYTES} bytes; it was"
+                " made to exhaust memory"
+            )
+        self.values[path] = value

@@ -76,6 +76,7 @@ class Parts:
     entries: dict
     stored: list
     items: list
+    paths: dict = dataclasses.field(default_factory=dict)
 
     def write(self, directory, content=None):
         """Writes the files into a new directory."""
@@ -83,7 +84,7 @@ class Parts:
         (directory / FILE).write_bytes(b"".join(self.items))
         state = {
             "state_dict_metadata": self.entries,
-            "planner_data": {},
+            "planner_data": self.paths,
             "storage_data": {index(*key): info(*place) for key, place in self.stored},
         }
         made = torch_files.pickled(Object(MODULE, "Metadata", state))

@@ -142,6 +142,38 @@ def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, m
     refused(parts.write(tmp_path / "x"), match)
 
 
+def nested(value, times=60):
+    """A value of itself, twice, again and again; a copy would fill memory."""
+    for _ in range(times):
+        value = type(value)((value, value))
+    return value
+
+
+NESTED = nested([])
+
+
+@pytest.mark.parametrize("key", ["offsets", "sizes"])
+def test_a_shape_of_shapes_is_refused_before_it_is_compared(tmp_path, key):
+    parts = dcp_files.parts()
+    chunks = parts.entries["w"].parts[2]["chunks"]
+    chunks[0].parts[2][key] = nested(())
+    refused(parts.write(tmp_path / "x"), r"w has the shape \['tuple', 'tuple'\]")
+
+
+def test_keys_of_keys_are_no_names(tmp_path):
+    parts = dcp_files.parts()
+    parts.paths["w"] = (nested(()),)
+    (tensor,) = used(parts.write(tmp_path / "x")).tensors
+    assert tensor.name == "w"
+
+
+def test_an_index_of_shapes_is_refused_before_it_is_compared(tmp_path, monkeypatch):
+    index = dcp_files.index("w", None)
+    index.parts[2]["offset"] = nested(())
+    monkeypatch.setattr(dcp_files, "index", lambda *_: index)
+    refused(dcp_files.parts().write(tmp_path / "x"), r"w has the shape \['tuple'")
+
+
 @pytest.mark.parametrize(
     ("place", "match"),
     [
@@ -155,6 +187,8 @@ def test_chunks_that_do_not_make_a_tensor_are_refused(tmp_path, shape, chunks, m
         ((FILE, -1, 9), "lists 9 bytes from -1"),
         ((FILE, 0.5, 9), "lists 9 bytes from 0.5"),
         (([FILE], 0, 9), "which is not beside it"),
+        ((NESTED, 0, 9), "a list, which is not beside it"),
+        ((FILE, 0, NESTED), "lists a list bytes from 0"),
     ],
 )
 def test_items_outside_of_their_file_are_refused(tmp_path, place, match):
