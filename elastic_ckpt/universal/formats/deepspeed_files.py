@@ -145,6 +145,11 @@ def _matching(
             groups = tuple(
                 default if part is None else int(part[:9]) for part in match.groups()
             )
+            if groups in matching:
+                raise FormatError(
+                    f"{paths[name]} and {matching[groups].name} are of the same rank;"
+                    " remove that of another save"
+                )
             matching[groups] = paths[name]
     return matching
 

@@ -50,6 +50,11 @@ def states(
     masters = [
         optimizer[key] for key in _MASTERS if isinstance(optimizer.get(key), list)
     ]
+    if masters and len(masters[0]) != len(groups):
+        raise file.error(
+            f"has float32 parameters of {len(masters[0])} groups, and {len(groups)}"
+            " groups of parameters"
+        )
     for numbers, group in zip(groups, *masters[:1], strict=True) if masters else ():
         tensors = group if isinstance(group, list) else [group]
         if len(tensors) != len(numbers):

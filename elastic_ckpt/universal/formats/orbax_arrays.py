@@ -123,9 +123,12 @@ def open_store(directory: epath.Path, fields: Mapping[str, Any]) -> ArrayStore:
 
 
 def _dtype(name: str, place: str) -> np.dtype:
-    if _PLAIN_TYPE.fullmatch(name):
-        return np.dtype(name).newbyteorder("=")
     try:
-        return ts.dtype(name).numpy_dtype
+        if _PLAIN_TYPE.fullmatch(name):
+            return np.dtype(name).newbyteorder("=")
+        dtype = ts.dtype(name).numpy_dtype
+        if dtype.hasobject:
+            raise TypeError("texts and JSON are no numbers")
+        return dtype
     except (TypeError, ValueError):
         raise FormatError(f"{place} is of the unsupported type {name[:40]!r}") from None

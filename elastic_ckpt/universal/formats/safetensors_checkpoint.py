@@ -178,7 +178,9 @@ def _starts(header: Header, file: str) -> dict[str, tuple[int, ...]]:
     place = f"{_SHARDING} in the header of {file}"
     encoded = header.metadata.get(_SHARDING, json.dumps({}))
     starts = {}
-    for name, fields in bounded_json.parse(encoded.encode(), place).items():
+    for name, fields in bounded_json.parse(
+        encoded.encode(errors="surrogatepass"), place
+    ).items():
         offsets = fields.get("saved_offsets") if isinstance(fields, dict) else None
         if not isinstance(offsets, list):
             raise FormatError(f"{place} has no saved_offsets of {name}")

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import bounded_json
+from elastic_ckpt.universal.formats import bounded_json, coverage
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_HEADER_BYTES = 100 << 20
@@ -144,7 +144,10 @@ def _header(file: IO[bytes], path: str) -> Header:
     metadata = fields.pop("__metadata__", None) or {}
     try:
         texts = {key: str(text) for key, text in metadata.items()}
-        spans = {name: _span(field, 8 + size) for name, field in fields.items()}
+        spans = {
+            name: _span(field, 8 + size, f"{path}: {name}")
+            for name, field in fields.items()
+        }
     except (AttributeError, ValueError, TypeError, KeyError) as error:
         raise FormatError(
             f"{path} has a header that is no safetensors header: {error!r}"
@@ -163,11 +166,12 @@ def _header(file: IO[bytes], path: str) -> Header:
     return Header(spans=spans, metadata=texts)
 
 
-def _span(field: dict[str, Any], begin: int) -> Span:
-    dtype, shape = _DTYPES[field["dtype"]], field["shape"]
+def _span(field: dict[str, Any], begin: int, place: str) -> Span:
+    dtype = _DTYPES[field["dtype"]]
+    shape = coverage.checked_shape(field["shape"], place)
     start, stop = field["data_offsets"]
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (*shape, start, stop)):
-        raise ValueError("a dim or an offset is no number from 0 up")
-    if len(shape) > 64 or math.prod(shape) * dtype.itemsize != stop - start:
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in (start, stop)):
+        raise ValueError("an offset is no number from 0 up")
+    if math.prod(shape) * dtype.itemsize != stop - start:
         raise ValueError(f"a tensor of shape {shape} has {stop - start} bytes")
-    return Span(dtype=dtype, shape=tuple(shape), start=begin + start, stop=begin + stop)
+    return Span(dtype=dtype, shape=shape, start=begin + start, stop=begin + stop)

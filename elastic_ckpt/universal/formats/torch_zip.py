@@ -27,6 +27,8 @@ MOST_PICKLE_BYTES = 256 << 20
 
 # torch.save writes 3; later numbers are TorchScript's.
 _VERSIONS = range(1, 11)
+# The version and the byte order are short.
+_MOST_TEXT_BYTES = 100
 # Bytes of tensors, over those of their file: a few may share a storage.
 _MOST_SHARING = 4
 
@@ -78,20 +80,29 @@ class TorchZip:
             raise FormatError(f"{path} has no data.pkl; it is no file of torch.save")
         prefix = pickles[0].removesuffix("data.pkl")
         if prefix + "version" in names:
-            version = self._zip.read(prefix + "version").strip()
+            version = self._short(prefix + "version").strip()
             if not version.isdigit() or int(version[:9]) not in _VERSIONS:
                 raise FormatError(
                     f"{path} has version {version[:20]!r}, and this program reads"
                     f" {_VERSIONS[0]} to {_VERSIONS[-1]}; save it with an older torch"
                 )
         if prefix + "byteorder" in names:
-            order = self._zip.read(prefix + "byteorder")
+            order = self._short(prefix + "byteorder")
             if order != b"little":
                 raise FormatError(
                     f"{path} has the byte order {order[:20]!r}; only little is read:"
                     " save it anew on a little-endian machine"
                 )
         return prefix
+
+    def _short(self, name: str) -> bytes:
+        size = self._zip.size(name) or 0
+        if size > _MOST_TEXT_BYTES:
+            raise FormatError(
+                f"{self._zip.path} has {size} bytes in {name}, and at most"
+                f" {_MOST_TEXT_BYTES} are read"
+            )
+        return self._zip.read(name)
 
     def _decoded(self) -> Any:
         size = self._zip.size(self._prefix + "data.pkl") or 0

@@ -8,6 +8,7 @@ experts are spread over fewer ranks: those of the same expert-parallel rank.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -135,6 +136,7 @@ def _listed(held: Sequence[TorchFile], group: int, shapes: Shapes) -> _Collected
     for dp, file in enumerate(held):
         flats = _flat_tensors(file, group)
         expert_rank = _expert_rank(file, group, dp, len(held))
+        experts = _experts(shapes) if expert_rank else {}
         mappings = file.list_at(_STATE, "param_slice_mappings")
         if group >= len(mappings) or not isinstance(mappings[group], dict):
             raise file.error(f"has no mapping of the parameters of group {group}")
@@ -142,7 +144,7 @@ def _listed(held: Sequence[TorchFile], group: int, shapes: Shapes) -> _Collected
             if name not in shapes:
                 raise file.error(f"has {name}, which param_shapes do not have")
             start, numel = _address(file, name, address)
-            known = _global_name(name, shapes, expert_rank)
+            known = _global_name(name, experts, expert_rank)
             listed.add(name)
             for key, flat in flats.items():
                 part = Range(file=file, flat=flat, start=start, numel=numel)
@@ -217,13 +219,18 @@ def _expert_rank(file: TorchFile, group: int, dp: int, ranks: int) -> int:
     return dp % (ranks // count)
 
 
-def _global_name(name: str, shapes: Shapes, expert_rank: int) -> str:
+def _experts(shapes: Shapes) -> Mapping[tuple[str, str], int]:
+    # The number of experts of a rank, by the texts around their numbers.
+    matches = filter(None, map(_EXPERT.fullmatch, shapes))
+    return collections.Counter((match[1], match[3]) for match in matches)
+
+
+def _global_name(
+    name: str, experts: Mapping[tuple[str, str], int], expert_rank: int
+) -> str:
     # Files of optimizers number experts within a rank, those of models through all.
     match = _EXPERT.fullmatch(name)
     if not match or not expert_rank:
         return name
     before, number, after = match.groups()
-    count = 0
-    while f"{before}{count}{after}" in shapes:
-        count += 1
-    return f"{before}{int(number) + expert_rank * count}{after}"
+    return f"{before}{int(number) + expert_rank * experts[before, after]}{after}"

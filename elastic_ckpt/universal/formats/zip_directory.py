@@ -125,11 +125,13 @@ class Zip:
 
     def _content(self, read: Read, offset: int, name: bytes) -> int:
         # The first byte of an entry's content, which a header is before.
-        header = read(self.begin + offset, _LOCAL.size + len(name))
-        if len(header) == _LOCAL.size + len(name) and offset < self.size:
+        size = _LOCAL.size + len(name)
+        header = read(self.begin + offset, size) if offset < self.size else b""
+        if len(header) == size:
             magic, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
-            if magic == b"PK\x03\x04" and header[_LOCAL.size :] == name[:name_bytes]:
-                return self.begin + offset + len(header) + extra_bytes
+            is_name = name_bytes == len(name) and header[_LOCAL.size :] == name
+            if magic == b"PK\x03\x04" and is_name:
+                return self.begin + offset + size + extra_bytes
         text = name.decode("utf-8", "backslashreplace")
         raise FormatError(f"{self} has no entry where {text} should be")
 

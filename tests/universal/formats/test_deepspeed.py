@@ -188,13 +188,13 @@ def test_what_a_universal_file_states_of_its_parameter_is_a_value(samples):
     assert values["universal_checkpoint_info"]["original_vocab_size"] == kv.VOCAB
 
 
-def numbered(folder, groups):
+def numbered(folder, groups, **optimizer):
     state = {number: {"exp_avg": torch_files.tensor()} for number in (0, 1)}
     param_groups = [{"params": group} for group in groups]
     first, second = torch_files.tensor(), torch_files.tensor(key="1")
     value = {
         "module": {"a": first, "b": second, "tied to a": first},
-        "optimizer": {"state": state, "param_groups": param_groups},
+        "optimizer": {"state": state, "param_groups": param_groups, **optimizer},
     }
     entries = {f"data/{key}": bytes(16) for key in "01"}
     path = folder / "mp_rank_00_model_states.pt"
@@ -206,6 +206,18 @@ def numbered(folder, groups):
 def test_numbered_states_are_named_only_if_their_order_is_certain(tmp_path):
     assert numbered(tmp_path, [[0, 1]]) == ["a", "b"]
     assert numbered(tmp_path, [[0], [1]]) == ["optimizer/0", "optimizer/1"]
+
+
+def test_groups_of_float32_parameters_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(FormatError, match="parameters of 0 groups, and 1 groups"):
+        numbered(tmp_path, [[0, 1]], fp32_groups=[])
+
+
+def test_files_of_two_saves_are_refused(copied):
+    folder = copied("zero1_dp2")
+    shutil.copy(folder / FLAT, folder / FLAT.removeprefix("bf16_"))
+    with pytest.raises(FormatError, match=f"and {FLAT} are of the same rank"):
+        deepspeed.open_checkpoint(folder)
 
 
 def by_hand(folder, *, mapping=None, shape=(2, 2), flat=None, counts=(1,)):

@@ -122,6 +122,8 @@ def test_lists_of_arrays_that_do_not_fit_are_refused(tmp_path, entry, match):
         ({"shape": 3}, "w has no shape or type"),
         ({"dtype": "O"}, "w is of the unsupported type 'O'"),
         ({"dtype": "V8"}, "w is of the unsupported type 'V8'"),
+        ({"dtype": "<i3"}, "w is of the unsupported type '<i3'"),
+        ({"dtype": "string"}, "w is of the unsupported type 'string'"),
         ({"dtype": ["a"]}, "w has no shape or type"),
     ],
 )

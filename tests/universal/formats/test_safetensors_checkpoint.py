@@ -131,6 +131,12 @@ def test_shards_that_do_not_make_a_tensor_are_refused(tmp_path, starts, shapes, 
         opening.open_checkpoint(tmp_path)
 
 
+def test_places_of_shards_that_are_no_text_are_refused(tmp_path):
+    written(tmp_path / "x.safetensors", {"w": array(2)}, DCP_SHARDING_INFO="\ud800")
+    with pytest.raises(FormatError, match="is no valid JSON"):
+        opening.open_checkpoint(tmp_path)
+
+
 def test_several_indices_need_a_choice(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")

@@ -40,7 +40,9 @@ def test_all_tensors_or_those_asked_for_are_read():
     ("fields", "match"),
     [
         ({"w": field(shape=(2, 3))}, "has 16 bytes"),
-        ({"w": field(shape=(-2, -2))}, "no number from 0 up"),
+        ({"w": field(shape=(-2, -2))}, "which is none"),
+        ({"w": field(shape=(0, 1 << 62), offsets=(0, 0))}, "too large"),
+        ({"w": field(offsets=(-16, 0))}, "no number from 0 up"),
         ({"w": field(offsets=(0, 17))}, "has 17 bytes"),
         ({"w": field(shape=(2,), offsets=(0, 8))}, "its header describes 8"),
         ({"w": field(shape=(2,), offsets=(8, 16))}, "gap or an overlap before w"),

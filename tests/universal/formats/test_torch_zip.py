@@ -24,6 +24,26 @@ VALUES = np.load(GOLDEN / "values.npz")
 NESTED = torch_files.with_attributes(torch_files.tensor())
 
 
+def test_a_header_far_behind_the_end_is_refused(tmp_path):
+    local = struct.pack("<4s22xHH", b"PK\x03\x04", 1, 0) + b"x"
+    fields = (*(b"PK\x01\x02", 0, 0), *(0, 0, 0), *(1, 12, 0), 0xFFFFFFFF)
+    entry = struct.pack("<4s4xHH4xIIIHHH8xI", *fields) + b"x"
+    entry += struct.pack("<HHQ", 1, 8, 2**64 - 1)
+    sizes = (1, 1, len(entry), len(local), 0)
+    path = tmp_path / "x.pt"
+    path.write_bytes(local + entry + struct.pack("<4s4xHHIIH", b"PK\x05\x06", *sizes))
+    with pytest.raises(FormatError, match=r"x\.pt has no entry where x should be"):
+        torch_zip.TorchZip(path)
+
+
+def test_a_version_that_is_a_long_text_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", torch_files.pickled(1))
+        archive.writestr("archive/version", "3" + " " * 1000)
+    with pytest.raises(FormatError, match="1001 bytes in archive/version"):
+        torch_zip.read(tmp_path / "x.pt")
+
+
 def test_tensors_of_every_type_are_read_bit_equal():
     content = torch_zip.read(GOLDEN / "types.pt")
     tensors = content["tensors"]
