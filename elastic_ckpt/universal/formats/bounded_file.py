@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from etils import epath
 
+from elastic_ckpt.universal.formats import source_file
 from elastic_ckpt.universal.formats.format_error import FormatError
+
+# The most of a file that has the name of another.
+MOST_NAME_BYTES = 1000
 
 
 def read(path: epath.PathLike, *, most_bytes: int) -> bytes:
@@ -17,14 +21,11 @@ def read(path: epath.PathLike, *, most_bytes: int) -> bytes:
     Raises:
       FormatError: if the file is missing, or larger.
     """
-    try:
-        with epath.Path(path).open("rb") as file:
-            num_bytes = file.seek(0, 2)
-            if num_bytes > most_bytes:
-                raise FormatError(
-                    f"{path} has {num_bytes} bytes, and at most {most_bytes} are read"
-                )
-            file.seek(0)
-            return file.read(num_bytes)
-    except (FileNotFoundError, IsADirectoryError):
-        raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
+    with source_file.opened(path) as file:
+        num_bytes = file.seek(0, 2)
+        if num_bytes > most_bytes:
+            raise FormatError(
+                f"{path} has {num_bytes} bytes, and at most {most_bytes} are read"
+            )
+        file.seek(0)
+        return file.read(num_bytes)

@@ -16,7 +16,12 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import file_names, plain_values, torch_file
+from elastic_ckpt.universal.formats import (
+    bounded_file,
+    file_names,
+    plain_values,
+    torch_file,
+)
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
@@ -84,7 +89,8 @@ def folder_of(path: epath.PathLike, latest: str = LATEST) -> epath.Path:
     pointer = folder / latest
     if not pointer.exists():
         return folder
-    tag = pointer.read_bytes()[:200].decode("utf-8", "replace").strip()
+    content = bounded_file.read(pointer, most_bytes=bounded_file.MOST_NAME_BYTES)
+    tag = content.decode("utf-8", "replace").strip()
     if not file_names.is_plain(tag):
         raise FormatError(f"{pointer} names {tag!r}, which is no directory beside it")
     if not (folder / tag).exists():

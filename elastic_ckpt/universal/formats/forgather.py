@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,12 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import file_names, safetensors_file, torch_zip
+from elastic_ckpt.universal.formats import (
+    bounded_json,
+    file_names,
+    safetensors_file,
+    torch_zip,
+)
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 if TYPE_CHECKING:
@@ -111,7 +115,7 @@ class Checkpoint:
             if not files and not any(name in names for name in (*_INDEXES, *_SINGLE)):
                 raise FormatError(f"{path} has no file of a checkpoint of Forgather")
             return cls(path=directory, world_size=None, components=_inferred(files))
-        fields = _json(directory / MANIFEST)
+        fields = bounded_json.read(directory / MANIFEST)
         try:
             world_size = fields["world_size"]
             listed = [
@@ -232,7 +236,7 @@ class Checkpoint:
         return self.components[key]
 
     def _sharded_weights(self, index: epath.Path) -> dict[str, np.ndarray]:
-        weight_map = _json(index).get("weight_map")
+        weight_map = bounded_json.read(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise FormatError(f"{index} has no weight_map")
         shards: dict[str, list[str]] = {}
@@ -264,16 +268,6 @@ def _weights_of(path: epath.Path) -> dict[str, np.ndarray]:
     ):
         raise FormatError(f"{path} is no state dict of weights")
     return held
-
-
-def _json(path: epath.Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is no JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise FormatError(f"{path} is no JSON object")
-    return fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Collection
 from etils import epath
 
 from elastic_ckpt.universal.formats import (
+    bounded_file,
     dcp_checkpoint,
     megatron_ranks,
     plain_values,
@@ -75,7 +76,8 @@ def _folder(path: epath.Path) -> epath.Path:
     pointer = path / LATEST
     if not pointer.exists():
         return path
-    text = pointer.read_bytes()[:40].decode("utf-8", "replace").strip()
+    content = bounded_file.read(pointer, most_bytes=bounded_file.MOST_NAME_BYTES)
+    text = content.decode("utf-8", "replace").strip()
     is_number = text.isascii() and text.isdecimal()
     folder = path / (f"iter_{int(text):07d}" if is_number else text)
     if not (is_number or text == "release") or not folder.exists():

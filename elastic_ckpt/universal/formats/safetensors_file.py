@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.universal.formats import bounded_json, coverage
+from elastic_ckpt.universal.formats import bounded_json, coverage, source_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_HEADER_BYTES = 100 << 20
@@ -94,7 +94,7 @@ def read_header(path: epath.PathLike) -> Header:
     Raises:
       FormatError: if it is no such file, or is cut short.
     """
-    with _opened(path) as file:
+    with source_file.opened(path) as file:
         return _header(file, str(path))
 
 
@@ -110,7 +110,7 @@ def read(
     Raises:
       FormatError: if it is no such file, is cut short, or lacks one of the names.
     """
-    with _opened(path) as file:
+    with source_file.opened(path) as file:
         spans = _header(file, str(path)).spans
         chosen = spans.keys() if names is None else list(names)
         arrays = {}
@@ -122,13 +122,6 @@ def read(
             content = bytearray(file.read(span.stop - span.start))
             arrays[name] = np.frombuffer(content, span.dtype).reshape(span.shape)
         return arrays
-
-
-def _opened(path: epath.PathLike) -> IO[bytes]:
-    try:
-        return epath.Path(path).open("rb")
-    except (FileNotFoundError, IsADirectoryError):
-        raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
 
 
 def _header(file: IO[bytes], path: str) -> Header:

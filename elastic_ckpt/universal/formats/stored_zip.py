@@ -12,6 +12,7 @@ from typing import IO
 
 from etils import epath
 
+from elastic_ckpt.universal.formats import source_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.zip_directory import Entry, Zip
 
@@ -42,7 +43,7 @@ class StoredZip:
         span: tuple[int, int] | None = None,
     ) -> None:
         self.path = str(path)
-        self._file: IO[bytes] = epath.Path(path).open("rb")
+        self._file: IO[bytes] = source_file.opened(path)
         self._verified: set[str] = set()
         try:
             self.num_bytes = self._file.seek(0, 2)

@@ -60,6 +60,22 @@ def test_the_checkpoint_that_is_harmed_here_is_a_good_one(tmp_path):
     assert values_of(tensor).tolist() == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "mp_rank_00_model_states.pt", "latest", ".metadata"]
+)
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FormatError, match=f"{name} is no regular file"):
+        opening.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_checkpointed_iteration.txt"])
+def test_a_long_name_of_the_latest_step_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("1" + " " * 2000)
+    with pytest.raises(FormatError, match=f"{name} has 2001 bytes, and at most"):
+        opening.open_checkpoint(tmp_path)
+
+
 class Attack:
     """Runs a command when Python unpickles it."""
 
