@@ -63,7 +63,11 @@ class Image:
     @functools.cached_property
     def distinct(self) -> bool:
         """Whether no element is filled twice."""
-        return all((np.diff(self.indices(dim)) > 0).all() for dim in set(self.dims))
+        # Mostly the steps show it; a dim may have more indices than memory has room.
+        return all(
+            self._ascends(dim) or bool((np.diff(self.indices(dim)) > 0).all())
+            for dim in set(self.dims)
+        )
 
     def lengths(self, rank: int) -> list[int] | None:
         """The lengths of the box that the elements are, by dim; None if they are none.
@@ -73,11 +77,29 @@ class Image:
         """
         lengths = []
         for dim in range(rank):
-            indices = self.indices(dim)
-            if (np.diff(indices) != 1).any():
-                return None
-            lengths.append(len(indices))
+            length = 1
+            # Sums of multiples are an interval only if each step is the length of the
+            # interval below it.
+            for step, size in self._factors(dim):
+                if step != length:
+                    return None
+                length *= size
+            lengths.append(length)
         return lengths
+
+    def _factors(self, dim: int) -> list[tuple[int, int]]:
+        # The steps and sizes along a dim, ascending.
+        factors = zip(self.steps, self.sizes, self.dims, strict=True)
+        return sorted((step, size) for step, size, of_dim in factors if of_dim == dim)
+
+    def _ascends(self, dim: int) -> bool:
+        # Whether each step is beyond all indices of the steps below it.
+        last = 0
+        for step, size in self._factors(dim):
+            if step <= last:
+                return False
+            last += step * (size - 1)
+        return True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
