@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -22,10 +22,17 @@ class BufferMemory:
 
     Args:
       plan: of this host.
+      allocate: makes the memory of a buffer, uint8, of a number of bytes.
     """
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        *,
+        allocate: Callable[[int], np.ndarray] = host_memory.allocate,
+    ) -> None:
         self._plan = plan
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._memory: dict[int, np.ndarray] = {}
         self._fills: dict[int, list[FilledPart]] = collections.defaultdict(list)
@@ -122,7 +129,7 @@ class BufferMemory:
     def _allocated(self, number: int) -> np.ndarray:
         buffer = self._plan.buffers[number]
         num_bytes = buffer.box.volume * buffer.dtype.itemsize
-        memory = host_memory.allocate(num_bytes)
+        memory = self._allocate(num_bytes)
         values = memory.view(buffer.dtype).reshape(buffer.box.shape)
         for fill in self._fills.get(number, ()):
             values[fill.place] = fill.value

@@ -9,11 +9,12 @@ import numpy as np
 
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
+from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.reading.transfer import Transfer
 
 
 def read(
-    planned: PlannedReads, *, budget_bytes: int
+    planned: PlannedReads, *, budget_bytes: int, memory: ReusedMemory
 ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
     """Yields the boxes of a plan once they are complete, in any order.
 
@@ -24,9 +25,10 @@ def read(
       budget_bytes: the most bytes of requests in flight, and the most bytes of boxes
         that are complete in part, or were yielded last; boxes that share a request, or
         a larger one, are read all the same.
+      memory: of the values; the caller gives it back.
 
     Yields:
-      The name of the target, the box, and its values, which are given up with the next.
+      The name of the target, the box, and its values.
 
     Raises:
       CheckpointError: if a file cannot be read or ends too early, or values that should
@@ -38,6 +40,7 @@ def read(
         budget_bytes=budget_bytes,
         # The bytes of a box count until it was written.
         is_staged=lambda _: True,
+        allocate=memory.take,
     )
     with contextlib.closing(transfer.buffers()) as buffers:
         for number, values in buffers:

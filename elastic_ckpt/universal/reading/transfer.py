@@ -44,6 +44,7 @@ class Transfer:
       budget_bytes: of the bytes in flight.
       is_staged: whether a buffer is given up once its values are on a device, so that
         its bytes are in flight until then.
+      allocate: see `BufferMemory`.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Transfer:
         *,
         budget_bytes: int,
         is_staged: Callable[[int], bool],
+        allocate: Callable[[int], np.ndarray] = host_memory.allocate,
     ) -> None:
         self._plan = plan
         self._sources = [source_of(file) for file in plan.files]
-        self._memory = BufferMemory(plan)
+        self._memory = BufferMemory(plan, allocate=allocate)
         self._is_staged = is_staged
         self.in_flight = InFlight(budget_bytes)
         self._done: queue.SimpleQueue[int | _Failure] = queue.SimpleQueue()

@@ -18,6 +18,7 @@ from elastic_ckpt.universal import default_layout, opening, shipped_layouts
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.reading import target_boxes
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
+from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.matching import Matched
@@ -25,6 +26,8 @@ from elastic_ckpt.universal.stored import Checkpoint
 from elastic_ckpt.universal.writing import chunks
 
 BUDGET_BYTES = 2**28
+# The memory of boxes that were written is kept for those that are read next.
+REUSED_BYTES = 2**26
 
 Needed = Mapping[TargetTensor, Sequence[Box]]
 
@@ -146,10 +149,12 @@ class Conversion:
         )
 
     def read(
-        self, needed: Needed, *, budget_bytes: int = BUDGET_BYTES
+        self, needed: Needed, *, budget_bytes: int = BUDGET_BYTES, memory: ReusedMemory
     ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
         """Reads some boxes; see `target_boxes.read`."""
-        return target_boxes.read(self.planned(needed), budget_bytes=budget_bytes)
+        return target_boxes.read(
+            self.planned(needed), budget_bytes=budget_bytes, memory=memory
+        )
 
     def boxes_of(self, names: Iterable[str]) -> dict[TargetTensor, list[Box]]:
         """All boxes of some targets, in the order of their sources."""

@@ -28,8 +28,13 @@ from elastic_ckpt.tiers.persistent import commit, ocdbt, progress, upload
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
 from elastic_ckpt.tiers.source import ReadError
+from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.writing import chunks, converted_step
-from elastic_ckpt.universal.writing.conversion import Conversion, Needed
+from elastic_ckpt.universal.writing.conversion import (
+    REUSED_BYTES,
+    Conversion,
+    Needed,
+)
 from elastic_ckpt.universal.writing.destination import Progress
 
 _BATCH_BYTES = 2**25
@@ -116,7 +121,12 @@ class OrbaxDestination:
         }
         left = {target: of_it for target, of_it in left.items() if of_it}
         writing = _Writing(uploading, progress, _size(share), _size(share, left))
-        with writing, contextlib.closing(self._conversion.read(left)) as read:
+        with (
+            writing,
+            contextlib.closing(
+                self._conversion.read(left, memory=writing.memory)
+            ) as read,
+        ):
             for name, box, values in read:
                 writing.add(number_of[name], box, values)
         manifest = uploading.finish()
@@ -184,11 +194,16 @@ class OrbaxDestination:
 
 
 class _Writing:
-    """Writes batches of chunks in a few threads, which wait for each other."""
+    """Writes batches of chunks in a few threads, which wait for each other.
+
+    Attributes:
+      memory: of the values, which gets back that of chunks that are durable.
+    """
 
     def __init__(
         self, uploading: upload.Upload, progress: Progress, total: int, done: int
     ) -> None:
+        self.memory = ReusedMemory(REUSED_BYTES)
         self._upload = uploading
         self._progress = progress
         self._total, self._done = total, done
@@ -234,6 +249,8 @@ class _Writing:
         self._upload.write_chunks(
             [each._replace(digest=digest.values_digest(each.values)) for each in batch]
         )
+        for each in batch:
+            self.memory.give_back(each.values)
         return sum(each.values.nbytes for each in batch)
 
 

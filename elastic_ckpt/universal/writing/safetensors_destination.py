@@ -10,8 +10,14 @@ import numpy as np
 
 from elastic_ckpt.core import bucket_clients, errors
 from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.writing import safetensors_plan
-from elastic_ckpt.universal.writing.conversion import BUDGET_BYTES, Conversion, Needed
+from elastic_ckpt.universal.writing.conversion import (
+    BUDGET_BYTES,
+    REUSED_BYTES,
+    Conversion,
+    Needed,
+)
 from elastic_ckpt.universal.writing.destination import Progress
 from elastic_ckpt.universal.writing.safetensors_plan import NewTensor, SafetensorsPlan
 from elastic_ckpt.universal.writing.safetensors_writer import SafetensorsWriter
@@ -35,6 +41,7 @@ class SafetensorsDestination:
         most_file_bytes: int = safetensors_plan.MOST_FILE_BYTES,
     ) -> None:
         self._conversion = conversion
+        self._memory = ReusedMemory(REUSED_BYTES)
         self._most_file_bytes = most_file_bytes
 
     @functools.cached_property
@@ -84,7 +91,15 @@ class SafetensorsDestination:
 
     def _read(self, names: Sequence[str]) -> Iterator[tuple[str, Box, np.ndarray]]:
         needed = self._conversion.boxes_of(names)
-        return self._conversion.read(needed, budget_bytes=BUDGET_BYTES // _THREADS)
+        with contextlib.closing(
+            self._conversion.read(
+                needed, budget_bytes=BUDGET_BYTES // _THREADS, memory=self._memory
+            )
+        ) as read:
+            for name, box, values in read:
+                yield name, box, values
+                # The writer keeps no values.
+                self._memory.give_back(values)
 
 
 @contextlib.contextmanager

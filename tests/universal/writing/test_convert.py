@@ -106,6 +106,27 @@ def test_an_orbax_step_is_read_by_all_that_read_steps(source, tmp_path, capsys):
     assert "PASSED" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("to", convert.FORMATS)
+def test_large_chunks_that_take_turns_in_memory_keep_their_bits(
+    tmp_path, monkeypatch, to
+):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**19)
+    monkeypatch.setattr(orbax_destination, "_BATCH_BYTES", 2**19)
+    tensors = small_model.tensors(2, 512)
+    small_model.write(tmp_path / "source", tensors)
+    convert.convert(job(tmp_path, to=to))
+    directory = tmp_path / "steps" / "0"
+    made = flat(restored(tmp_path)) if to == "orbax" else loaded(directory)
+    assert bits(made) == bits(small_model.expected(tensors))
+
+
+@pytest.mark.usefixtures("source")
+def test_processes_that_do_not_start_are_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(errors.CheckpointError, match="of the conversion ended with"):
+        convert.convert(job(tmp_path), num_processes=2)
+
+
 def test_numbered_keys_are_the_items_of_optimizers(tmp_path):
     layout = 'version: 1\nrules:\n  - from: {"norm": "e"}\n    to: {"opt/0/mu": "e"}\n'
     values = np.arange(4, dtype=np.float32)
