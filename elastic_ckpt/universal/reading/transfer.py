@@ -67,6 +67,8 @@ class Transfer:
         self._is_direct = _direct(plan)
         is_local = [isinstance(source, LocalFiles) for source in self._sources]
         self._request_bytes = _request_bytes(plan, self._is_direct, is_local)
+        # The first copy of each buffer; those that have fills alone have none.
+        self._begun = self._first_copies()
         self._new_bytes = self._first_bytes()
 
     def buffers(self) -> Generator[tuple[int, np.ndarray], None, None]:
@@ -108,14 +110,23 @@ class Transfer:
 
     def free(self, number: int) -> None:
         """Frees the bytes in flight of a buffer that was yielded."""
-        self.in_flight.handed_on(self._counted_bytes(number))
+        if number in self._begun:
+            self.in_flight.handed_on(self._counted_bytes(number))
+
+    def _first_copies(self) -> dict[int, int]:
+        # By buffer. The result of a region is due when its first layer is begun.
+        numbers, copies = np.unique(self._plan.spans.buffer, return_index=True)
+        first = dict(zip(numbers.tolist(), copies.tolist(), strict=True))
+        for region in self._plan.regions:
+            buffers = (*region.layers, region.buffer)
+            first[region.buffer] = min(first[each] for each in buffers if each in first)
+        return first
 
     def _first_bytes(self) -> np.ndarray:
         # The bytes of the buffers that each span is the first for.
-        spans = self._plan.spans
-        numbers, copies = np.unique(spans.buffer, return_index=True)
+        spans, copies = self._plan.spans, list(self._begun.values())
         of_copy = np.searchsorted(spans.first_copy, copies, side="right") - 1
-        num_bytes = [self._counted_bytes(number) for number in numbers.tolist()]
+        num_bytes = [self._counted_bytes(number) for number in self._begun]
         new_bytes = np.zeros(len(spans), np.int64)
         np.add.at(new_bytes, of_copy, np.array(num_bytes, np.int64))
         return new_bytes

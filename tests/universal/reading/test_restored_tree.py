@@ -18,7 +18,12 @@ from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.universal import moves, stored
 from elastic_ckpt.universal.formats import format_error, opened
 from elastic_ckpt.universal.plan import strided_runs
-from elastic_ckpt.universal.reading import byte_source, planned_reads, restored_tree
+from elastic_ckpt.universal.reading import (
+    byte_source,
+    planned_reads,
+    restored_tree,
+    transfer,
+)
 from elastic_ckpt.universal.strides import row_major
 from tests.universal import random_layouts
 
@@ -239,6 +244,34 @@ def test_replicas_that_are_bit_equal_are_read(files):
     for rank in range(3):
         files.add(values, ranks=(("tp", rank),))
     assert files.read((700, 500), F32, EQUAL).tobytes() == values.tobytes()
+
+
+def test_bytes_of_reduced_and_filled_buffers_are_freed_as_often_as_taken(files):
+    values = drawn(700, 500)
+    for rank in range(2):
+        files.add(values, ranks=(("tp", rank),))
+    target = moves.TargetTensor(name="w", dtype=F32, shape=(702, 500))
+    fill = moves.Fill(target="w", start=(700, 0), stop=(702, 500), value=0)
+    planned = planned_reads.PlannedReads.of_boxes(
+        checkpoint_of(files.tensors),
+        files.moves(EQUAL),
+        [fill],
+        {
+            target: [
+                boxes.whole((700, 500)),
+                boxes.Box(start=(700, 0), stop=(702, 500)),
+            ]
+        },
+    )
+    reading = transfer.Transfer(
+        planned.plan,
+        planned.sources().__getitem__,
+        budget_bytes=2**20,
+        is_staged=lambda _: True,
+    )
+    for number, _ in reading.buffers():
+        reading.free(number)
+    assert reading.in_flight._buffer_bytes == 0
 
 
 def test_replicas_that_differ_in_a_bit_are_named_with_the_first_index(files):

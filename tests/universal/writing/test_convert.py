@@ -20,6 +20,7 @@ from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import upload
 from elastic_ckpt.universal.formats import safetensors_file
+from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.writing import (
     chunks,
     conversion,
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def source(tmp_path, monkeypatch):
     """A model whose targets have several chunks each."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**12)
+    monkeypatch.setattr(reused_memory, "_LEAST_BYTES", 1)
     tensors = small_model.tensors(3, 32)
     small_model.write(tmp_path / "source", tensors)
     return tensors
