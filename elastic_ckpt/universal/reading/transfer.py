@@ -57,6 +57,7 @@ class Transfer:
         allocate: Callable[[int], np.ndarray] = host_memory.allocate,
     ) -> None:
         self._plan = plan
+        self._num_targets = plan.num_targets
         self._sources = [source_of(file) for file in plan.files]
         self._memory = BufferMemory(plan, allocate=allocate)
         self._is_staged = is_staged
@@ -133,7 +134,7 @@ class Transfer:
 
     def _counted_bytes(self, number: int) -> int:
         # The bytes in flight of a buffer: none if an array takes over its memory.
-        if number < self._plan.num_targets and not self._is_staged(number):
+        if number < self._num_targets and not self._is_staged(number):
             return 0
         buffer = self._plan.buffers[number]
         return buffer.box.volume * buffer.dtype.itemsize
