@@ -9,6 +9,7 @@ conversion that was killed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -81,8 +82,11 @@ def _started(
     )
     assert process.stdin is not None
     share = {"attempt": attempt, "host": host, "num_hosts": num_hosts}
-    process.stdin.write(json.dumps({"job": dataclasses.asdict(job), **share}) + "\n")
-    process.stdin.flush()
+    # A process that has ended already is an error when its reports are read.
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(json.dumps({"job": dataclasses.asdict(job), **share}))
+        process.stdin.write("\n")
+        process.stdin.flush()
     return process
 
 
@@ -109,7 +113,8 @@ def _kill(processes: list[subprocess.Popen[str]]) -> None:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def main() -> int:
