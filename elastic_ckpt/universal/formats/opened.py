@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 from elastic_ckpt.universal.stored import StoredTensor
+
+# Files whose checksums are compared at a time: each is read piece by piece.
+_THREADS = 4
 
 
 def _without_checksum(file: str) -> bool:
@@ -23,7 +27,8 @@ class OpenedCheckpoint:
       tensors: a name, its kind and its ranks together occur once.
       axes: the number of ranks by axis.
       values: numbers and texts beside the tensors, by path.
-      verify: compares the checksums of a file; False if the format has none of it.
+      verify: compares the checksums of a file; False if the format has none of it. It
+        is called by several threads.
     """
 
     format: str
@@ -41,4 +46,10 @@ class OpenedCheckpoint:
         Raises:
           FormatError: if a file has another checksum.
         """
-        return [file for file in files if not self.verify(file)]
+        with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="check") as pool:
+            verified = pool.map(self.verify, files)
+            return [
+                file
+                for file, is_verified in zip(files, verified, strict=True)
+                if not is_verified
+            ]
