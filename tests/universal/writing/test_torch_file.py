@@ -20,7 +20,10 @@ PLAIN = st.recursive(
     lambda inside: st.one_of(
         st.lists(inside, max_size=3),
         st.lists(inside, max_size=4).map(tuple),
-        st.dictionaries(st.text(max_size=4) | st.integers(), inside, max_size=3),
+        # Keys of over 64 bits are refused.
+        st.dictionaries(
+            st.text(max_size=4) | st.integers(-(2**63), 2**63), inside, max_size=3
+        ),
     ),
     max_leaves=6,
 )
