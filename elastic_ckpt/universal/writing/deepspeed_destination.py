@@ -13,6 +13,7 @@ each thread the largest parameter.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -28,6 +29,7 @@ from elastic_ckpt.universal.deepspeed_layout import own_layout
 from elastic_ckpt.universal.formats import torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.writing import chunks
 from elastic_ckpt.universal.writing.conversion import (
     BUDGET_BYTES,
@@ -164,7 +166,7 @@ class DeepSpeedDestination:
         steps = [each for each in targets if _parts(each)[0] == _STEP]
         if steps:
             (needed,) = _shares(steps[:1], 1)
-            ((_, _, values),) = self._conversion.read(needed)
+            ((_, _, values),) = self._conversion.read(needed, memory=ReusedMemory(0))
             return int(values.flat[0])
         for key in _STEP_VALUES:
             value = self._conversion.checkpoint.values.get(key)
@@ -230,10 +232,16 @@ class _Writing:
     def _write_share(self, share: Needed) -> None:
         targets = {target.name: target for target in share}
         budget_bytes = BUDGET_BYTES // _THREADS
-        for name, _, values in self._conversion.read(share, budget_bytes=budget_bytes):
-            if self._stopped.is_set():
-                return
-            self._write_file(targets[name], values)
+        memory = ReusedMemory(budget_bytes)
+        with contextlib.closing(
+            self._conversion.read(share, budget_bytes=budget_bytes, memory=memory)
+        ) as read:
+            for name, _, values in read:
+                if self._stopped.is_set():
+                    return
+                self._write_file(targets[name], values)
+                # The file has the values.
+                memory.give_back(values)
 
     def _write_file(self, target: TargetTensor, values: np.ndarray) -> None:
         kind, parameter = _parts(target)
