@@ -94,7 +94,7 @@ def test_a_shard_resumes_from_the_state_before_every_element(files, file_format,
         assert list(map(worlds.content, resumed)) == expected[number:]
 
 
-@settings(max_examples=15)
+@settings(max_examples=30)
 @given(
     file_format=st.sampled_from(formats.FORMATS),
     name=st.sampled_from(list(formats.PIPELINES)),

@@ -29,7 +29,7 @@ from elastic_ckpt.data import (
 from tests import pipelines, stages, worlds
 
 # A quarter of a second each; a search sets the variable to more.
-EXAMPLES = settings(max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "12")))
+EXAMPLES = settings(max_examples=int(os.environ.get("ELASTIC_CKPT_EXAMPLES", "25")))
 NUM_SHARDS = 12
 NAMES = "abcd"
 # Values of the first 24 examples of a dataset.

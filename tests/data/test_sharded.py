@@ -52,7 +52,7 @@ def test_the_state_before_every_batch_continues_on_another_number_of_hosts(pipel
         assert world.next() == one.next()
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(
     st.sampled_from(sorted(pipelines.ALL)),
     st.lists(
