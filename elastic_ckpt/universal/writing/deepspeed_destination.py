@@ -33,6 +33,7 @@ from elastic_ckpt.universal.reading.reused_memory import ReusedMemory
 from elastic_ckpt.universal.writing import chunks
 from elastic_ckpt.universal.writing.conversion import (
     BUDGET_BYTES,
+    REUSED_BYTES,
     Conversion,
     Needed,
     num_bytes,
@@ -232,7 +233,7 @@ class _Writing:
     def _write_share(self, share: Needed) -> None:
         targets = {target.name: target for target in share}
         budget_bytes = BUDGET_BYTES // _THREADS
-        memory = ReusedMemory(budget_bytes)
+        memory = ReusedMemory(REUSED_BYTES // _THREADS)
         with contextlib.closing(
             self._conversion.read(share, budget_bytes=budget_bytes, memory=memory)
         ) as read:
