@@ -1,7 +1,7 @@
 """An elastic run on several machines: the supervisor of each leads it, or follows.
 
 The same command is started on each machine. The supervisors agree on a leader
-(`elastic.membership`). It keeps the journal of the run, decides, and has the others
+(`elastic.machines`). It keeps the journal of the run, decides, and has the others
 start hosts. When it is lost, the next leader continues the run, as a new start of it
 would; so does one that comes back, if no other machine is there.
 """
@@ -27,17 +27,9 @@ from elastic_ckpt.application import (
 )
 from elastic_ckpt.config import keys, schema
 from elastic_ckpt.core import errors, events, storage
-from elastic_ckpt.elastic import (
-    faults,
-    follower,
-    handover,
-    local_slices,
-    machines,
-    membership,
-    processes,
-    termination,
-)
-from elastic_ckpt.elastic.follower import Over
+from elastic_ckpt.elastic import faults, local_slices, processes, termination
+from elastic_ckpt.elastic.machines import follower, followers, handover, membership
+from elastic_ckpt.elastic.machines.follower import Over
 
 _POLL_SECS = 0.05
 _NUMBER_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
@@ -189,7 +181,7 @@ class _Machine:
     def lead(self) -> Over | None:
         """Runs the run, and returns its end; None if this machine leads no more."""
         config = self._config
-        others = machines.Machines(
+        others = followers.Followers(
             self._members,
             self._slices,
             configured=self._configured,
@@ -209,7 +201,7 @@ class _Machine:
                     except handover.HandedOverError:
                         # The others look for the next leader when the links end.
                         return Over(is_stopped=True)
-                    except machines.LeadershipLostError:
+                    except followers.LeadershipLostError:
                         return None
                     except SystemExit:
                         # SIGTERM between two worlds.
@@ -232,7 +224,7 @@ class _Machine:
     def follow(self) -> Over | None:
         """Follows the leader, and returns the run's end; None if there is no leader."""
         self._members.poll()
-        listener = json.loads(self._members.values.get(machines.LISTENER, "null"))
+        listener = json.loads(self._members.values.get(followers.LISTENER, "null"))
         link = None
         if listener is not None and not self._members.is_leader:
             link = follower.connected(
@@ -270,7 +262,7 @@ class _Machine:
         finally:
             self._since_secs = time.monotonic()
 
-    def _run(self, others: machines.Machines, emit: events.Emit) -> None:
+    def _run(self, others: followers.Followers, emit: events.Emit) -> None:
         number = self._own.number
 
         def report(name: str, **fields: storage.Json) -> None:
@@ -298,7 +290,7 @@ class _Machine:
                 emit=report,
             )
 
-    def _go_on(self, others: machines.Machines) -> bool:
+    def _go_on(self, others: followers.Followers) -> bool:
         # Whether the others have enough slices without this machine.
         groups = elastic_run.groups(self._config)
         policy = elastic_run.policy(self._config, groups)

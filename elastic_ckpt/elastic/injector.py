@@ -6,7 +6,8 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from elastic_ckpt.elastic import faults, slice_machines, supervisor
+from elastic_ckpt.elastic import faults, supervisor
+from elastic_ckpt.elastic.machines import slice_machines
 
 # A slow host is stopped for so much of each period.
 _SLOW_PERIOD_SECS = 1.0

@@ -10,7 +10,7 @@ its devices have passed a check (`slice_check`).
 Before a planned change the next world is prepared: its processes are started and have
 joined when the hosts of the present one are asked to leave. When this machine gets
 SIGTERM and other machines can continue the run, its hosts leave likewise, and one of
-these machines leads (`handover`).
+these machines leads (`machines.handover`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import events, storage
 from elastic_ckpt.elastic import (
     faults,
-    handover,
     host_failure,
     injector,
     local_slices,
-    machines,
     process_world,
     shadow_world,
-    slice_machines,
     supervisor,
     watch,
     world_host,
@@ -44,6 +41,7 @@ from elastic_ckpt.elastic.cluster import (
     leaving_for,
 )
 from elastic_ckpt.elastic.decision import Decision, Failure, Slices, Train
+from elastic_ckpt.elastic.machines import followers, handover, slice_machines
 from elastic_ckpt.tiers.persistent import claims
 
 # The longest time between two looks at the slices.
@@ -86,7 +84,7 @@ class Processes:
     def of_machines(
         cls,
         own: local_slices.LocalSlices,
-        others: machines.Machines,
+        others: followers.Followers,
         *,
         injected: Sequence[faults.Fault] = (),
         emit: events.Emit,
@@ -106,7 +104,7 @@ class Processes:
     def _start(
         self,
         own: local_slices.LocalSlices,
-        others: machines.Machines | None,
+        others: followers.Followers | None,
         injected: Sequence[faults.Fault],
         emit: events.Emit,
     ) -> None:

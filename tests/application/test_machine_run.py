@@ -10,9 +10,9 @@ import pytest
 from elastic_ckpt.application import machine_run
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors, events
-from elastic_ckpt.elastic import follower, machines
+from elastic_ckpt.elastic.machines import follower, followers
 from tests import runs
-from tests.elastic import test_several_machines
+from tests.elastic.machines import test_several_machines
 
 
 def place(directory, environment=None, **settings):
@@ -65,7 +65,7 @@ def ended(directory, monkeypatch, error):
     slices.numbers, slices.interface, slices.agents = (0,), "127.0.0.1", []
 
     def follow():
-        listener = json.loads(values[machines.LISTENER])
+        listener = json.loads(values[followers.LISTENER])
         members = test_several_machines.Members(1, values)
         link = follower.connected(members, slices, listener, leader._configured)
         received.append(link.receive())

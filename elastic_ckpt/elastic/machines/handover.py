@@ -11,14 +11,10 @@ import time
 from collections.abc import Iterator
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import (
-    host_failure,
-    local_slices,
-    slice_machines,
-    supervisor,
-)
+from elastic_ckpt.elastic import host_failure, local_slices, supervisor
 from elastic_ckpt.elastic.decision import Decision, Train
-from elastic_ckpt.elastic.machines import LeadershipLostError
+from elastic_ckpt.elastic.machines import slice_machines
+from elastic_ckpt.elastic.machines.followers import LeadershipLostError
 
 
 class HandedOverError(LeadershipLostError):

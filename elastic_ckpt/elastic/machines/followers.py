@@ -18,8 +18,9 @@ from multiprocessing import connection
 from absl import logging
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.elastic import local_slices, machine_link, membership
-from elastic_ckpt.elastic.remote_machine import RemoteMachine
+from elastic_ckpt.elastic import local_slices
+from elastic_ckpt.elastic.machines import machine_link, membership
+from elastic_ckpt.elastic.machines.remote_machine import RemoteMachine
 
 # The value of the membership with the leader's listener.
 LISTENER = "listener"
@@ -30,7 +31,7 @@ class LeadershipLostError(errors.StoppedError):
     """This machine does not lead the run any more."""
 
 
-class Machines:
+class Followers:
     """The machines that follow this one.
 
     Args:

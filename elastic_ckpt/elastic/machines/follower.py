@@ -21,13 +21,11 @@ from elastic_ckpt.elastic import (
     faults,
     host_start,
     local_slices,
-    machine_link,
-    membership,
-    remote_machine,
     shadow_world,
     termination,
 )
 from elastic_ckpt.elastic.cluster import TrainFunction
+from elastic_ckpt.elastic.machines import machine_link, membership, remote_machine
 from elastic_ckpt.elastic.member import Member
 
 # The longest time between two looks at the membership.

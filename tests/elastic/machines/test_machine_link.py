@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from elastic_ckpt.elastic import cluster, decision, faults, machine_link, remote_machine
+from elastic_ckpt.elastic import cluster, decision, faults
+from elastic_ckpt.elastic.machines import machine_link, remote_machine
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Verdict
 

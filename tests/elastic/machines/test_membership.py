@@ -2,7 +2,7 @@
 
 import itertools
 
-from elastic_ckpt.elastic import membership
+from elastic_ckpt.elastic.machines import membership
 
 
 def choose(own, *, accepting=(), lost=(), waited_secs=0.0):

@@ -15,14 +15,12 @@ from elastic_ckpt.elastic import (
     cluster,
     decision,
     faults,
-    follower,
-    handover,
     host_failure,
     local_slices,
-    machines,
     processes,
     watch,
 )
+from elastic_ckpt.elastic.machines import follower, followers, handover
 from tests.elastic import tiny_hosts
 
 # Hosts train on until they leave, or the world is lost.
@@ -103,7 +101,7 @@ class TwoMachines:
             for number in range(2)
         )
         values = {}
-        others = machines.Machines(
+        others = followers.Followers(
             Members(0, values), leading, configured="same", needs_majority=False
         )
         self._follows = threading.Thread(
@@ -149,7 +147,7 @@ class TwoMachines:
 
     def _follow(self, own, values, compile_ahead):
         link = follower.connected(
-            Members(1, values), own, json.loads(values[machines.LISTENER]), "same"
+            Members(1, values), own, json.loads(values[followers.LISTENER]), "same"
         )
         functions = follower.Functions(train=self._train, compile_ahead=compile_ahead)
         following = follower.Follower(link, own, functions, Members(1, values))

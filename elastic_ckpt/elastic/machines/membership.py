@@ -24,7 +24,8 @@ from concurrent import futures
 from multiprocessing import connection, process
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.elastic import membership_child, termination
+from elastic_ckpt.elastic import termination
+from elastic_ckpt.elastic.machines import membership_child
 
 # The longest time for an address on a network to accept a connection, and the time
 # between two looks for a service.

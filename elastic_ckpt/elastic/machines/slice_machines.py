@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from elastic_ckpt.elastic import (
-    faults,
-    host_start,
-    local_slices,
-    machines,
-    remote_machine,
-    slice_check,
-)
+from elastic_ckpt.elastic import faults, host_start, local_slices, slice_check
 from elastic_ckpt.elastic.cluster import Assignment
+from elastic_ckpt.elastic.machines import followers, remote_machine
 
 
 class SliceMachines:
@@ -27,14 +21,14 @@ class SliceMachines:
     """
 
     def __init__(
-        self, own: local_slices.LocalSlices, others: machines.Machines | None
+        self, own: local_slices.LocalSlices, others: followers.Followers | None
     ) -> None:
         self._own = own
         self._others = others
         self.are_several = others is not None
 
     def poll(self) -> None:
-        """Takes in machines that come and go; see `Machines.poll`."""
+        """Takes in machines that come and go; see `Followers.poll`."""
         if self._others is not None:
             self._others.poll()
 

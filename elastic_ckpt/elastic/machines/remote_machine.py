@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.elastic import faults, host_process, host_start, machine_link
+from elastic_ckpt.elastic import faults, host_process, host_start
 from elastic_ckpt.elastic.cluster import Assignment
 from elastic_ckpt.elastic.decision import Train
+from elastic_ckpt.elastic.machines import machine_link
 from elastic_ckpt.elastic.member import Member
 from elastic_ckpt.elastic.slice_check import Verdict
 from elastic_ckpt.tiers.persistent.claims import Claimant

@@ -1,0 +1,1 @@
+"""Several machines: their supervisors choose a leader, and the others follow it."""
