@@ -1,35 +1,77 @@
-r"""Loads a universal checkpoint of ours with DeepSpeed, and compares every state.
+r"""Loads universal checkpoints of ours with DeepSpeed, and compares every state.
 
-First, in the environment of this project, write one from a sample of DeepSpeed's:
+First, in the environment of this project, convert a sample of DeepSpeed's, and a state
+of JAX in a step of Orbax, through the inverse of a layout:
 
     uv run python -m tests.universal.writing.load_with_deepspeed write /tmp/universal
 
-Then load it in an environment with torch 2.13.0 and deepspeed 0.19.8, at any stage:
+Then load both in an environment with torch 2.13.0 and deepspeed 0.19.8, at any stage
+and number of data-parallel ranks:
 
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 2 \
-        tests/universal/writing/load_with_deepspeed.py load /tmp/universal 3
+    for source in zero1_dp2 jax; do for ranks in 1 2; do for stage in 1 2 3; do
+        DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 PYTHONPATH=. torchrun \
+            --nproc-per-node $ranks tests/universal/writing/load_with_deepspeed.py \
+            load /tmp/universal/$source $stage
+    done; done; done
 """
 
 import pathlib
 import sys
-import tempfile
 
 from tests.universal.formats import known_values as kv
 
-SAMPLE = "zero1_dp2_universal"
+SAMPLE = "zero1_dp2"
+STEP = 2
 
 
 def write(folder):
-    from elastic_ckpt.universal import opening
-    from elastic_ckpt.universal.writing.universal_folder import UniversalFolder
     from tests.universal.formats import stored_values
 
-    written = UniversalFolder(folder, tag="step2")
-    with tempfile.TemporaryDirectory() as name:
-        path = stored_values.unpacked(f"deepspeed/{SAMPLE}.tar.xz", pathlib.Path(name))
-        for tensor in opening.open_checkpoint(path).tensors:
-            written.write(tensor.name, tensor.kind, stored_values.read(tensor))
-    written.commit(step=2)
+    (folder / "sources").mkdir(parents=True)
+    sample = stored_values.unpacked(f"deepspeed/{SAMPLE}.tar.xz", folder / "sources")
+    convert(sample, folder / SAMPLE)
+    convert_from_jax(folder / "sources", folder / "jax")
+
+
+def convert(source, target, *options):
+    from elastic_ckpt.cli import main
+
+    paths = [str(source), str(target)]
+    assert main.main(["convert", *paths, "--to", "deepspeed", *options]) == 0
+
+
+def convert_from_jax(folder, target):
+    """Saves a state of JAX in `folder`, and converts it."""
+    layout, step = folder / "layout.yml", folder / "0"
+    layout.write_text(layout_text())
+    save_with_orbax(step)
+    convert(step, target, "--rules", str(layout), "--reverse")
+
+
+def layout_text():
+    """From files of DeepSpeed to a tree of scanned layers, and invertible."""
+    from tests.universal import gpt_layout
+
+    text = gpt_layout.layout_text(
+        [], tp=1, is_pipeline=False, masters=True, has_frozen=True, has_steps=False
+    )
+    text = text.replace("  parameter:", "  #")
+    for kind in ("master", "first_moment", "second_moment"):
+        text = text.replace(f'{kind}: {{from: "', f'{kind}: {{from: "{kind}/')
+    text = text.replace("  {vocab:", "  {pad: 3, layer: 4, vocab:")
+    # One number of steps is that of all parameters.
+    count = '  - from: {"step/frozen": ""}\n    to: {"count": ""}\n'
+    return text.replace("drop: []", f"{count}    kind: step")
+
+
+def save_with_orbax(path):
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    from tests.universal import gpt_layout
+
+    tree = gpt_layout.known_tree(is_pipeline=False, tp=1, has_frozen=True)
+    ocp.save(path, jax.tree.map(jax.numpy.asarray, tree))
 
 
 def load(folder, stage):
@@ -44,7 +86,8 @@ def load(folder, stage):
 
     deepspeed.init_distributed("gloo")
     model = write_deepspeed.Model(0, frozen=False)
-    config = write_deepspeed.config(stage, "bf16", torch.distributed.get_world_size())
+    # With a threshold of zero, ZeRO-3 divides all parameters.
+    config = write_deepspeed.config(stage, "bf16", processes=4)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=write_deepspeed.groups(model, 0),
@@ -54,20 +97,41 @@ def load(folder, stage):
     compared = 0
     for name, parameter in engine.module.named_parameters():
         held = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for key in kv.STATES:
-            array = kv.of_rank(key, name, kv.full_shape(name, held), 0, 1)
-            if key == "fp32":
-                value = safe_get_full_fp32_param(parameter)
-            else:
-                value = safe_get_full_optimizer_state(parameter, key)
-            assert value.numpy().tobytes() == array.tobytes(), (name, key)
+        arrays = {
+            key: torch.from_numpy(
+                kv.of_rank(key, name, kv.full_shape(name, held), 0, 1)
+            )
+            for key in kv.STATES
+        }
+        states = {"fp32": safe_get_full_fp32_param(parameter)}
+        for key in ("exp_avg", "exp_avg_sq"):
+            states[key] = safe_get_full_optimizer_state(parameter, key)
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            states["weight"] = parameter.detach().clone()
+        arrays["weight"] = arrays["fp32"].bfloat16()
+        for key, array in arrays.items():
+            assert states[key].shape == array.shape, (name, key)
+            assert states[key].dtype == array.dtype, (name, key)
+            bits, known = (each.view(torch.uint8) for each in (states[key], array))
+            assert torch.equal(bits, known), (name, key)
             compared += 1
-    print(f"{compared} states are bit-equal at stage {stage}")
+    steps = {
+        float(state["step"])
+        for state in engine.optimizer.optimizer.state.values()
+        if "step" in state
+    }
+    assert steps == {STEP}, steps
+    assert engine.global_steps == STEP
+    # It goes on from there.
+    engine.backward(engine(torch.arange(5)[None]))
+    engine.step()
+    ranks = torch.distributed.get_world_size()
+    print(f"{compared} states are bit-equal at stage {stage}, {ranks} ranks")
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "write":
-        write(sys.argv[2])
+        write(pathlib.Path(sys.argv[2]))
     else:
         load(sys.argv[2], int(sys.argv[3]))

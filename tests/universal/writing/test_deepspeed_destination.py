@@ -7,8 +7,9 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.writing import conversion, convert, torch_file
+from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values
-from tests.universal.writing import small_model
+from tests.universal.writing import load_with_deepspeed, small_model
 from tests.universal.writing.test_convert import kill
 
 STATES = ("master", "first_moment", "second_moment")
@@ -89,6 +90,24 @@ def test_a_universal_checkpoint_is_copied_with_what_ranks_need(tmp_path, unpacke
     assert_same(held(tmp_path / "made"), held(source))
     values = opening.open_checkpoint(tmp_path / "made").values
     assert values["parameters/1.dense.weight/cat_dim"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_a_state_of_jax_becomes_states_of_the_parameters_of_deepspeed(
+    tmp_path, unpacked
+):
+    # DeepSpeed itself loads it, see `load_with_deepspeed`.
+    load_with_deepspeed.convert_from_jax(tmp_path, tmp_path / "made")
+    expected = {
+        key: array
+        for key, array in held(unpacked("zero1_dp2")).items()
+        if key[0] != "scale"
+    }
+    made = held(tmp_path / "made")
+    name = "embed.words.weight"
+    array = kv.padded(kv.known("fp32", name, (kv.VOCAB, kv.EMBED)), 8)
+    assert made[name, "master"].tobytes() == array.tobytes()
+    assert_same(made, expected)
 
 
 def test_weights_of_a_model_become_masters(tmp_path):
