@@ -4,7 +4,13 @@
   alone, over reading and transferring the same bytes.
 * `relayout_load_ratio_raw_transposed`, `_stacked`: with every matrix transposed, and
   also stacked, over reading and `device_put(a.T)`.
-* `relayout_load_gib_per_sec`: of the first of these.
+* `relayout_load_ratio_plain_orbax`: a load of a checkpoint of Orbax, with all matrices
+  transposed and all layers stacked, over Orbax's load of the same state, saved as it
+  is loaded; `_raw` of safetensors instead, `_raw_deepspeed` of DeepSpeed's universal
+  format; `_orbax_unchanged` over Orbax's load of the same files without changes.
+* `safetensors_load_ratio_orbax_outer`, `_inner`: a load of safetensors without changes,
+  sharded on one of two dims, over Orbax's load of the same files.
+* `relayout_load_gib_per_sec`: of `relayout_load_ratio_raw`.
 * `peak_over_bound_percent_1_gib`, `_8_gib`: the most anonymous memory of a process
   beyond the arrays, over the budget of bytes in flight.
 * `read_over_needed_percent`, `requests_per_host`: of the plans of 8 hosts.
@@ -19,6 +25,7 @@ from __future__ import annotations
 from benchmarks import (
     report,
     universal_convert,
+    universal_orbax,
     universal_plan,
     universal_raw,
 )
@@ -26,5 +33,5 @@ from benchmarks import (
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    parts = (universal_raw, universal_convert, universal_plan)
+    parts = (universal_raw, universal_orbax, universal_convert, universal_plan)
     return {name: figure for part in parts for name, figure in part.measure().items()}

@@ -16,9 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-import numpy as np
-
-from benchmarks import report
+from benchmarks import report, universal_files
 from elastic_ckpt.universal.writing import conversion, convert
 
 _ROWS, _COLUMNS = 4096, 2048
@@ -50,7 +48,12 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
         (path / "source").mkdir()
         for number in range(size.files):
             first = number * size.file_matrices
-            _write(path, number, range(first, first + size.file_matrices))
+            matrices = range(first, first + size.file_matrices)
+            universal_files.write(
+                path / "source" / f"{number:05d}.safetensors",
+                {f"layers.{each}.weight": (_ROWS, _COLUMNS) for each in matrices},
+                seed=number,
+            )
         for name, dims in _DIMS.items():
             (path / f"rules{name}.yml").write_text(_rules(dims))
         secs: dict[str, list[float]] = collections.defaultdict(list)
@@ -104,22 +107,3 @@ def _rules(dims: str) -> str:
     name = "layers.{layer}.weight"
     rule = {"from": {name: "out embed"}, "to": {"layers/{layer}/w": dims}}
     return json.dumps({"version": 1, "rules": [rule]})
-
-
-def _write(path: pathlib.Path, number: int, matrices: range) -> None:
-    num_bytes = 4 * _ROWS * _COLUMNS
-    header = {
-        f"layers.{matrix}.weight": {
-            "dtype": "F32",
-            "shape": [_ROWS, _COLUMNS],
-            "data_offsets": [place * num_bytes, (place + 1) * num_bytes],
-        }
-        for place, matrix in enumerate(matrices)
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    generator = np.random.default_rng(number)
-    with (path / "source" / f"{number:05d}.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _ in matrices:
-            file.write(generator.random((_ROWS, _COLUMNS), np.float32).data)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks import report
+from benchmarks import report, universal_files
 from elastic_ckpt import universal
 from elastic_ckpt.core import boxes, host_memory
 from elastic_ckpt.universal import opening
@@ -68,7 +68,11 @@ def measure(size: Size = Size()) -> dict[str, report.Figure]:
         files = [path / f"{n:05d}" for n in range(max(size.files, *size.peaks))]
         for number, file in enumerate(files):
             first = number * size.file_matrices
-            _write(file, range(first, first + size.file_matrices))
+            numbers = range(first, first + size.file_matrices)
+            shapes = {
+                name: shape for each in numbers for name, shape in _shapes(each).items()
+            }
+            universal_files.write(file, shapes, seed=first)
         for count in {size.files, *size.peaks}:
             (path / f"{count}_files").mkdir()
             for file in files[:count]:
@@ -265,24 +269,6 @@ def _layout(name: str) -> Layout:
         },
     ]
     return Layout.parse(json.dumps({"version": 1, "rules": rules}), file="layout.yml")
-
-
-def _write(path: pathlib.Path, numbers: range) -> None:
-    header: dict[str, Any] = {}
-    stop = 0
-    for number in numbers:
-        for name, shape in _shapes(number).items():
-            start, stop = stop, stop + 4 * int(np.prod(shape))
-            offsets = [start, stop]
-            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    generator = np.random.default_rng(numbers.start)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for number in numbers:
-            for shape in _shapes(number).values():
-                file.write(generator.random(shape, np.float32).data)
 
 
 def _shapes(number: int) -> dict[str, tuple[int, ...]]:

@@ -2,7 +2,12 @@
 
 import pytest
 
-from benchmarks import universal_convert, universal_plan, universal_raw
+from benchmarks import (
+    universal_convert,
+    universal_orbax,
+    universal_plan,
+    universal_raw,
+)
 
 
 @pytest.mark.slow(minutes=0.5)
@@ -10,6 +15,13 @@ def test_the_suite_of_universal_layouts_runs():
     figures = universal_raw.measure(universal_raw.SMALL)
     assert figures["relayout_load_ratio_raw"].value > 0
     assert figures["read_over_needed_percent"].value <= 5
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_loads_of_ours_and_of_orbax_have_the_same_values():
+    figures = universal_orbax.measure(universal_orbax.SMALL)
+    assert figures["relayout_load_ratio_plain_orbax"].value > 0
+    assert figures["safetensors_load_ratio_orbax_inner"].value > 0
 
 
 @pytest.mark.slow(minutes=0.5)

@@ -1,0 +1,244 @@
+"""Loads through a layout, beside stock loads by Orbax.
+
+The state is a decoder's layers in float32, one tensor for each matrix of a layer, as
+`[out, in]`. The target has all layers stacked and every matrix transposed, `[layer, in,
+out]`. Orbax loads that target from a checkpoint that it wrote of the same arrays; ours
+makes it of the layers, from a checkpoint of Orbax and from raw files. Both also load
+the safetensors as they are.
+
+Every leaf is sharded over two CPU devices of one process. All files are in the page
+cache, sides take turns, and a ratio is that of two turns of a round.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from benchmarks import report, universal_files
+from elastic_ckpt import universal
+from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.writing.universal_folder import UniversalFolder
+
+_DEVICES = 2
+_MATRIX, _NORM = "layers.{layer}.{name}.weight", "layers.{layer}.norm"
+_UNCHANGED = {_MATRIX: {_MATRIX: "out in"}, _NORM: {_NORM: "embed"}}
+_STACKED = {
+    _MATRIX: {"layers/{name}/kernel": "layer in out"},
+    _NORM: {"layers/norm": "layer embed"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """The size of the state, and how often it is loaded.
+
+    Attributes:
+      layers: of 10 matrices of `embed` x `embed` elements altogether, if `hidden` is
+        two times `embed`.
+      embed: the size of the dim between layers.
+      hidden: the size of the dim within the perceptron of a layer.
+      rounds: that are counted; one before them is not, and compares the values.
+    """
+
+    layers: int = 26
+    embed: int = 2048
+    hidden: int = 4096
+    rounds: int = 3
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The shapes of the matrices of a layer."""
+        square = dict.fromkeys(("query", "key", "value", "out"), (self.embed,) * 2)
+        up = dict.fromkeys(("gate", "up"), (self.hidden, self.embed))
+        return {**square, **up, "down": (self.embed, self.hidden)}
+
+    def layer(self, number: int) -> dict[str, tuple[int, ...]]:
+        """The names and shapes of the tensors of a layer."""
+        matrices = {
+            f"layers.{number}.{name}.weight": shape
+            for name, shape in self.matrices.items()
+        }
+        return {f"layers.{number}.norm": (self.embed,), **matrices}
+
+
+SMALL = Size(layers=2, embed=64, hidden=128, rounds=1)
+
+
+def measure(size: Size = Size()) -> dict[str, report.Figure]:
+    """Runs the suite's part on loads by Orbax."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_measured, (size,))
+
+
+def _measured(size: Size) -> dict[str, report.Figure]:
+    # In a process that has not used devices.
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={_DEVICES}"
+    jax.config.update("jax_platforms", "cpu")
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory)
+        (path / "safetensors").mkdir()
+        for number in range(size.layers):
+            file = path / "safetensors" / f"{number:05d}.safetensors"
+            universal_files.write(file, size.layer(number), seed=number)
+        return {**_unchanged_loads(path, size), **_relayouts(path, size)}
+
+
+def _unchanged_loads(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
+    path = path / "safetensors"
+    context = ocp.Context()
+    context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
+
+    def by_orbax(dim: int) -> Any:
+        with context:
+            return ocp.load(str(path), _layers(size, dim))
+
+    figures = {}
+    for dim, name in enumerate(("outer", "inner")):
+        sides = {
+            "ours": functools.partial(_unchanged, path, size, dim),
+            "orbax": functools.partial(by_orbax, dim),
+        }
+        secs = _timed(sides, size.rounds)
+        figures[f"safetensors_load_ratio_orbax_{name}"] = report.ratio(
+            secs["ours"],
+            secs["orbax"],
+            f"at most 1.0; Orbax's load of safetensors, sharded on the {name} dim",
+        )
+    return figures
+
+
+def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
+    raw, layers, stacked = path / "safetensors", path / "layers", path / "stacked"
+    zero = path / "universal"
+    ocp.save(str(layers), _unchanged(raw, size, 1))
+    ocp.save(str(stacked), _relayout(raw, size))
+    unchanged, target = _layers(size, 1), _stacked(size)
+    sides: dict[str, Callable[[], Any]] = {
+        "plain": lambda: ocp.load(str(stacked), target),
+        "plain_layers": lambda: ocp.load(str(layers), unchanged),
+        "orbax": lambda: _relayout(layers, size),
+        "raw": lambda: _relayout(raw, size),
+    }
+    secs = _timed(sides, size.rounds)
+    plain, bounds = "Orbax's load of the target", {"orbax": "at most 1.2"}
+    figures = {
+        f"relayout_load_ratio_plain_{name}": report.ratio(
+            secs[name], secs["plain"], f"{bounds.get(name, 'at most 1.0')}; {plain}"
+        )
+        for name in ("orbax", "raw")
+    }
+    figures["relayout_load_ratio_plain_orbax_unchanged"] = report.ratio(
+        secs["orbax"], secs["plain_layers"], "Orbax's load of the same files, unchanged"
+    )
+    # All files of a round have to fit into the page cache.
+    shutil.rmtree(layers)
+    _write_universal(zero, _unchanged(raw, size, 1))
+    shutil.rmtree(raw)
+    secs = _timed(
+        {
+            "plain": sides["plain"],
+            "deepspeed": lambda: _relayout(zero, size, kind="master"),
+        },
+        size.rounds,
+    )
+    figures["relayout_load_ratio_plain_raw_deepspeed"] = report.ratio(
+        secs["deepspeed"], secs["plain"], f"at most 1.0; {plain}; checksums compared"
+    )
+    return figures
+
+
+def _timed(
+    sides: Mapping[str, Callable[[], Any]], rounds: int
+) -> dict[str, list[float]]:
+    secs: dict[str, list[float]] = {name: [] for name in sides}
+    digests: dict[Any, set[int]] = collections.defaultdict(set)
+    for number in range(rounds + 1):
+        for name, side in sides.items():
+            gc.collect()
+            began = time.perf_counter()
+            state = jax.block_until_ready(side())
+            if number:
+                secs[name].append(time.perf_counter() - began)
+            else:
+                digests[jax.tree.structure(state)].add(_digest(state))
+            del state
+    assert all(len(each) == 1 for each in digests.values()), f"{list(sides)} differ"
+    return secs
+
+
+def _digest(state: Any) -> int:
+    value = 0
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            value = zlib.crc32(np.ascontiguousarray(shard.data).data, value)
+    return value
+
+
+def _unchanged(path: pathlib.Path, size: Size, dim: int) -> Any:
+    return universal.load(path, _layers(size, dim), layout=_layout(_UNCHANGED))
+
+
+def _relayout(path: pathlib.Path, size: Size, *, kind: str | None = None) -> Any:
+    return universal.load(path, _stacked(size), layout=_layout(_STACKED, kind))
+
+
+def _layout(
+    targets: Mapping[str, Mapping[str, str]], kind: str | None = None
+) -> Layout:
+    of_kind = {"kind": kind} if kind else {}
+    dims = {_MATRIX: "out in", _NORM: "embed"}
+    rules = [
+        {"from": {name: dims[name]}, "to": target, **of_kind}
+        for name, target in targets.items()
+    ]
+    return Layout.parse(json.dumps({"version": 1, "rules": rules}), file="layout.yml")
+
+
+def _layers(size: Size, dim: int) -> Any:
+    # Every matrix is sharded along `dim`.
+    return {
+        name: _leaf(shape, dim if len(shape) > 1 else 0)
+        for layer in range(size.layers)
+        for name, shape in size.layer(layer).items()
+    }
+
+
+def _stacked(size: Size) -> Any:
+    shapes = {
+        name: (size.layers, *reversed(shape)) for name, shape in size.matrices.items()
+    }
+    norm = _leaf((size.layers, size.embed), 1)
+    kernels = {name: {"kernel": _leaf(shape, 1)} for name, shape in shapes.items()}
+    return {"layers": {**kernels, "norm": norm}}
+
+
+def _leaf(shape: tuple[int, ...], dim: int) -> jax.ShapeDtypeStruct:
+    mesh = jax.sharding.Mesh(jax.devices(), "data")
+    spec = PartitionSpec(*(None,) * dim, "data")
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+
+
+def _write_universal(path: pathlib.Path, state: Mapping[str, Any]) -> None:
+    folder = UniversalFolder(path, tag="global_step1")
+    for name, array in state.items():
+        folder.write(name, "master", np.asarray(array))
+    folder.commit(step=1)
