@@ -52,6 +52,7 @@ def load(
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
     if rules is None:
         rules = own_layout.layout(checkpoint, targets)
+    rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
     made = restored_tree.read_leaves(
         checkpoint, matched.moves, matched.fills, leaves, budget_bytes=budget_bytes

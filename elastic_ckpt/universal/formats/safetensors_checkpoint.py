@@ -3,7 +3,8 @@
 A directory may have an index, `model.safetensors.index.json`, that lists the file of
 each tensor. PyTorch's distributed checkpoints write files without an index, of which
 each has parts of tensors: `DCP_SHARDING_INFO` in its header has the first element of
-each part. Safetensors files have no checksums.
+each part. Safetensors files have no checksums. Beside them, Hugging Face has the sizes
+of the model in `config.json`; they are values, `config/num_key_value_heads`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from elastic_ckpt.universal.formats import (
     bounded_json,
     coverage,
     file_names,
+    plain_values,
     safetensors_file,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -30,6 +32,7 @@ from elastic_ckpt.universal.stored import Fragment, StoredTensor
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+_CONFIG = "config.json"
 _SHARDING = "DCP_SHARDING_INFO"
 _VERSION = "DCP_VERSION"
 _VERSIONS = ("1.0",)
@@ -68,11 +71,19 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
             raise FormatError(f"{file} lacks {name}, which {index} lists there")
     for header in headers.values():
         values |= {k: v for k, v in header.metadata.items() if k != _SHARDING}
+    values |= _config(files[0].parent / _CONFIG)
     if any(_SHARDING in header.metadata for header in headers.values()):
         name, tensors = "safetensors shards of PyTorch DCP", _shards(headers)
     else:
         name, tensors = "safetensors", _tensors(headers)
     return OpenedCheckpoint(format=name, tensors=tensors, values=values)
+
+
+def _config(path: epath.Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    config = {"config": bounded_json.read(path)}
+    return plain_values.flatten(config, file=str(path))
 
 
 def _index(directory: epath.Path) -> epath.Path | None:

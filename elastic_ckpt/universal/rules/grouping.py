@@ -118,10 +118,13 @@ class Grouping:
       owners: the rules of the layout, each with all of its states.
       groups: by owner and kept captures.
       left: tensors that no rule has, and others that do not fit.
+      filled: the targets that `fill` of the layout fills, by their numbers.
     """
 
     def __init__(self, layout: Layout, axes: Mapping[str, int]) -> None:
         self.owners = list(owners(layout, axes))
+        self.filled: list[int] = []
+        self._layout = layout
         self._alone = tuple((axis, 0) for axis, count in axes.items() if count == 1)
         self.groups: Groups = [{} for _ in self.owners]
         entries = [
@@ -166,7 +169,7 @@ class Grouping:
                     tensor.dtype,
                 )
                 self._group(match).sources.append((sketch, number))
-            elif not matches:
+            elif not matches and tensor.name not in self._layout.fill_inverse:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
                 self.left.sources.append(tensor.name + text)
 
@@ -178,6 +181,9 @@ class Grouping:
         for number, tensor in enumerate(targets):
             matches = self._indices[1].matches(tensor.name)
             used = [each for each in matches if self._is_used(each.entry.owner)]
+            if not used and tensor.name in self._layout.fill:
+                self.filled.append(number)
+                continue
             matches = used or matches
             match = self._one(tensor.name, matches)
             if match is not None:

@@ -12,10 +12,12 @@ import os
 import pathlib
 import re
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from elastic_ckpt.universal.rules import layout_file, relation
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Index, Rule
+from elastic_ckpt.universal.rules.rule import Index, Rule, Size
 from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
 
 # In a name pattern.
@@ -28,7 +30,7 @@ class Layout:
 
     Attributes:
       rules: at least one.
-      sizes: numbers or arithmetic on sizes, by name.
+      sizes: of dims, by name.
       widths: the sizes on each rank, by dim and rank axis.
       index: tables, by dim.
       ranks: the number of ranks by axis, where the format does not store it.
@@ -36,11 +38,15 @@ class Layout:
       drop: names of tensors of the checkpoint that are not used; `*` is any text.
       drop_inverse: the same for the inverse.
       drop_of_kind: kinds and names, as in `drop`; not in files.
+      fill: numbers, or values of the checkpoint, by the names of leaves of the target
+        that no rule fills.
+      fill_inverse: the same for the inverse: tensors of the checkpoint that are not
+        used; not in files.
       place: for messages.
     """
 
     rules: tuple[Rule, ...]
-    sizes: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     widths: Mapping[str, Mapping[str, tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )
@@ -52,6 +58,12 @@ class Layout:
     drop: tuple[str, ...] = ()
     drop_inverse: tuple[str, ...] = ()
     drop_of_kind: tuple[tuple[str | None, str], ...] = ()
+    fill: Mapping[str, float | CheckpointValue] = dataclasses.field(
+        default_factory=dict
+    )
+    fill_inverse: Mapping[str, float | CheckpointValue] = dataclasses.field(
+        default_factory=dict
+    )
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +111,29 @@ class Layout:
             drop=self.drop_inverse,
             drop_inverse=self.drop,
             drop_of_kind=(),
+            fill=self.fill_inverse,
+            fill_inverse=self.fill,
         )
+
+    def with_values(self, values: Mapping[str, Any]) -> Layout:
+        """The layout with numbers for the values of a checkpoint.
+
+        Args:
+          values: by path, see `stored.Checkpoint`. Those that it lacks are left as they
+            are: shapes may determine the sizes.
+
+        Raises:
+          LayoutError: if one is no number.
+        """
+        made = [_with_values(each, values) for each in (self.sizes, self.fill)]
+        rules = [
+            dataclasses.replace(rule, sizes=_with_values(rule.sizes, values))
+            for rule in self.rules
+        ]
+        if (*made, *rules) == (self.sizes, self.fill, *self.rules):
+            return self
+        sizes, fill = made
+        return dataclasses.replace(self, sizes=sizes, fill=fill, rules=tuple(rules))
 
     def only(self, kinds: Collection[str]) -> Layout:
         """The layout that drops tensors of states other than `kinds`."""
@@ -141,3 +175,12 @@ class Layout:
             widths={**self.widths, **rule.widths},
             index={**self.index, **rule.index},
         )
+
+
+def _with_values(given: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(given)
+    for name, each in given.items():
+        if isinstance(each, CheckpointValue):
+            number = each.number(values)
+            made[name] = each if number is None else number
+    return made

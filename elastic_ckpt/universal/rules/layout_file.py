@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import yaml
 
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout_error import LayoutError
-from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern
+from elastic_ckpt.universal.rules.rule import Index, Rule, Size, TensorPattern
 from elastic_ckpt.universal.rules.state import State
 
 _VERSION = 1
@@ -175,6 +176,7 @@ def read(text: str, *, file: str) -> dict[str, Any]:
             "states": lambda node: node.map(_state),
             "rules": lambda node: node.list(_rule),
             "drop": _drop,
+            "fill": lambda node: node.map(_filling),
         }
     )
     if values.pop("version", None) is None:
@@ -192,8 +194,22 @@ def _version(node: _Node) -> int:
     return version
 
 
-def _sizes(node: _Node) -> dict[str, float | str]:
-    return node.map(_Node.arithmetic)
+def _sizes(node: _Node) -> dict[str, Size]:
+    return node.map(lambda n: _value(n) if n.is_mapping else n.arithmetic())
+
+
+def _filling(node: _Node) -> float | CheckpointValue:
+    return _value(node) if node.is_mapping else node.number()
+
+
+def _value(node: _Node) -> CheckpointValue:
+    paths = lambda n: n.list(_Node.text) if n.is_list else (n.text(),)  # noqa: E731
+    fields = node.fields({"value": paths, "default": _Node.number})
+    if not fields.get("value"):
+        raise node.error("`value` is missing: a path in the checkpoint, or several")
+    return CheckpointValue(
+        paths=fields["value"], default=fields.get("default"), place=node.place
+    )
 
 
 def _widths(node: _Node) -> dict[str, dict[str, tuple[int, ...]]]:

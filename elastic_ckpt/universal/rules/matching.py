@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import garbage_collection
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.rules import instance, rows
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.grouping import (
     Group,
     Grouping,
@@ -87,6 +90,7 @@ def _moves(
             planning.add(owner, kept, group, plans)
         rules.append((owner.relation.rule.text, len(planning.moves)))
     planning.check(layout.place)
+    planning.fill(layout, grouping.filled)
     return Matched(
         moves=planning.moves,
         fills=planning.fills,
@@ -145,6 +149,40 @@ class _Planning:
             fill = Fill(target=names[target], start=start, stop=stop, value=value)
             self.fills.append(fill)
 
+    def fill(self, layout: Layout, filled: Sequence[int]) -> None:
+        """Fills targets with the numbers of a layout.
+
+        Args:
+          layout: with the values of the checkpoint.
+          filled: the numbers of given targets; targets that are derived are those of
+            `fill` that no rule makes, scalars of 32 bits.
+
+        Raises:
+          LayoutError: if the checkpoint lacks a value, or a dtype cannot have it.
+        """
+        if self._given is not None:
+            targets = [self._given[number] for number in filled]
+        else:
+            names = [name for name in layout.fill if name not in self.derived]
+            targets = [_scalar(name, layout.fill[name]) for name in names]
+            self.derived |= {target.name: target for target in targets}
+        for target in targets:
+            number = layout.fill[target.name]
+            if isinstance(number, CheckpointValue):
+                raise LayoutError(f"{number.missing}; give a number, or a `default`")
+            integers = np.iinfo(target.dtype) if target.dtype.kind in "iu" else None
+            if integers and not (
+                float(number).is_integer() and integers.min <= number <= integers.max
+            ):
+                raise LayoutError(
+                    f"{layout.place}: {target.name} is of {target.dtype}, which cannot "
+                    f"have {number} of `fill`"
+                )
+            start = (0,) * len(target.shape)
+            self.fills.append(
+                Fill(target=target.name, start=start, stop=target.shape, value=number)
+            )
+
     def check(self, place: str) -> None:
         if self._problems:
             # States of a parameter have the same problems.
@@ -199,6 +237,11 @@ class _Planning:
                 name=name, dtype=row.dtype, shape=row.shape
             )
         return names
+
+
+def _scalar(name: str, number: object) -> TargetTensor:
+    dtype = np.float32 if isinstance(number, float) else np.int32
+    return TargetTensor(name=name, dtype=np.dtype(dtype), shape=())
 
 
 def _row(sketch: Sketch, name: str) -> rows.Row:

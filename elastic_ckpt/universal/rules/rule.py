@@ -10,7 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout_error import LayoutError
+
+# A number, arithmetic on other sizes, or a value of the checkpoint.
+Size = float | str | CheckpointValue
 
 # The powers of a parameter's scale, by the kind of state. A gradient is divided by the
 # scale; the second moment is that of a squared gradient.
@@ -99,7 +103,7 @@ class Rule:
       source: the tensors of the checkpoint.
       target: the tensors that are made of them.
       pad: the values of padding, by the name of a dim that one side alone has.
-      sizes: numbers or arithmetic on sizes, by name; beside those of the layout.
+      sizes: by name; beside those of the layout.
       widths: the sizes on each rank, by dim and rank axis.
       index: tables, by dim; beside those of the layout.
       states: the states that it holds for; None for all of the layout.
@@ -112,7 +116,7 @@ class Rule:
     source: tuple[TensorPattern, ...]
     target: tuple[TensorPattern, ...]
     pad: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    sizes: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    sizes: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     widths: Mapping[str, Mapping[str, tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
     )

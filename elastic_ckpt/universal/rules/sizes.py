@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from elastic_ckpt.universal.rules import dims, geometry, size_expression
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.geometry import Scope
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule
@@ -46,7 +47,7 @@ def solve(rule: Rule, equations: Sequence[Equation]) -> dict[str, int]:
     """
     known: dict[str, Fraction] = {}
     for name, size in rule.sizes.items():
-        if not isinstance(size, str):
+        if isinstance(size, int | float):
             known[name] = Fraction(size)
     for name, by_axis in rule.widths.items():
         for widths in by_axis.values():
@@ -66,6 +67,7 @@ def solve(rule: Rule, equations: Sequence[Equation]) -> dict[str, int]:
         raise LayoutError(
             f"{rule.text}: the sizes of {', '.join(sorted(unknown))} are not "
             f"determined ({origins[0]}); give all of them but one in `sizes`"
+            f"{_missing(rule, unknown)}"
         )
     for name, size in known.items():
         if size.denominator != 1 or size < 0:
@@ -83,8 +85,23 @@ def require(rule: Rule, names: Iterable[str], sizes: Mapping[str, int]) -> None:
     if missing:
         raise LayoutError(
             f"{rule.text}: no tensor gives the sizes of {', '.join(missing)}; give "
-            f"them in `sizes`"
+            f"them in `sizes`{_missing(rule, missing)}"
         )
+
+
+def _missing(rule: Rule, unknown: Iterable[str]) -> str:
+    # The values of the checkpoint on which unknown sizes depend, and which it lacks.
+    pending, sentences = list(unknown), dict[str, None]()
+    seen = set(pending)
+    while pending:
+        size = rule.sizes.get(pending.pop())
+        if isinstance(size, CheckpointValue):
+            sentences[size.missing] = None
+        elif isinstance(size, str):
+            needed = size_expression.names(size) - seen
+            seen |= needed
+            pending += sorted(needed)
+    return "".join(f"; {each}" for each in sentences)
 
 
 def _expressions(rule: Rule, known: dict[str, Fraction]) -> bool:

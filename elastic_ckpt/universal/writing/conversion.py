@@ -76,6 +76,8 @@ class Conversion:
         self.job = job
         given = _given(job)
         self.checkpoint: Checkpoint = opening.open_checkpoint(job.source)
+        if given is not None:
+            given = given.with_values(self.checkpoint.values)
         # A layout that is not given follows from the source.
         self._rules = "" if given is None else repr(given)
         of_optimizer = job.to == "deepspeed"

@@ -62,6 +62,22 @@ def indexed(directory, **changes):
     return arrays
 
 
+def test_sizes_of_the_model_of_hugging_face_are_values(tmp_path):
+    written(tmp_path / "model.safetensors", {"a": array(2)}, format="pt")
+    config = {"head_dim": 4, "text": {"heads": 2}, "types": ["x"], "other": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert opening.open_checkpoint(tmp_path).values == {
+        "format": "pt",
+        "config/head_dim": 4,
+        "config/text/heads": 2,
+        "config/types": ["x"],
+        "config/other": None,
+    }
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FormatError, match=r"config\.json is no valid JSON"):
+        opening.open_checkpoint(tmp_path)
+
+
 def test_an_indexed_directory_has_the_tensors_of_all_its_files(tmp_path):
     arrays = indexed(tmp_path)
     for source in (tmp_path, tmp_path / "model.safetensors.index.json"):

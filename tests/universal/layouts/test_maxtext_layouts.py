@@ -98,6 +98,10 @@ def test_a_model_of_hugging_face_becomes_that_of_maxtext(model):
     )
     with_sizes = shipped_layouts.load(name, sizes=hf.SIZES)
     assert_same(relayout(with_sizes, arrays), expected)
+    config = {"num_attention_heads": hf.HEADS, "num_key_value_heads": hf.KV}
+    values = {f"config/{key}": value for key, value in config.items()}
+    with_config = shipped_layouts.load(name).with_values(values)
+    assert_same(relayout(with_config, arrays), expected)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -26,7 +26,8 @@ STATES = {
     "opt_state/0/mu/params": ("exp_avg", -1),
     "opt_state/0/nu/params": ("exp_avg_sq", -2),
 }
-COUNT = "opt_state/0/count"
+# The step of Adam, and the number of the iteration.
+COUNTS = ("opt_state/0/count", "opt_state/2/count", "step")
 QUERY = "decoder/layers/self_attention/query/kernel"
 
 
@@ -132,10 +133,11 @@ def test_parameters_and_moments_are_those_of_megatron(samples, sample):
 
     leaves = {name: leaf(array) for name, array in expected.items()}
     replicated = NamedSharding(mesh, PartitionSpec())
-    leaves[COUNT] = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
+    for count in COUNTS:
+        leaves[count] = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
     layout = shipped_layouts.load(SAMPLES[sample])
     state = universal.load(samples[sample], nested(leaves), layout=layout)
-    assert at(state, COUNT) == 2
+    assert [at(state, count) for count in COUNTS] == [2, 2, 2]
     for name, array in expected.items():
         loaded = np.asarray(at(state, name))
         assert (loaded.dtype, loaded.shape) == (array.dtype, array.shape), name

@@ -15,6 +15,11 @@ from tests.universal.layouts import hf_models as hf
 from tests.universal.rules.relayout import assert_same, relayout, saved
 
 SIZES = {"kv": hf.KV, "q": hf.Q}
+# The arguments of a run, by whether its queries are grouped.
+VALUES = {
+    True: {"num_attention_heads": hf.HEADS, "num_query_groups": hf.KV},
+    False: {"num_attention_heads": hf.KV, "num_query_groups": 1},
+}
 BLOCKS = {
     "dense": (hf.ATTENTION, hf.DENSE),
     "norms": (hf.ATTENTION, hf.QUERY_NORMS, hf.DENSE),
@@ -149,6 +154,11 @@ def global_of(arrays, spelling):
     return made
 
 
+def with_arguments(layout, *, grouped=True):
+    values = {**VALUES[grouped], "group_query_attention": grouped}
+    return layout.with_values({f"args/{name}": each for name, each in values.items()})
+
+
 def with_states(tensors):
     """The same with what an optimizer has for them, which is not used."""
     kinds = ("master", "first_moment", "second_moment")
@@ -191,6 +201,20 @@ def test_global_tensors_become_the_model_of_hugging_face(blocks):
     sizes = {**SIZES, "vocab": hf.VOCAB}
     layout = shipped_layouts.load("megatron_to_hf", sizes=sizes)
     assert_same(relayout(layout, with_states(tensors)), arrays)
+    layout = with_arguments(
+        shipped_layouts.load("megatron_to_hf", sizes={"vocab": hf.VOCAB})
+    )
+    assert_same(relayout(layout, with_states(tensors)), arrays)
+
+
+def test_without_grouped_queries_each_head_is_a_group():
+    wide = hf.KV * hf.D
+    alone = {hf.QUERY: (wide, hf.EMBED), "self_attn.o_proj.weight": (hf.EMBED, wide)}
+    arrays = hf.model({**hf.ATTENTION, **alone}, hf.DENSE)
+    tensors, axes = ranks_of(arrays, "te", tp=1, pp=3)
+    layout = shipped_layouts.load("megatron_ranks_to_hf", sizes={"vocab": hf.VOCAB})
+    made = relayout(with_arguments(layout, grouped=False), tensors, axes)
+    assert_same(made, arrays)
 
 
 @pytest.mark.parametrize("sample", ["torch_dist_tp2_pp2", "torch_dist_ep2"])

@@ -24,20 +24,22 @@ def tensors(lines):
 
 
 def test_the_page_has_examples():
-    assert len(EXAMPLES) == PAGE.count("```yaml") == 7
+    assert len(EXAMPLES) == PAGE.count("```yaml") == 8
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_makes_the_tensors_below_it(number):
     text, example = EXAMPLES[number]
-    lines = example.splitlines()
+    values = dict(re.findall(r"^(\S+) = (\d+)$", example, re.M))
+    lines = [line for line in example.splitlines() if " = " not in line]
     sources = list(tensors(line for line in lines if not line.startswith("-> ")))
     expected = {
         each.name: each.values.shape
         for each in tensors(line[3:] for line in lines if line.startswith("-> "))
     }
     axes = {axis: n + 1 for each in sources for axis, n in each.ranks}
-    made = relayout(Layout.parse(text), sources, axes)
+    layout = Layout.parse(text).with_values(values)
+    made = relayout(layout, sources, axes)
     assert {name: array.shape for name, array in made.items()} == expected
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Index, Rule, TensorPattern, side
@@ -9,7 +10,7 @@ from elastic_ckpt.universal.rules.state import State
 
 FULL = """\
 version: 1
-sizes: {d: 128, up: gate}
+sizes: {d: 128, up: gate, kv: {value: [a/kv, b], default: 1}}
 widths: {x: {tp: [3, 5]}}
 index: {layer: {by: [pp, local], values: [[0, 1], [2]]}}
 ranks: {tp: 2}
@@ -25,6 +26,7 @@ rules:
     pad: {pad: 1e-3}
     optional: true
 drop: {from: ["*.x"], to: ["y"]}
+fill: {step: {value: iteration}, count: 3}
 """
 
 
@@ -50,7 +52,11 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
     )
     layout = Layout(
         rules=(first, second),
-        sizes={"d": 128, "up": "gate"},
+        sizes={
+            "d": 128,
+            "up": "gate",
+            "kv": CheckpointValue(paths=("a/kv", "b"), default=1),
+        },
         widths={"x": {"tp": (3, 5)}},
         index={"layer": Index(by=("pp", "local"), values=((0, 1), (2,)))},
         ranks={"tp": 2},
@@ -60,6 +66,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         },
         drop=("*.x",),
         drop_inverse=("y",),
+        fill={"step": CheckpointValue(paths=("iteration",)), "count": 3},
     )
     assert Layout.load(path) == layout
     assert Layout.load(path).rules[0].place == f"{path}, line 10: rules[0]"
@@ -68,6 +75,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
 def test_the_inverse_of_the_inverse_is_the_layout():
     layout = Layout.parse(FULL)
     assert layout.inverse().drop == ("y",)
+    assert layout.inverse().fill_inverse == layout.fill
     assert layout.inverse().inverse() == layout
 
 
@@ -105,6 +113,10 @@ def test_the_inverse_of_the_inverse_is_the_layout():
         ('"a.{layer}"', '"a.{layer"', "rules[0].from['a.{layer']", "brace"),
         ("layer x, ", "x, ", "rules[0].from['a.{layer}']", "layer x"),
         ("[3, 5]", "[3, 5", "layout", "not YAML"),
+        ("value: [a/kv, b], ", "", "line 2: sizes['kv']", "`value` is missing"),
+        ("[a/kv, b]", "[a/kv, 3]", "sizes['kv'].value[1]", "expected a text"),
+        ("default: 1", "defaults: 1", "sizes['kv'].defaults", "'default'"),
+        ("count: 3", "count: x", "line 18: fill['count']", "expected a number"),
     ],
 )
 def test_a_mistake_is_named_with_its_place(old, new, place, problem):

@@ -3,6 +3,7 @@
 The oracle decodes the coordinates of each element of each tensor, one by one.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -10,10 +11,12 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.universal.rules.layout import Layout
+from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests.universal.rules.relayout import assert_same, relayout, saved
 
 
@@ -195,12 +198,16 @@ def relations(draw):
     return values_of, sizes, both
 
 
+FILL = {"step": {"value": ["absent", "iteration"]}}
+
+
 def layout_of(sizes, both, ranked=False):
     written = {
         key: {each.pattern(ranked and key == "from"): dims_of(each) for each in side}
         for key, side in zip(("from", "to"), both, strict=True)
     }
-    text = json.dumps({"version": 1, "sizes": sizes, "rules": [written]})
+    fields = {"version": 1, "sizes": sizes, "rules": [written], "fill": FILL}
+    text = json.dumps(fields)
     return Layout.parse(text)
 
 
@@ -251,3 +258,54 @@ def test_one_size_is_solved_from_the_shapes(relation, data):
         del sizes[data.draw(st.sampled_from(sorted(sizes)))]
     a, b = (arrays_of(side, values_of) for side in both)
     assert_same(relayout(layout_of(sizes, both), a, targets=b), b)
+
+
+def from_values(sizes):
+    """Sizes that refer to values of the checkpoint, and these values."""
+    paths = {name: {"value": ["absent", f"args/{name}"]} for name in sizes}
+    return paths, {f"args/{name}": size for name, size in sizes.items()}
+
+
+@given(relations(), st.data())
+def test_sizes_and_steps_are_values_of_the_checkpoint(relation, data):
+    values_of, sizes, both = relation
+    paths, values = from_values(sizes)
+    given = data.draw(st.sets(st.sampled_from(sorted(sizes)))) if sizes else ()
+    written = layout_of({**paths, **{name: sizes[name] for name in given}}, both)
+    values["iteration"] = data.draw(st.integers(-(2**31), 2**31 - 1))
+    layout = written.with_values(values)
+    a, b = (arrays_of(side, values_of) for side in both)
+    b["step"] = np.int32(values["iteration"])
+    made = relayout(layout, a, targets=b)
+    assert_same(made, b)
+    assert_same(relayout(layout.inverse(), made, targets=a), a)
+
+
+@given(relations(), st.data())
+def test_sizes_that_are_no_values_are_solved_or_named_with_their_line(relation, data):
+    values_of, sizes, both = relation
+    paths, values = from_values(sizes)
+    absent = data.draw(st.sets(st.sampled_from(sorted(sizes)))) if sizes else ()
+    for name in absent:
+        del values[f"args/{name}"]
+    a, b = (arrays_of(side, values_of) for side in both)
+    layout = layout_of(paths, both).with_values(values)
+    if len(absent) < 2:
+        assert_same(relayout(layout, a, targets=b), b)
+        return
+    with contextlib.suppress(LayoutError):
+        assert_same(relayout(layout, a, targets=b), b)
+        return
+    listed = [f"sizes['{x}']: the checkpoint has no value absent or" for x in absent]
+    with pytest.raises(LayoutError, match="layout, line 1: ") as caught:
+        relayout(layout, a, targets=b)
+    assert any(each in str(caught.value) for each in listed)
+
+
+@given(relations(), st.sampled_from([None, "x", 2**60, 0.5, float("nan")]))
+def test_a_step_that_is_missing_or_cannot_be_had_is_refused(relation, value):
+    values_of, sizes, both = relation
+    a, b = (arrays_of(side, values_of) for side in both)
+    b["step"] = np.int32(0)
+    with pytest.raises(LayoutError, match=r"iteration|step is of int32"):
+        relayout(layout_of(sizes, both).with_values({"iteration": value}), a, targets=b)

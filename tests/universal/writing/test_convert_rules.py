@@ -66,6 +66,36 @@ def test_sizes_complete_a_file(tmp_path):
     assert_same(tensors_of(tmp_path / "made"), expected)
 
 
+def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, capsys):
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    small_model.write(tmp_path / "source", {"w": values})
+    (tmp_path / "source" / "config.json").write_text('{"kv": 2, "steps": 7}')
+    (tmp_path / "layout.yml").write_text(
+        LAYOUT.replace("rules:", "sizes: {kv: {value: config/kv}}\nrules:")
+        + "fill: {step: {value: config/steps}, scale: 0.5}\n"
+    )
+    rules = ["--rules", tmp_path / "layout.yml"]
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
+    to = ["--to", "safetensors"]
+    assert converted(tmp_path / "steps" / "0", tmp_path / "made", *to) == 0
+    leaves = {"step": np.array(7, np.int32), "scale": np.array(0.5, np.float32)}
+    w = values.reshape(2, 3, 4).transpose(2, 0, 1).copy()
+    assert_same(tensors_of(tmp_path / "made"), {"params/w": w, **leaves})
+    given = [tmp_path / "source", tmp_path / "three", *to, *rules]
+    assert converted(*given, "--size", "kv=3") == 0
+    w = values.reshape(3, 2, 4).transpose(2, 0, 1).copy()
+    assert_same(tensors_of(tmp_path / "three"), {"params/w": w, **leaves})
+    (tmp_path / "source" / "config.json").unlink()
+    capsys.readouterr()
+    given[1] = tmp_path / "none"
+    assert converted(*given) == 1
+    assert "layout.yml, line 3: sizes['kv']: the checkpoint has no value config/kv" in (
+        capsys.readouterr().err
+    )
+    assert converted(*given, "--size", "kv=3") == 1
+    assert "line 7: fill['step']: the checkpoint has no" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
