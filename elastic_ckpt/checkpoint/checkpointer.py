@@ -242,7 +242,7 @@ class Checkpointer:
             each host.
           partial: whether trees may lack leaves that were saved.
           layout: of `elastic_ckpt.universal`, through which trees are read that were
-            saved with other leaves; from persistent storage.
+            saved with other leaves.
 
         Raises:
           CheckpointError: if there is no such step, it is of another model, or no good

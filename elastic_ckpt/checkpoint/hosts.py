@@ -19,6 +19,7 @@ from elastic_ckpt.core.allgather import Allgather
 from elastic_ckpt.host.answers import failure
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.phases import BRIEF_SECS, PHASES, Request, decode_answer
+from elastic_ckpt.host.step_boxes import TreeReading
 from elastic_ckpt.manifests.manifest import Contents
 
 AnswerT = TypeVar("AnswerT")
@@ -74,12 +75,22 @@ class Hosts(Protocol):
         """The contents of the step that is open (`read_requests.OpenStep`)."""
         ...
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self,
+        trees: Mapping[str, Any],
+        components: Sequence[str],
+        others: Mapping[str, TreeReading],
+    ) -> int:
         """Selects what `read_requests.ReadStep` reads of the step that is open.
 
         Args:
           trees: that are wanted; the step has all of their leaves, in their shapes.
           components: that are wanted.
+          others: by name, trees of another layout. They are read at once, and from
+            persistent storage, if hosts are other processes.
+
+        Returns:
+          The bytes that this process has read at once.
 
         Raises:
           HostsFailedError: if it has no such component.
@@ -87,7 +98,7 @@ class Hosts(Protocol):
         ...
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
-        """The trees, made of what the hosts have read last."""
+        """The trees and those of other layouts, made of what the hosts read last."""
         ...
 
     def close(self) -> None:
@@ -143,11 +154,17 @@ class InEveryProcess:
         """See `Hosts`."""
         return self._own.tiers.reader.opened()
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self,
+        trees: Mapping[str, Any],
+        components: Sequence[str],
+        others: Mapping[str, TreeReading],
+    ) -> int:
         """See `Hosts`."""
         reader = self._own.tiers.reader
-        outcome = _outcome("check", lambda: reader.check(trees, components))
+        outcome = _outcome("check", lambda: reader.check(trees, components, others))
         self._gather("check", outcome)
+        return 0
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""

@@ -7,13 +7,18 @@ requested is restored as ever, without them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
-import jax
 from etils import epath
 
-from elastic_ckpt.checkpoint import components, metadata, restore, validation
+from elastic_ckpt.checkpoint import (
+    components,
+    foreign_steps,
+    metadata,
+    restore,
+    validation,
+)
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events
 from elastic_ckpt.host import backup_requests
@@ -22,23 +27,50 @@ from elastic_ckpt.host.answers import (
     ComponentsLoaded,
     HostsFailedError,
 )
+from elastic_ckpt.host.step_boxes import StepBoxes
+from elastic_ckpt.manifests.manifest import Contents
+
+ValueT = TypeVar("ValueT")
 
 
 class Layouts(Protocol):
     """Reads trees through layouts, as `elastic_ckpt.universal` does."""
 
+    def match(
+        self, contents: Contents, name: str, abstract: Any, *, layout: Any
+    ) -> Callable[[StepBoxes], Any]:
+        """Matches a layout with a saved tree, before a value is read.
+
+        Args:
+          contents: of a step.
+          name: of the saved tree.
+          abstract: the requested tree.
+          layout: as users give it.
+
+        Returns:
+          A function that reads the tree into its shardings from the step's boxes.
+
+        Raises:
+          ConfigError: if the layout does not fit.
+        """
+        ...
+
     def load(self, path: epath.Path, abstract: Any, *, layout: Any) -> Any:
         """Reads a tree into the shardings of an abstract one.
 
         Args:
-          path: of the saved tree.
+          path: of the saved tree, in persistent storage.
           abstract: the requested tree.
           layout: as users give it.
         """
         ...
 
-    def fitting(self, path: epath.Path) -> Sequence[str]:
-        """The names of layouts that fit the tree saved at `path`, for a message."""
+    def fitting(self, tree: epath.Path | tuple[Contents, str]) -> Sequence[str]:
+        """The names of layouts that fit a saved tree, for a message.
+
+        Args:
+          tree: its path, or the contents of its step and its name.
+        """
         ...
 
 
@@ -74,18 +106,18 @@ class StepRestorer:
             differ from them; None if no tree may differ.
 
         Raises:
-          CheckpointError: as `restore.restore`, or if a step of another layout is not
-            in persistent storage.
+          CheckpointError: as `restore.restore`.
           ConfigError: if the layout does not fit.
         """
+        rules = None
         if layout is not None:
-            return self._through(step, wanted, partial, layout)
+            rules = _Rules(hosts=self.hosts, layouts=self.layouts, layout=layout)
         try:
             return restore.restore(
-                self.hosts, step, wanted, partial=partial, emit=self.emit
+                self.hosts, step, wanted, partial=partial, emit=self.emit, rules=rules
             )
         except errors.OtherModelError as error:
-            names = self._fitting(step, wanted)
+            names = [] if layout is not None else self._fitting(step, wanted)
             if not names:
                 raise
             raise errors.OtherModelError(
@@ -93,96 +125,127 @@ class StepRestorer:
                 f" {errors.first_of(names)}; give one as `layout`"
             ) from None
 
-    def _through(
-        self,
-        step: int | CheckpointMetadata | None,
-        wanted: Mapping[str, Any],
-        partial: bool,
-        layout: Any,
-    ) -> tuple[restore.Search, dict[str, Any]]:
-        checkpoint = restore.find(self.hosts, step, emit=self.emit).checkpoint
-        if checkpoint is None:
-            return restore.restore(
-                self.hosts, step, wanted, partial=partial, emit=self.emit
-            )
-        saved = metadata.of_step(self.hosts, checkpoint).metadata
+    def _fitting(
+        self, step: int | CheckpointMetadata | None, wanted: Mapping[str, Any]
+    ) -> list[str]:
+        checkpoint = restore.find(self.hosts, step, emit=events.nobody).checkpoint
+        if self.layouts is None or checkpoint is None:
+            return []
         trees, _ = components.split(wanted)
-        others = {
-            name: tree
-            for name, tree in trees.items()
-            if tree is not None and not _is_same(saved.get(name), tree)
-        }
-        loaded = self._load(checkpoint, others, layout)
-        num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(loaded))
+        names: set[str] = set()
+        for name in trees:
+            # The step that was refused is open, unless Orbax alone saved it.
+            if checkpoint.save:
+                names.update(self.layouts.fitting((self.hosts.opened(), name)))
+            elif checkpoint.path is not None:
+                names.update(self.layouts.fitting(checkpoint.path / name))
+        return sorted(names)
 
-        def emit(name: str, **fields: Any) -> None:
-            if name == "restored_from":
-                fields["persistent_bytes"] += num_bytes
-            self.emit(name, **fields)
 
-        rest = {name: each for name, each in wanted.items() if name not in others}
-        search, restored = restore.restore(
-            self.hosts, checkpoint, rest, partial=partial, emit=emit
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rules:
+    # See `restore.Rules`.
+    hosts: Hosts
+    layouts: Layouts | None
+    layout: Any
+
+    def readings(
+        self,
+        checkpoint: CheckpointMetadata,
+        contents: Contents,
+        trees: Mapping[str, Any],
+    ) -> dict[str, _Reading]:
+        saved = metadata.of_contents(checkpoint, contents).metadata
+        return self._on_all(
+            lambda: {
+                name: _Reading(
+                    rules=self,
+                    checkpoint=checkpoint,
+                    name=name,
+                    abstract=tree,
+                    read=self._layouts(checkpoint.step).match(
+                        contents, name, tree, layout=self.layout
+                    ),
+                )
+                for name, tree in _differing(saved, trees).items()
+            }
         )
-        parts = {**restored, **loaded}
-        return search, {name: parts[name] for name in wanted}
 
-    def _load(
-        self, checkpoint: CheckpointMetadata, trees: Mapping[str, Any], layout: Any
+    def of_orbax(
+        self, checkpoint: CheckpointMetadata, trees: Mapping[str, Any]
     ) -> dict[str, Any]:
-        # No host waits for one that has failed.
-        loaded: dict[str, Any] = {}
-        if not trees:
-            return loaded
-        path = self._path(checkpoint)
-        own: Exception | None = None
-        try:
-            assert self.layouts is not None
-            for name, tree in trees.items():
-                loaded[name] = self.layouts.load(path / name, tree, layout=layout)
-        except Exception as error:
-            own = error
-        outcomes = self.hosts.share(
-            ComponentsLoaded(problem=None if own is None else str(own))
+        path = checkpoint.path
+        assert path is not None
+        return self._on_all(
+            lambda: {
+                name: self.load(checkpoint.step, path / name, tree)
+                for name, tree in _differing(
+                    foreign_steps.read_parts(path), trees
+                ).items()
+            }
         )
-        failed = {n: each.problem for n, each in enumerate(outcomes) if each.problem}
-        if own is not None or failed:
-            raise own or HostsFailedError(failed)
-        return loaded
 
-    def _path(self, checkpoint: CheckpointMetadata) -> epath.Path:
-        step, path = checkpoint.step, checkpoint.path
+    def load(self, step: int, path: epath.Path, abstract: Any) -> Any:
+        return self._layouts(step).load(path, abstract, layout=self.layout)
+
+    def _layouts(self, step: int) -> Layouts:
         if self.layouts is None:
             raise errors.CheckpointError(
                 f"step {step} is of another layout, and this checkpointer reads none;"
                 " make it with `elastic_ckpt.Checkpointer`"
             )
-        if path is not None and (
-            not checkpoint.save
-            or self.hosts.first(
-                backup_requests.HasBackup(step=step, save=checkpoint.save)
-            )
-        ):
-            return path
-        raise errors.CheckpointError(
-            f"step {step} is of another layout, and in RAM alone; a layout reads steps"
-            " from persistent storage. Restore it as it was saved, and save it with"
-            " force=True"
-        )
+        return self.layouts
 
-    def _fitting(
-        self, step: int | CheckpointMetadata | None, wanted: Mapping[str, Any]
-    ) -> list[str]:
-        checkpoint = restore.find(self.hosts, step, emit=events.nobody).checkpoint
-        if self.layouts is None or checkpoint is None or checkpoint.path is None:
-            return []
-        trees, _ = components.split(wanted)
-        names = {
-            each
-            for tree in trees
-            for each in self.layouts.fitting(checkpoint.path / tree)
-        }
-        return sorted(names)
+    def _on_all(self, work: Callable[[], ValueT]) -> ValueT:
+        # No host waits for one that has failed.
+        try:
+            result = work()
+        except Exception as error:
+            self.hosts.share(ComponentsLoaded(problem=str(error)))
+            raise
+        outcomes = self.hosts.share(ComponentsLoaded(problem=None))
+        failed = {n: each.problem for n, each in enumerate(outcomes) if each.problem}
+        if failed:
+            # An older step is no remedy, unlike for a step that cannot be read.
+            raise errors.CheckpointError(str(HostsFailedError(failed)))
+        return result
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Reading:
+    # See `step_boxes.TreeReading`.
+    rules: _Rules
+    checkpoint: CheckpointMetadata
+    name: str
+    abstract: Any
+    read: Callable[[StepBoxes], Any]
+
+    def of_boxes(self, saved: StepBoxes) -> Any:
+        return self.read(saved)
+
+    def of_storage(self) -> Any:
+        step, save, path = (
+            self.checkpoint.step,
+            self.checkpoint.save,
+            self.checkpoint.path,
+        )
+        if path is None or not self.rules.hosts.first(
+            backup_requests.HasBackup(step=step, save=save)
+        ):
+            raise errors.CheckpointError(
+                f"step {step} is of another layout, and in the RAM of other processes"
+                " alone; under one controller a layout reads steps from persistent"
+                " storage. Restore it as it was saved, and save it with force=True"
+            )
+        return self.rules.load(step, path / self.name, self.abstract)
+
+
+def _differing(saved: Mapping[str, Any], trees: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: tree
+        for name, tree in trees.items()
+        if tree is not None and name in saved and not _is_same(saved[name], tree)
+    }
 
 
 def _is_same(saved: Any, wanted: Any) -> bool:

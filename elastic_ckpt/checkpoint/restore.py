@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from absl import logging
@@ -25,14 +25,61 @@ from elastic_ckpt.host.answers import (
     ComponentsLoaded,
     HostsFailedError,
 )
+from elastic_ckpt.host.step_boxes import TreeReading
 from elastic_ckpt.manifests.line import Line
+from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.manifests.read_plan import NEARNESS
+
+
+class Rules(Protocol):
+    """Reads the requested trees of another layout than a step has.
+
+    All hosts call it alike; an error is raised on all of them.
+    """
+
+    def readings(
+        self,
+        checkpoint: CheckpointMetadata,
+        contents: Contents,
+        trees: Mapping[str, Any],
+    ) -> Mapping[str, TreeReading]:
+        """How to read those of the trees that are of another layout, by name.
+
+        Args:
+          checkpoint: the step.
+          contents: of the step, which is open.
+          trees: that are requested, by name.
+
+        Raises:
+          ConfigError: if the rules do not fit.
+        """
+        ...
+
+    def of_orbax(
+        self, checkpoint: CheckpointMetadata, trees: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Reads those that differ from a step that Orbax alone saved, by name.
+
+        Raises:
+          CheckpointError: if a part cannot be read.
+          ConfigError: if the rules do not fit.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    # The requested trees and components, by name, and how trees may differ.
+    trees: Mapping[str, Any]
+    stateful: Mapping[str, Any]
+    partial: bool
+    rules: Rules | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Read:
-    # The requested trees, the bytes read by nearness of their source, and the
-    # directories of the components' files.
+    # The requested trees of the saved layout, the bytes read by nearness of their
+    # source, and the directories of the components' files.
     asked: asked_trees.AskedTrees
     num_bytes: dict[str, int]
     directories: dict[str, str]
@@ -106,6 +153,7 @@ def restore(
     *,
     partial: bool,
     emit: events.Emit,
+    rules: Rules | None = None,
 ) -> tuple[Search, dict[str, Any]]:
     """Restores a step; returns its search, and the requested parts.
 
@@ -116,24 +164,28 @@ def restore(
       wanted: by name, abstract trees and components.
       partial: whether trees may lack leaves that were saved.
       emit: called with the sources of the values, and with problems.
+      rules: read trees of another layout; None if no tree may differ.
 
     Raises:
       CheckpointError: if there is no such step, it is of another model, or no good copy
         of a part of it is left.
+      ConfigError: if the rules do not fit.
     """
     began_secs = time.monotonic()
     trees, stateful = components.split(wanted)
-    search, read = _read_newest(hosts, step, trees, stateful, partial, emit)
+    requested = _Wanted(trees=trees, stateful=stateful, partial=partial, rules=rules)
+    search, read = _read_newest(hosts, step, requested, emit)
     checkpoint = search.checkpoint
     assert checkpoint is not None
     if read is None:
-        restored = _restore_foreign(checkpoint, wanted, partial, emit)
+        restored = _restore_foreign(checkpoint, wanted, requested, emit)
         metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
         return search, restored
     bad = _repair(hosts)
     _load_components(hosts, stateful, read.directories)
-    filled = read.asked.filled(hosts.arrays(read.asked.read))
-    restored = {**filled, **stateful}
+    made = hosts.arrays(read.asked.read)
+    parts = {**made, **read.asked.filled(made), **stateful}
+    restored = {name: parts[name] for name in wanted}
     hosts.all(read_requests.CloseStep())
     metrics.CHECKPOINT_LOAD.record(time.monotonic() - began_secs)
     if hosts.own == 0:
@@ -185,9 +237,7 @@ def _repair(hosts: Hosts) -> dict[str, int]:
 def _read_newest(
     hosts: Hosts,
     step: int | CheckpointMetadata | None,
-    trees: Mapping[str, Any],
-    stateful: Mapping[str, Any],
-    partial: bool,
+    requested: _Wanted,
     emit: events.Emit,
 ) -> tuple[Search, _Read | None]:
     # Returns the result of `_read`, or None for a step that Orbax alone saved.
@@ -211,7 +261,7 @@ def _read_newest(
         if not checkpoint.save:
             return search, None
         try:
-            return search, _read(hosts, checkpoint, trees, stateful, partial)
+            return search, _read(hosts, checkpoint, requested)
         except HostsFailedError as error:
             if step is not None:
                 raise
@@ -219,47 +269,58 @@ def _read_newest(
             noted("step_passed_over", step=checkpoint.step, why=str(error))
 
 
-def _read(
-    hosts: Hosts,
-    checkpoint: CheckpointMetadata,
-    trees: Mapping[str, Any],
-    stateful: Mapping[str, Any],
-    partial: bool,
-) -> _Read:
+def _read(hosts: Hosts, checkpoint: CheckpointMetadata, requested: _Wanted) -> _Read:
     hosts.all(read_requests.OpenStep(step=checkpoint.step, save=checkpoint.save))
     contents = hosts.opened()
-    asked = asked_trees.resolve(trees, contents, step=checkpoint.step, partial=partial)
+    others: Mapping[str, TreeReading] = {}
+    if requested.rules is not None:
+        others = requested.rules.readings(checkpoint, contents, requested.trees)
+    asked = asked_trees.resolve(
+        {name: tree for name, tree in requested.trees.items() if name not in others},
+        contents,
+        step=checkpoint.step,
+        partial=requested.partial,
+    )
+    stateful = sorted(requested.stateful)
     try:
-        hosts.check(asked.read, sorted(stateful))
+        read_here = hosts.check(asked.read, stateful, others)
     except HostsFailedError as error:
         # An older step would not have it either: the request is wrong.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
     answers = hosts.all(read_requests.ReadStep())
     directories = {
         name: hosts.all(read_requests.MaterialiseComponent(component=name))[hosts.own]
-        for name in sorted(stateful)
+        for name in stateful
     }
     num_bytes = {
         f"{near}_bytes": sum(read_bytes.get(near, 0) for read_bytes in answers)
         for near in NEARNESS
     }
+    num_bytes["persistent_bytes"] += read_here
     return _Read(asked=asked, num_bytes=num_bytes, directories=directories)
 
 
 def _restore_foreign(
     checkpoint: CheckpointMetadata,
     wanted: Mapping[str, Any],
-    partial: bool,
+    requested: _Wanted,
     emit: events.Emit,
 ) -> dict[str, Any]:
     # Steps that Orbax alone saved have no digests.
     assert checkpoint.path is not None
     why = "plain Orbax saved it, and its values cannot be verified"
     emit("degraded", tier="persistent", step=checkpoint.step, why=why)
-    restored = foreign_steps.load(checkpoint.path, wanted, partial=partial)
-    trees, _ = components.split(restored)
+    others: Mapping[str, Any] = {}
+    if requested.rules is not None:
+        others = requested.rules.of_orbax(checkpoint, requested.trees)
+    rest = {name: each for name, each in wanted.items() if name not in others}
+    parts = {
+        **others,
+        **foreign_steps.load(checkpoint.path, rest, partial=requested.partial),
+    }
+    trees, _ = components.split(parts)
     num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(trees))
     read_bytes = dict.fromkeys((f"{near}_bytes" for near in NEARNESS), 0)
     read_bytes["persistent_bytes"] = num_bytes
     emit("restored_from", step=checkpoint.step, **read_bytes, bad_copies=0, repaired=0)
-    return restored
+    return {name: parts[name] for name in wanted}

@@ -17,6 +17,7 @@ from etils import epath
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.host import recovery, trees, verified_read
 from elastic_ckpt.host.answers import BadCopyReport, CheckpointMetadata, SearchOutcome
+from elastic_ckpt.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import line, read_plan
 from elastic_ckpt.manifests.manifest import Contents
@@ -119,18 +120,25 @@ class HostReader:
         """The contents of the step that was opened."""
         return self._opened().step_found.step.holdings.contents
 
-    def check(self, of_trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self,
+        of_trees: Mapping[str, Any],
+        components: Sequence[str],
+        others: Mapping[str, TreeReading],
+    ) -> None:
         """Selects the parts of the step to read, for the devices of this process.
 
         Args:
           of_trees: the requested trees; the step has all of their leaves, in their
             shapes.
           components: that are wanted.
+          others: by name, trees of another layout.
 
         Raises:
           CheckpointError: if the step has no such component.
         """
         self.select(trees.wanted(of_trees), components)
+        self._opened().others = others
 
     def select(
         self, wanted: Sequence[trees.WantedLeaf], components: Sequence[str]
@@ -171,6 +179,16 @@ class HostReader:
             host=self._world.own.host,
             domain=self._world.peers.domain,
         )
+        if restoring.others:
+            saved = StepBoxes(
+                restoring.step_found,
+                restoring.reader,
+                host=self._world.own.host,
+                domain=self._world.peers.domain,
+            )
+            restoring.others_made = {
+                name: each.of_boxes(saved) for name, each in restoring.others.items()
+            }
         near = read_plan.nearness(
             restoring.step_found.step.holdings,
             self._world.own.host,
@@ -199,11 +217,12 @@ class HostReader:
         return directory
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes the trees of the values that were read."""
+        """Makes the trees of the values that were read; those of other layouts, too."""
         made = self.made()
-        return {
+        rebuilt = {
             name: trees.rebuilt(tree, name, made) for name, tree in of_trees.items()
         }
+        return {**rebuilt, **self._opened().others_made}
 
     def made(self) -> dict[str, Any]:
         """Makes each leaf of its values, by path."""
@@ -320,6 +339,8 @@ class _Restoring:
     reader: verified_read.VerifiedReader
     wanted: Sequence[trees.WantedLeaf] = ()
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    others: Mapping[str, TreeReading] = dataclasses.field(default_factory=dict)
+    others_made: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def _counted(looking: find.Search, foreign: Mapping[int, str]) -> list[int]:

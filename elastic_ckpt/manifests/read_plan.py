@@ -210,6 +210,19 @@ def files(
     return holders
 
 
+def box_choices(
+    step: Step, reader: Host, *, domain: str = "slice"
+) -> tuple[np.ndarray, np.ndarray]:
+    """The holders of every saved box, for a reader that reads boxes whole.
+
+    Returns:
+      As `ReadPlan.first_choice` and `ReadPlan.choice`, by the number of a saved box.
+    """
+    items = np.arange(len(step.holdings.leaf))
+    near = _Nearness(step.holdings, [reader], domain)
+    return near.choices(np.zeros_like(items), items)
+
+
 def nearness(holdings: Holdings, reader: Host, *, domain: str) -> dict[Offer, str]:
     """The nearness of each holder to a reader: one of `NEARNESS`."""
     of_reader = _Nearness(holdings, [reader], domain)

@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from etils import epath
 
+from elastic_ckpt.host import trees
+from elastic_ckpt.host.step_boxes import StepBoxes
+from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.universal import loading, opening, shipped_layouts
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.reading import restored_tree, saved_boxes
+from elastic_ckpt.universal.reading.saved_boxes import SavedBoxes
+from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
 
 
 class StepLayouts:
     """Reads trees of steps; see `checkpoint.other_layouts.Layouts`."""
+
+    def match(
+        self,
+        contents: Contents,
+        name: str,
+        abstract: Any,
+        *,
+        layout: Layout | str | os.PathLike[str],
+    ) -> Callable[[StepBoxes], Any]:
+        """Matches a layout with a tree of a step; returns a function that reads it.
+
+        Raises:
+          LayoutError: if the layout does not fit.
+        """
+        leaves = restored_tree.target_leaves(abstract)
+        matched = matching.moves(
+            shipped_layouts.resolve(layout),
+            saved_boxes.tensors_of(contents, name),
+            {},
+            {leaf.tensor.name: leaf.tensor for leaf in leaves},
+        )
+
+        def read(saved: StepBoxes) -> Any:
+            source = SavedBoxes(saved, name)
+            made = restored_tree.read_leaves(
+                OpenedCheckpoint(format="elastic_ckpt", tensors=source.tensors),
+                matched.moves,
+                matched.fills,
+                leaves,
+                source=source,
+            )
+            return trees.rebuilt(abstract, "", made)
+
+        return read
 
     def load(
         self,
@@ -26,14 +67,16 @@ class StepLayouts:
         """Reads the tree at `path`, as `loading.load`."""
         return loading.load(path, abstract, layout=layout)
 
-    def fitting(self, path: epath.Path) -> Sequence[str]:
-        """The names of layouts that ship and fit the tensors at `path`.
+    def fitting(self, tree: epath.Path | tuple[Contents, str]) -> Sequence[str]:
+        """The names of layouts that ship and fit the tensors of a tree.
 
         Returns:
           An empty list, too, if the checkpoint cannot be opened.
         """
+        if isinstance(tree, tuple):
+            return shipped_layouts.fitting(saved_boxes.tensors_of(*tree))
         try:
-            return shipped_layouts.fitting(opening.open_checkpoint(path).tensors)
+            return shipped_layouts.fitting(opening.open_checkpoint(tree).tensors)
         except FormatError:
             return []
 

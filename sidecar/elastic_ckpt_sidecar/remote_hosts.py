@@ -24,6 +24,7 @@ from elastic_ckpt.host import read_requests, save_requests, world_requests
 from elastic_ckpt.host.answers import HostsFailedError, failure
 from elastic_ckpt.host.endpoint import HostEndpoint
 from elastic_ckpt.host.phases import Request, decode_answer
+from elastic_ckpt.host.step_boxes import TreeReading
 from elastic_ckpt.host.trees import arrays as captured_leaves
 from elastic_ckpt.host.trees import asked, rebuilt
 from elastic_ckpt.manifests.manifest import Contents
@@ -90,6 +91,8 @@ class RemoteHosts:
         self._first = _over([hosts[0].cpus[0]])
         self._numbers = itertools.count()
         self._layouts: dict[tuple[Group, ...], int] = {}
+        # Trees of another layout, until they are taken.
+        self._others: dict[str, Any] = {}
         cpus = _over([device for host in hosts for device in host.cpus])
         machine_id = self._call(self._agent.connect, {}, cpus)[0].tobytes().decode()
         # A head that shares the memory of host 0 finds its id there.
@@ -139,13 +142,20 @@ class RemoteHosts:
         """See `Hosts`."""
         return self.first(read_requests.GetContents())
 
-    def check(self, trees: Mapping[str, Any], components: Sequence[str]) -> None:
+    def check(
+        self,
+        trees: Mapping[str, Any],
+        components: Sequence[str],
+        others: Mapping[str, TreeReading],
+    ) -> int:
         """See `Hosts`."""
+        self._others = {name: each.of_storage() for name, each in others.items()}
         groups, _ = self._arrays.to_restore(asked(trees))
         layout = self._layout(groups)
         self.all(
             array_requests.SelectArrays(layout=layout, components=tuple(components))
         )
+        return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._others))
 
     def arrays(self, trees: Mapping[str, Any]) -> dict[str, Any]:
         """See `Hosts`."""
@@ -162,7 +172,10 @@ class RemoteHosts:
                 content = {"layout": layout, "group": number}
                 arrays = take(messages.encode(content, _over(group.mesh)))
             made |= head_arrays.restored(group, arrays, of_group, dtypes)
-        return {name: rebuilt(tree, name, made) for name, tree in trees.items()}
+        others, self._others = self._others, {}
+        return others | {
+            name: rebuilt(tree, name, made) for name, tree in trees.items()
+        }
 
     def close(self) -> None:
         """See `Hosts`."""

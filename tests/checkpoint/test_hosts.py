@@ -160,8 +160,8 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         driver.all(read_requests.OpenStep(step=step.step, save=step.save))
         paths = [leaf.path for leaf in driver.opened().leaves]
         with pytest.raises(HostsFailedError, match="no parts"):
-            driver.check(trees, ["data"])
-        driver.check(trees, [])
+            driver.check(trees, ["data"], {})
+        driver.check(trees, [], {})
         driver.all(read_requests.ReadStep())
         restored = driver.arrays(trees)
         driver.all(read_requests.CloseStep())

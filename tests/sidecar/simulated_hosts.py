@@ -17,6 +17,7 @@ from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.core import topology
 from elastic_ckpt.tiers import choices
 from elastic_ckpt.tiers.peers import agent
+from elastic_ckpt.universal import step_layouts
 from tests import shared_memory
 from tests.tiers import served
 
@@ -112,6 +113,7 @@ def world(machines, num_hosts, *, slices=1, apart=False, numbers=None, **options
     checkpointer = factory.over(
         remote_hosts.RemoteHosts(hosts, chosen),
         factory.Chosen.from_choices(tiers("/nowhere")),
+        layouts=step_layouts.LAYOUTS,
         emit=emit,
     )
     with checkpointer:

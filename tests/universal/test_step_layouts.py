@@ -75,7 +75,7 @@ def test_a_step_is_loaded_into_scanned_layers_beside_its_other_parts(make):
 def test_a_step_of_the_same_layout_is_read_without_rules(make, monkeypatch):
     checkpointer = make()
     state = saved(checkpointer)
-    monkeypatch.setattr(step_layouts.StepLayouts, "load", None)
+    monkeypatch.setattr(step_layouts.StepLayouts, "match", None)
     loaded = checkpointer.load(3, state, layout=SCAN)
     for before, after in zip(*map(jax.tree.leaves, (state, loaded)), strict=True):
         assert np.asarray(before).tobytes() == np.asarray(after).tobytes()
@@ -93,11 +93,90 @@ def test_an_error_of_a_layout_loads_nothing(make):
     assert counter.count == 0
 
 
-def test_a_step_in_ram_alone_is_refused_with_the_remedy(make):
-    checkpointer = make(every=100)
+def loaded_scanned(checkpointer, step=3):
+    """Loads the scanned layers, and compares their bits."""
+    state = checkpointer.load(step, SCANNED, layout=SCAN)
+    expected = np.stack(
+        [layer["w"].astype(np.float32).T for layer in UNSCANNED.values()], axis=1
+    )
+    assert np.asarray(state["layers"]["w"]).tobytes() == expected.tobytes()
+
+
+def flipped(path):
+    """Flips a bit of the first value in a file."""
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def events_of(make, **options):
+    listed = []
+
+    def emit(name, **fields):
+        listed.append({"event": name, **fields})
+
+    def make_checkpointer(tiers, **more):
+        return factory.Checkpointer(
+            tiers, emit=emit, layouts=step_layouts.LAYOUTS, **more
+        )
+
+    return make(make_checkpointer=make_checkpointer, **options), listed
+
+
+def last(listed, name):
+    return [each for each in listed if each["event"] == name][-1]
+
+
+def test_a_step_in_ram_alone_is_read_through_a_layout(make):
+    checkpointer, listed = events_of(make, every=100)
     saved(checkpointer)
-    with pytest.raises(errors.CheckpointError, match=r"in RAM alone.*force=True"):
-        checkpointer.load(3, SCANNED, layout=SCAN)
+    loaded_scanned(checkpointer)
+    restored = last(listed, "restored_from")
+    assert restored["local_bytes"] == 3 * 8 * 4 * 4
+    assert restored["persistent_bytes"] == 0
+
+
+def test_a_bad_box_in_ram_is_replaced_from_storage_and_repaired(make, tmp_path):
+    checkpointer, listed = events_of(make)
+    saved(checkpointer)
+    chunk, *_ = sorted((tmp_path / "ram").glob("hosts/0/3-*/state/layer_1/w/c/0/0"))
+    flipped(chunk)
+    loaded_scanned(checkpointer)
+    restored = last(listed, "restored_from")
+    assert (restored["bad_copies"], restored["repaired"]) == (1, 1)
+    assert restored["persistent_bytes"] == 8 * 4 * 4
+    loaded_scanned(checkpointer)
+    assert last(listed, "restored_from")["bad_copies"] == 0
+
+
+def test_a_bad_box_without_a_good_copy_leads_to_the_step_before(make, tmp_path):
+    checkpointer, listed = events_of(make, every=3)
+    saved(checkpointer)
+    state = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), UNSCANNED)
+    assert checkpointer.save_checkpointables(4, {"state": state})
+    checkpointer.wait()
+    chunk, *_ = sorted((tmp_path / "ram").glob("hosts/0/4-*/state/layer_1/w/c/0/0"))
+    flipped(chunk)
+    with pytest.raises(errors.CheckpointError, match=r"no good copy of state/layer_1"):
+        checkpointer.load(4, SCANNED, layout=SCAN)
+    loaded_scanned(checkpointer, None)
+    assert last(listed, "restored_from")["step"] == 3
+    assert checkpointer.latest.step == 3
+
+
+def test_a_wrong_layout_is_refused_without_a_look_at_older_steps(make):
+    checkpointer, listed = events_of(make, every=100)
+    saved(checkpointer)
+    with pytest.raises(LayoutError, match="stack/w"):
+        checkpointer.load(None, {"stack": SCANNED["layers"]}, layout=SCAN)
+    assert not [each for each in listed if each["event"] == "step_passed_over"]
+
+
+def test_a_tree_that_was_not_saved_is_named(make):
+    checkpointer = make()
+    saved(checkpointer)
+    with pytest.raises(errors.CheckpointError, match=r"no parts \['other'\]"):
+        checkpointer.load_checkpointables(3, {"other": SCANNED}, layout=SCAN)
 
 
 def test_a_checkpointer_without_layouts_says_how_to_get_them(make):
@@ -107,8 +186,9 @@ def test_a_checkpointer_without_layouts_says_how_to_get_them(make):
         checkpointer.load(3, SCANNED, layout=SCAN)
 
 
-def test_an_error_of_another_model_names_the_layouts_that_fit(make, monkeypatch):
-    checkpointer = make()
+@pytest.mark.parametrize("every", [1, 100])
+def test_an_error_of_another_model_names_the_layouts_that_fit(make, monkeypatch, every):
+    checkpointer = make(every=every)
     saved(checkpointer)
     monkeypatch.setattr(shipped_layouts, "shipped", lambda: ["scan"])
     monkeypatch.setattr(shipped_layouts, "load", lambda _: SCAN)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import boxes, digest, errors
+from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.inspect import tier_locations
 from elastic_ckpt.manifests import layout, manifest, manifest_file, search
@@ -26,11 +26,10 @@ from elastic_ckpt.manifests.manifest import Contents, Leaf
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
-from elastic_ckpt.universal.formats import coverage
+from elastic_ckpt.universal.formats import saved_leaf
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
-from elastic_ckpt.universal.stored import Fragment, StoredTensor
-from elastic_ckpt.universal.strides import row_major
+from elastic_ckpt.universal.stored import StoredTensor
 
 _TEXT = "text "
 
@@ -109,34 +108,15 @@ class _Parts:
         leaves = holdings.contents.leaves
         prefix = _common_prefix(leaves)
         for number, leaf in enumerate(leaves):
-            shape = coverage.checked_shape(leaf.shape, leaf.path)
-            dtype = np.dtype(leaf.dtype)
-            covered: list[Box] = []
-            fragments: list[Fragment] = []
-            for item in holdings.of_leaf(number):
-                fragment, file = self._placed(int(item), leaf)
-                parts = [fragment.box]
-                if number in step.overlapping:
-                    parts = boxes.subtract(fragment.box, covered)
-                    covered.append(fragment.box)
-                strides = row_major(fragment.box.shape, dtype.itemsize)
-                for part in parts:
-                    skips = zip(part.start, fragment.box.start, strides, strict=True)
-                    skipped_bytes = sum((a - b) * stride for a, b, stride in skips)
-                    offset = fragment.offset + skipped_bytes
-                    fragments.append(
-                        Fragment(box=part, file=file, offset=offset, strides=strides)
-                    )
-            coverage.check(shape, [each.box for each in fragments], leaf.path)
-            yield StoredTensor(
-                name=leaf.path.removeprefix(prefix),
-                dtype=dtype,
-                shape=shape,
-                fragments=tuple(fragments),
+            yield saved_leaf.tensor(
+                leaf,
+                leaf.path.removeprefix(prefix),
+                (self._placed(int(item), leaf) for item in holdings.of_leaf(number)),
+                is_overlapping=number in step.overlapping,
             )
 
-    def _placed(self, item: int, leaf: Leaf) -> tuple[manifest.Fragment, str]:
-        # The item at its first holder, and the file that has it.
+    def _placed(self, item: int, leaf: Leaf) -> tuple[Box, str, int]:
+        # The box of an item, and its place at its first holder.
         holdings = self._step.holdings
         row = holdings.first_row[item]
         holder, number = int(holdings.holder[row]), int(holdings.number[row])
@@ -152,7 +132,7 @@ class _Parts:
                 f"{fragment.box}, which are {values_bytes} if they are not compressed"
             )
         self._chunks[file].append((leaf, fragment))
-        return fragment, file
+        return fragment.box, file, fragment.offset
 
     def verify(self, file: str) -> bool:
         """Compares the digests of the chunks in a file; False if it has none.

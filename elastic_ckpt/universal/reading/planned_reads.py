@@ -29,10 +29,12 @@ class PlannedReads:
     Attributes:
       plan: of what a process reads.
       encoded: the arrays that TensorStore decodes.
+      source: of all other files; None if they are files and objects.
     """
 
     plan: LoadPlan
     encoded: EncodedArrays
+    source: ByteSource | None = None
 
     @classmethod
     def of_boxes(
@@ -41,6 +43,8 @@ class PlannedReads:
         moves: Sequence[Move],
         fills: Sequence[Fill],
         needed: Mapping[TargetTensor, Sequence[Box]],
+        *,
+        source: ByteSource | None = None,
     ) -> PlannedReads:
         """Plans the reads of some boxes, and proves that they are filled.
 
@@ -49,6 +53,8 @@ class PlannedReads:
           moves: from its tensors; those into targets that are not needed are left out.
           fills: parts of targets that no tensor has.
           needed: the distinct boxes, by target.
+          source: of the checkpoint's files, each of which is one request, whatever is
+            needed of it; None if they are files and objects.
 
         Raises:
           CheckpointError: if an element is filled by no source or by two.
@@ -58,19 +64,23 @@ class PlannedReads:
         encoded = EncodedArrays(checkpoint.tensors, used)
 
         def limits(file: str) -> Limits:
-            return LIMITS if file in encoded else load_plan.limits_of(file)
+            in_one = source is not None or file in encoded
+            return LIMITS if in_one else load_plan.limits_of(file)
 
         plan = load_plan.plan(encoded.tensors, moves, fills, needed, limits=limits)
-        return cls(plan=plan, encoded=encoded)
+        return cls(plan=plan, encoded=encoded, source=source)
 
     @property
     def files(self) -> list[str]:
         """The files that are read as they are."""
+        if self.source is not None:
+            return []
         return [file for file in self.plan.files if file not in self.encoded]
 
     def sources(self) -> dict[str, ByteSource]:
         """The source of each file of the plan."""
-        local, remote = LocalFiles(), RemoteFiles()
+        local: ByteSource = self.source or LocalFiles()
+        remote: ByteSource = self.source or RemoteFiles()
         return {
             file: self.encoded
             if file in self.encoded

@@ -18,6 +18,7 @@ from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.host import trees
 from elastic_ckpt.universal.moves import Fill, Move, TargetTensor
 from elastic_ckpt.universal.plan.load_plan import LoadPlan
+from elastic_ckpt.universal.reading.byte_source import ByteSource
 from elastic_ckpt.universal.reading.planned_reads import PlannedReads
 from elastic_ckpt.universal.reading.transfer import Transfer
 from elastic_ckpt.universal.stored import Checkpoint
@@ -114,14 +115,19 @@ def read_leaves(
     fills: Sequence[Fill],
     leaves: Sequence[TargetLeaf],
     *,
-    budget_bytes: int,
+    budget_bytes: int = BUDGET_BYTES,
+    source: ByteSource | None = None,
 ) -> Mapping[str, Any]:
-    """Reads leaves as `read` does; returns their values by their paths."""
+    """Reads leaves as `read` does; returns their values by their paths.
+
+    `source` is that of `PlannedReads.of_boxes`.
+    """
     planned = PlannedReads.of_boxes(
         checkpoint,
         moves,
         fills,
         {each.tensor: each.leaf.boxes for each in leaves},
+        source=source,
     )
     planned.check(checkpoint)
     leaf_of = [leaf for leaf in leaves for _ in leaf.leaf.boxes]

@@ -66,8 +66,7 @@ class Transfer:
         self._taking = threading.Lock()
         self._next = 0
         self._is_direct = _direct(plan)
-        is_local = [isinstance(source, LocalFiles) for source in self._sources]
-        self._request_bytes = _request_bytes(plan, self._is_direct, is_local)
+        self._request_bytes = _request_bytes(plan, self._is_direct, self._sources)
         # The first copy of each buffer; those that have fills alone have none.
         self._begun = self._first_copies()
         self._new_bytes = self._first_bytes()
@@ -288,12 +287,19 @@ def _direct(plan: LoadPlan) -> np.ndarray:
 
 
 def _request_bytes(
-    plan: LoadPlan, is_direct: np.ndarray, is_local: Sequence[bool]
+    plan: LoadPlan, is_direct: np.ndarray, sources: Sequence[ByteSource]
 ) -> np.ndarray:
     # The memory that each span takes beside the buffers, int64 `[s]`.
     spans = plan.spans
+    local = np.array([isinstance(each, LocalFiles) for each in sources], bool)
+    local = local[spans.file]
     sizes = spans.stop - spans.start
-    local = np.array(is_local, bool)[spans.file]
+    for span in np.flatnonzero(~local).tolist():
+        number = int(spans.file[span])
+        start, stop = sources[number].range_of(
+            plan.files[number], int(spans.start[span]), int(spans.stop[span])
+        )
+        sizes[span] = stop - start
     # A client returns bytes of its memory, and TensorStore decodes into its cache.
     taken = np.where(local, np.where(is_direct, 0, sizes), 2 * sizes)
     if not len(spans):

@@ -1,0 +1,95 @@
+"""The boxes of a step in any tier of its run, as files that plans read.
+
+A box is read whole, since its digest is that of the whole: from the nearest holder with
+a good copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from elastic_ckpt.host.step_boxes import StepBoxes
+from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.universal.formats import saved_leaf
+from elastic_ckpt.universal.stored import StoredTensor
+
+
+class SavedBoxes:
+    """The boxes of the leaves of a tree; a `byte_source.ByteSource`.
+
+    Args:
+      saved: of the step.
+      tree: its name.
+
+    Attributes:
+      tensors: the leaves, as `tensors_of` has them, with a file for each box.
+    """
+
+    def __init__(self, saved: StepBoxes, tree: str) -> None:
+        self._saved = saved
+        self._numbers: dict[str, int] = {}
+        leaves = saved.holdings.contents.leaves
+        self.tensors = [
+            saved_leaf.tensor(
+                leaves[number],
+                name,
+                [
+                    (saved.box(each), self._file(each), 0)
+                    for each in saved.of_leaf(number)
+                ],
+                is_overlapping=number in saved.overlapping,
+            )
+            for number, name in _leaves(saved.holdings.contents, tree).items()
+        ]
+
+    def range_of(self, file: str, start: int, stop: int) -> tuple[int, int]:
+        """See `ByteSource`."""
+        del start, stop
+        return 0, self._saved.num_bytes(self._numbers[file])
+
+    def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
+        """See `ByteSource`.
+
+        Raises:
+          CheckpointError: if no holder has the box as it was saved.
+        """
+        assert start == 0
+        ends = list(itertools.accumulate(part.nbytes for part in parts))
+        whole = parts[0] if len(parts) == 1 else np.empty(ends[-1], np.uint8)
+        self._saved.read_into(self._numbers[file], whole)
+        if whole is not parts[0]:
+            for part, piece in zip(parts, np.split(whole, ends[:-1]), strict=True):
+                part[:] = piece
+        return ends[-1]
+
+    def close(self) -> None:
+        """See `ByteSource`."""
+
+    def _file(self, number: int) -> str:
+        file = self._saved.place(number)
+        self._numbers[file] = number
+        return file
+
+
+def tensors_of(contents: Contents, tree: str) -> list[StoredTensor]:
+    """The leaves of a tree of a step, without places of their values."""
+    return [
+        StoredTensor(
+            name=name,
+            dtype=np.dtype(contents.leaves[number].dtype),
+            shape=contents.leaves[number].shape,
+        )
+        for number, name in _leaves(contents, tree).items()
+    ]
+
+
+def _leaves(contents: Contents, tree: str) -> dict[int, str]:
+    # The numbers of the leaves of a tree, and their names in it.
+    return {
+        number: leaf.path.partition("/")[2]
+        for number, leaf in enumerate(contents.leaves)
+        if leaf.path.partition("/")[0] == tree
+    }
