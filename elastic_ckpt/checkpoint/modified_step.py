@@ -31,7 +31,6 @@ from elastic_ckpt.tiers.find import Search
 from elastic_ckpt.tiers.persistent import (
     arrange,
     commit,
-    ocdbt,
     orbax_digests,
     persistent_root,
     upload,
@@ -189,18 +188,12 @@ class SavedStep:
     def _saved(self, holdings: Holdings, save: str, line: Line) -> upload.SavedStep:
         contents = dataclasses.replace(holdings.contents, parents=line.parents)
         chunks = chunk_shapes(holdings)
-        names = StepDescription.from_contents(contents).names(chunks)
         return upload.SavedStep(
             run=self._run,
             step=self._step,
             save=save,
             contents=contents,
-            arrays={
-                path: ocdbt.StoredArray(
-                    checkpointable=checkpointable, name=name, chunk=chunks[path]
-                )
-                for path, (checkpointable, name) in names.items()
-            },
+            arrays=StepDescription.from_contents(contents).arrays(chunks),
         )
 
     def _parents(self) -> tuple[tuple[int, str], ...]:

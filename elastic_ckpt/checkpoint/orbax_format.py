@@ -136,8 +136,8 @@ def metadata_files(
     handlers |= dict.fromkeys(components, handler_name("StatefulCheckpointableHandler"))
     files: dict[str, bytes] = {}
     for name, tree in checkpointables.items():
-        for file, content in _tree_files(name, tree, chunks).items():
-            files[f"{name}/{file}"] = json.dumps(content).encode()
+        for file, content in tree_files(name, tree, chunks).items():
+            files[f"{name}/{file}"] = content
     if step.metrics is not None:
         handlers[_METRICS] = handler_name("MetricsHandler")
         files[f"{_METRICS}/metrics"] = json.dumps(dict(step.metrics)).encode()
@@ -167,9 +167,19 @@ def handler_name(name: str) -> str:
     )
 
 
-def _tree_files(
+def tree_files(
     checkpointable: str, tree: Any, chunks: Mapping[str, Sequence[int]]
-) -> dict[str, Any]:
+) -> dict[str, bytes]:
+    """The files that Orbax adds to the values of a tree, by path in its directory.
+
+    Args:
+      checkpointable: the name of the tree.
+      tree: one of the `checkpointables` of `metadata_files`.
+      chunks: see there.
+
+    Raises:
+      CheckpointError: see there.
+    """
     listed, arrays, shardings, strings = {}, [], {}, {}
     for key_path, leaf in entries(tree):
         name = array_name(key_path)
@@ -208,7 +218,7 @@ def _tree_files(
         files["_sharding"] = shardings
     if strings:
         files["_strings.json"] = strings_file(strings)
-    return files
+    return {path: json.dumps(content).encode() for path, content in files.items()}
 
 
 def strings_file(named: Mapping[str, str]) -> dict[str, Any]:

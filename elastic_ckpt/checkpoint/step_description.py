@@ -16,6 +16,7 @@ from elastic_ckpt.core import user_json
 from elastic_ckpt.host.step_notes import HostNotes, StepNotes
 from elastic_ckpt.host.trees import AbstractArray
 from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.tiers.persistent import ocdbt
 
 Chunks = Mapping[str, Sequence[int]]
 
@@ -125,11 +126,19 @@ class StepDescription:
             parents=tuple(parents),
         )
 
+    def arrays(self, chunks: Chunks) -> dict[str, ocdbt.StoredArray]:
+        """By the path of a leaf, where Orbax looks for it.
+
+        Args:
+          chunks: by the path of a leaf, the shape of its chunks.
+        """
+        return orbax_format.stored_arrays(self.trees, chunks)
+
     def names(self, chunks: Chunks) -> dict[str, tuple[str, str]]:
         """By the path of a leaf, the checkpointable and the name that Orbax uses."""
         return {
             path: (array.checkpointable, array.name)
-            for path, array in orbax_format.stored_arrays(self.trees, chunks).items()
+            for path, array in self.arrays(chunks).items()
         }
 
     def files(self, chunks: Chunks) -> dict[str, str]:

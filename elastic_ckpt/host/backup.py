@@ -154,7 +154,7 @@ class HostBackup:
         )
         reader = verified_read.VerifiedReader(sources)
         own = self._world.own
-        num_bytes = _upload_share(
+        num_bytes = upload_share(
             holdings,
             self._world.hosts,
             uploading,
@@ -287,7 +287,7 @@ class HostBackup:
         )
 
 
-def _upload_share(
+def upload_share(
     holdings: Holdings,
     hosts: Sequence[Host],
     uploading: upload.Upload,

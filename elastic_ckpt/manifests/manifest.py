@@ -232,6 +232,12 @@ class Manifest:
     component_files: tuple[ComponentFile, ...]
 
     @property
+    def rows(self) -> list[Fragment]:
+        """The fragments, one by one."""
+        every = range(len(self.fragments))
+        return [self.fragments.row(each, contents=self.contents) for each in every]
+
+    @property
     def stored_bytes(self) -> int:
         """The bytes of all fragments and files that the host holds."""
         of_files = sum(file.stored_bytes for file in self.component_files)

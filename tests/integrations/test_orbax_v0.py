@@ -1,5 +1,6 @@
 """Our handlers under Orbax v0's `CheckpointManager`, in one process."""
 
+import errno
 import pathlib
 import random
 
@@ -240,7 +241,7 @@ def test_a_save_that_fails_leaves_the_step_before_and_the_next_one_succeeds(
 ):
     def fail(*args):
         del args
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "disk full")
 
     with manager(tmp_path) as saving:
         args = composite(state=ec.orbax_v0.TreeSave(state()))
@@ -249,7 +250,7 @@ def test_a_save_that_fails_leaves_the_step_before_and_the_next_one_succeeds(
         with monkeypatch.context() as patched:
             patched.setattr(ocdbt, "write", fail)
             saving.save(2, args=args)
-            with pytest.raises(OSError, match="disk full"):
+            with pytest.raises(errors.CheckpointError, match="disk full"):
                 saving.wait_until_finished()
         with manager(tmp_path) as looking:
             assert looking.all_steps() == [1]

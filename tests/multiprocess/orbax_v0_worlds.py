@@ -1,5 +1,6 @@
 """Hosts that train under Orbax v0's `CheckpointManager` with our handlers."""
 
+import errno
 import functools
 import hashlib
 import os
@@ -16,20 +17,20 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import sharded_data
 from elastic_ckpt.elastic import multicontroller, supervisor
-from elastic_ckpt.integrations.orbax_v0 import step_manifests
-from elastic_ckpt.tiers.persistent import ocdbt
+from elastic_ckpt.integrations import orbax_v0_steps
+from elastic_ckpt.tiers.persistent import ocdbt, orbax_digests, upload
 from tests import pipelines
 from tests.multiprocess import tier_worlds
 
 NUM_SHARDS = 12
 SIZE = 24
-# A host is killed before or after it calls a function of this module and name.
+# A host is killed before or after it calls a function of this holder and name.
 POINTS = {
     "before its values are written": (ocdbt, "write", True),
-    "before its manifest is written": (step_manifests, "write_of_item", True),
+    "before its manifest is written": (upload.Upload, "finish", True),
     "before the stores are merged": (ocdbt, "merge", True),
-    "before the manifests of the step": (step_manifests, "assemble", True),
-    "before the commit": (step_manifests, "assemble", False),
+    "before Orbax's files are listed": (orbax_digests, "add", True),
+    "before the commit": (orbax_v0_steps, "add_tree", False),
 }
 
 
@@ -100,15 +101,15 @@ def killed(manager, mesh, *, point, victim):
     manager.wait_until_finished()
     next(batches)
     if topology.this_host() == victim:
-        module, name, before = POINTS[point]
-        called = getattr(module, name)
+        holder, name, before = POINTS[point]
+        called = getattr(holder, name)
 
         def dying(*arguments, **options):
             if not before:
                 called(*arguments, **options)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(module, name, dying)
+        setattr(holder, name, dying)
     manager.save(4, args=parts(mesh, 4, batches))
     manager.wait_until_finished()
 
@@ -138,7 +139,7 @@ def failing(manager, mesh, *, victim):
 
 
 def _fail(*_):
-    raise OSError("disk full")
+    raise OSError(errno.ENOSPC, "disk full")
 
 
 async def _fail_at_once(*_):

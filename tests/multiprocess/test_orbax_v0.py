@@ -15,7 +15,7 @@ CASES = [
     ("before its values are written", 1),
     ("before its manifest is written", 3),
     ("before the stores are merged", 0),
-    ("before the manifests of the step", 0),
+    ("before Orbax's files are listed", 0),
     ("before the commit", 0),
 ]
 

@@ -69,6 +69,48 @@ def commit(
             # A host may have begun again before it received the commit.
             retries.call(doing, lambda: storage.remove(unfinished))
         return
+    digests = {orbax_digests.FILE: orbax_digests.to_bytes(orbax_files)}
+    manifests = assemble(
+        unfinished,
+        saved,
+        hosts=hosts,
+        orbax_files={**orbax_files, **digests},
+        retries=retries,
+    )
+    parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
+    success = commit_text(root.final(saved.step), saved.save)
+    retries.call(doing, make_way)
+    for path in _commit_files(unfinished, saved, parts):
+        retries.call(doing, lambda path=path: _write(path, success))
+    if not root.in_place:
+        final = root.final(saved.step)
+        retries.call(doing, lambda: _rename(unfinished, final))
+
+
+def assemble(
+    unfinished: epath.Path,
+    saved: SavedStep,
+    *,
+    hosts: Collection[str],
+    orbax_files: Mapping[str, bytes],
+    retries: Retries = PATIENT,
+) -> list[Manifest]:
+    """Merges the uploads of all hosts, and adds Orbax's files; commits nothing.
+
+    Args:
+      unfinished: the directory that was uploaded into.
+      saved: see `commit`; the others likewise.
+      hosts: the ids of those that took part.
+      orbax_files: contents by path in `unfinished`.
+      retries: how long to wait for storage.
+
+    Returns:
+      The manifests of the hosts.
+
+    Raises:
+      CheckpointError: see `commit`.
+    """
+    doing = f"committing {unfinished}"
     manifests = _manifests(unfinished, saved, sorted(hosts))
     if not _step(manifests).complete:
         manifests += retries.call(doing, lambda: _earlier(unfinished, saved, manifests))
@@ -82,18 +124,10 @@ def commit(
     for checkpointable, names in stores.items():
         store = unfinished / checkpointable
         retries.call(doing, lambda store=store, names=names: ocdbt.merge(store, names))
-    digests = {orbax_digests.FILE: orbax_digests.to_bytes(orbax_files)}
-    for name, content in {**orbax_files, **digests}.items():
+    for name, content in orbax_files.items():
         path = unfinished / name
         retries.call(doing, lambda path=path, content=content: _write(path, content))
-    parts = {name.partition("/")[0] for name in [*orbax_files, *_files(manifests)]}
-    success = commit_text(root.final(saved.step), saved.save)
-    retries.call(doing, make_way)
-    for path in _commit_files(unfinished, saved, parts):
-        retries.call(doing, lambda path=path: _write(path, success))
-    if not root.in_place:
-        final = root.final(saved.step)
-        retries.call(doing, lambda: _rename(unfinished, final))
+    return manifests
 
 
 def _commit_files(
@@ -197,7 +231,7 @@ def _drop_unnamed(unfinished: epath.Path, manifests: Sequence[Manifest]) -> None
     named = _files(manifests)
     named |= {manifest_file.file_name(each.host.id) for each in manifests}
     for checkpointable, stores in _stores(manifests).items():
-        named |= {f"{checkpointable}/{store}" for store in stores}
+        named |= {str(epath.Path(checkpointable) / store) for store in stores}
     above = {str(parent) for name in named for parent in epath.Path(name).parents}
     pending = [(unfinished, "")]
     while pending:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, digest, errors
+from elastic_ckpt.core import bucket_clients, checked_json, digest, errors, storage
 
 FILE = "orbax-digests.json"
 _VERSION = 1
@@ -22,8 +22,15 @@ _VERSION = 1
 
 def to_bytes(files: Mapping[str, bytes]) -> bytes:
     """The content of the file for Orbax's `files`, by path."""
-    digests = {path: _digest(content) for path, content in sorted(files.items())}
-    return checked_json.to_bytes({"files": digests}, version=_VERSION)
+    return _content({path: _digest(content) for path, content in files.items()})
+
+
+def add(directory: epath.Path, files: Mapping[str, bytes]) -> None:
+    """Adds Orbax's `files`, by path, to those that the file in a step lists, if any."""
+    path = directory / FILE
+    listed = _listed(path) if path.exists() else {}
+    digests = {path: _digest(content) for path, content in files.items()}
+    storage.write_atomic(path, _content(listed | digests))
 
 
 def read(directory: epath.Path) -> dict[str, bytes]:
@@ -38,10 +45,8 @@ def read(directory: epath.Path) -> dict[str, bytes]:
             f"{directory}: {'; '.join(wrong)}; restore it from a copy, or save the step"
             " once more"
         )
-    fields = checked_json.parse(
-        (directory / FILE).read_bytes(), what="list of files", version=_VERSION
-    )
-    return {path: (directory / path).read_bytes() for path in fields["files"]}
+    listed = _listed(directory / FILE)
+    return {path: (directory / path).read_bytes() for path in listed}
 
 
 def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
@@ -51,9 +56,7 @@ def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
       The path of a file in the step's directory, and what is wrong with it.
     """
     try:
-        listed = checked_json.parse(
-            (directory / FILE).read_bytes(), what="list of files", version=_VERSION
-        )["files"]
+        listed = _listed(directory / FILE)
     except FileNotFoundError:
         yield FILE, "is missing, so Orbax's own files cannot be compared"
         return
@@ -70,6 +73,17 @@ def problems(directory: epath.Path) -> Iterator[tuple[str, str]]:
         else:
             if _digest(content) != expected:
                 yield path, "is not what was saved: its digest differs"
+
+
+def _listed(path: epath.Path) -> dict[str, str]:
+    content = path.read_bytes()
+    return checked_json.parse(content, what="list of files", version=_VERSION)["files"]
+
+
+def _content(listed: Mapping[str, str]) -> bytes:
+    return checked_json.to_bytes(
+        {"files": dict(sorted(listed.items()))}, version=_VERSION
+    )
 
 
 def _digest(content: bytes) -> str:

@@ -63,12 +63,7 @@ def read(
 
 def listed(manifest: Manifest) -> list[Fragment | ComponentFile]:
     """The fragments and files of a manifest."""
-    rows = range(len(manifest.fragments))
-    contents = manifest.contents
-    return [
-        *(manifest.fragments.row(row, contents=contents) for row in rows),
-        *manifest.component_files,
-    ]
+    return [*manifest.rows, *manifest.component_files]
 
 
 def part_of(held: Fragment | ComponentFile) -> Part:

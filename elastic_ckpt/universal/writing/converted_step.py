@@ -12,7 +12,7 @@ from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import errors
 from elastic_ckpt.host.trees import AbstractArray
 from elastic_ckpt.manifests.manifest import Contents, Leaf
-from elastic_ckpt.tiers.persistent import ocdbt, upload
+from elastic_ckpt.tiers.persistent import upload
 from elastic_ckpt.universal.moves import TargetTensor
 
 # The checkpointable that has all targets.
@@ -51,18 +51,12 @@ def saved_step(
         trees=tree_structure.to_json({STATE: _tree(targets)}),
     )
     chunks = _chunks(chunk_of)
-    names = StepDescription.from_contents(contents).names(chunks)
     return upload.SavedStep(
         run=run,
         step=step,
         save=save,
         contents=contents,
-        arrays={
-            path: ocdbt.StoredArray(
-                checkpointable=checkpointable, name=name, chunk=tuple(chunks[path])
-            )
-            for path, (checkpointable, name) in names.items()
-        },
+        arrays=StepDescription.from_contents(contents).arrays(chunks),
     )
 
 

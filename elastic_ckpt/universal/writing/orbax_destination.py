@@ -87,7 +87,7 @@ class OrbaxDestination:
         directory = self._root.unfinished(self._step, save)
         for manifest in self._noted(saved):
             # The index of a store that is damaged may be damaged too.
-            kept = [] if _problems(directory, manifest) else _rows(manifest)
+            kept = [] if _problems(directory, manifest) else manifest.rows
             rows = Fragments.from_rows(kept, contents=saved.contents)
             progress.write(directory, dataclasses.replace(manifest, fragments=rows))
             storage.remove(directory / manifest_file.file_name(manifest.host.id))
@@ -105,7 +105,7 @@ class OrbaxDestination:
         noted = {
             (each.leaf, each.box): each
             for manifest in self._noted(saved)
-            for each in _rows(manifest)
+            for each in manifest.rows
         }
         uploading = upload.Upload(self._root, saved, _host(host))
         uploading.begin(lambda: {_part(each) for each in noted.values()})
@@ -130,7 +130,7 @@ class OrbaxDestination:
             for name, box, values in read:
                 writing.add(number_of[name], box, values)
         manifest = uploading.finish()
-        new = [each for each in _rows(manifest) if (each.leaf, each.box) not in noted]
+        new = [each for each in manifest.rows if (each.leaf, each.box) not in noted]
         directory = self._root.unfinished(self._step, attempt)
         rows = Fragments.from_rows(new, contents=saved.contents)
         problems = _problems(directory, dataclasses.replace(manifest, fragments=rows))
@@ -258,13 +258,6 @@ def _host(number: int) -> Host:
     return Host(id=f"convert-{number}", number=number, domains={})
 
 
-def _rows(manifest: Manifest) -> list[Fragment]:
-    return [
-        manifest.fragments.row(row, contents=manifest.contents)
-        for row in range(len(manifest.fragments))
-    ]
-
-
 def _part(fragment: Fragment) -> progress.Part:
     return progress.part_of(fragment)
 
@@ -303,5 +296,5 @@ def _problems(directory: epath.Path, manifest: Manifest) -> list[str]:
         return None
 
     with futures.ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as pool:
-        results = pool.map(problem, _rows(manifest))
+        results = pool.map(problem, manifest.rows)
         return [each for each in results if each is not None]

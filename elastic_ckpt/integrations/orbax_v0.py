@@ -1,0 +1,338 @@
+"""Elastic data and verified model state under Orbax v0's `CheckpointManager`.
+
+ORBAX_V0.md beside this file shows its use. There are two pairs of arguments:
+
+    TreeSave, TreeRestore          a pytree, with digests of all values
+    StatefulSave, StatefulRestore  a `StatefulCheckpointable`: the iterator of
+                                   `ec.batches`, a component of `ec.components`
+
+The manager keeps its work: when to save, which steps to keep, the commit. The handlers
+do the rest as `ec.Checkpointer` does it without RAM tiers, and write the same format.
+Trees are not given to Orbax's own writer, for three reasons: it writes no digest of a
+value; to make them, the state would have to be fetched from the devices twice; and its
+reader could not compare them when it reads other boxes under another sharding.
+
+Orbax v0 waits at a barrier for hosts that have failed, ten minutes by default. Here the
+hosts exchange their outcomes: if one fails, the call fails on all, with its message.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import orbax.checkpoint as ocp
+from absl import logging
+from etils import epath
+from orbax.checkpoint import v1
+
+from elastic_ckpt.checkpoint import (
+    asked_trees,
+    components,
+    foreign_steps,
+    orbax_format,
+    tree_structure,
+)
+from elastic_ckpt.checkpoint.step_description import StepDescription
+from elastic_ckpt.core import allgather, errors, host_memory
+from elastic_ckpt.host import (
+    backup,
+    capture,
+    captured_step,
+    recovery,
+    trees,
+    verified_read,
+    views,
+)
+from elastic_ckpt.host.answers import HostsFailedError
+from elastic_ckpt.integrations import orbax_v0_steps as steps
+from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.tiers import find
+from elastic_ckpt.tiers.captured import Captured
+from elastic_ckpt.tiers.persistent import upload
+
+__all__ = [
+    "StatefulHandler",
+    "StatefulRestore",
+    "StatefulSave",
+    "TreeHandler",
+    "TreeRestore",
+    "TreeSave",
+]
+
+
+class _ItemHandler(ocp.AsyncCheckpointHandler):
+    # A handler of items of steps; all processes make the same calls. Hosts wait
+    # `timeout_secs` for each other in one stage of a save, or for a restore.
+
+    def __init__(self, *, timeout_secs: float = 600.0) -> None:
+        self._messages = allgather.of_this_world()
+        self._timeout_secs = timeout_secs
+
+    @abc.abstractmethod
+    def begin(
+        self, name: str, directory: epath.Path, item: Any
+    ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+        """Takes the state of an item now; its directory may not exist yet.
+
+        Returns:
+          The writer of this host's part; and what host 0 calls with the result of its
+          writer, after all hosts have written.
+        """
+
+    async def async_save(self, directory: epath.Path, args: Any) -> list[Any]:
+        """Takes the state of the item; the future writes it.
+
+        Raises:
+          HostsFailedError: if another host cannot take its state.
+          Exception: as `begin`.
+        """
+        name = steps.item_name(directory)
+        write, finish = self.agreed(
+            f"begin/{name}", lambda: self.begin(name, directory, args.item)
+        )
+
+        def write_item() -> Any:
+            if (directory / "_CHECKPOINT_METADATA").exists():
+                self.save(directory)
+            return write()
+
+        async def commit() -> None:
+            written = self.agreed(f"write/{name}", write_item)
+            is_first = self._messages.host == 0
+            self.agreed(f"finish/{name}", lambda: is_first and finish(written))
+
+        future = ocp.future.CommitFutureAwaitingContractedSignals
+        return [future(commit(), name=f"save {name}")]
+
+    def save(self, directory: epath.Path, *args: Any, **more: Any) -> None:
+        """Raises a CheckpointError: Orbax calls it only where there are no items."""
+        del args, more
+        raise errors.CheckpointError(
+            f"{directory} is to be a whole checkpoint, and the handlers of elastic_ckpt"
+            " write items of one; save through ocp.CheckpointManager, or with"
+            " ocp.args.Composite(state=...) through a CompositeCheckpointHandler"
+        )
+
+    def agreed(self, kind: str, work: Callable[[], Any]) -> Any:
+        """The result of `work`; its error, or a HostsFailedError if others failed."""
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        problems = self._messages.gather(kind, problem, timeout_secs=self._timeout_secs)
+        failed = {n: each for n, each in enumerate(problems) if each is not None}
+        if failed:
+            raise failure or HostsFailedError(failed)
+        return result
+
+
+class TreeHandler(_ItemHandler):
+    """Saves and restores pytrees of arrays, numbers, texts and random keys.
+
+    A save copies what this host's devices hold (`host.capture`); the rest happens in
+    the background. On disk the item is what Orbax's own handler would write, with
+    CRC-32C behind the values.
+
+    Args:
+      timeout_secs: how long hosts wait for each other in one stage of a save, or for a
+        restore; as `AsyncOptions.timeout_secs`.
+    """
+
+    _pool = functools.cached_property(lambda _: host_memory.Pool())
+    _views = functools.cached_property(lambda _: views.Views())
+
+    def begin(
+        self, name: str, directory: epath.Path, item: Any
+    ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+        """See `_ItemHandler`; raises a CheckpointError that names a wrong leaf."""
+        description = StepDescription.from_trees(
+            {name: item}, {}, metrics=None, custom_metadata=None
+        )
+        values = trees.arrays({name: item})
+        number, num_hosts = self._messages.host, self._messages.num_hosts
+        owners = captured_step.Owners(values, number=number, num_hosts=num_hosts)
+        captured = capture.capture(values, self._pool, self._views)
+
+        def write() -> upload.SavedStep:
+            try:
+                return _upload(directory, captured, description, owners.is_own)
+            finally:
+                captured.release()
+
+        def finish(saved: upload.SavedStep) -> None:
+            chunks = {path: array.chunk for path, array in saved.arrays.items()}
+            files = orbax_format.tree_files(name, description.trees[name], chunks)
+            steps.add_tree(directory, saved, files, num_hosts=num_hosts)
+
+        return write, finish
+
+    def restore(self, directory: epath.Path, args: TreeRestore | None = None) -> Any:
+        """Restores the tree, verified, under any sharding and number of hosts.
+
+        Logs a warning if plain Orbax wrote the item: such values cannot be verified.
+
+        Raises:
+          CheckpointError: if the step is of another model, or a value is not what was
+            saved.
+        """
+        args = args or TreeRestore()
+        return self.agreed(f"restore/{directory.name}", lambda: _read(directory, args))
+
+    def metadata(self, directory: epath.Path) -> Any:
+        """The tree with the metadata of its leaves, as Orbax's own handler reads it."""
+        return ocp.PyTreeCheckpointHandler().metadata(directory)
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The name on disk, by which Orbax v1 finds its own handler."""
+        return orbax_format.handler_name("PyTreeHandler")
+
+
+@ocp.args.register_with_handler(TreeHandler, for_save=True)
+@dataclasses.dataclass
+class TreeSave(ocp.args.CheckpointArgs):
+    """Saves a pytree.
+
+    Attributes:
+      item: the tree; its arrays may be donated once `CheckpointManager.save` returned.
+    """
+
+    item: Any
+
+
+@ocp.args.register_with_handler(TreeHandler, for_restore=True)
+@dataclasses.dataclass
+class TreeRestore(ocp.args.CheckpointArgs):
+    """Restores a pytree.
+
+    Attributes:
+      item: the tree with abstract leaves, `jax.ShapeDtypeStruct`s with shardings; None
+        restores it as it was saved.
+      partial_restore: whether leaves that were saved may be left out.
+    """
+
+    item: Any = None
+    partial_restore: bool = False
+
+
+class StatefulHandler(_ItemHandler):
+    """Saves and restores objects with the methods `save` and `load` of Orbax v1."""
+
+    def begin(
+        self, name: str, directory: epath.Path, item: Any
+    ) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+        """See `_ItemHandler`; the hosts write their files into `directory`."""
+        write = components.begin_save({name: item}, lambda _: directory)
+        return write, lambda _: steps.add_files(directory)
+
+    def restore(self, directory: epath.Path, args: StatefulRestore) -> Any:
+        """Moves the object to the saved state, on any number of hosts; returns it.
+
+        Raises:
+          CheckpointError: if a file is not what was saved.
+          Exception: as `load` of the object.
+        """
+
+        def load() -> None:
+            steps.verify_files(directory)
+            components.load(args.item, directory)
+
+        self.agreed(f"restore/{directory.name}", load)
+        return args.item
+
+    @classmethod
+    def typestr(cls) -> str:
+        """The name on disk, by which Orbax v1 finds its own handler."""
+        return orbax_format.handler_name("StatefulCheckpointableHandler")
+
+
+@ocp.args.register_with_handler(StatefulHandler, for_save=True)
+@dataclasses.dataclass
+class StatefulSave(ocp.args.CheckpointArgs):
+    """Saves an object, for instance the iterator of `ec.batches`.
+
+    Attributes:
+      item: the object; its state is taken before `CheckpointManager.save` returns.
+    """
+
+    item: v1.StatefulCheckpointable
+
+
+@ocp.args.register_with_handler(StatefulHandler, for_restore=True)
+@dataclasses.dataclass
+class StatefulRestore(ocp.args.CheckpointArgs):
+    """Restores an object.
+
+    Attributes:
+      item: the object, which moves to the saved state.
+    """
+
+    item: v1.StatefulCheckpointable
+
+
+def _upload(
+    directory: epath.Path,
+    captured: Captured,
+    description: StepDescription,
+    is_own: captured_step.IsOwn,
+) -> upload.SavedStep:
+    # Writes this host's boxes of a tree, durably, and then their manifest.
+    host, (run, step, save) = steps.this_host(), steps.OF_ITEM
+    contents = Contents(
+        leaves=captured.leaves, components={}, trees=description.notes(()).trees
+    )
+    source = captured_step.CapturedStep(
+        captured, contents, {}, is_own=is_own, identity=steps.OF_ITEM, host=host
+    )
+    arrays = {
+        path: dataclasses.replace(array, checkpointable=".")
+        for path, array in description.arrays(source.chunk_shapes).items()
+    }
+    saved = upload.SavedStep(
+        run=run, step=step, save=save, contents=contents, arrays=arrays
+    )
+    backup.upload_share(
+        Holdings.from_offers([source.offer]),
+        [host],
+        upload.Upload(steps.item_root(directory), saved, host),
+        verified_read.VerifiedReader({}),
+        host=host,
+        captured=source,
+    )
+    return saved
+
+
+def _read(directory: epath.Path, args: TreeRestore) -> Any:
+    name, partial = directory.name, args.partial_restore
+    opened = steps.open_step(directory.parent)
+    if opened is None or not _has_tree(opened, name):
+        logging.warning(
+            "%s: plain Orbax saved it, and its values cannot be verified", directory
+        )
+        wanted = {name: args.item}
+        return foreign_steps.load(directory.parent, wanted, partial=partial)[name]
+    asked = asked_trees.resolve(
+        {name: args.item},
+        opened.step.holdings.contents,
+        step=opened.step.step,
+        partial=partial,
+    )
+    leaves = trees.wanted(asked.read)
+    reader = verified_read.VerifiedReader(opened.sources)
+    values = recovery.read_leaves(
+        opened, leaves, reader, host=steps.this_host(), domain="host"
+    )
+    made = {leaf.path: leaf.make(values[leaf.path]) for leaf in leaves}
+    return asked.filled({name: trees.rebuilt(asked.read[name], name, made)})[name]
+
+
+def _has_tree(opened: find.FoundStep, name: str) -> bool:
+    return name in tree_structure.described_trees(opened.step.holdings.contents)
