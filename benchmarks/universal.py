@@ -17,6 +17,9 @@
 * `convert_ratio_cp`: the time of a durable copy of the same bytes over that of a
   conversion to an Orbax step, verified; `_safetensors` to safetensors, `_transposed`
   with every matrix transposed.
+* `convert_ratio_ds_to_universal_1`, `_2`: the time of DeepSpeed's `ds_to_universal`
+  over that of a conversion to the same format in as many processes, verified. Left out
+  where `DEEPSPEED_PYTHON` does not name an interpreter, see `universal_deepspeed`.
 * `match_and_plan_secs`: from a checkpoint of 1e6 tensors and rules to a host's plan.
 """
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 from benchmarks import (
     report,
     universal_convert,
+    universal_deepspeed,
     universal_orbax,
     universal_plan,
     universal_raw,
@@ -33,5 +37,11 @@ from benchmarks import (
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
-    parts = (universal_raw, universal_orbax, universal_convert, universal_plan)
+    parts = (
+        universal_raw,
+        universal_orbax,
+        universal_convert,
+        universal_deepspeed,
+        universal_plan,
+    )
     return {name: figure for part in parts for name, figure in part.measure().items()}

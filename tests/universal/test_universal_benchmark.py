@@ -1,9 +1,12 @@
 """The suite `universal` of the benchmarks runs; its figures are for another day."""
 
+import os
+
 import pytest
 
 from benchmarks import (
     universal_convert,
+    universal_deepspeed,
     universal_orbax,
     universal_plan,
     universal_raw,
@@ -29,6 +32,14 @@ def test_the_suite_of_conversions_runs():
     figures = universal_convert.measure(universal_convert.SMALL)
     assert figures["convert_ratio_cp"].value > 0
     assert figures["convert_ratio_cp_safetensors_transposed"].value > 0
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_the_peer_deepspeed_is_measured_or_said_to_be_left_out(capsys):
+    figures = universal_deepspeed.measure(universal_deepspeed.SMALL)
+    is_named = universal_deepspeed.PYTHON in os.environ
+    assert ("convert_ratio_ds_to_universal_2" in figures) == is_named
+    assert ("deepspeed: left out" in capsys.readouterr().out) != is_named
 
 
 @pytest.mark.slow(minutes=0.1)
