@@ -15,6 +15,7 @@ import jax
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import bucket_clients, errors, events, storage
+from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.universal import (
     equal_leaves,
     loading,
@@ -43,11 +44,14 @@ def load(model: schema.ModelSection, abstract_params: Any, emit: events.Emit) ->
     """
     began_secs = time.monotonic()
     wanted = {PARAMS: abstract_params}
-    if model.init_from_layout:
-        layout = shipped_layouts.resolve(model.init_from_layout).weights()
-        state = loading.load(model.init_from, wanted, layout=layout)
-    else:
-        state = _of_same_leaves(model.init_from, wanted)
+    bucket_clients.prepare(model.init_from)
+    # Another run may be saving there, and removes its old steps.
+    with leases.leased_if_ours(model.init_from):
+        if model.init_from_layout:
+            layout = shipped_layouts.resolve(model.init_from_layout).weights()
+            state = loading.load(model.init_from, wanted, layout=layout)
+        else:
+            state = _of_same_leaves(model.init_from, wanted)
     emit(
         "weights_loaded",
         path=model.init_from,
@@ -58,7 +62,6 @@ def load(model: schema.ModelSection, abstract_params: Any, emit: events.Emit) ->
 
 
 def _of_same_leaves(path: str, wanted: Any) -> Any:
-    bucket_clients.prepare(path)
     tree = storage.absolute(path) / run_saver.STATE
     source = str(tree) if tree.exists() else path
     stored = opening.open_checkpoint(source).tensors

@@ -8,8 +8,9 @@ from orbax.checkpoint import v1 as ocp
 from elastic_ckpt.application.assemble import assemble
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors, events, storage, topology
+from elastic_ckpt.tiers.persistent import leases, persistent_root
 from elastic_ckpt.training import step_log
-from elastic_ckpt.universal import shipped_layouts
+from elastic_ckpt.universal import loading, shipped_layouts
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests import runs
@@ -129,10 +130,21 @@ def test_losses_from_safetensors_are_those_from_the_state_that_orbax_saved(
 
 
 def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(
-    tmp_path, corpus, source
+    tmp_path, corpus, source, monkeypatch
 ):
     step, saved = source
+    root = persistent_root.PersistentRoot.from_path(step.parent)
+    leased = []
+    read = loading.load
+
+    def load_leased(*arguments, **options):
+        leased.append(leases.Watch().leased(root))
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(loading, "load", load_leased)
     state = begun(configured(tmp_path, corpus, init_from=str(step)))
+    # Its run does not remove it meanwhile.
+    assert (leased, leases.Watch().leased(root)) == ([{2}], set())
     assert_params(state, saved["params"])
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state["opt_state"]))
     assert int(state["step"]) == 0

@@ -122,6 +122,30 @@ def test_announcements_of_worlds_that_were_killed_are_removed(root):
     assert files(root) == []
 
 
+@pytest.mark.parametrize("part", ["", "state"])
+def test_a_step_of_ours_is_leased_by_the_path_of_a_part(root, part):
+    (root.final(1) / "manifest-0.json").write_text("{}")
+    with leases.leased_if_ours(root.final(1) / part):
+        assert leases.Watch().leased(root) == {1}
+    assert files(root) == []
+
+
+def test_a_step_of_another_program_is_not_leased(tmp_path):
+    (tmp_path / "2" / "state").mkdir(parents=True)
+    with leases.leased_if_ours(tmp_path / "2"):
+        assert [each.name for each in tmp_path.iterdir()] == ["2"]
+
+
+def test_a_step_in_storage_that_cannot_be_written_to_is_read_without_a_lease(
+    root, caplog
+):
+    (root.final(1) / "manifest-0.json").write_text("{}")
+    (root.path / leases.DIRECTORY).write_text("no directory")
+    with leases.leased_if_ours(root.final(1)):
+        pass
+    assert "without a lease" in caplog.text
+
+
 def test_a_lease_lasts_for_a_positive_time(root):
     with pytest.raises(errors.ConfigError, match="positive"):
         lease(root.final(1), duration_secs=0)

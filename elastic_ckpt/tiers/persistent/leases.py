@@ -81,6 +81,34 @@ def leased(
 
 
 @contextlib.contextmanager
+def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
+    """Leases the step that a path lies in, if a run of this library may remove it.
+
+    Nothing is leased in other checkpoints, or in storage that cannot be written to: the
+    latter is logged.
+
+    Args:
+      path: of a step in persistent storage or a part of it, or of anything else.
+
+    Raises:
+      CheckpointError: as `leased`.
+    """
+    with contextlib.ExitStack() as stack:
+        step_path = _step_of_a_run(storage.absolute(path))
+        if step_path is not None:
+            try:
+                stack.enter_context(leased(step_path))
+            except bucket_clients.failures() as error:
+                logging.warning(
+                    "%s is read without a lease (%s); see that its run does not"
+                    " remove it meanwhile",
+                    step_path,
+                    error,
+                )
+        yield
+
+
+@contextlib.contextmanager
 def announced(
     root: PersistentRoot, steps: Collection[int], *, by: str
 ) -> Iterator[None]:
@@ -247,6 +275,20 @@ def _parsed(directory: epath.Path) -> tuple[PersistentRoot, int]:
             " PERSISTENT_DIRECTORY/<step>"
         )
     return PersistentRoot.from_path(directory.parent), int(directory.name)
+
+
+def _step_of_a_run(path: epath.Path) -> epath.Path | None:
+    # The directory of the step that has `path`, at most a tree in it; None if it has no
+    # manifest of ours.
+    for directory in (path, path.parent, path.parent.parent):
+        in_storage = directory.name.isdecimal() or directory.parent.name == ABANDONED
+        if (
+            in_storage
+            and directory.is_dir()
+            and persistent_root.manifest_names(directory)
+        ):
+            return directory
+    return None
 
 
 def _being_removed(root: PersistentRoot) -> set[int]:
