@@ -20,7 +20,9 @@
 * `convert_ratio_ds_to_universal_1`, `_2`: the time of DeepSpeed's `ds_to_universal`
   over that of a conversion to the same format in as many processes, verified. Left out
   where `DEEPSPEED_PYTHON` does not name an interpreter, see `universal_deepspeed`.
-* `match_and_plan_secs`: from a checkpoint of 1e6 tensors and rules to a host's plan.
+* `match_and_plan_secs`: from a checkpoint of 1e6 tensors and rules to a host's plan;
+  `open_match_and_plan_dcp_secs` from files of PyTorch's distributed checkpoints, with
+  the time of the processor and the peak of memory.
 """
 
 from __future__ import annotations

@@ -1,23 +1,29 @@
 """Decodes pickles of plain data; imports nothing and calls nothing that they name.
 
-Python's unpickler imports whatever a file names, and allocates memory for whatever
-length or memo number a file claims. This decoder has neither problem: it accepts the
-opcodes that Python writes for plain data in protocols 2 to 5, and names from an exact
-table, which stand for values and constructors of the caller. Everything else is an
-error that names the file. A value is bounded: by the bytes of the pickle, by the limits
-of `value_size`, and what calls copy of it by `MOST_COPIED_BYTES`. There are no cycles.
+Python's unpickler imports whatever a file names, allocates memory for whatever length
+or memo number a file claims, and ends the process if tuples nest deep. This decoder has
+none of these problems: it accepts the opcodes that Python writes for plain data in
+protocols 2 to 5, and names from an exact table, which stand for values and constructors
+of the caller. Everything else is an error that names the file. A value is bounded: by
+the bytes of the pickle, by the limits of `value_size`, and what calls copy of it by
+`MOST_COPIED_BYTES`. There are no cycles, but through shells.
+
+The metadata of 1e6 tensors are 1.2e8 opcodes, so the frequent ones are decoded in the
+loop itself. That takes 35 seconds; Python's unpickler in C would take 5, but needs a
+separate process with limits, and a second decoder of what that process hands back.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import struct
-import sys
 from collections.abc import Callable, Mapping
+from sys import getsizeof
 from typing import Any
 
 from elastic_ckpt.universal.formats import value_size
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.inert_values import Call, Record, Shell
 
 # So many opcodes take less than 1 GiB and 10 seconds.
 MOST_OPERATIONS = 8_000_000
@@ -29,29 +35,8 @@ _MOST_KEY_PARTS = 100
 # Copies of shapes and of records' attributes, which opcodes limit.
 _SMALL_BYTES = 400
 
-_MARK = object()
-
-
-class Record(dict[str, Any]):
-    """The attributes of an object of a class of another program; nothing else of it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A name that a pickle may call: with it the decoder calls `function` instead.
-
-    Attributes:
-      name: as the pickle has it.
-      function: makes an inert value of the arguments; raises TypeError or ValueError.
-    """
-
-    name: str
-    function: Callable[..., Any] = dataclasses.field(repr=False)
-
-
-def record(name: str) -> Call:
-    """Stands for a class, whose objects become records. Arguments are dropped."""
-    return Call(name, lambda *_: Record())
+_STOP, _MARK, _MEMOIZE, _GET, _LONG_GET, _BYTE = map(ord, ".(\x94hjK")
+_TEXT, _EMPTY_TUPLE, _EMPTY_DICT, _TUPLE_1 = map(ord, "\x8c)}\x85")
 
 
 def decode(
@@ -89,15 +74,6 @@ def decode(
     return value
 
 
-def shown(value: Any) -> str:
-    """A short text of a decoded value, for messages; its parts are not followed."""
-    if isinstance(value, str | bytes):
-        return repr(value[:60])
-    if isinstance(value, int | float | None):
-        return repr(value)
-    return f"a {type(value).__name__}"
-
-
 class _Decoder:
     def __init__(
         self,
@@ -111,8 +87,10 @@ class _Decoder:
         self._file = file
         self._names = names
         self._persistent = persistent
+        # The values since the last mark; those before it are in `_marked`.
         self.stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
+        self._marked: list[list[Any]] = []
+        self._memo: list[Any] = []
         self._num_sets = 0
         self._copied_bytes = 0
 
@@ -120,27 +98,62 @@ class _Decoder:
         return FormatError(f"{self._file} {what}, at byte {self._at} of its pickle")
 
     def run(self, most_operations: int) -> Any:
+        """Opcodes that are most of a pickle are here; others are called."""
         content, operations = self._content, _OPERATIONS
-        for _ in range(most_operations):
-            opcode = content[self._at]
-            self._at += 1
-            if opcode == _STOP:
-                break
-            operation = operations.get(opcode)
-            if operation is None:
-                raise self.error(
-                    f"has the pickle opcode {bytes([opcode])!r}, which plain data does"
-                    " not have; it was not written by torch.save of a state dict, or"
-                    " is damaged"
-                )
-            operation(self)
+        at, stack, memo, marked = self._at, self.stack, self._memo, self._marked
+        for _ in itertools.repeat(None, most_operations):
+            # Values that are cut short end in an IndexError here.
+            opcode = content[at]
+            at += 1
+            if opcode == _MEMOIZE:
+                memo.append(stack[-1])
+            elif opcode == _GET:
+                stack.append(memo[content[at]])
+                at += 1
+            elif opcode == _LONG_GET:
+                stack.append(memo[int.from_bytes(content[at : at + 4], "little")])
+                at += 4
+            elif opcode == _BYTE:
+                stack.append(content[at])
+                at += 1
+            elif opcode == _TEXT:
+                start = at + 1
+                at = start + content[at]
+                stack.append(str(content[start:at], "utf-8", "surrogatepass"))
+            elif opcode == _MARK:
+                marked.append(stack)
+                stack = self.stack = []
+            elif opcode == _EMPTY_TUPLE:
+                stack.append(())
+            elif opcode == _EMPTY_DICT:
+                stack.append({})
+            elif opcode == _TUPLE_1:
+                stack[-1] = (stack[-1],)
+            else:
+                self._at = at
+                operation = operations.get(opcode)
+                if operation is None:
+                    break
+                operation(self)
+                at, stack = self._at, self.stack
         else:
+            self._at = at
             raise self.error(
                 f"has more than {most_operations} opcodes, and no more are read"
             )
-        if len(self.stack) != 1 or self.stack[0] is _MARK:
+        return self._whole(opcode)
+
+    def _whole(self, opcode: int) -> Any:
+        # The value, after an opcode that ends the pickle.
+        if opcode != _STOP:
+            raise self.error(
+                f"has the pickle opcode {bytes([opcode])!r}, which plain data does"
+                " not have; it was not written by torch.save of a state dict, or"
+                " is damaged"
+            )
+        if len(self.stack) != 1 or self._marked:
             raise self.error("is malformed (its pickle ends with an open value)")
-        if self._at != len(content):
+        if self._at != len(self._content):
             raise self.error("goes on after the end of its pickle")
         return self.stack[0]
 
@@ -157,8 +170,12 @@ class _Decoder:
     def unsigned(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
 
-    def text(self, size: int) -> str:
-        return self.take(self.unsigned(size)).decode("utf-8", "surrogatepass")
+    def text(self, size: int) -> None:
+        text = str(self.take(self.unsigned(size)), "utf-8", "surrogatepass")
+        if not text.isascii():
+            # It may take four times as much as in the file.
+            self._count(text)
+        self.stack.append(text)
 
     def line(self) -> str:
         end = self._content.index(b"\n", self._at, self._at + 1000)
@@ -168,21 +185,11 @@ class _Decoder:
         self.stack.append(value)
 
     def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise self.error("is malformed (a value is missing)")
-        return value
+        return self.stack.pop()
 
     def pop_to_mark(self) -> list[Any]:
-        stack = self.stack
-        start = len(stack) - 1
-        while stack[start] is not _MARK:
-            start -= 1
-            if start < 0:
-                raise self.error("is malformed (a mark is missing)")
-        taken = stack[start + 1 :]
-        del stack[start:]
-        return taken
+        values, self.stack = self.stack, self._marked.pop()
+        return values
 
     def top(self, kind: type) -> Any:
         value = self.stack[-1]
@@ -193,10 +200,19 @@ class _Decoder:
             )
         return value
 
-    def set_items(self, items: list[Any]) -> None:
-        mapping = self.top(dict)
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            mapping[self._hashable(key)] = value
+    def set_items(self) -> None:
+        items, self.stack = self.stack, self._marked.pop()
+        keys = items[::2]
+        for key in keys:
+            kind = type(key)
+            if kind is not str and kind is not Shell:
+                self._check_key(key)
+        self.top(dict).update(zip(keys, items[1::2], strict=True))
+
+    def set_item(self) -> None:
+        value, key = self.pop(), self.pop()
+        self._check_key(key)
+        self.top(dict)[key] = value
 
     def empty_set(self) -> None:
         self._num_sets += 1
@@ -205,22 +221,31 @@ class _Decoder:
         self.push(set())
 
     def add_items(self) -> None:
-        items = self.pop_to_mark()
-        self.top(set).update(map(self._hashable, items))
+        items = self._checked_keys(self.pop_to_mark())
+        self.top(set).update(items)
 
     def append(self, items: list[Any]) -> None:
         self.top(list).extend(items)
 
     def frozen(self) -> None:
-        self.push(frozenset(map(self._hashable, self.pop_to_mark())))
+        self.push(frozenset(self._checked_keys(self.pop_to_mark())))
+
+    def pair(self) -> None:
+        second = self.stack.pop()
+        self.stack[-1] = (self.stack[-1], second)
 
     def tuple_of(self, size: int) -> None:
-        parts = [self.pop() for _ in range(size)]
-        self.push(tuple(reversed(parts)))
+        stack = self.stack
+        if len(stack) < size:
+            raise self.error("is malformed (a value is missing)")
+        stack[-size:] = [tuple(stack[-size:])]
 
-    def _hashable(self, key: Any) -> Any:
-        if type(key) is str:
-            return key
+    def _checked_keys(self, keys: list[Any]) -> list[Any]:
+        for key in keys:
+            self._check_key(key)
+        return keys
+
+    def _check_key(self, key: Any) -> None:
         # Python hashes tuples by recursion and each time anew, and large integers to
         # few numbers.
         parts = key if isinstance(key, tuple) else (key,)
@@ -238,18 +263,16 @@ class _Decoder:
             hash(key)
         except TypeError as error:
             raise self.error(f"is malformed ({error})") from None
-        return key
 
     def put(self, number: int) -> None:
-        self._memo[number] = self.stack[-1]
-        if self.stack[-1] is _MARK:
-            raise self.error("is malformed (a mark is kept)")
-
-    def memoize(self) -> None:
-        self.put(len(self._memo))
-
-    def get(self, number: int) -> None:
-        self.push(self._memo[number])
+        value, memo = self.stack[-1], self._memo
+        if number == len(memo):
+            memo.append(value)
+        elif number < len(memo):
+            memo[number] = value
+        else:
+            # Python's pickler counts; a list up to any number would fill memory.
+            raise self.error(f"keeps a value as number {number}, not {len(memo)}")
 
     def global_(self, module: Any, name: Any) -> None:
         full = f"{module} {name}"
@@ -268,40 +291,48 @@ class _Decoder:
             raise self.error("is malformed (a name is no text)")
         self.global_(module, name)
 
-    def call(self, *, with_keywords: bool = False) -> None:
-        keywords = self.pop() if with_keywords else {}
-        arguments, callee = self.pop(), self.pop()
-        if not isinstance(callee, Call):
+    def call(self) -> None:
+        arguments, callee = self.stack.pop(), self.stack.pop()
+        if type(callee) is not Call:
             raise self.error(f"calls a {type(callee).__name__}, which is no function")
-        if type(arguments) is not tuple or keywords:
+        if type(arguments) is not tuple:
             raise self.error("is malformed (arguments are no tuple)")
-        self._count(*arguments)
+        for each in arguments:
+            if getsizeof(each) > _SMALL_BYTES:
+                self._count(each)
         try:
             value = callee.function(*arguments)
         except (TypeError, ValueError, OverflowError) as error:
             raise self.error(f"has an invalid {callee.name} ({error})") from None
-        self._count(value)
-        self.push(value)
+        if arguments and getsizeof(value) > _SMALL_BYTES:
+            self._count(value)
+        self.stack.append(value)
+
+    def call_with_keywords(self) -> None:
+        if self.pop():
+            raise self.error("is malformed (a call has keywords)")
+        self.call()
 
     def build(self) -> None:
-        state, value = self.pop(), self.stack[-1]
-        if not isinstance(value, dict):
-            raise self.error("sets attributes of something that has none")
-        # Attributes of dicts (`_metadata` of a state dict) are no values.
-        if isinstance(value, Record):
-            self._count(state)
+        state, value = self.stack.pop(), self.stack[-1]
+        if type(value) is Shell:
+            value.state = state
+        elif isinstance(value, Record):
+            if getsizeof(state) > _SMALL_BYTES:
+                self._count(state)
             value.update(state if type(state) is dict else {"state": state})
+        # Attributes of dicts (`_metadata` of a state dict) are no values.
+        elif not isinstance(value, dict):
+            raise self.error("sets attributes of something that has none")
 
-    def _count(self, *copied: Any) -> None:
+    def _count(self, copied: Any) -> None:
         # Without the parts, which are not copied.
-        large = [size for size in map(sys.getsizeof, copied) if size > _SMALL_BYTES]
-        if large:
-            self._copied_bytes += sum(large)
-            if self._copied_bytes > MOST_COPIED_BYTES:
-                raise self.error(
-                    f"has calls that copy more than {MOST_COPIED_BYTES} bytes; it was"
-                    " made to exhaust memory"
-                )
+        self._copied_bytes += getsizeof(copied)
+        if self._copied_bytes > MOST_COPIED_BYTES:
+            raise self.error(
+                f"has calls that copy more than {MOST_COPIED_BYTES} bytes, or texts"
+                " that take so much; it was made to exhaust memory"
+            )
 
     def persistent_id(self) -> None:
         if self._persistent is None:
@@ -325,54 +356,44 @@ def _long(decoder: _Decoder) -> None:
     decoder.push(int.from_bytes(number, "little", signed=True))
 
 
-_STOP = ord(".")
 _OPERATIONS: dict[int, Callable[[_Decoder], object]] = {
     ord(opcode): operation
     for opcode, operation in {
         "\x80": _Decoder.protocol,
         # A frame only helps to read ahead.
         "\x95": lambda d: d.take(8),
-        "(": lambda d: d.stack.append(_MARK),
         "0": lambda d: d.pop(),
         "1": lambda d: d.pop_to_mark(),
         "N": lambda d: d.stack.append(None),
         "\x88": lambda d: d.stack.append(True),
         "\x89": lambda d: d.stack.append(False),
         "J": lambda d: d.stack.append(d.number("<i")),
-        "K": lambda d: d.stack.append(d.unsigned(1)),
         "M": lambda d: d.stack.append(d.unsigned(2)),
         "\x8a": _long,
         "G": lambda d: d.stack.append(d.number(">d")),
-        "X": lambda d: d.stack.append(d.text(4)),
-        "\x8c": lambda d: d.stack.append(d.text(1)),
-        "\x8d": lambda d: d.stack.append(d.text(8)),
+        "X": lambda d: d.text(4),
+        "\x8d": lambda d: d.text(8),
         "B": lambda d: d.stack.append(d.take(d.unsigned(4))),
         "C": lambda d: d.stack.append(d.take(d.unsigned(1))),
         "\x8e": lambda d: d.stack.append(d.take(d.unsigned(8))),
-        "}": lambda d: d.stack.append({}),
         "]": lambda d: d.stack.append([]),
-        ")": lambda d: d.stack.append(()),
         "\x8f": _Decoder.empty_set,
-        "t": lambda d: d.stack.append(tuple(d.pop_to_mark())),
-        "\x85": lambda d: d.tuple_of(1),
-        "\x86": lambda d: d.tuple_of(2),
+        "t": lambda d: d.push(tuple(d.pop_to_mark())),
+        "\x86": _Decoder.pair,
         "\x87": lambda d: d.tuple_of(3),
         "\x91": _Decoder.frozen,
         "\x90": _Decoder.add_items,
         "a": lambda d: d.append([d.pop()]),
         "e": lambda d: d.append(d.pop_to_mark()),
-        "s": lambda d: d.set_items([d.pop(), d.pop()][::-1]),
-        "u": lambda d: d.set_items(d.pop_to_mark()),
+        "s": _Decoder.set_item,
+        "u": _Decoder.set_items,
         "q": lambda d: d.put(d.unsigned(1)),
         "r": lambda d: d.put(d.unsigned(4)),
-        "\x94": _Decoder.memoize,
-        "h": lambda d: d.get(d.unsigned(1)),
-        "j": lambda d: d.get(d.unsigned(4)),
         "c": lambda d: d.global_(d.line(), d.line()),
         "\x93": _Decoder.stack_global,
         "R": _Decoder.call,
         "\x81": _Decoder.call,
-        "\x92": lambda d: d.call(with_keywords=True),
+        "\x92": _Decoder.call_with_keywords,
         "b": _Decoder.build,
         "Q": _Decoder.persistent_id,
     }.items()

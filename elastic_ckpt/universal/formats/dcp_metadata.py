@@ -1,8 +1,8 @@
 """Reads `.metadata` of PyTorch's distributed checkpoints: their tensors and items.
 
-It is a pickle of dataclasses of PyTorch, which become records here. A tensor has
-chunks, boxes of it; an item is the place of a chunk in a file, or of a value that is no
-tensor.
+It is a pickle of dataclasses of PyTorch, of which only the states are kept. A tensor
+has chunks, boxes of it; an item is the place of a chunk in a file, or of a value that
+is no tensor.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from elastic_ckpt.universal.formats import (
     coverage,
     file_names,
     inert_names,
+    source_file,
     torch_names,
     torch_tensor,
 )
-from elastic_ckpt.universal.formats.closed_pickle import Call, Record, record, shown
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.inert_values import Call, shell, shown
 from elastic_ckpt.universal.formats.torch_zip import MOST_PICKLE_BYTES
 
 FILE = ".metadata"
 _MODULE = "torch.distributed.checkpoint.metadata"
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
-
-
-class _Index(Record):
-    # A key of a dict.
-    __hash__ = object.__hash__  # pyrefly: ignore
-    __eq__ = object.__eq__
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,14 +87,15 @@ def read(directory: epath.Path) -> Metadata:
         or the chunks of a tensor overlap or leave a gap.
     """
     path = directory / FILE
-    content = bounded_file.read(path, most_bytes=MOST_PICKLE_BYTES)
+    num_bytes = _stored_bytes(directory)
+    content = bounded_file.read(path, most_bytes=max(MOST_PICKLE_BYTES, num_bytes // 2))
     value = closed_pickle.decode(
         content,
         file=str(path),
         names=_NAMES,
         # Parts are followed to a fixed depth, and each once.
         check_size=False,
-        most_operations=_most_operations(directory),
+        most_operations=max(closed_pickle.MOST_OPERATIONS, num_bytes // 4),
     )
     try:
         return _metadata(value, str(path))
@@ -109,30 +105,35 @@ def read(directory: epath.Path) -> Metadata:
         ) from None
 
 
-def _most_operations(directory: epath.Path) -> int:
-    # A tensor takes about 100 opcodes, and 1500 bytes of another file.
+def _stored_bytes(directory: epath.Path) -> int:
+    # A tensor takes about 120 opcodes and 250 bytes here, and over 800 bytes of another
+    # file: so a large checkpoint may take more than the limits of small ones.
     files = [each for each in directory.iterdir() if each.name != FILE]
-    num_bytes = sum(each.stat().length for each in files)
-    return max(closed_pickle.MOST_OPERATIONS, num_bytes // 8)
+    return sum(map(source_file.num_stored_bytes, files))
 
 
 def _metadata(value: Any, path: str) -> Metadata:
-    entries, stored = value["state_dict_metadata"], value["storage_data"]
-    items = {_key(index, path): _item(info, path) for index, info in stored.items()}
+    fields = _fields(value)
+    entries, stored = fields["state_dict_metadata"], fields["storage_data"]
+    items = {
+        _key(_fields(index), path): _item(_fields(info), path)
+        for index, info in stored.items()
+    }
     used = 0
     tensors: dict[str, Tensor] = {}
     values: dict[str, Item] = {}
     for name, entry in entries.items():
         if not isinstance(name, str):
             raise TypeError(f"the name {shown(name)} is no text")
-        if "chunks" not in entry:
+        parts = _fields(entry)
+        if "chunks" not in parts:
             values[name] = items[name, None]
             continue
-        used += len(entry["chunks"])
+        used += len(parts["chunks"])
         if used > len(items):
             raise ValueError(f"{name} has chunks that are nowhere stored")
-        tensors[name] = _tensor(name, entry, items, path)
-    paths = value.get("planner_data")
+        tensors[name] = _tensor(name, parts, items, path)
+    paths = fields.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
     # Other keys may be nested, and are no names.
     keys = {
@@ -143,6 +144,14 @@ def _metadata(value: Any, path: str) -> Metadata:
         and all(isinstance(key, str | int) for key in keys)
     }
     return Metadata(tensors=tensors, values=values, paths=keys)
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    # The fields of a dataclass; one without any has no state.
+    fields = {} if value.state is None else value.state
+    if not isinstance(fields, dict):
+        raise TypeError(f"{shown(fields)} is no dict of fields")
+    return fields
 
 
 def _key(index: Mapping[str, Any], path: str) -> tuple[str, tuple[int, ...] | None]:
@@ -176,7 +185,7 @@ def _item(info: Mapping[str, Any], path: str) -> Item:
 def _tensor(
     name: str, entry: Mapping[str, Any], items: Mapping[Any, Item], path: str
 ) -> Tensor:
-    dtype, layout = entry["properties"]["state"][:2]
+    dtype, layout = entry["properties"].state[:2]
     if not isinstance(dtype, np.dtype) or layout != "torch.strided":
         raise FormatError(
             f"{path} has {name} of the unsupported layout {shown(layout)}"
@@ -186,7 +195,8 @@ def _tensor(
     chunks = []
     for chunk in entry["chunks"]:
         start, sizes = (
-            coverage.checked_shape(chunk[key], place) for key in ("offsets", "sizes")
+            coverage.checked_shape(chunk.state[key], place)
+            for key in ("offsets", "sizes")
         )
         if not len(start) == len(sizes) == len(shape):
             raise FormatError(f"{place} has a chunk of {len(sizes)} dims")
@@ -209,11 +219,12 @@ def _number(value: Any) -> Any:
     return value
 
 
-_RECORDS = (
+_OBJECTS = (
     *(
         f"{_MODULE} {name}"
         for name in (
             "Metadata",
+            "MetadataIndex",
             "TensorStorageMetadata",
             "BytesStorageMetadata",
             "TensorProperties",
@@ -233,8 +244,7 @@ _RECORDS = (
     "torch.distributed._shard.sharded_tensor.metadata MEM_FORMAT_ENCODING",
 )
 _NAMES: dict[str, Any] = {
-    **{name: record(name.replace(" ", ".")) for name in _RECORDS},
-    f"{_MODULE} MetadataIndex": Call("MetadataIndex", lambda *_: _Index()),
+    **{name: shell(name.replace(" ", ".")) for name in _OBJECTS},
     "torch.distributed.checkpoint.planner WriteItemType": Call("kind", _number),
     "torch.serialization _get_layout": Call("layout", _layout),
     "pathlib PosixPath": inert_names.NAMES["pathlib PosixPath"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_ckpt.universal.formats.closed_pickle import Call, record
+from elastic_ckpt.universal.formats.inert_values import Call, record
 
 
 def _number(name: str) -> Call:

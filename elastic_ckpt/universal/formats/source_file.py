@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import IO
@@ -27,3 +28,23 @@ def opened(path: epath.PathLike) -> IO[bytes]:
         return epath.Path(path).open("rb")
     except (FileNotFoundError, IsADirectoryError):
         raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
+
+
+def num_stored_bytes(path: epath.Path) -> int:
+    """The bytes of a file without its holes, which take no space; 0 of no file."""
+    if not storage.is_local(path):
+        return path.stat().length
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return 0
+    stored = end = 0
+    with open(path, "rb") as file:
+        try:
+            while True:
+                start = os.lseek(file.fileno(), end, os.SEEK_DATA)
+                end = os.lseek(file.fileno(), start, os.SEEK_HOLE)
+                stored += end - start
+        except OSError as error:
+            # There are no values behind `end`.
+            if error.errno != errno.ENXIO:
+                raise
+    return stored

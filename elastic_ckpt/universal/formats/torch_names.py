@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ckpt.universal.formats import torch_tensor
-from elastic_ckpt.universal.formats.closed_pickle import Call
+from elastic_ckpt.universal.formats.inert_values import Call
 from elastic_ckpt.universal.formats.torch_tensor import (
     DTYPES,
     Storage,
@@ -56,7 +56,9 @@ def _parameter(value: Any, *_: Any) -> Any:
 def _sizes(dims: Any = ()) -> tuple[int, ...]:
     if not isinstance(dims, tuple | list):
         raise ValueError("it is no sequence")
-    return tuple(number(dim, "a dim") for dim in dims)
+    for dim in dims:
+        number(dim, "a dim")
+    return tuple(dims)
 
 
 def _mapping(pairs: Any = ()) -> dict[Any, Any]:

@@ -10,6 +10,7 @@ from elastic_ckpt.universal.formats import (
     bounded_json,
     closed_pickle,
     inert_names,
+    inert_values,
     plain_values,
     torch_names,
     value_size,
@@ -35,7 +36,7 @@ class WithState:
 
 
 NAMES = {
-    f"{__name__} {name}": closed_pickle.record(name) for name in ("Plain", "WithState")
+    f"{__name__} {name}": inert_values.record(name) for name in ("Plain", "WithState")
 }
 
 
@@ -48,7 +49,7 @@ def decoded(value, *, protocol=4, **options):
 def test_objects_become_records_of_their_attributes(protocol):
     value = decoded({"a": Plain(b=[1], c=Plain()), "d": WithState()}, protocol=protocol)
     assert value == {"a": {"b": [1], "c": {}}, "d": {"state": (1, 2)}}
-    assert isinstance(value["a"], closed_pickle.Record)
+    assert isinstance(value["a"], inert_values.Record)
 
 
 def test_records_cannot_contain_themselves():

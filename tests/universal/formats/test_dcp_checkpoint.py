@@ -7,7 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from benchmarks import dcp_writer
 from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import closed_pickle
 from elastic_ckpt.universal.formats.format_error import FormatError
 from tests.universal.formats.fragment_values import values_of
 
@@ -77,3 +79,29 @@ def test_a_flipped_bit_is_detected(tmp_path):
     pathlib.Path(fragment.file).write_bytes(content)
     with pytest.raises(FormatError, match=f"{fragment.file} is damaged: the tensor"):
         checkpoint.check(files)
+
+
+def test_each_of_many_tensors_is_where_it_was_written(tmp_path):
+    names = [f"layers.{number}.weight" for number in range(3000)]
+    dcp_writer.write(tmp_path / "x", names, shape=(2, 3), files=2)
+    tensors = opening.open_checkpoint(tmp_path / "x").tensors
+    assert {tensor.name for tensor in tensors} == set(names)
+    offsets = {(t.fragments[0].file, t.fragments[0].offset) for t in tensors}
+    assert len(offsets) == len(names)
+    for tensor in tensors[::500]:
+        assert_equal(values_of(tensor), np.ones((2, 3), np.float32))
+
+
+def test_opcodes_are_limited_by_the_bytes_that_values_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(closed_pickle, "MOST_OPERATIONS", 1000)
+    names = [f"w{number}" for number in range(300)]
+    dcp_writer.write(tmp_path / "x", names, shape=(2, 3), files=1)
+    assert len(opening.open_checkpoint(tmp_path / "x").tensors) == 300
+    file = tmp_path / "x" / "__0_0.distcp"
+    size = file.stat().st_size
+    # A hole is as long, and takes no space.
+    file.write_bytes(b"")
+    with file.open("r+b") as emptied:
+        emptied.truncate(size)
+    with pytest.raises(FormatError, match=r"\.metadata has more than 1000 opcodes"):
+        opening.open_checkpoint(tmp_path / "x")
