@@ -93,7 +93,10 @@ def layout_text(dropped, *, tp, is_pipeline, masters, has_frozen, has_steps):
         '    to: {"odd": "odd"}',
     ]
     if has_frozen:
-        rows += ['  - from: {"frozen": "a b"}', '    to: {"frozen": "a b"}']
+        rows += [
+            f'  - from: {{"frozen": {{dims: "a b"{both}}}}}',
+            '    to: {"frozen": "a b"}',
+        ]
     reduced = "name, tp" if tp > 1 else "name"
     if has_steps:
         rows += [

@@ -26,7 +26,8 @@ SOURCES = (
     ),
     *("zero1_pp2_dp2", "zero1_tp2_pp2_dp2", "zero1_dp2_universal"),
     *("zero2_dp4_universal", "zero3_dp4_universal", "zero1_pp2_dp2_universal"),
-    "zero1_tp2_pp2_dp2_universal",
+    *("zero1_tp2_pp2_dp2_universal", "zero1_tp4", "zero1_tp4_universal"),
+    *("zero3_tp2_dp2", "zero3_tp2_dp2_universal"),
 )
 # By tensor, pipeline and data parallelism, as many as there are devices.
 TARGETS = [
@@ -40,10 +41,10 @@ def check_load(path, target, stage):
     layout = gpt_layout.layout_of(checkpoint, is_pipeline=is_pipeline)
     has_frozen = gpt_layout.is_frozen_trained(checkpoint)
     tree = gpt_layout.abstract_tree(*target, stage=stage, has_frozen=has_frozen)
-    if path.name == "zero3_dp4_universal":
+    if path.name.startswith("zero3") and path.name.endswith("universal"):
         del tree["count"]
     state = universal.load(path, tree, layout=layout)
-    tp = 2 if "tp2" in path.name else 1
+    tp = next((n for n in (2, 4) if f"tp{n}" in path.name), 1)
     expected = gpt_layout.known_tree(
         is_pipeline=is_pipeline, tp=tp, has_frozen=has_frozen
     )

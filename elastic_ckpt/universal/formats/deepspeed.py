@@ -11,7 +11,7 @@ DeepSpeed's description of the layout is in `values["universal_checkpoint_info"]
 of patterns of names, sizes of parts, and affine maps, as nested dicts and lists.
 
 With stage 0 and an optimizer of PyTorch, states are numbered, not named. They get the
-names of parameters where these follow, see `numbered_states`.
+names of parameters where these follow, see `numbered_states` and `expert_states`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from etils import epath
 from elastic_ckpt.universal.formats import (
     deepspeed_files,
     deepspeed_weights,
+    expert_states,
     flat_parameters,
     numbered_states,
     plain_values,
@@ -103,10 +104,12 @@ def _of_rank(
 def _states(
     files: Files, rank: int, weights: Sequence[StoredTensor]
 ) -> Iterator[StoredTensor]:
+    parameters = [each for each in weights if each.kind == "parameter"]
     if files.optimizers:
         yield from map(_stored, zero_states.states(files, rank))
+    elif files.expert_optimizers:
+        yield from expert_states.states(files, rank, parameters)
     elif files.models[rank].at("optimizer") is not None:
-        parameters = [each for each in weights if each.kind == "parameter"]
         file = files.models[rank]
         yield from numbered_states.states(file, parameters, ("optimizer",))
 

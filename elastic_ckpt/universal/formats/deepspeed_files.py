@@ -31,7 +31,7 @@ _OPTIMIZER = re.compile(
 )
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 LATEST = "latest"
 INFO = "universal_checkpoint_info"
 # In the file of a model: tensors, and what describes them.
@@ -54,7 +54,8 @@ class Files:
       shards: by rank of the model and data-parallel rank, files of ZeRO-3's models.
       optimizers: by rank of the model and data-parallel rank.
       layers: by layer of a pipeline and tensor-parallel rank.
-      experts: by layer, expert and rank of the model.
+      experts: by layer, expert and rank of the model, ordered.
+      expert_optimizers: by expert-parallel rank and rank of the model, without ZeRO.
     """
 
     folder: epath.Path
@@ -66,6 +67,7 @@ class Files:
     optimizers: dict[tuple[int, int], TorchFile]
     layers: dict[tuple[int, int], TorchFile]
     experts: dict[tuple[int, int, int], TorchFile]
+    expert_optimizers: dict[tuple[int, int], TorchFile]
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """The tensor-parallel rank and the stage of a rank of the model."""
@@ -114,12 +116,6 @@ def read(folder: epath.Path) -> Files:
       FormatError: if one is damaged or missing, or of a kind that is not read.
     """
     paths = {each.name: each for each in folder.iterdir()}
-    for name in paths:
-        if _EXPERT_OPTIMIZER.fullmatch(name):
-            raise FormatError(
-                f"{folder / name} holds states of experts without the names of their"
-                " parameters; save with ZeRO stage 1"
-            )
     first = torch_file.read_all(_matching(paths, _MODEL))
     models = {rank: file for (dp, rank), file in first.items() if dp in (-1, 0)}
     if not models:
@@ -136,9 +132,11 @@ def read(folder: epath.Path) -> Files:
         shards={(rank, dp): file for (dp, rank), file in first.items() if dp >= 0},
         optimizers={(rank, dp): file for (dp, rank), file in optimizers.items()},
         layers=layers,
-        experts=torch_file.read_all(_matching(paths, _EXPERT)),
+        experts=torch_file.read_all(dict(sorted(_matching(paths, _EXPERT).items()))),
+        expert_optimizers=torch_file.read_all(_matching(paths, _EXPERT_OPTIMIZER)),
     )
     _check_ranks(files)
+    _check_experts(files)
     return files
 
 
@@ -192,6 +190,22 @@ def _check_ranks(files: Files) -> None:
             f"{files.folder} lacks the files of {errors.first_of(missing)}; copy them"
             " from the machines that saved them"
         )
+
+
+def _check_experts(files: Files) -> None:
+    # By layer and expert of a stage: its tensor-parallel ranks.
+    ranks: dict[tuple[int, int, int], set[int]] = {}
+    for layer, expert, rank in files.experts:
+        tp, stage = files.coordinates(rank)
+        ranks.setdefault((layer, expert, stage), set()).add(tp)
+    for (layer, expert, _), held in ranks.items():
+        if len(held) != files.tp:
+            raise FormatError(
+                f"{files.folder} has the expert {expert} of layer {layer} in files of"
+                f" {len(held)} of {files.tp} tensor-parallel ranks: files are missing,"
+                " or ranks have different experts, which are not read; save with"
+                " enable_expert_tensor_parallelism"
+            )
 
 
 def _missing(files: Files) -> Iterator[str]:

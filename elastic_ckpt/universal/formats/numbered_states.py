@@ -8,7 +8,7 @@ order; otherwise they are not known.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic_ckpt.universal.formats import state_kinds
@@ -24,8 +24,15 @@ _NESTED = ("optimizer_state_dict", "optimizer")
 _MASTERS = ("fp32_groups", "fp32_groups_flat", "fp32_from_fp16_params")
 
 
+Group = Mapping[Any, Any]
+
+
 def states(
-    file: TorchFile, weights: Sequence[StoredTensor], keys: Sequence[str]
+    file: TorchFile,
+    weights: Sequence[StoredTensor],
+    keys: Sequence[str],
+    *,
+    is_chosen: Callable[[Group], bool] = bool,
 ) -> Iterator[StoredTensor]:
     """The states of an optimizer, named as the weights of the same rank where possible.
 
@@ -33,6 +40,8 @@ def states(
       file: that has the optimizer's state dict.
       weights: of kind `parameter`, in the order of the model.
       keys: of nested dicts that lead to the state dict.
+      is_chosen: whether the parameters of a group are among `weights`; states of other
+        groups are left out.
 
     Raises:
       FormatError: if it is no state dict.
@@ -40,13 +49,39 @@ def states(
     optimizer = file.dict_at(*keys)
     nested = [key for key in _NESTED if isinstance(optimizer.get(key), dict)]
     inner = [*keys, *nested[:1]]
-    groups = _groups(file, file.list_at(*inner, "param_groups"))
+    param_groups = file.list_at(*inner, "param_groups")
+    groups = _groups(file, param_groups)
     by_number: dict[int, dict[str, Tensor]] = collections.defaultdict(dict)
     for number, state in file.dict_at(*inner, "state").items():
         if isinstance(number, int) and isinstance(state, dict):
             for key, each in state.items():
                 if isinstance(each, Tensor):
                     by_number[number][str(key)] = each
+    for number, master in _masters(file, optimizer, groups):
+        by_number[number]["fp32"] = master
+    chosen = [
+        numbers
+        for numbers, group in zip(groups, param_groups, strict=True)
+        if is_chosen(group)
+    ]
+    names = _names(by_number, chosen, weights)
+    for number, state in sorted(by_number.items()):
+        if len(chosen) < len(groups) and not any(number in each for each in chosen):
+            continue
+        for key, tensor in state.items():
+            yield StoredTensor(
+                name=names.get(number, f"{UNNAMED}{number}"),
+                kind=state_kinds.kind_of(key),
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                fragments=file.fragment(tensor),
+            )
+
+
+def _masters(
+    file: TorchFile, optimizer: Mapping[str, Any], groups: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Tensor]]:
+    # The float32 parameters, by number.
     masters = [
         optimizer[key] for key in _MASTERS if isinstance(optimizer.get(key), list)
     ]
@@ -63,17 +98,7 @@ def states(
             )
         for number, each in zip(numbers, tensors, strict=True):
             if isinstance(each, Tensor):
-                by_number[number]["fp32"] = each
-    names = _names(by_number, groups, weights)
-    for number, state in sorted(by_number.items()):
-        for key, tensor in state.items():
-            yield StoredTensor(
-                name=names.get(number, f"{UNNAMED}{number}"),
-                kind=state_kinds.kind_of(key),
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                fragments=file.fragment(tensor),
-            )
+                yield number, each
 
 
 def _groups(file: TorchFile, groups: Sequence[Any]) -> list[list[int]]:

@@ -24,7 +24,8 @@ from elastic_ckpt.universal.formats.flat_parameters import Range
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
 
-_EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
+# The name of a parameter of an expert, whose number it has.
+EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -221,7 +222,7 @@ def _expert_rank(file: TorchFile, group: int, dp: int, ranks: int) -> int:
 
 def _experts(shapes: Shapes) -> Mapping[tuple[str, str], int]:
     # The number of experts of a rank, by the texts around their numbers.
-    matches = filter(None, map(_EXPERT.fullmatch, shapes))
+    matches = filter(None, map(EXPERT.fullmatch, shapes))
     return collections.Counter((match[1], match[3]) for match in matches)
 
 
@@ -229,7 +230,7 @@ def _global_name(
     name: str, experts: Mapping[tuple[str, str], int], expert_rank: int
 ) -> str:
     # Files of optimizers number experts within a rank, those of models through all.
-    match = _EXPERT.fullmatch(name)
+    match = EXPERT.fullmatch(name)
     if not match or not expert_rank:
         return name
     before, number, after = match.groups()

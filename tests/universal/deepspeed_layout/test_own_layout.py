@@ -14,7 +14,10 @@ from tests.universal.formats import stored_values
 from tests.universal.rules import relayout
 
 STATES = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
-SAMPLES = ("zero1_dp2", "zero2_dp4", "zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2")
+SAMPLES = (
+    *("zero1_dp2", "zero2_dp4", "zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2"),
+    *("zero1_tp4", "zero3_tp2_dp2"),
+)
 
 
 def whole_values(path):
@@ -63,6 +66,21 @@ def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
     for (kind, name), array in expected.items():
         assert np.asarray(state[kind][name]).tobytes() == array.tobytes(), name
     assert len(expected) == 3 * (kv.BLOCKS * len(kv.BLOCK) + len(kv.FINAL) + 1)
+
+
+def test_shards_of_experts_become_what_they_were_cut_from(samples):
+    _, arrays = whole_values(samples("zero1_tp2_ep2_dp2"))
+    compared = 0
+    for name, array in arrays.items():
+        kind, _, parameter = name.partition("/")
+        if kind in STATES:
+            key, shape = STATES[kind], kv.full_shape(parameter, array.shape)
+            shards = [kv.of_rank(key, parameter, shape, rank, 2) for rank in (0, 1)]
+            known = kv.merged(parameter, shards)
+            assert (array.shape, array.tobytes()) == (known.shape, known.tobytes())
+            compared += ".deepspeed_experts." in name
+    # Two layers of four experts with two matrices.
+    assert compared == 3 * 2 * 4 * 2
 
 
 def test_one_rule_has_the_layers_that_are_alike(samples):

@@ -47,7 +47,7 @@ def shard(name, array, rank, ranks):
         gate, up = np.split(array, 2)
         halves = np.split(gate, ranks)[rank], np.split(up, ranks)[rank]
         return np.concatenate(halves)
-    if name.endswith(("qkv.weight", "words.weight")):
+    if name.endswith(("qkv.weight", "words.weight", "up.weight")):
         return np.split(array, ranks)[rank]
     return array
 
@@ -70,7 +70,7 @@ def merged(name, shards):
     if name.endswith("gate_up.weight"):
         halves = [np.split(shard, 2) for shard in shards]
         return np.concatenate([half[part] for part in (0, 1) for half in halves])
-    if name.endswith("qkv.weight"):
+    if name.endswith(("qkv.weight", "up.weight")):
         return np.concatenate(shards)
     if name.endswith("words.weight"):
         return np.concatenate(shards)[:VOCAB]

@@ -15,6 +15,7 @@ of the sample S by DeepSpeed's own program, in one process. A sample is packed b
 import argparse
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,10 @@ from deepspeed.checkpoint import affine
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.pipe.topology import (
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+)
 from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
@@ -47,6 +51,11 @@ SAMPLES = {
     "zero1_pp2_dp2": (4, 1, 1, 2, 0, "bf16"),
     "zero1_tp2_pp2_dp2": (8, 1, 2, 2, 0, "bf16"),
     "zero1_ep2_dp4": (4, 1, 1, 1, 2, "bf16"),
+    "zero1_tp4": (4, 1, 4, 1, 0, "bf16"),
+    "zero3_tp2_dp2": (4, 3, 2, 1, 0, "bf16"),
+    "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
+    "zero0_ep2_dp2": (2, 0, 1, 1, 2, "fp32"),
+    "zero0_bf16_ep2_dp2": (2, 0, 1, 1, 2, "bf16"),
 }
 STEPS = 2
 
@@ -84,26 +93,34 @@ class Layer(nn.Module):
             if not hasattr(self, module):
                 self.add_module(module, Part())
             getattr(self, module).register_parameter(leaf, parameter)
+        self.tp = tp
         self.moe = None
         if experts:
-            expert = Layer(kv.EXPERT)
-            self.moe = MoE(kv.EMBED, expert, num_experts=experts, ep_size=ep, k=1)
+            expert, sizes = Layer(kv.EXPERT, tp), {"num_experts": experts, "k": 1}
+            # Otherwise, tensor-parallel ranks have different experts.
+            sizes |= {"ep_size": ep, "enable_expert_tensor_parallelism": tp > 1}
+            self.moe = MoE(kv.EMBED, expert, **sizes)
 
     def forward(self, hidden):
         parts = [each() for each in self.children() if isinstance(each, Part)]
         hidden = hidden * (1 + sum(parts))
-        return hidden if self.moe is None else hidden + self.moe(hidden)[0]
+        if self.moe is None:
+            return hidden
+        if self.tp > 1:
+            # Gloo does not gather the tokens of tensor-parallel ranks.
+            return hidden * (1 + Part.forward(self.moe))
+        return hidden + self.moe(hidden)[0]
 
 
 class Model(nn.Module):
-    """Embedding, blocks and a norm, without pipeline and tensor parallelism."""
+    """Embedding, blocks and a norm, without a pipeline."""
 
-    def __init__(self, ep, frozen):
+    def __init__(self, ep, frozen, tp=1):
         super().__init__()
-        self.embed = Words(1)
+        self.embed = Words(tp)
         experts = 4 if ep else 0
         blocks = 2 if ep else kv.BLOCKS
-        blocks = [Layer(kv.BLOCK, 1, experts, ep or 1) for _ in range(blocks)]
+        blocks = [Layer(kv.BLOCK, tp, experts, ep or 1) for _ in range(blocks)]
         self.layers = nn.ModuleList(blocks)
         self.final = Layer(kv.FINAL)
         self.frozen = nn.Parameter(torch.zeros(3, 5), requires_grad=not frozen)
@@ -125,10 +142,13 @@ def loss(output, target):
     return output.float().square().mean()
 
 
-def pipeline(tp, pp, processes):
-    topology = PipeModelDataParallelTopology(
+def topology_of(tp, pp, processes):
+    return PipeModelDataParallelTopology(
         num_pp=pp, num_mp=tp, num_dp=processes // (tp * pp)
     )
+
+
+def pipeline(topology, tp):
     layers = [
         TiedLayerSpec("embed", Words, tp, tied_weight_attr=["words.weight"]),
         *[LayerSpec(Layer, kv.BLOCK, tp) for _ in range(kv.BLOCKS)],
@@ -192,7 +212,9 @@ def set_values(engine, module, tp_rank, tp, ep_rank):
 
 def set_value(engine, parameter, values):
     if hasattr(parameter, "ds_id"):
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        group = parameter.ds_process_group
+        first = torch.distributed.get_process_group_ranks(group)[0]
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=first):
             parameter.data.copy_(values["fp32"])
     else:
         parameter.data.copy_(values["fp32"])
@@ -205,9 +227,10 @@ def set_value(engine, parameter, values):
             engine.optimizer.state[master][key].copy_(values[key])
         return
     if hasattr(parameter, "ds_id"):
-        safe_set_local_fp32_param(parameter, own_part(values["fp32"]))
+        parts = {key: own_part(values[key], group) for key in kv.STATES}
+        safe_set_local_fp32_param(parameter, parts["fp32"])
         for key in ("exp_avg", "exp_avg_sq"):
-            safe_set_local_optimizer_state(parameter, own_part(values[key]), key)
+            safe_set_local_optimizer_state(parameter, parts[key], key)
         return
     safe_set_full_fp32_param(parameter, values["fp32"])
     for key in ("exp_avg", "exp_avg_sq"):
@@ -228,27 +251,38 @@ def master_of(optimizer, parameter):
     return parameter
 
 
-def own_part(value):
+def own_part(value, group):
     """The part of a rank in ZeRO-3, padded: all are equal."""
-    ranks, flat = torch.distributed.get_world_size(), value.flatten()
+    ranks, flat = torch.distributed.get_world_size(group), value.flatten()
     flat = nn.functional.pad(flat, (0, -len(flat) % ranks))
-    return flat.chunk(ranks)[torch.distributed.get_rank()]
+    return flat.chunk(ranks)[torch.distributed.get_rank(group)]
 
 
-def universal_info():
-    """The patterns of DeepSpeed's universal checkpoints, for these models."""
+def matches(pattern, names):
+    return any(re.match(pattern, name) for name in names)
+
+
+def universal_info(tp, model):
+    """The patterns of DeepSpeed's universal checkpoints: each has to match."""
     rows, columns = kv.BLOCK["qkv.weight"]
-    halves = affine.contiguous_split_map((rows, columns), [rows // 2] * 2, 0)
+    shards = affine.contiguous_split_map((rows, columns), [rows // tp] * tp, 0)
+    names = [name for name, each in model.named_parameters() if each.requires_grad]
+    shared = [r"\d+\.norm\.weight", r"\d+\.odd\.bias", r"final\..*", "frozen"]
+    shared.append(r".*\.gate\.wg\.weight")
+    tied = [r"tied_modules\.embed\.words.*"]
+    if not isinstance(model, PipelineModule):
+        tied, shared = [], [each for each in shared if matches(each, names)]
+    else:
+        shared = shared[:2]
     return {
         "universal_checkpoint_version": 0.4,
         "vocabulary_parameter_patterns": [r".*words\.weight"],
         "original_vocab_size": kv.VOCAB,
-        "pipeline_replicated_parameter_patterns": [r"tied_modules\.embed\.words.*"],
+        "pipeline_replicated_parameter_patterns": tied,
         "tp_replicated_parameter_patterns": [
             r".*norm1\.weight",
             r".*dense\.bias",
-            r"\d+\.norm\.weight",
-            r"\d+\.odd\.bias",
+            *shared,
         ],
         "parameter_to_average_patterns": [r".*norm2\.weight"],
         "parameter_with_row_parallelism_patterns": [
@@ -264,9 +298,9 @@ def universal_info():
             }
         ],
         "sub_param_shard_widths": {
-            r".*gate_up\.weight": [[kv.FF // 2] * 2, [kv.FF // 2] * 2]
+            r".*gate_up\.weight": [[kv.FF // tp] * tp, [kv.FF // tp] * tp]
         },
-        "affine_map": {"version": 1, "params": {r".*qkv\.weight": halves.to_dict()}},
+        "affine_map": {"version": 1, "params": {r".*qkv\.weight": shards.to_dict()}},
     }
 
 
@@ -276,11 +310,14 @@ def write(folder, sample):
     assert torch.distributed.get_world_size() == processes
     torch.manual_seed(0)
     piped = pp > 1
-    model = pipeline(tp, pp, processes) if piped else Model(ep, frozen=stage > 1)
+    topology = topology_of(tp, pp, processes)
+    mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
+    model = pipeline(topology, tp) if piped else Model(ep, stage > 1, tp)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups(model, ep),
         config=config(stage, dtype, processes),
+        mpu=mpu,
     )
     tokens = torch.arange(5)[None]
     for _ in range(STEPS):
@@ -293,12 +330,20 @@ def write(folder, sample):
         # DeepSpeed links them after the step of the first group of parameters.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    tp_rank = engine.grid.get_slice_parallel_rank() if piped else 0
-    ep_rank = torch.distributed.get_rank() % ep if ep else 0
+    grid = engine.grid if piped else mpu
+    rank, tp_rank = torch.distributed.get_rank(), 0
+    if grid:
+        rank, tp_rank = grid.get_data_parallel_rank(), grid.get_slice_parallel_rank()
+    ep_rank = rank % ep if ep else 0
     set_values(engine, engine.module, tp_rank, tp, ep_rank)
     state = {"iteration": STEPS, "args": argparse.Namespace(lr=0.01, model="tiny")}
     if tp > 1:
-        state["universal_checkpoint_info"] = universal_info()
+        info = universal_info(tp, engine.module)
+        if ep:
+            # DeepSpeed refuses it among the values of a model with experts.
+            engine.module.universal_checkpoint_info = info
+        else:
+            state["universal_checkpoint_info"] = info
     elif stage in (1, 2) and not ep:
         state["universal_checkpoint_info"] = {"universal_checkpoint_version": 0.2}
     engine.save_checkpoint(folder / sample, client_state=state)

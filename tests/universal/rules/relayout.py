@@ -74,7 +74,9 @@ def relayout(layout, tensors, axes=None, *, targets=None):
         if arithmetic.reduction is Reduction.EQUAL:
             assert all((copy == values).all() for copy in copies)
         else:
-            values = sum(np.asarray(copy, np.float64) for copy in copies)
+            # As DeepSpeed does it: one after another, in float32.
+            wide = np.result_type(values.dtype, np.float32)
+            values = sum(copy.astype(wide) for copy in copies)
             if arithmetic.reduction is Reduction.MEAN:
                 values = values / len(copies)
         put(arrays[name], at, values, arithmetic)
