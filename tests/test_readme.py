@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests import shared_memory
+from tests import pages, shared_memory
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,13 +21,9 @@ def ram():
         yield directory
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
-
-
 def commands():
     """The lines of all shell blocks, but for the tests themselves: these run this."""
-    lines = "".join(blocks("sh")).splitlines()
+    lines = "".join(pages.blocks(README, "sh")).splitlines()
     return [line for line in lines if "pytest" not in line]
 
 
@@ -36,37 +32,21 @@ def test_it_is_short():
 
 
 def test_the_two_commands_that_need_no_other_step_are_there():
-    lines = "".join(blocks("sh")).splitlines()
+    lines = "".join(pages.blocks(README, "sh")).splitlines()
     assert [line for line in lines if line.startswith(SET_UP)] == [
         SET_UP + "elastic-ckpt train configs/demo_cpu.yml",
         SET_UP + "pytest",
     ]
 
 
-def test_links_lead_to_files_and_headings():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        if target.startswith("#"):
-            headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-            assert target[1:] in [h.lower().replace(" ", "-") for h in headings]
-        else:
-            assert (ROOT / target).exists(), target
-
-
 def test_the_python_blocks_run_and_continue_when_run_again(tmp_path):
-    program = blocks("python")[0]
+    program = pages.blocks(README)[0]
     # Relative paths of checkpoints are this program's own business.
     program = program.replace('"checkpoints"', f'"{tmp_path}/checkpoints"')
     steps = []
     for _ in range(2):
-        ended = subprocess.run(
-            [sys.executable, "-c", program + "\nprint(step, state['tokens_seen'])"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        step, tokens_seen = map(int, ended.stdout.split())
+        printed = pages.run(program + "\nprint(step, state['tokens_seen'])", tmp_path)
+        step, tokens_seen = map(int, printed.split())
         assert tokens_seen == (step + 1) * 16 * 256
         steps.append(step)
     # The second time it goes on from what is in RAM.
@@ -74,7 +54,7 @@ def test_the_python_blocks_run_and_continue_when_run_again(tmp_path):
 
 
 def test_the_logical_shards_are_elastic_as_they_are_written(tmp_path):
-    program = blocks("python")[1] + (
+    program = pages.blocks(README)[1] + (
         "from elastic_ckpt.data import rows\n"
         "def ids(num_hosts):\n"
         "    numbers = {'num_hosts': num_hosts, 'global_batch_size': 24}\n"
@@ -86,14 +66,7 @@ def test_the_logical_shards_are_elastic_as_they_are_written(tmp_path):
         "assert ids(1) == ids(2) == ids(6)\n"
         "print(len(ids(3)))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "216\n"), ended.stderr
+    assert pages.run(program, tmp_path) == "216\n"
 
 
 @pytest.mark.slow(minutes=4)

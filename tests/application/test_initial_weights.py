@@ -14,7 +14,7 @@ from elastic_ckpt.universal import loading, shipped_layouts
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from tests import runs
-from tests.universal.test_loading import write_safetensors
+from tests.universal import safetensors_files
 
 LAYOUT = """version: 1
 rules:
@@ -69,7 +69,7 @@ def foreign(tmp_path, source):
     """The same weights as another program has them, as two keys."""
     _, state = source
     path, layout = tmp_path / "model.safetensors", tmp_path / "layout.yml"
-    write_safetensors(path, as_other_program_has_it(state["params"]))
+    safetensors_files.write(path, as_other_program_has_it(state["params"]))
     layout.write_text(LAYOUT)
     return {"init_from": str(path), "init_from_layout": str(layout)}
 
@@ -153,7 +153,7 @@ def test_a_run_begins_with_the_weights_of_a_step_of_ours_and_nothing_else(
 def test_weights_come_from_a_bucket(bucket, tmp_path, corpus, source, foreign):
     _, saved = source
     path = f"{bucket}/llama"
-    write_safetensors(
+    safetensors_files.write(
         storage.absolute(f"{path}/model.safetensors"),
         as_other_program_has_it(saved["params"]),
     )

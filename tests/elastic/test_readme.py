@@ -2,36 +2,21 @@
 
 import importlib.resources
 import re
-import subprocess
-import sys
 
 import pytest
 
 import elastic_ckpt
+from tests import pages
 
 ROOM = importlib.resources.files(elastic_ckpt) / "elastic"
 PAGE = (ROOM / "README.md").read_text()
 
 
-def test_links_lead_to_files():
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE)
-    assert links
-    for target in links:
-        assert (ROOM / target).is_file(), target
-
-
 @pytest.mark.slow(minutes=0.6)
 def test_a_loop_in_flax_nnx_loses_a_slice_and_gets_it_back(tmp_path):
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    lines = re.findall(r"step (\d+): loss (\S+) on slices \((.*)\)", ended.stdout)
+    (program,) = pages.blocks(PAGE)
+    printed = pages.run(program, tmp_path)
+    lines = re.findall(r"step (\d+): loss (\S+) on slices \((.*)\)", printed)
     slices = {int(step): on for step, _, on in lines}
     assert list(slices) == list(range(1, 31))
     assert {slices[step] for step in range(1, 9)} == {"0, 1, 2, 3"}

@@ -13,6 +13,7 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import multicontroller, supervisor
 from elastic_ckpt.universal.reading import byte_source
+from tests.universal import safetensors_files
 
 LAYERS, OUT, EMBED = 3, 512, 256
 LAYOUT = """
@@ -37,18 +38,7 @@ def write(path):
         f"layers.{layer}.weight": values(f"w{layer}", OUT, EMBED)
         for layer in range(LAYERS)
     } | {"norm.weight": values("norm", EMBED)}
-    header, stop = {}, 0
-    for name, array in tensors.items():
-        start, stop = stop, stop + array.nbytes
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(array.shape),
-            "data_offsets": [start, stop],
-        }
-    text = json.dumps(header).encode()
-    content = b"".join(array.tobytes() for array in tensors.values())
-    file = path / "model.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text + content)
+    safetensors_files.write(path / "model.safetensors", tensors)
     (path / "layout.yml").write_text(LAYOUT)
 
 

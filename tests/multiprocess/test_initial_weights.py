@@ -7,7 +7,7 @@ from orbax.checkpoint import v1 as ocp
 
 from tests import runs
 from tests.application import test_initial_weights as one_host
-from tests.universal.test_loading import write_safetensors
+from tests.universal import safetensors_files
 
 
 @pytest.mark.slow(minutes=1)
@@ -16,7 +16,7 @@ def test_on_two_hosts_losses_from_safetensors_are_those_from_orbax(tmp_path, cor
     state = jax.tree.map(np.asarray, one_host.begun(seeded))
     ocp.save_checkpointables(tmp_path / "plain" / "2", {"state": state})
     path, layout = tmp_path / "model.safetensors", tmp_path / "layout.yml"
-    write_safetensors(path, one_host.as_other_program_has_it(state["params"]))
+    safetensors_files.write(path, one_host.as_other_program_has_it(state["params"]))
     layout.write_text(one_host.LAYOUT)
     losses = {}
     for name, keys in (

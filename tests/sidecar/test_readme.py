@@ -77,12 +77,3 @@ def test_keys_that_it_names_exist():
     words = re.findall(r"`([a-z]+(?:_[a-z]+)+)(?:=\S*)?`", README)
     assert len(words) > 15
     assert set(words) <= set(keys.keys())
-
-
-@pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
-def test_links_lead_to_files_and_headings(target):
-    if target.startswith("#"):
-        headings = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-        assert target[1:] in [h.lower().replace(" ", "-") for h in headings]
-    elif not target.startswith("https://"):
-        assert (DIRECTORY / target).exists()

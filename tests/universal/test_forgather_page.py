@@ -1,13 +1,13 @@
 """The page about Forgather's trainers works as it is written."""
 
 import pathlib
-import re
 import shutil
 
 import numpy as np
 import pytest
 
 import elastic_ckpt
+from tests import pages
 
 ROOT = pathlib.Path(elastic_ckpt.__file__).parents[1]
 PAGE = (ROOT / "elastic_ckpt" / "universal" / "FORGATHER.md").read_text()
@@ -18,7 +18,7 @@ GOLDEN = ROOT / "tests" / "golden" / "forgather"
 def test_each_trainer_trains_and_continues_as_another(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(GOLDEN / "pipeline-2x2", "checkpoint-500")
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    blocks = pages.blocks(PAGE)
     assert len(blocks) == 6
     page: dict = {}
     losses = {}

@@ -1,7 +1,5 @@
 """Whole loads: a checkpoint of another program, a layout of rules, a sharded tree."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
@@ -13,23 +11,10 @@ from elastic_ckpt.universal.formats import opened
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
+from tests.universal import safetensors_files
 from tests.universal.reading.test_restored_tree import Files
 
 MESH = jax.make_mesh((4, 2), ("data", "model"))
-
-
-def write_safetensors(path, tensors):
-    header, values = {}, b""
-    for name, array in tensors.items():
-        stop = len(values) + array.nbytes
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(array.shape),
-            "data_offsets": [len(values), stop],
-        }
-        values += array.tobytes()
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + values)
 
 
 def numbers(*shape, seed=0):
@@ -47,7 +32,7 @@ def test_layers_are_stacked_split_transposed_and_padded(tmp_path):
         tensors[f"layers.{layer}.qkv.weight"] = numbers(2 * 6 * 5, 8, seed=layer)
         tensors[f"layers.{layer}.norm.weight"] = numbers(8, seed=10 + layer)
     tensors["embedding.weight"] = numbers(7, 8, seed=20)
-    write_safetensors(tmp_path / "model.safetensors", tensors)
+    safetensors_files.write(tmp_path / "model.safetensors", tensors)
     layout = tmp_path / "layout.yml"
     layout.write_text(
         """

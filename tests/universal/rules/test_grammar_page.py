@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ckpt.universal import rules
 from elastic_ckpt.universal.rules.layout import Layout
+from tests import pages
 from tests.universal.rules.relayout import relayout, saved
 
 PAGE = (pathlib.Path(rules.__file__).parent / "GRAMMAR.md").read_text()
@@ -44,7 +45,7 @@ def test_an_example_makes_the_tensors_below_it(number):
 
 
 def test_the_python_example_is_a_layout():
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (block,) = pages.blocks(PAGE)
     names: dict = {}
     exec(block, names)
     made = relayout(names["layout"], {"head.weight": np.ones((3, 2))})

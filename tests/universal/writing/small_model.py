@@ -1,10 +1,11 @@
 """A small model in safetensors, a layout that changes it, and the result."""
 
-import json
 import pathlib
 import sys
 
 import numpy as np
+
+from tests.universal import safetensors_files
 
 KV, Q, D = 2, 4, 8
 LAYOUT = """
@@ -71,21 +72,9 @@ def expected(given):
 
 def write(directory, given):
     """Writes a model of one file, and `layout.yml` beside its directory."""
-    header, offset = {}, 0
-    for name, array in given.items():
-        header[name] = {
-            "dtype": "F32",
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + array.nbytes],
-        }
-        offset += array.nbytes
-    text = json.dumps(header).encode()
     path = pathlib.Path(directory)
     path.mkdir(parents=True)
-    with open(path / "model.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in given.values():
-            file.write(array)
+    safetensors_files.write(path / "model.safetensors", given)
     (path.parent / "layout.yml").write_text(LAYOUT)
 
 

@@ -1,6 +1,5 @@
 """Checkpoints are converted to other layouts and formats, also after kills."""
 
-import multiprocessing
 import os
 import pathlib
 import random
@@ -19,7 +18,6 @@ import elastic_ckpt as ec
 from elastic_ckpt.cli import main
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.tiers.persistent import upload
-from elastic_ckpt.universal.formats import safetensors_file
 from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.writing import (
     chunks,
@@ -27,7 +25,8 @@ from elastic_ckpt.universal.writing import (
     convert,
     orbax_destination,
 )
-from tests.universal.writing import small_model
+from tests.universal.safetensors_files import bits, read
+from tests.universal.writing import killed, small_model
 
 # DeepSpeed has other names of targets: test_deepspeed_destination.py.
 TREES = ("orbax", "safetensors")
@@ -53,26 +52,11 @@ def job(path, target="steps/0", **options):
     )
 
 
-def bits(arrays):
-    return {
-        name: (str(array.dtype), array.shape, np.asarray(array).tobytes())
-        for name, array in arrays.items()
-    }
-
-
 def flat(tree):
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
-
-
-def loaded(directory):
-    """The tensors of a safetensors checkpoint."""
-    arrays = {}
-    for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
-        arrays |= safetensors_file.read(path)
-    return arrays
 
 
 def content(directory):
@@ -118,7 +102,7 @@ def test_large_chunks_that_take_turns_in_memory_keep_their_bits(
     small_model.write(tmp_path / "source", tensors)
     convert.convert(job(tmp_path, to=to))
     directory = tmp_path / "steps" / "0"
-    made = flat(restored(tmp_path)) if to == "orbax" else loaded(directory)
+    made = flat(restored(tmp_path)) if to == "orbax" else read(directory)
     assert bits(made) == bits(small_model.expected(tensors))
 
 
@@ -150,7 +134,7 @@ def test_numbered_keys_are_the_items_of_optimizers(tmp_path):
 def test_safetensors_come_back_with_their_bits(source, tmp_path):
     to = {"to": "safetensors"}
     convert.convert(job(tmp_path, "target", **to))
-    assert bits(loaded(tmp_path / "target")) == bits(small_model.expected(source))
+    assert bits(read(tmp_path / "target")) == bits(small_model.expected(source))
     back = conversion.Job(
         source=str(tmp_path / "target"),
         target=str(tmp_path / "back"),
@@ -159,7 +143,7 @@ def test_safetensors_come_back_with_their_bits(source, tmp_path):
         **to,
     )
     convert.convert(back)
-    assert bits(loaded(tmp_path / "back")) == bits(source)
+    assert bits(read(tmp_path / "back")) == bits(source)
 
 
 def test_an_orbax_step_comes_back_as_the_safetensors_that_it_was_made_of(
@@ -174,7 +158,7 @@ def test_an_orbax_step_comes_back_as_the_safetensors_that_it_was_made_of(
         to="safetensors",
     )
     convert.convert(back)
-    assert bits(loaded(tmp_path / "back")) == bits(source)
+    assert bits(read(tmp_path / "back")) == bits(source)
 
 
 @pytest.mark.usefixtures("source")
@@ -229,18 +213,9 @@ def write_until_killed(given, num_batches):
     convert.convert(given, progress=progress)
 
 
-def kill(given, num_batches):
-    child = multiprocessing.get_context("forkserver").Process(
-        target=write_until_killed, args=(given, num_batches)
-    )
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_step_that_was_cut_short_is_continued(source, tmp_path, is_damaged):
-    kill(job(tmp_path), 9)
+    killed.run(write_until_killed, job(tmp_path), 9)
     (unfinished,) = (tmp_path / "steps").glob("0.orbax*")
     if is_damaged:
         for path in unfinished.glob("state/*/d/*"):
@@ -255,7 +230,7 @@ def test_a_step_that_was_cut_short_is_continued(source, tmp_path, is_damaged):
 
 
 def test_a_step_of_another_source_is_not_continued(source, tmp_path):
-    kill(job(tmp_path), 9)
+    killed.run(write_until_killed, job(tmp_path), 9)
     others = {name: -values for name, values in source.items()}
     shutil.rmtree(tmp_path / "source")
     small_model.write(tmp_path / "source", others)
@@ -342,7 +317,7 @@ def test_two_processes_that_are_killed_anywhere_continue(tmp_path, to):
     expected = bits(small_model.expected(tensors))
     if to == "safetensors":
         assert content(target) == content(whole)
-        assert bits(loaded(target)) == expected
+        assert bits(read(target)) == expected
     else:
         assert bits(flat(restored(tmp_path))) == expected
         assert main.main(["verify", str(tmp_path / "steps")]) == 0

@@ -1,6 +1,5 @@
 """Safetensors checkpoints written from boxes, by several processes, after kills."""
 
-import multiprocessing
 import os
 import pathlib
 import signal
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 from elastic_ckpt.core import boxes, errors
 from elastic_ckpt.universal.formats import safetensors_checkpoint, safetensors_file
 from elastic_ckpt.universal.writing import safetensors_writer, tensor_file
-from tests.universal.writing import random_tensors
+from tests.universal.safetensors_files import bits, read
+from tests.universal.writing import killed, random_tensors
 
 Writer = safetensors_writer.SafetensorsWriter
 
@@ -30,22 +30,13 @@ def model(num_tensors=8, size=40):
 
 def loaded(directory):
     """All tensors of a checkpoint, as its index lists them."""
-    arrays = {}
+    arrays = read(directory)
     files = set()
     checkpoint = safetensors_checkpoint.open_checkpoint(directory)
     for each in checkpoint.tensors:
         files |= {fragment.file for fragment in each.fragments}
-    for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
-        arrays |= safetensors_file.read(path)
     assert {tensor.name for tensor in checkpoint.tensors} == arrays.keys()
     return arrays
-
-
-def bits(arrays):
-    return {
-        name: (str(array.dtype), array.shape, array.tobytes())
-        for name, array in arrays.items()
-    }
 
 
 def write(directory, arrays, plan, *, num_hosts=1, **options):
@@ -143,22 +134,13 @@ def kill_after(directory, num_boxes):
     Writer(directory, plan, source="a", num_threads=1).write(read)
 
 
-def killed(directory, num_boxes):
-    child = multiprocessing.get_context("forkserver").Process(
-        target=kill_after, args=(directory, num_boxes)
-    )
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("num_boxes", [1, 12, 20])
 def test_a_write_that_was_killed_continues_with_the_files_that_are_missing(
     num_boxes, tmp_path
 ):
     directory, arrays = tmp_path / "model", model()
     plan = random_tensors.plan_of(arrays, most_file_bytes=7000)
-    killed(directory, num_boxes)
+    killed.run(kill_after, directory, num_boxes)
     assert not directory.exists()
     whole = {path.stem for path in (tmp_path / "model.written").glob("*.json")}
     asked = []

@@ -1,0 +1,40 @@
+"""Checkpoints of safetensors: written without the code under test, and their bits."""
+
+import json
+import pathlib
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.universal.formats import safetensors_file
+
+
+def write(path, tensors):
+    """Writes a file of float32 tensors."""
+    header, stop = {}, 0
+    for name, array in tensors.items():
+        start, stop = stop, stop + array.nbytes
+        header[name] = {
+            "dtype": "F32",
+            "shape": list(array.shape),
+            "data_offsets": [start, stop],
+        }
+    text = json.dumps(header).encode()
+    values = b"".join(array.tobytes() for array in tensors.values())
+    epath.Path(path).write_bytes(len(text).to_bytes(8, "little") + text + values)
+
+
+def read(directory):
+    """All tensors of a directory, by name."""
+    arrays = {}
+    for path in sorted(pathlib.Path(directory).glob("*.safetensors")):
+        arrays |= safetensors_file.read(path)
+    return arrays
+
+
+def bits(arrays):
+    """The dtypes, shapes and bytes of arrays, by name."""
+    return {
+        name: (str(array.dtype), array.shape, np.asarray(array).tobytes())
+        for name, array in arrays.items()
+    }
