@@ -85,9 +85,7 @@ def _fits(name: str, stored: Sequence[StoredTensor]) -> bool:
     try:
         # Layouts whose sources are those of ranks have no inverse.
         layout = resolve(name)
-        grouping = Grouping(layout, axis_counts(layout, stored, {}))
-        grouping.add_sources(stored)
-        grouping.check(with_targets=False)
+        Grouping(layout, axis_counts(layout, stored, {}), stored, None).check()
     except LayoutError:
         return False
     return True

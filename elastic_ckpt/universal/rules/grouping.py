@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -114,6 +115,12 @@ def owners(layout: Layout, axes: Mapping[str, int]) -> Iterator[Owner]:
 class Grouping:
     """Tensors by owner and instance.
 
+    Args:
+      layout: the rules.
+      axes: the number of ranks by axis.
+      stored: the tensors of the checkpoint.
+      targets: those of the target; None if they are derived.
+
     Attributes:
       owners: the rules of the layout, each with all of its states.
       groups: by owner and kept captures.
@@ -121,10 +128,18 @@ class Grouping:
       filled: the targets that `fill` of the layout fills, by their numbers.
     """
 
-    def __init__(self, layout: Layout, axes: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        axes: Mapping[str, int],
+        stored: Sequence[StoredTensor],
+        targets: Sequence[TargetTensor] | None,
+    ) -> None:
         self.owners = list(owners(layout, axes))
         self.filled: list[int] = []
         self._layout = layout
+        self._stored = stored
+        self._targets = targets
         self._alone = tuple((axis, 0) for axis, count in axes.items() if count == 1)
         self.groups: Groups = [{} for _ in self.owners]
         entries = [
@@ -154,11 +169,14 @@ class Grouping:
             NameIndex(entries[0] + list(_drops(layout))),
             NameIndex(entries[1]),
         )
+        self._add_sources()
+        self._add_targets()
 
-    def add_sources(self, stored: Sequence[StoredTensor]) -> None:
-        """Groups the tensors of a checkpoint."""
-        for number, tensor in enumerate(stored):
+    def _add_sources(self) -> None:
+        for number, tensor in enumerate(self._stored):
             matches = self._indices[0].matches(tensor.name, tensor.kind)
+            if len(matches) > 1:
+                matches = self._chosen(matches)
             match = self._one(tensor.name, matches)
             if match is not None:
                 sketch = (
@@ -173,12 +191,9 @@ class Grouping:
                 text = "" if tensor.kind == ANY_KIND else f" ({tensor.kind})"
                 self.left.sources.append(tensor.name + text)
 
-    def add_targets(self, targets: Sequence[TargetTensor]) -> None:
-        """Groups the tensors of a target, after those of the checkpoint.
-
-        Optional rules that have no sources leave their targets to others.
-        """
-        for number, tensor in enumerate(targets):
+    def _add_targets(self) -> None:
+        # Optional rules that have no sources leave their targets to others.
+        for number, tensor in enumerate(self._targets or ()):
             matches = self._indices[1].matches(tensor.name)
             used = [each for each in matches if self._is_used(each.entry.owner)]
             if not used and tensor.name in self._layout.fill:
@@ -198,12 +213,13 @@ class Grouping:
             elif not matches:
                 self.left.targets.append(tensor.name)
 
-    def check(self, *, with_targets: bool) -> None:
+    def check(self) -> None:
         """Checks that every pattern and every instance has tensors on both sides.
 
         Raises:
           LayoutError: lists the tensors and patterns that have no partner.
         """
+        with_targets = self._targets is not None
         matched = {
             (id(owner.relation), side, sketch[0])
             for owner, groups in zip(self.owners, self.groups, strict=True)
@@ -246,9 +262,44 @@ class Grouping:
             return None
         return matches[0]
 
+    def _chosen(self, matches: list[Match]) -> list[Match]:
+        # The first of several optional rules that have all of their tensors.
+        owners = [match.entry.owner for match in matches]
+        if not all(map(self._is_optional, owners)):
+            return matches
+        complete = [each for each in matches if each.entry.owner in self._complete]
+        return complete[:1] or matches
+
+    @functools.cached_property
+    def _complete(self) -> set[int]:
+        # The owners of which each pattern matches a tensor.
+        matched = {
+            (match.entry.owner, 0, match.entry.tensor)
+            for tensor in self._stored
+            for match in self._indices[0].matches(tensor.name, tensor.kind)
+        }
+        matched |= {
+            (match.entry.owner, 1, match.entry.tensor)
+            for tensor in self._targets or ()
+            for match in self._indices[1].matches(tensor.name)
+        }
+        return {
+            number
+            for number, owner in enumerate(self.owners)
+            if matched.issuperset((number, 0, at) for at in range(len(owner.sources)))
+            and (
+                self._targets is None
+                or matched.issuperset(
+                    (number, 1, at) for at in range(len(owner.targets))
+                )
+            )
+        }
+
+    def _is_optional(self, owner: int) -> bool:
+        return owner != _DROPPED and self.owners[owner].relation.rule.optional
+
     def _is_used(self, owner: int) -> bool:
-        is_optional = self.owners[owner].relation.rule.optional
-        return bool(self.groups[owner]) or not is_optional
+        return bool(self.groups[owner]) or not self._is_optional(owner)
 
     def _group(self, match: Match) -> Group:
         groups = self.groups[match.entry.owner]

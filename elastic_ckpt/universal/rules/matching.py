@@ -76,12 +76,9 @@ def _moves(
     targets: Mapping[str, TargetTensor] | None,
 ) -> Matched:
     counts = axis_counts(layout, stored, axes)
-    grouping = Grouping(layout, counts)
-    grouping.add_sources(stored)
     given = None if targets is None else list(targets.values())
-    if given is not None:
-        grouping.add_targets(given)
-    grouping.check(with_targets=given is not None)
+    grouping = Grouping(layout, counts, stored, given)
+    grouping.check()
     planning = _Planning(stored, given, counts)
     rules = []
     for owner, groups in zip(grouping.owners, grouping.groups, strict=True):

@@ -45,6 +45,8 @@ def layer_of(arrays, spelling):
     norms = {
         "te": (f"{qkv}.layer_norm_weight", f"{fc1}.layer_norm_weight"),
         "plain": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+        # With experts.
+        "te_experts": (f"{qkv}.layer_norm_weight", "pre_mlp_layernorm.weight"),
     }[spelling]
     made = {
         norms[0]: (arrays["input_layernorm.weight"], None),
@@ -205,6 +207,26 @@ def test_global_tensors_become_the_model_of_hugging_face(blocks):
         shipped_layouts.load("megatron_to_hf", sizes={"vocab": hf.VOCAB})
     )
     assert_same(relayout(layout, with_states(tensors)), arrays)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "spelling"),
+    [*((each, "te") for each in BLOCKS), ("experts", "te_experts")],
+)
+def test_a_model_of_hugging_face_becomes_global_tensors(blocks, spelling):
+    arrays = hf.model(*BLOCKS[blocks])
+    expected = global_of(arrays, spelling)
+    layout = shipped_layouts.load("megatron_to_hf", sizes=SIZES)
+    assert_same(relayout(layout, expected, targets=arrays), arrays)
+    assert_same(relayout(layout.inverse(), arrays, targets=expected), expected)
+    if blocks == "experts" and spelling == "te":
+        # Without a target, the name of the norm is Transformer Engine's.
+        expected = global_of(arrays, "te_experts")
+    config = {"num_attention_heads": hf.HEADS, "num_key_value_heads": hf.KV}
+    values = {f"config/{key}": value for key, value in config.items()}
+    sizes = {"vocab": hf.VOCAB, "pad": 3}
+    inverse = shipped_layouts.load("megatron_to_hf", sizes=sizes).inverse()
+    assert_same(relayout(inverse.with_values(values), arrays), expected)
 
 
 def test_without_grouped_queries_each_head_is_a_group():

@@ -5,8 +5,8 @@ import pytest
 
 from elastic_ckpt.universal import shipped_layouts
 from tests.universal.layouts import hf_models as hf
-from tests.universal.layouts.test_maxtext_layouts import MODELS, maxtext
-from tests.universal.rules.relayout import assert_same, relayout
+from tests.universal.layouts.test_maxtext_layouts import MODELS, SCALED, maxtext
+from tests.universal.rules.relayout import assert_same, numbered, relayout
 
 STAGES, LOCAL = 2, 3
 STATES = ("params", "opt_state/0/mu", "opt_state/0/nu")
@@ -18,6 +18,10 @@ def scanned(request, monkeypatch):
     monkeypatch.setattr(hf, "LAYERS", STAGES * LOCAL)
     parameters = maxtext(request.param, hf.model(*MODELS[request.param][1]))
     tree = {"step": np.int32(7), "opt_state/0/count": np.int32(5)}
+    for place, shape in {"": (), "layers/self_attention/": (STAGES * LOCAL,)}.items():
+        path = f"nnx_aux/model/decoder/{place}rngs/dropout"
+        tree[f"{path}/key"] = numbered(*shape, 4, dtype=np.uint32)
+        tree[f"{path}/count"] = numbered(*shape, dtype=np.uint32)
     for number, state in enumerate(STATES):
         for path, array in parameters.items():
             tree[path.replace("params", state, 1)] = array + np.float32(number)
@@ -39,7 +43,10 @@ def unstacked(scanned, name, part):
             tree[path] = array
             continue
         for number, numbers in enumerate(part):
-            of_part = np.moveaxis(array, 1, 0)[numbers]
+            is_parameter = not before.startswith("nnx_aux")
+            of_part = np.moveaxis(array, int(is_parameter), 0)[numbers]
+            if is_parameter and name.endswith("scanned_layers"):
+                of_part = np.moveaxis(of_part, 1, 2)
             tree[f"{before}decoder/{name.format(number)}/{after}"] = of_part
     return {path: np.array(array, order="C") for path, array in tree.items()}
 
@@ -56,11 +63,15 @@ def form(layout):
             "pipeline_module/layers",
             [layers.reshape(LOCAL, STAGES)],
         ),
+        "maxtext_scanned_stages_to_scanned": (
+            "pipeline_module/layers/scanned_layers",
+            [layers.reshape(STAGES, LOCAL)],
+        ),
     }[layout]
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in shipped_layouts.shipped() if "scanned" in n]
+    "name", [n for n in shipped_layouts.shipped() if n.startswith("maxtext_")]
 )
 def test_layers_are_stacked_and_taken_apart(name, scanned):
     tree = unstacked(scanned, *form(name))
@@ -70,3 +81,20 @@ def test_layers_are_stacked_and_taken_apart(name, scanned):
     parameters = {path: tree[path] for path in tree if path.startswith("params/")}
     expected = {path: scanned[path] for path in scanned if path.startswith("params/")}
     assert_same(relayout(layout, parameters), expected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_of_hugging_face_becomes_layers_that_are_not_stacked(model):
+    name, blocks = MODELS[model]
+    arrays = hf.model(*blocks)
+    parts = "layers_{}", list(np.arange(hf.LAYERS))
+    expected = unstacked(maxtext(model, arrays), *parts)
+    layout = shipped_layouts.load(f"{name}_unscanned")
+    assert_same(relayout(layout, arrays, targets=expected), expected)
+    rest = {"step": np.int32(7), "nnx_aux/model/decoder/rngs/aqt/count": np.uint32(1)}
+    made = relayout(layout.inverse(), {**expected, **rest}, targets=arrays)
+    for path, array in arrays.items():
+        if model in SCALED and path.endswith(hf.QUERY):
+            np.testing.assert_array_max_ulp(made[path], array, maxulp=1)
+            made[path] = array
+    assert_same(made, arrays)

@@ -74,3 +74,33 @@ def test_a_parameter_is_not_dropped_as_a_state_of_the_same_name():
     assert_same(relayout(WEIGHTS_ALONE, tensors), {"a/w": numbered(3)})
     with pytest.raises(LayoutError, match=r"1 tensors of the checkpoint.* b\.bias"):
         relayout(WEIGHTS_ALONE, [*tensors, saved("b.bias", numbered(3))])
+
+
+SPELLINGS = """
+version: 1
+rules:
+  - from: {"norm.w": "x", "dense.w": "x y"}
+    to: {"{0}norm": "x", "{0}dense": "x y"}
+    optional: true
+  - from: {"norm.w": "x", "sparse.w": "x y"}
+    to: {"{0}norm": "x", "{0}sparse": "x y"}
+    optional: true
+  - from: {"norm.w": "x", "sparse.w": "x y"}
+    to: {"other": "x", "{0}sparse": "x y"}
+    optional: true
+""".replace("{0}", "a/")
+
+
+@pytest.mark.parametrize(
+    ("block", "norm"), [("dense", "a/norm"), ("sparse", "a/norm"), ("sparse", "other")]
+)
+def test_the_first_optional_rule_counts_that_has_all_of_its_tensors(block, norm):
+    layout = Layout.parse(SPELLINGS)
+    tensors = {"norm.w": numbered(2), f"{block}.w": numbered(2, 3)}
+    expected = {norm: numbered(2), f"a/{block}": numbered(2, 3)}
+    assert_same(relayout(layout, tensors, targets=expected), expected)
+    assert_same(relayout(layout.inverse(), expected), tensors)
+    if norm == "a/norm":
+        assert_same(relayout(layout, tensors), expected)
+    with pytest.raises(LayoutError, match=r"norm\.w .*rules\[0\] and .*rules\[1\]"):
+        relayout(layout, {"norm.w": numbered(2)})
