@@ -1,7 +1,8 @@
 """The weights of a new run, from a checkpoint of any format: the key `init_from`.
 
-Weights alone: the new run has its own data, optimizer and steps. Each host reads what
-its devices need. A step that was saved by a run of the same model needs no layout;
+The new run has its own data. It has its own optimizer and steps, too, unless the key
+`init_from_optimizer` is set: then the run goes on from the checkpoint. Each host reads
+what its devices need. A step that was saved by a run of the same model needs no layout;
 every other checkpoint is read through one.
 """
 
@@ -11,10 +12,12 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 from elastic_ckpt.checkpoint import run_saver
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import bucket_clients, errors, events, storage
+from elastic_ckpt.host import trees
 from elastic_ckpt.tiers.persistent import leases
 from elastic_ckpt.universal import (
     equal_leaves,
@@ -23,42 +26,78 @@ from elastic_ckpt.universal import (
     shipped_layouts,
 )
 from elastic_ckpt.universal.reading import restored_tree
+from elastic_ckpt.universal.rules import name_pattern
+from elastic_ckpt.universal.rules.layout import Layout
 
 PARAMS = "params"
+STEP = "step"
 
 
-def load(model: schema.ModelSection, abstract_params: Any, emit: events.Emit) -> Any:
-    """Reads the weights that `init_from` names.
+def load(model: schema.ModelSection, wanted: Any, emit: events.Emit) -> Any:
+    """Reads the weights, or the whole state, that `init_from` names.
 
     Args:
-      model: with the keys `init_from` and `init_from_layout`.
-      abstract_params: their shapes, dtypes and shardings.
+      model: with the keys that begin with `init_from`.
+      wanted: shapes, dtypes and shardings of a state, or of its weights alone.
       emit: called once they are there.
 
     Returns:
-      A tree like `abstract_params`.
+      A tree like `wanted`.
 
     Raises:
       ConfigError: if a layout is missing, malformed, or does not fit.
       CheckpointError: if the checkpoint cannot be read, or is of another model.
     """
     began_secs = time.monotonic()
-    wanted = {PARAMS: abstract_params}
     bucket_clients.prepare(model.init_from)
     # Another run may be saving there, and removes its old steps.
     with leases.leased_if_ours(model.init_from):
-        if model.init_from_layout:
+        if not model.init_from_layout:
+            state = _of_same_leaves(model.init_from, wanted)
+        elif model.init_from_optimizer:
+            layout = shipped_layouts.resolve(model.init_from_layout)
+            state = _with_counts(model.init_from, wanted, layout)
+        else:
             layout = shipped_layouts.resolve(model.init_from_layout).weights()
             state = loading.load(model.init_from, wanted, layout=layout)
-        else:
-            state = _of_same_leaves(model.init_from, wanted)
     emit(
         "weights_loaded",
         path=model.init_from,
         bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        step=int(state[STEP]) if STEP in state else 0,
         secs=time.monotonic() - began_secs,
     )
-    return state[PARAMS]
+    return state
+
+
+def _with_counts(path: str, wanted: Any, layout: Layout) -> Any:
+    # The optimizer counts the steps, too: counts that the layout lacks are equal to
+    # `step`.
+    keyed, structure = jax.tree.flatten_with_path(wanted)
+    named = [(trees.leaf_path("", keys)[1:], leaf) for keys, leaf in keyed]
+    asked = [
+        leaf if leaf.shape or name == STEP or _fills(layout, name) else None
+        for name, leaf in named
+    ]
+    state = loading.load(path, structure.unflatten(asked), layout=layout)
+    step = np.asarray(state[STEP])
+    loaded = iter(jax.tree.leaves(state))
+    return structure.unflatten(
+        _replicated(step, like=leaf) if each is None else next(loaded)
+        for each, (_, leaf) in zip(asked, named, strict=True)
+    )
+
+
+def _fills(layout: Layout, name: str) -> bool:
+    patterns = (each.name for rule in layout.rules for each in rule.target)
+    return name in layout.fill or any(
+        name_pattern.parse(text).expression(()).fullmatch(name) for text in patterns
+    )
+
+
+def _replicated(value: np.ndarray, *, like: jax.ShapeDtypeStruct) -> jax.Array:
+    cast = value.astype(like.dtype)
+    return jax.make_array_from_callback((), like.sharding, lambda _: cast)
 
 
 def _of_same_leaves(path: str, wanted: Any) -> Any:

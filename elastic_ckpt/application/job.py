@@ -91,7 +91,7 @@ class Job:
         Raises:
           CheckpointError: if the newest step is of another model, or none can be read.
           DataError: if its data state is of another pipeline.
-          ConfigError: if the layout of `init_from` does not fit.
+          ConfigError: if the layout or the step of `init_from` does not fit.
         """
         if not (self.checkpointer and self.start_step):
             return self._new_state()
@@ -206,8 +206,21 @@ class Job:
         model = self.config.model
         if not model.init_from:
             return self.program.init()
-        params = self.program.abstract_state["params"]
-        return self.program.begin(initial_weights.load(model, params, self.emit))
+        abstract = self.program.abstract_state
+        if not model.init_from_optimizer:
+            wanted = {initial_weights.PARAMS: abstract[initial_weights.PARAMS]}
+            weights = initial_weights.load(model, wanted, self.emit)
+            return self.program.begin(weights[initial_weights.PARAMS])
+        state = initial_weights.load(model, abstract, self.emit)
+        step, steps = int(state[initial_weights.STEP]), self.config.run.steps
+        if not 0 <= step <= steps:
+            raise errors.ConfigError(
+                f"{model.init_from} is at step {step}, and steps={steps}: steps counts"
+                f" those before the run, too; set it above {step} to go on, or"
+                " init_from_optimizer=false to begin with step 0"
+            )
+        self._resize(0, step)
+        return state
 
     def _note_skipped_weights(self) -> None:
         path = self.config.model.init_from

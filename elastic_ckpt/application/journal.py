@@ -65,7 +65,7 @@ class Journal:
             self._has_begun = True
             if name == "run_started":
                 self._step = int(str(fields["start_step"]))
-            elif name == "step":
+            elif name in ("step", "weights_loaded"):
                 self._step = int(str(fields["step"]))
             elif name == "run_stopped":
                 self.is_stopped = True

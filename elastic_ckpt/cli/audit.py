@@ -66,7 +66,7 @@ def outcome_of(directory: str) -> audit.Audit:
     def data_of(attempt: int) -> elastic_data.ElasticData:
         return pipeline.from_config(section(attempt))
 
-    last = data_of(attempts[-1].attempt)
+    last, start_step = data_of(attempts[-1].attempt), attempts[0].start_step
     return audit.audit(
         attempts,
         data_of,
@@ -78,7 +78,8 @@ def outcome_of(directory: str) -> audit.Audit:
         missing_checkpoint=_missing_checkpoint(
             config,
             finished=run_directory.is_finished(directory),
-            num_steps=len(step_log.lineage(attempts)),
+            num_steps=start_step + len(step_log.lineage(attempts)),
+            start_step=start_step,
             saved=max(saved, default=0),
         ),
     )

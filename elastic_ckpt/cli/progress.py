@@ -267,7 +267,9 @@ class Progress:
         self._begin("reading the first batch")
 
     def _on_weights_loaded(self, **event: Any) -> None:
-        self._line(f"weights of {event['path']}: {_bytes(event['bytes'])}")
+        step = event["step"]
+        since = f"; the run goes on from its step {step}" if step else ""
+        self._line(f"weights of {event['path']}: {_bytes(event['bytes'])}{since}")
 
     def _on_weights_skipped(self, **event: Any) -> None:
         self._line(f"init_from is not read: the run has saved step {event['step']}")

@@ -97,8 +97,13 @@ class ModelSection:
     init_from: str = key(
         "",
         "A checkpoint of any format, local or in a bucket, with the weights of a new"
-        " run; its data, optimizer and steps are not used. A run that has saved a step"
-        " continues from that, and does not read this again.",
+        " run; its data are not used. A run that has saved a step continues from that,"
+        " and does not read this again.",
+    )
+    init_from_optimizer: bool = key(
+        False,
+        "Whether the run goes on from that checkpoint: the state of the optimizer and"
+        " the number of steps are read, too. Otherwise they are new.",
     )
     init_from_layout: str = key(
         "",

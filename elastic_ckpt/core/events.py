@@ -62,7 +62,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "backed_up": ("step", "bytes", "secs", "world"),
     "degraded": ("tier", "step", "why"),
     "step_passed_over": ("step", "why"),
-    "weights_loaded": ("path", "bytes", "secs"),
+    "weights_loaded": ("path", "bytes", "step", "secs"),
     "weights_skipped": ("path", "step"),
     "restored_from": (
         "step",

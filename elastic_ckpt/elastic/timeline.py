@@ -74,6 +74,8 @@ class Timeline:
             self._asked_secs = self._clock()
         elif name == "run_started":
             self._start_step = int(str(fields["start_step"]))
+        elif name == "weights_loaded":
+            self._start_step = int(str(fields["step"]))
         if self._phases is not None and name in _ENDS:
             self._end_phase(_ENDS[name])
             if name == "step":

@@ -99,7 +99,9 @@ def audit(
     expected: collections.Counter[int] = collections.Counter()
     compared: list[_Compared] = []
     oracle = _OneHost(data_of, {each.attempt: each.left_out for each in attempts})
-    for number, record in enumerate(steps):
+    # It may go on from the checkpoint of another program.
+    start = attempts[0].start_step
+    for number, record in enumerate(steps, start=start):
         one_host = oracle.next(record)
         expected.update(row for row, _ in one_host)
         used.update(record.ids)
@@ -107,11 +109,7 @@ def audit(
         compared.append(_compared(number, record, one_host, in_order=in_order))
     oracle.close()
     difference = next(filter(None, (each.difference for each in compared)), "")
-    if not difference and num_saved_steps > len(steps):
-        difference = (
-            f"step {len(steps)} is missing from the step log, whose end was lost:"
-            f" checkpoint {num_saved_steps} was saved after it"
-        )
+    difference = difference or _lost_end(start + len(steps), num_saved_steps)
     for padding in (used, expected):
         del padding[example_id.NONE]
     num_examples = sum(used.values())
@@ -132,8 +130,24 @@ def audit(
     )
 
 
+def _lost_end(logged: int, saved: int) -> str:
+    # Describes the first step that is missing, if the log ends before the checkpoint.
+    if saved <= logged:
+        return ""
+    return (
+        f"step {logged} is missing from the step log, whose end was lost: checkpoint"
+        f" {saved} was saved after it"
+    )
+
+
 def missing_checkpoint(
-    *, period: int | None, at_end: bool, finished: bool, num_steps: int, saved: int
+    *,
+    period: int | None,
+    at_end: bool,
+    finished: bool,
+    num_steps: int,
+    saved: int,
+    start_step: int = 0,
 ) -> str:
     """Describes a checkpoint that was due but is not in storage; empty if none.
 
@@ -145,17 +159,19 @@ def missing_checkpoint(
         them.
       at_end: whether the last step is saved, too.
       finished: whether the run has finished.
-      num_steps: the number of trained steps.
+      num_steps: the number of trained steps, with those before the run.
       saved: the newest step in storage; 0 if there is none.
+      start_step: the number of steps before the run.
     """
     due = 0
     if finished and at_end:
         due = num_steps
     elif finished and period:
         due = num_steps - num_steps % period
-    elif period and num_steps >= 2 * period:
-        due = period
-    if saved >= due:
+    elif period:
+        first = start_step - start_step % period + period
+        due = first if num_steps >= first + period else 0
+    if saved >= due or due <= start_step:
         return ""
     newest = f"the newest is {saved}" if saved else "there is none"
     return (

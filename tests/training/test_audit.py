@@ -230,6 +230,22 @@ def test_a_step_that_was_not_logged_is_a_difference(data, missing):
         ({"finished": False, "num_steps": 20, "saved": 0}, "checkpoint 10 was due"),
         ({"finished": False, "num_steps": 55, "saved": 10}, ""),
         ({"finished": False, "num_steps": 55, "saved": 0, "period": None}, ""),
+        # Such runs go on from the checkpoint of another program.
+        ({"finished": False, "num_steps": 39, "saved": 0, "start_step": 25}, ""),
+        (
+            {"finished": False, "num_steps": 40, "saved": 0, "start_step": 25},
+            "checkpoint 30 was due",
+        ),
+        (
+            {
+                "finished": True,
+                "num_steps": 28,
+                "saved": 0,
+                "start_step": 25,
+                "at_end": False,
+            },
+            "",
+        ),
     ],
 )
 def test_a_checkpoint_that_did_not_reach_storage_is_named(actual, problem):

@@ -1,11 +1,14 @@
-"""Writes the samples of PyTorch's distributed checkpoints in `data`; needs torch.
+r"""Writes the samples of PyTorch's distributed checkpoints in `data`; needs torch.
 
 pip install torch==2.13.0 safetensors numpy
-OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 write_dcp.py data
+OMP_NUM_THREADS=1 PYTHONPATH=. torchrun --nproc-per-node 4 \
+    tests/universal/formats/write_dcp.py DIRECTORY
 
 dcp/         FSDP2 over 2 x 2 (data, tensor) processes: model, Adam, numbers
 dcp_hf/      the same model by HuggingFaceStorageWriter, a file for each process
 dcp.npz      all tensors, whole
+llama_dcp/   FSDP2 over 4 processes: the model of `llama_values`, packed as the samples
+             of `write_deepspeed`
 """
 
 import pathlib
@@ -18,12 +21,15 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+
+from tests.universal.formats import known_values as kv
+from tests.universal.formats import llama_module, llama_values
 
 
 class Model(torch.nn.Module):
@@ -49,9 +55,33 @@ def flat(tree, prefix=""):
             yield f"{prefix}{key}", value
 
 
+def write_llama(directory):
+    """Trains two steps and saves them, with known values in place of trained ones."""
+    model = llama_module.Llama()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(llama_values.STEPS):
+        model(torch.ones(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            state = optimizer.state[parameter]
+            for key, held in (("fp32", parameter), *state.items()):
+                if key != "step":
+                    full = torch.from_numpy(kv.known(key, name, tuple(held.shape)))
+                    held.copy_(
+                        distribute_tensor(full, held.device_mesh, held.placements)
+                    )
+    weights, states = get_state_dict(model, optimizer)
+    content = {"model": weights, "optim": states, "step": llama_values.STEPS}
+    dcp.save(content, checkpoint_id=f"{directory}/llama_dcp")
+
+
 def main(directory):
     """Trains two steps and saves them."""
     dist.init_process_group("gloo")
+    write_llama(directory)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Model()

@@ -39,6 +39,7 @@ from deepspeed.utils import (
 from torch import nn
 
 from tests.universal.formats import known_values as kv
+from tests.universal.formats import llama_module
 
 # By name: processes, then ZeRO stage, TP, PP, expert parallelism, dtype.
 SAMPLES = {
@@ -56,6 +57,11 @@ SAMPLES = {
     "zero1_tp2_ep2_dp2": (4, 1, 2, 1, 2, "bf16"),
     "zero0_ep2_dp2": (2, 0, 1, 1, 2, "fp32"),
     "zero0_bf16_ep2_dp2": (2, 0, 1, 1, 2, "bf16"),
+    # The model of `llama_values`.
+    "llama_zero0_dp2": (2, 0, 1, 1, 0, "fp32"),
+    "llama_zero1_dp2": (2, 1, 1, 1, 0, "bf16"),
+    "llama_zero2_dp2": (2, 2, 1, 1, 0, "bf16"),
+    "llama_zero3_dp2": (2, 3, 1, 1, 0, "bf16"),
 }
 STEPS = 2
 
@@ -312,7 +318,10 @@ def write(folder, sample):
     piped = pp > 1
     topology = topology_of(tp, pp, processes)
     mpu = PipelineParallelGrid(topology) if tp > 1 and not piped else None
-    model = pipeline(topology, tp) if piped else Model(ep, stage > 1, tp)
+    if sample.startswith("llama"):
+        model = llama_module.Llama()
+    else:
+        model = pipeline(topology, tp) if piped else Model(ep, stage > 1, tp)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups(model, ep),

@@ -26,23 +26,40 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.universal.formats import known_values as kv
+from tests.universal.formats import llama_values
 
 # By name: tensor, pipeline and expert parallelism, experts, layers.
 SAMPLES = {
     "torch_dist_tp2_pp2": (2, 2, 1, None, 4),
     "torch_dist_ep2": (1, 1, 2, 4, 2),
+    # The model of `llama_values`.
+    "llama_tp2_pp2": (2, 2, 1, None, 2),
+}
+SIZES = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "ffn_hidden_size": 12,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 4,
+}
+LLAMA_SIZES = {
+    "vocab_size": llama_values.PADDED,
+    "hidden_size": llama_values.EMBED,
+    "ffn_hidden_size": llama_values.FF,
+    "num_attention_heads": llama_values.HEADS,
+    "num_query_groups": llama_values.HEADS,
+    "kv_channels": llama_values.HEAD,
 }
 STEPS = 2
 
 
-def model_of(tp, pp, ep, experts, layers):
+def model_of(tp, pp, ep, experts, layers, *, is_llama):
+    sizes = dict(LLAMA_SIZES if is_llama else SIZES)
+    vocab_size = sizes.pop("vocab_size")
     config = TransformerConfig(
         num_layers=layers,
-        hidden_size=8,
-        ffn_hidden_size=12,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=4,
+        **sizes,
         use_cpu_initialization=True,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -60,11 +77,11 @@ def model_of(tp, pp, ep, experts, layers):
         transformer_layer_spec=get_gpt_layer_local_spec(
             num_experts=experts, normalization="RMSNorm"
         ),
-        vocab_size=16,
+        vocab_size=vocab_size,
         max_sequence_length=4,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
+        share_embeddings_and_output_weights=is_llama,
         position_embedding_type="rope",
     )
     return model.bfloat16()
@@ -120,7 +137,9 @@ def main():
     # They are called on machines without a GPU, too.
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda: None
-    model = model_of(tp, pp, ep, experts, layers)
+    torch.Tensor.cuda = lambda tensor: tensor
+    is_llama = arguments.sample.startswith("llama")
+    model = model_of(tp, pp, ep, experts, layers, is_llama=is_llama)
     sharded = model.sharded_state_dict()
     with torch.no_grad():
         for each in sharded.values():
