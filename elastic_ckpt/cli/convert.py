@@ -11,16 +11,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from typing import TYPE_CHECKING
 
+from elastic_ckpt.cli import progress_line
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
     from elastic_ckpt.universal.writing.summary import Summary
 
-_SHOWN_SECS = {True: 0.2, False: 10.0}
+_LOG_SECS = 10.0
 _LISTED = 20
 
 
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
             print("nothing was written")
         return 0
     began_secs = time.monotonic()
-    progress = _Progress()
+    progress = progress_line.ProgressLine("wrote", log_secs=_LOG_SECS)
     conversion = convert.convert(
         job, num_processes=arguments.processes, progress=progress
     )
@@ -160,28 +160,3 @@ def _size(given: str) -> tuple[str, int]:
             f"--size {given!r}: write NAME=NUMBER, such as --size q=4"
         )
     return name, int(number)
-
-
-class _Progress:
-    # One line that moves on a terminal, a line now and then elsewhere.
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._shown_secs = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._shown_secs >= _SHOWN_SECS[self._is_terminal]:
-            self._shown_secs = now
-            gib = 2**30
-            self._show(f"wrote {done / gib:.2f} of {total / gib:.2f} GiB")
-
-    def end(self) -> None:
-        if self._is_terminal:
-            self._show("")
-
-    def _show(self, text: str) -> None:
-        end = "" if self._is_terminal else "\n"
-        begin = "\r\033[K" if self._is_terminal else ""
-        sys.stderr.write(f"{begin}{text}{end}")
-        sys.stderr.flush()

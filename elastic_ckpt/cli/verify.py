@@ -11,11 +11,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
-import time
 from typing import TYPE_CHECKING, Any
 
-from elastic_ckpt.cli import locations
+from elastic_ckpt.cli import locations, progress_line
 from elastic_ckpt.core import errors
 
 if TYPE_CHECKING:
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 # The JSON has all.
 _SHOWN = 100
-_PROGRESS_SECS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
                     ]
                 )
             )
-        progress = _Progress()
+        progress = progress_line.ProgressLine("read")
         result = verification.verify(tiers, steps, progress=progress)
-        progress.show("")
+        progress.end()
     passed = result.passed(strict=arguments.strict)
     if arguments.json:
         print(json.dumps(_content(name, result, passed), indent=2))
@@ -101,22 +98,3 @@ def _content(
         "steps": [dataclasses.asdict(each) for each in result.steps],
         "problems": [dataclasses.asdict(each) for each in result.problems],
     }
-
-
-class _Progress:
-    # One line that moves, if there is a terminal.
-
-    def __init__(self) -> None:
-        self._shown_secs = 0.0
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._shown_secs >= _PROGRESS_SECS:
-            self._shown_secs = now
-            gib = 2**30
-            self.show(f"read {done / gib:.2f} of {total / gib:.2f} GiB")
-
-    def show(self, text: str) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{text}")
-            sys.stderr.flush()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 
 import numpy as np
 
@@ -89,6 +90,11 @@ class TargetTensor:
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

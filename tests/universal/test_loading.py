@@ -12,7 +12,7 @@ from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
 from tests.universal import safetensors_files
-from tests.universal.reading.test_restored_tree import Files
+from tests.universal.reading.test_restored_tree import Files, read_tree
 
 MESH = jax.make_mesh((4, 2), ("data", "model"))
 
@@ -114,9 +114,9 @@ def test_replicated_tensors_of_ranks_are_compared(tmp_path, equal):
     matched = matching.moves(layout, checkpoint.tensors, checkpoint.axes, targets)
     if not equal:
         with pytest.raises(errors.CheckpointError, match=r"rank tp 1 differ at \[3\]"):
-            restored_tree.read(checkpoint, matched.moves, matched.fills, tree)
+            read_tree(checkpoint, matched.moves, matched.fills, tree)
         return
-    state = restored_tree.read(checkpoint, matched.moves, matched.fills, tree)
+    state = read_tree(checkpoint, matched.moves, matched.fills, tree)
     assert np.asarray(state["norm"]).tobytes() == numbers(5).tobytes()
     whole = np.concatenate([numbers(6, 5), numbers(6, 5, seed=1)])
     expected = whole.T.reshape(5, 6, 2)

@@ -28,8 +28,8 @@ def limits_of(file: str) -> Limits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FileReads:
-    """The reads of a file by one host.
+class Reads:
+    """The amount that a host reads.
 
     Attributes:
       needed_bytes: of all elements that go somewhere; one that goes to two places
@@ -69,32 +69,14 @@ class LoadPlan:
         """The number of buffers of the target's boxes."""
         return len(self.buffers) - sum(len(each.layers) for each in self.regions)
 
-    def by_file(self) -> dict[str, FileReads]:
-        """The bytes and requests of each file."""
-        reads = self.spans
-        sizes = [form.volume * form.dtype.itemsize for form in reads.forms]
-        copied = np.array(sizes, np.int64)[reads.form]
-        needed, read, requests = (np.zeros(len(self.files), np.int64) for _ in range(3))
-        of_copy = np.repeat(reads.file, np.diff(reads.first_copy))
-        np.add.at(needed, of_copy, copied)
-        np.add.at(read, reads.file, reads.stop - reads.start)
-        np.add.at(requests, reads.file, 1)
-        return {
-            file: FileReads(
-                needed_bytes=int(needed[number]),
-                read_bytes=int(read[number]),
-                requests=int(requests[number]),
-            )
-            for number, file in enumerate(self.files)
-        }
-
-    def total(self) -> FileReads:
+    def total(self) -> Reads:
         """The bytes and requests of all files."""
-        of_files = self.by_file().values()
-        return FileReads(
-            needed_bytes=sum(each.needed_bytes for each in of_files),
-            read_bytes=sum(each.read_bytes for each in of_files),
-            requests=sum(each.requests for each in of_files),
+        spans = self.spans
+        sizes = [form.volume * form.dtype.itemsize for form in spans.forms]
+        return Reads(
+            needed_bytes=int(np.array(sizes, np.int64)[spans.form].sum()),
+            read_bytes=int((spans.stop - spans.start).sum()),
+            requests=len(spans),
         )
 
 

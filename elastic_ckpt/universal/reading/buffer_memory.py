@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 from collections.abc import Callable, Mapping
 
@@ -39,10 +40,9 @@ class BufferMemory:
         self._left = [buffer.box.volume for buffer in plan.buffers]
         for fill in plan.fills:
             self._fills[fill.buffer].append(fill)
-            volume = 1
-            for part in fill.place:
-                volume *= part.stop - part.start
-            self._left[fill.buffer] -= volume
+            self._left[fill.buffer] -= math.prod(
+                part.stop - part.start for part in fill.place
+            )
         self._region_of = {
             layer: number
             for number, region in enumerate(plan.regions)

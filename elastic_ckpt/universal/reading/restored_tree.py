@@ -74,41 +74,6 @@ def target_leaves(abstract: Any) -> list[TargetLeaf]:
     ]
 
 
-def read(
-    checkpoint: Checkpoint,
-    moves: Sequence[Move],
-    fills: Sequence[Fill],
-    abstract: Any,
-    *,
-    budget_bytes: int = BUDGET_BYTES,
-) -> Any:
-    """Reads the tree that moves make of a checkpoint.
-
-    In a world of several hosts each calls it, and reads what its devices need, once.
-
-    Args:
-      checkpoint: that is open.
-      moves: from its tensors into the leaves of `abstract`; those into others are
-        left out.
-      fills: parts of leaves that no tensor has.
-      abstract: a tree of `jax.ShapeDtypeStruct`s with shardings, arrays or numbers.
-      budget_bytes: the most bytes of requests in flight, and the most bytes of leaves
-        that are complete in part on the way to devices with their own memory; a single
-        request or leaf may have more.
-
-    Returns:
-      A tree of the structure of `abstract`, of arrays in its shardings and dtypes.
-
-    Raises:
-      CheckpointError: if an element of a leaf is filled by no source or by two, a file
-        cannot be read, or sources that should be equal differ; FormatError if a file
-        ends too early or has another checksum.
-    """
-    leaves = target_leaves(abstract)
-    made = read_leaves(checkpoint, moves, fills, leaves, budget_bytes=budget_bytes)
-    return trees.rebuilt(abstract, "", made)
-
-
 def read_leaves(
     checkpoint: Checkpoint,
     moves: Sequence[Move],
@@ -118,9 +83,27 @@ def read_leaves(
     budget_bytes: int = BUDGET_BYTES,
     source: ByteSource | None = None,
 ) -> Mapping[str, Any]:
-    """Reads leaves as `read` does; returns their values by their paths.
+    """Reads the leaves that moves make of a checkpoint.
 
-    `source` is that of `PlannedReads.of_boxes`.
+    In a world of several hosts each calls it, and reads what its devices need, once.
+
+    Args:
+      checkpoint: that is open.
+      moves: from its tensors into the leaves; those into others are left out.
+      fills: parts of leaves that no tensor has.
+      leaves: see `target_leaves`.
+      budget_bytes: the most bytes of requests in flight, and the most bytes of leaves
+        that are complete in part on the way to devices with their own memory; a single
+        request or leaf may have more.
+      source: see `PlannedReads.of_boxes`.
+
+    Returns:
+      By path, the arrays in the shardings and dtypes of the leaves.
+
+    Raises:
+      CheckpointError: if an element of a leaf is filled by no source or by two, a file
+        cannot be read, or sources that should be equal differ; FormatError if a file
+        ends too early or has another checksum.
     """
     planned = PlannedReads.of_boxes(
         checkpoint,

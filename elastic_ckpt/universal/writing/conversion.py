@@ -100,7 +100,7 @@ class Conversion:
     @property
     def num_bytes(self) -> int:
         """The size of the values of all targets."""
-        return sum(map(num_bytes, self.targets))
+        return sum(target.num_bytes for target in self.targets)
 
     @functools.cached_property
     def chunk_of(self) -> dict[str, tuple[int, ...]]:
@@ -170,11 +170,6 @@ class Conversion:
     def _place(self, target: TargetTensor) -> tuple[int, str]:
         first = min((move.source for move in self._moves[target.name]), default=-1)
         return first, target.name
-
-
-def num_bytes(target: TargetTensor) -> int:
-    """The size of the values of a target."""
-    return int(np.prod(target.shape, dtype=np.int64)) * target.dtype.itemsize
 
 
 def _given(job: Job) -> Layout | None:

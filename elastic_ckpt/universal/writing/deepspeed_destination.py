@@ -36,7 +36,6 @@ from elastic_ckpt.universal.writing.conversion import (
     REUSED_BYTES,
     Conversion,
     Needed,
-    num_bytes,
 )
 from elastic_ckpt.universal.writing.destination import Progress
 from elastic_ckpt.universal.writing.universal_folder import UniversalFolder
@@ -208,11 +207,11 @@ class _Writing:
         self._total = 0
 
     def write(self, targets: list[TargetTensor]) -> None:
-        self._total = sum(map(num_bytes, targets))
+        self._total = sum(target.num_bytes for target in targets)
         left = []
         for target in targets:
             if _is_complete(_path(self._folder, target)):
-                self._done += num_bytes(target)
+                self._done += target.num_bytes
             elif _is_empty(target):
                 self._write_file(target, np.empty(target.shape, target.dtype))
             else:

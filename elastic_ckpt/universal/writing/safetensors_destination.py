@@ -19,7 +19,7 @@ from elastic_ckpt.universal.writing.conversion import (
     Needed,
 )
 from elastic_ckpt.universal.writing.destination import Progress
-from elastic_ckpt.universal.writing.safetensors_plan import NewTensor, SafetensorsPlan
+from elastic_ckpt.universal.writing.safetensors_plan import SafetensorsPlan
 from elastic_ckpt.universal.writing.safetensors_writer import SafetensorsWriter
 
 # Files that a process writes at a time; each reads under its part of the budget.
@@ -48,11 +48,7 @@ class SafetensorsDestination:
     def plan(self) -> SafetensorsPlan:
         """The files that are written."""
         return safetensors_plan.plan(
-            [
-                NewTensor(name=each.name, dtype=each.dtype, shape=each.shape)
-                for each in self._conversion.targets
-            ],
-            most_file_bytes=self._most_file_bytes,
+            self._conversion.targets, most_file_bytes=self._most_file_bytes
         )
 
     def prepare(self) -> str:

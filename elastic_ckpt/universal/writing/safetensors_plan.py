@@ -15,14 +15,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
-
-import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import safetensors_file
 from elastic_ckpt.universal.formats.safetensors_file import Span
+from elastic_ckpt.universal.moves import TargetTensor
 
 INDEX = "model.safetensors.index.json"
 MOST_FILE_BYTES = 5 * 10**9
@@ -30,26 +28,6 @@ MOST_FILE_BYTES = 5 * 10**9
 _MOST_TENSORS = 100_000
 _ALIGNMENT_BYTES = 8
 _METADATA = "__metadata__"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NewTensor:
-    """A tensor to write.
-
-    Attributes:
-      name: in the words of the format, `model.layers.0.mlp.up_proj.weight`.
-      dtype: of its elements.
-      shape: in elements.
-    """
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +87,7 @@ class SafetensorsPlan:
 
 
 def plan(
-    tensors: Sequence[NewTensor],
+    tensors: Sequence[TargetTensor],
     *,
     most_file_bytes: int = MOST_FILE_BYTES,
     metadata: Mapping[str, str] | None = None,
@@ -153,9 +131,9 @@ def plan(
 
 
 def _groups(
-    tensors: Sequence[NewTensor], most_file_bytes: int
-) -> Iterable[list[NewTensor]]:
-    group: list[NewTensor] = []
+    tensors: Sequence[TargetTensor], most_file_bytes: int
+) -> Iterable[list[TargetTensor]]:
+    group: list[TargetTensor] = []
     num_bytes = 0
     for tensor in tensors:
         full = num_bytes + tensor.num_bytes > most_file_bytes
@@ -174,7 +152,7 @@ def _name(number: int, num_files: int) -> str:
 
 
 def _file(
-    name: str, tensors: Sequence[NewTensor], metadata: Mapping[str, str]
+    name: str, tensors: Sequence[TargetTensor], metadata: Mapping[str, str]
 ) -> PlannedFile:
     ordered = sorted(tensors, key=lambda each: (-each.dtype.itemsize, each.name))
     fields: dict[str, object] = {_METADATA: metadata} if metadata else {}

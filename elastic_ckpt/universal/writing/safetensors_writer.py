@@ -43,6 +43,7 @@ from elastic_ckpt.core import (
     staged_file,
     storage,
 )
+from elastic_ckpt.universal.writing.destination import Progress
 from elastic_ckpt.universal.writing.safetensors_plan import (
     INDEX,
     PlannedFile,
@@ -52,8 +53,6 @@ from elastic_ckpt.universal.writing.tensor_file import TensorFile
 
 # Yields the boxes of some tensors, in any order, each element once: name, box, values.
 Read = Callable[[Sequence[str]], Iterable[tuple[str, boxes.Box, np.ndarray]]]
-# Called with the bytes that are done and the total of this process, from any thread.
-Progress = Callable[[int, int], None]
 _VERSION = 1
 _UNFINISHED, _WRITTEN = ".unfinished", ".written"
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
-from elastic_ckpt.universal.writing.conversion import Conversion, num_bytes
+from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.universal.writing.conversion import Conversion
 from elastic_ckpt.universal.writing.destination import Destination
 
 
@@ -87,12 +89,8 @@ def summary(
     """
     targets = conversion.matched.targets
     filled = [
-        num_bytes(
-            dataclasses.replace(
-                targets[each.target],
-                shape=tuple(b - a for a, b in zip(each.start, each.stop, strict=True)),
-            )
-        )
+        Box(start=each.start, stop=each.stop).volume
+        * targets[each.target].dtype.itemsize
         for each in conversion.matched.fills
     ]
     return Summary(
@@ -121,18 +119,15 @@ def _rules(conversion: Conversion) -> list[RuleUse]:
     listed = []
     for rule, parts in uses.items():
         moves = [move for part in parts for move in matched.moves[part]]
-        copied = 0
-        for move in moves:
-            elements = 1
-            for size in move.sizes:
-                elements *= size
-            copied += elements * matched.targets[move.target].dtype.itemsize
         listed.append(
             RuleUse(
                 rule=rule,
                 sources=len({move.source for move in moves}),
                 targets=len({move.target for move in moves}),
-                num_bytes=copied,
+                num_bytes=sum(
+                    math.prod(move.sizes) * matched.targets[move.target].dtype.itemsize
+                    for move in moves
+                ),
             )
         )
     return listed

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_ckpt.core import boxes, errors
+from elastic_ckpt.host import trees
 from elastic_ckpt.universal import moves, stored
 from elastic_ckpt.universal.formats import format_error, opened
 from elastic_ckpt.universal.plan import strided_runs
@@ -34,6 +35,13 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 def checkpoint_of(tensors):
     return opened.OpenedCheckpoint(format="test", tensors=tensors)
+
+
+def read_tree(checkpoint, moves, fills, abstract, **options):
+    """The tree that moves make of a checkpoint."""
+    leaves = restored_tree.target_leaves(abstract)
+    made = restored_tree.read_leaves(checkpoint, moves, fills, leaves, **options)
+    return trees.rebuilt(abstract, "", made)
 
 
 def as_tree(by_path):
@@ -97,7 +105,7 @@ def test_a_tree_is_bit_equal_under_any_sharding(tmp_path_factory, data, layout):
             for name, values in layout.targets.items()
         }
     )
-    tree = restored_tree.read(
+    tree = read_tree(
         checkpoint_of(tensors),
         layout.moves,
         [],
@@ -167,7 +175,7 @@ class Files:
 
     def read(self, shape, dtype, arithmetic=None, *, order=None, **options):
         abstract = {"w": jax.ShapeDtypeStruct(shape, dtype)}
-        tree = restored_tree.read(
+        tree = read_tree(
             checkpoint_of(self.tensors),
             self.moves(arithmetic, order=order),
             [],
@@ -297,7 +305,7 @@ def test_a_file_that_is_cut_short_is_named_with_the_tensor_and_the_place(files):
         format_error.FormatError,
         match=r"1.bin: decoder is at bytes 0 to 4000, but the file ends after 3000",
     ):
-        restored_tree.read(
+        read_tree(
             checkpoint_of(files.tensors),
             [moves_of_both[0], moves_of_both[3]],
             [],
@@ -361,7 +369,7 @@ def test_padding_is_filled_and_typed_keys_and_numbers_are_made(files):
         "step": 0,
         "embedding": jax.ShapeDtypeStruct((4, 2), F32, sharding=sharding),
     }
-    tree = restored_tree.read(checkpoint_of(files.tensors), every, [fill], abstract)
+    tree = read_tree(checkpoint_of(files.tensors), every, [fill], abstract)
     assert jax.random.key_data(tree["rng"]).tolist() == [[1, 2], [3, 4]]
     assert tree["step"] == 7
     assert type(tree["step"]) is int
@@ -411,7 +419,7 @@ def test_every_byte_is_read_once_however_many_devices_hold_it(files, monkeypatch
     files.add(values)
     sharding = NamedSharding(MESH, PartitionSpec(None, "b"))
     abstract = {"w": jax.ShapeDtypeStruct((512, 256), F32, sharding=sharding)}
-    tree = restored_tree.read(
+    tree = read_tree(
         checkpoint_of(files.tensors), files.moves(order=(1, 0)), [], abstract
     )
     assert np.asarray(tree["w"]).tobytes() == values.T.tobytes()
@@ -443,7 +451,7 @@ def test_encoded_arrays_are_read_through_tensorstore(tmp_path, chunk):
     )
     sharding = NamedSharding(MESH, PartitionSpec("a", ("b", "c")))
     abstract = {"w": jax.ShapeDtypeStruct((96, 64), F32, sharding=sharding)}
-    tree = restored_tree.read(
+    tree = read_tree(
         checkpoint_of(files.tensors), files.moves(order=(1, 0)), [], abstract
     )
     assert np.asarray(tree["w"]).tobytes() == values.T.tobytes()

@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import boxes
+from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.writing import safetensors_plan
 
 DTYPES = [
@@ -75,7 +76,7 @@ def reader(arrays, seed=0, *, transposed=False):
 def plan_of(arrays, **options):
     return safetensors_plan.plan(
         [
-            safetensors_plan.NewTensor(name=name, dtype=a.dtype, shape=a.shape)
+            TargetTensor(name=name, dtype=a.dtype, shape=a.shape)
             for name, a in arrays.items()
         ],
         **options,

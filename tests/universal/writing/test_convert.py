@@ -4,7 +4,6 @@ import os
 import pathlib
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -197,25 +196,9 @@ def test_only_one_process_converts_to_a_directory(tmp_path):
     presence.close()
 
 
-def write_until_killed(given, num_batches):
-    """Converts, notes each batch, and is killed after so many."""
-    upload._PROGRESS_SECS = upload._PROGRESS_SHARE = 0
-    chunks.CHUNK_BYTES = 2**12
-    orbax_destination._BATCH_BYTES = 2**12
-    done = 0
-
-    def progress(*_):
-        nonlocal done
-        done += 1
-        if done > num_batches:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    convert.convert(given, progress=progress)
-
-
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_step_that_was_cut_short_is_continued(source, tmp_path, is_damaged):
-    killed.run(write_until_killed, job(tmp_path), 9)
+    killed.convert(job(tmp_path), 9)
     (unfinished,) = (tmp_path / "steps").glob("0.orbax*")
     if is_damaged:
         for path in unfinished.glob("state/*/d/*"):
@@ -230,7 +213,7 @@ def test_a_step_that_was_cut_short_is_continued(source, tmp_path, is_damaged):
 
 
 def test_a_step_of_another_source_is_not_continued(source, tmp_path):
-    killed.run(write_until_killed, job(tmp_path), 9)
+    killed.convert(job(tmp_path), 9)
     others = {name: -values for name, values in source.items()}
     shutil.rmtree(tmp_path / "source")
     small_model.write(tmp_path / "source", others)

@@ -9,8 +9,7 @@ from elastic_ckpt.universal.reading import reused_memory
 from elastic_ckpt.universal.writing import conversion, convert, torch_file
 from tests.universal.formats import known_values as kv
 from tests.universal.formats import stored_values
-from tests.universal.writing import load_with_deepspeed, small_model
-from tests.universal.writing.test_convert import kill
+from tests.universal.writing import killed, load_with_deepspeed, small_model
 
 STATES = ("master", "first_moment", "second_moment")
 
@@ -121,7 +120,7 @@ def test_weights_of_a_model_become_masters(tmp_path):
 
 def test_a_copy_that_was_cut_short_is_continued(tmp_path, unpacked):
     source = unpacked("zero1_dp2")
-    kill(job(source, tmp_path / "made"), 9)
+    killed.convert(job(source, tmp_path / "made"), 9)
     assert not (tmp_path / "made").exists()
     (unfinished,) = tmp_path.glob("made.unfinished-*")
     damaged, *kept = sorted(unfinished.rglob("fp32.pt"))
@@ -144,7 +143,7 @@ def test_a_copy_that_was_cut_short_is_continued(tmp_path, unpacked):
 
 
 def test_a_copy_of_another_source_is_not_continued(tmp_path, unpacked):
-    kill(job(unpacked("zero1_dp2"), tmp_path / "made"), 9)
+    killed.convert(job(unpacked("zero1_dp2"), tmp_path / "made"), 9)
     source = unpacked("zero2_dp4")
     convert.convert(job(source, tmp_path / "made"))
     convert.convert(job(source, tmp_path / "again"))

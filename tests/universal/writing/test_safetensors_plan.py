@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.moves import TargetTensor
 from elastic_ckpt.universal.writing import safetensors_plan
 from tests.universal.writing import random_tensors
 
 
 def tensor(name, shape, dtype="float32"):
-    return safetensors_plan.NewTensor(name=name, dtype=np.dtype(dtype), shape=shape)
+    return TargetTensor(name=name, dtype=np.dtype(dtype), shape=shape)
 
 
 def sizes(plan):
