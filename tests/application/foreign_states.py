@@ -197,8 +197,16 @@ SOURCES = {
             write=sample(f"deepspeed/llama_zero{stage}_dp2.tar.xz"),
             layout=OF_MASTERS + RULES + EQUAL_STEPS,
         )
-        for stage in (1, 2, 3)
+        for stage in (1, 3)
     },
+    # As with optimizers that count steps in numbers, not tensors.
+    "DeepSpeed ZeRO-2": Source(
+        write=sample("deepspeed/llama_zero2_dp2.tar.xz"),
+        layout=OF_MASTERS
+        + '  step: {from: "{}", to: null}\n'
+        + RULES
+        + "fill: {step: {value: global_steps}}",
+    ),
     # Its parameters are float32, and have no masters.
     "DeepSpeed ZeRO-0": Source(
         write=sample("deepspeed/llama_zero0_dp2.tar.xz"),
