@@ -20,7 +20,7 @@ from elastic_ckpt.core import boxes
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.manifest import Leaf
 
-_METADATA = "zarr.json"
+METADATA = "zarr.json"
 # Larger chunks are encoded by TensorStore, in its threads.
 _SMALL_BYTES = 2**17
 
@@ -58,8 +58,8 @@ class ArrayWriter:
           leaf: that it holds.
           chunk: the shape of its chunks.
         """
-        content = _metadata_file(leaf.shape, leaf.dtype, chunk)
-        return self._store.write(prefix + _METADATA, content)
+        content = metadata_file(leaf.shape, leaf.dtype, chunk)
+        return self._store.write(prefix + METADATA, content)
 
     def write(
         self,
@@ -110,11 +110,17 @@ def _encoded(values: np.ndarray) -> bytes:
 
 
 @functools.lru_cache(maxsize=2**14)
-def _metadata_file(shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]) -> bytes:
-    # The `zarr.json` of such an array, as TensorStore writes it.
+def metadata_file(shape: tuple[int, ...], dtype: str, chunk: tuple[int, ...]) -> bytes:
+    """The `zarr.json` of an array, as TensorStore writes it.
+
+    Args:
+      shape: of the array.
+      dtype: NumPy's name.
+      chunk: the shape of its chunks.
+    """
     context = ts.Context()
     spec = {"driver": "zarr3", "kvstore": "memory://"}
     metadata = layout.array_metadata(shape, dtype, chunk)
     ts.open({**spec, "metadata": metadata}, create=True, context=context).result()
     store = ts.KvStore.open(spec["kvstore"], context=context).result()
-    return bytes(store.read(_METADATA).result().value)
+    return bytes(store.read(METADATA).result().value)

@@ -86,6 +86,7 @@ class Upload:
       saved: what is uploaded.
       host: that uploads.
       retries: how long to wait for storage, and the callback for failures.
+      store: makes a store of a directory and a context.
 
     Attributes:
       is_continued: whether an upload of this save was cut short before `begin`.
@@ -98,6 +99,7 @@ class Upload:
         host: Host,
         *,
         retries: Retries = PATIENT,
+        store: Callable[..., ocdbt.Store] = ocdbt.CommittedStore,
     ) -> None:
         self.is_continued = False
         self._root = root
@@ -109,6 +111,9 @@ class Upload:
         self._progress = self._directory / progress.file_name(host.id)
         self._store = ocdbt.store_name(host.id, saved.save)
         self._context = ocdbt.new_context()
+        self._open_store = store
+        # By checkpointable.
+        self._stores: dict[str, ocdbt.Store] = {}
         self._lock = threading.Lock()
         # By leaf and box, and by path, what this host has written; and what other hosts
         # wrote before, in an upload cut short.
@@ -297,6 +302,7 @@ class Upload:
         )
 
     def _written(self) -> Manifest:
+        # Lists the parts so far; all are durable when it returns.
         saved = self._saved
         with self._lock:
             fragments, files = (
@@ -304,6 +310,11 @@ class Upload:
                 list(self._files.values()),
             )
         self._create_empty_arrays(fragments)
+        with self._lock:
+            stores = dict(self._stores)
+        for checkpointable, store in stores.items():
+            path = self._directory / checkpointable / self._store
+            self._retries.call(f"committing {path}", store.commit)
         return Manifest(
             run=saved.run,
             step=saved.step,
@@ -336,9 +347,16 @@ class Upload:
         self._completed |= stores
 
     def _write(self, checkpointable: str, chunks: Sequence[ocdbt.Chunk]) -> None:
-        store = self._directory / checkpointable / self._store
+        path = self._directory / checkpointable / self._store
         several = f" and {len(chunks) - 1} more arrays" if len(chunks) > 1 else ""
         self._retries.call(
-            f"writing {chunks[0].leaf.path}{several} to {store}",
-            lambda: ocdbt.write(store, chunks, self._context),
+            f"writing {chunks[0].leaf.path}{several} to {path}",
+            lambda: self._opened(checkpointable, path).write(chunks),
         )
+
+    def _opened(self, checkpointable: str, path: epath.Path) -> ocdbt.Store:
+        with self._lock:
+            if checkpointable not in self._stores:
+                store = self._open_store(directory=path, context=self._context)
+                self._stores[checkpointable] = store
+            return self._stores[checkpointable]

@@ -12,7 +12,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
@@ -20,11 +19,18 @@ from concurrent import futures
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import bucket_clients, checked_json, digest, errors, storage
+from elastic_ckpt.core import (
+    bucket_clients,
+    checked_json,
+    digest,
+    errors,
+    storage,
+)
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.manifests import layout, manifest_file
 from elastic_ckpt.manifests.manifest import Fragment, Fragments, Host, Manifest
 from elastic_ckpt.tiers.persistent import commit, ocdbt, progress, upload
+from elastic_ckpt.tiers.persistent.packed_store import PackedStore, PackedValues
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
 from elastic_ckpt.tiers.source import ReadError
@@ -107,7 +113,13 @@ class OrbaxDestination:
             for manifest in self._noted(saved)
             for each in manifest.rows
         }
-        uploading = upload.Upload(self._root, saved, _host(host))
+        is_local = storage.is_local(self._root.path)
+        uploading = upload.Upload(
+            self._root,
+            saved,
+            _host(host),
+            store=PackedStore if is_local else ocdbt.CommittedStore,
+        )
         uploading.begin(lambda: {_part(each) for each in noted.values()})
         numbers = {leaf.path: n for n, leaf in enumerate(saved.contents.leaves)}
         number_of = {
@@ -276,19 +288,17 @@ def _size(share: Needed, left: Needed | None = None) -> int:
 
 def _problems(directory: epath.Path, manifest: Manifest) -> list[str]:
     # The fragments whose values do not have the digests of the manifest.
-    source = StepSource(directory, ocdbt.new_context())
+    context = ocdbt.new_context()
+    read = PackedValues(directory, context).read
+    if not storage.is_local(directory):
+        read = functools.partial(_remote_values, StepSource(directory, context))
     leaves = manifest.contents.leaves
-    # A thread reads all its chunks into the same memory.
-    scratch = threading.local()
 
     def problem(fragment: Fragment) -> str | None:
         leaf = leaves[fragment.leaf]
         num_bytes = layout.num_bytes(fragment.box, leaf.dtype)
-        if getattr(scratch, "memory", np.empty(0)).nbytes < num_bytes:
-            scratch.memory = np.empty(num_bytes, np.uint8)
-        values = scratch.memory[:num_bytes]
         try:
-            source.read_into(fragment.file, fragment.offset, values.data)
+            values = read(fragment.file, num_bytes)
         except ReadError as error:
             return f"{leaf.path}{fragment.box} {error}"
         if digest.values_digest(values) != fragment.digest:
@@ -298,3 +308,9 @@ def _problems(directory: epath.Path, manifest: Manifest) -> list[str]:
     with futures.ThreadPoolExecutor(_READERS, thread_name_prefix="verify") as pool:
         results = pool.map(problem, manifest.rows)
         return [each for each in results if each is not None]
+
+
+def _remote_values(source: StepSource, file: str, num_bytes: int) -> np.ndarray:
+    values = np.empty(num_bytes, np.uint8)
+    source.read_into(file, 0, values.data)
+    return values

@@ -1,0 +1,37 @@
+"""Files that are written and read past the page cache have their bytes."""
+
+import os
+import pathlib
+import random
+
+import pytest
+
+from elastic_ckpt.core import direct_io
+
+
+@pytest.fixture(params=["disk", "/dev/shm"])
+def path(request, tmp_path):
+    """On a disk, and on a file system that has no direct access, or may have none."""
+    if request.param == "disk":
+        yield tmp_path / "file"
+        return
+    file = pathlib.Path(f"/dev/shm/{os.getpid()}-direct-io")
+    yield file
+    file.unlink()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 3 * 2**20 + 5])
+def test_every_range_of_a_file_reads_back(path, num_bytes):
+    generator = random.Random(num_bytes)
+    content = generator.randbytes(num_bytes)
+    memory = direct_io.allocate(num_bytes)
+    memory.data[:num_bytes] = content
+    direct_io.write(str(path), memory, num_bytes)
+    direct_io.sync(str(path))
+    assert path.read_bytes() == content
+    reader = direct_io.Reader()
+    for _ in range(20):
+        start, size = generator.randrange(num_bytes + 10), generator.randrange(10**4)
+        read = reader.read(str(path), start, size)
+        assert read.tobytes() == content[start : start + size]
+    assert reader.read(str(path), 0, num_bytes + 1).tobytes() == content
