@@ -22,16 +22,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
+from benchmarks import free_memory
 from elastic_ckpt.checkpoint import checkpointer, factory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import host_memory, topology
+from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import member, multicontroller
 from elastic_ckpt.tiers import choices
 
 _RUN = "benchmark"
 _TIMEOUT_MS = 600_000
 _WARM_SECS = 0.4
-_MOST_TOUCHES = 3
 _barriers = itertools.count()
 
 State = dict[str, jax.Array]
@@ -137,7 +137,8 @@ def timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
     # Garbage of one side is not collected in the turn of another.
     gc.collect()
     meet()
-    _warm_up(2 * place.num_bytes // jax.process_count())
+    num_bytes = 2 * place.num_bytes // jax.process_count()
+    free_memory.touch(num_bytes, warm_secs=_WARM_SECS)
     meet()
     began = time.perf_counter()
     result = work()
@@ -148,19 +149,6 @@ def meet() -> None:
     """Returns when all hosts are here."""
     client = multihost.get_jax_distributed_client()
     client.wait_at_barrier(f"turn-{next(_barriers)}", _TIMEOUT_MS)
-
-
-def _warm_up(num_bytes: int) -> None:
-    # A virtual machine gives free memory back to its host after two seconds, and gets
-    # it again page by page, which takes longer than all that is measured here: free
-    # memory is touched until that is quick.
-    for _ in range(_MOST_TOUCHES):
-        began = time.perf_counter()
-        memory = host_memory.allocate(num_bytes)
-        memory[::4096] = 1
-        del memory
-        if time.perf_counter() - began < _WARM_SECS:
-            return
 
 
 def turns(sides: Mapping[str, Any], rounds: int) -> Iterator[str]:

@@ -12,18 +12,15 @@ cache, sides take turns, and a ratio is that of two turns of a round.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
-import gc
 import json
+import math
 import multiprocessing
 import os
 import pathlib
 import shutil
 import tempfile
-import time
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +29,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, universal_files
+from benchmarks import report, universal_files, universal_turns
 from elastic_ckpt import universal
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.writing.universal_folder import UniversalFolder
@@ -69,6 +66,12 @@ class Size:
         square = dict.fromkeys(("query", "key", "value", "out"), (self.embed,) * 2)
         up = dict.fromkeys(("gate", "up"), (self.hidden, self.embed))
         return {**square, **up, "down": (self.embed, self.hidden)}
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the state."""
+        elements = sum(map(math.prod, self.layer(0).values()))
+        return 4 * self.layers * elements
 
     def layer(self, number: int) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the tensors of a layer."""
@@ -116,7 +119,7 @@ def _unchanged_loads(path: pathlib.Path, size: Size) -> dict[str, report.Figure]
             "ours": functools.partial(_unchanged, path, size, dim),
             "orbax": functools.partial(by_orbax, dim),
         }
-        secs = _timed(sides, size.rounds)
+        secs = _timed(sides, size)
         figures[f"safetensors_load_ratio_orbax_{name}"] = report.ratio(
             secs["ours"],
             secs["orbax"],
@@ -137,7 +140,7 @@ def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
         "orbax": lambda: _relayout(layers, size),
         "raw": lambda: _relayout(raw, size),
     }
-    secs = _timed(sides, size.rounds)
+    secs = _timed(sides, size)
     plain, bounds = "Orbax's load of the target", {"orbax": "at most 1.2"}
     figures = {
         f"relayout_load_ratio_plain_{name}": report.ratio(
@@ -157,7 +160,7 @@ def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
             "plain": sides["plain"],
             "deepspeed": lambda: _relayout(zero, size, kind="master"),
         },
-        size.rounds,
+        size,
     )
     figures["relayout_load_ratio_plain_raw_deepspeed"] = report.ratio(
         secs["deepspeed"], secs["plain"], f"at most 1.0; {plain}; checksums compared"
@@ -166,30 +169,11 @@ def _relayouts(path: pathlib.Path, size: Size) -> dict[str, report.Figure]:
 
 
 def _timed(
-    sides: Mapping[str, Callable[[], Any]], rounds: int
+    sides: Mapping[str, Callable[[], Any]], size: Size
 ) -> dict[str, list[float]]:
-    secs: dict[str, list[float]] = {name: [] for name in sides}
-    digests: dict[Any, set[int]] = collections.defaultdict(set)
-    for number in range(rounds + 1):
-        for name, side in sides.items():
-            gc.collect()
-            began = time.perf_counter()
-            state = jax.block_until_ready(side())
-            if number:
-                secs[name].append(time.perf_counter() - began)
-            else:
-                digests[jax.tree.structure(state)].add(_digest(state))
-            del state
-    assert all(len(each) == 1 for each in digests.values()), f"{list(sides)} differ"
-    return secs
-
-
-def _digest(state: Any) -> int:
-    value = 0
-    for leaf in jax.tree.leaves(state):
-        for shard in leaf.addressable_shards:
-            value = zlib.crc32(np.ascontiguousarray(shard.data).data, value)
-    return value
+    return universal_turns.timed(
+        sides, size.rounds, num_bytes=size.num_bytes, alike=sides
+    )
 
 
 def _unchanged(path: pathlib.Path, size: Size, dim: int) -> Any:

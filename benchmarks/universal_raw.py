@@ -7,14 +7,12 @@ cache. Sides take turns, and a ratio is that of two turns of a round.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import multiprocessing
 import os
 import pathlib
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -23,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks import report, universal_files
+from benchmarks import report, universal_files, universal_turns
 from elastic_ckpt import universal
 from elastic_ckpt.core import boxes, host_memory
 from elastic_ckpt.universal import opening
@@ -93,16 +91,9 @@ def _ratios(path: pathlib.Path, rounds: int) -> dict[str, report.Figure]:
         "transposed": lambda: _load(path, "transposed"),
         "stacked": lambda: _load(path, "stacked"),
     }
-    secs: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds + 1):
-        for name, side in sides.items():
-            gc.collect()
-            began = time.perf_counter()
-            state = side()
-            secs[name].append(time.perf_counter() - began)
-            del state
-    secs = {name: samples[1:] for name, samples in secs.items()}
-    gib = sum(file.stat().st_size for file in path.iterdir()) / 2**30
+    num_bytes = sum(file.stat().st_size for file in path.iterdir())
+    secs = universal_turns.timed(sides, rounds, num_bytes=num_bytes)
+    gib = num_bytes / 2**30
     transposed = "at most 1.3; reading and device_put(a.T)"
     return {
         "relayout_load_ratio_raw": report.ratio(
