@@ -4,8 +4,8 @@
 TT, stage PPP and expert-parallel rank EEE; the last two are left out where there is
 one. Names of tensors count layers within a stage, so stages are the axis `pp`, and
 chunks of interleaved stages the axis `vp`. Optimizer states are numbered; they get
-names as in `numbered_states`. The distributed optimizer's `distrib_optim.pt` is not
-read, which is noted in the name of the format: save it as `torch_dist`.
+names as in `numbered_states`, those of the distributed optimizer in `distrib_optim.pt`
+as in `megatron_buffers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.universal.formats import numbered_states, plain_values, torch_file
+from elastic_ckpt.universal.formats import (
+    megatron_buffers,
+    numbered_states,
+    plain_values,
+    torch_file,
+)
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.formats.torch_file import TorchFile
@@ -27,7 +32,6 @@ from elastic_ckpt.universal.stored import StoredTensor
 
 _FOLDER = re.compile(r"mp_rank_(\d{2,9})(?:_(\d{3,9}))?(?:_(\d{3,9}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-_DISTRIBUTED = "distrib_optim.pt"
 _CHUNK = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
 Coordinates = tuple[int, int, int]
@@ -46,22 +50,29 @@ def open_checkpoint(folder: epath.Path) -> OpenedCheckpoint:
         `inert_names`.
     """
     paths: dict[Coordinates, epath.Path] = {}
-    is_distributed = False
+    buffers: dict[Coordinates, epath.Path] = {}
     for each in sorted(folder.iterdir()):
         if match := _FOLDER.fullmatch(each.name):
             tp, pp, ep = (int(part or 0) for part in match.groups())
             paths[tp, pp, ep] = _file(each)
-            is_distributed |= (each / _DISTRIBUTED).exists()
-    files = torch_file.read_all(paths)
-    first = files[min(files)]
+            if (each / megatron_buffers.FILE).exists():
+                buffers[tp, pp, ep] = each / megatron_buffers.FILE
+    models, optimizers = torch_file.read_all(paths), torch_file.read_all(buffers)
+    files = {rank: (file, optimizers.get(rank)) for rank, file in models.items()}
+    first, _ = files[min(files)]
     if first.at("args", "pipeline_model_parallel_size") == 1:
         # Then the second number is that of experts.
         files = {(tp, 0, pp or ep): file for (tp, pp, ep), file in files.items()}
     axes = _axes(folder, files)
     tensors: dict[tuple[str, str, Any], StoredTensor] = {}
-    for coordinates, file in sorted(files.items()):
+    for coordinates, (file, optimizer) in sorted(files.items()):
         named = dict(zip(("tp", "pp", "ep"), coordinates, strict=True))
-        for tensor in _of_file(file):
+        if optimizers and not optimizer:
+            raise file.error(
+                f"has no {megatron_buffers.FILE} beside it, as those of other ranks"
+                " have; copy it from the rank that saved it"
+            )
+        for tensor in _of_file(file, optimizer):
             ranks = [(axis, named[axis]) for axis in axes if axis in named]
             stored = dataclasses.replace(tensor, ranks=(*ranks, *tensor.ranks))
             key = stored.name, stored.kind, stored.ranks
@@ -70,9 +81,8 @@ def open_checkpoint(folder: epath.Path) -> OpenedCheckpoint:
     chunks = {
         rank for each in tensors.values() for rank in each.ranks if rank[0] == "vp"
     }
-    note = f" (states in {_DISTRIBUTED} are not read)" if is_distributed else ""
     return OpenedCheckpoint(
-        format=f"Megatron mp_rank{note}",
+        format="Megatron mp_rank",
         tensors=list(tensors.values()),
         axes=axes | ({"vp": len(chunks)} if chunks else {}),
         values=_values(first),
@@ -101,7 +111,7 @@ def _axes(folder: epath.Path, files: Mapping[Coordinates, Any]) -> dict[str, int
     return {axis: size for axis, size in named if size > 1}
 
 
-def _of_file(file: TorchFile) -> Iterator[StoredTensor]:
+def _of_file(file: TorchFile, buffers: TorchFile | None) -> Iterator[StoredTensor]:
     content = file.dict_at()
     weights: list[StoredTensor] = []
     for key, model in content.items():
@@ -111,6 +121,8 @@ def _of_file(file: TorchFile) -> Iterator[StoredTensor]:
             weights += _weights(file, model, "", ranks)
     yield from weights
     parameters = [each for each in weights if each.kind == "parameter"]
+    if buffers is not None:
+        yield from megatron_buffers.states(buffers, parameters)
     optimizers = content.get("optimizer")
     if isinstance(optimizers, dict) and optimizers:
         if all(type(key) is int for key in optimizers):

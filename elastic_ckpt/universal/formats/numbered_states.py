@@ -65,12 +65,14 @@ def states(
         if is_chosen(group)
     ]
     names = _names(by_number, chosen, weights)
+    is_all = len(chosen) == len(groups)
+    kept = {number for numbers in chosen for number in numbers}
     for number, state in sorted(by_number.items()):
-        if len(chosen) < len(groups) and not any(number in each for each in chosen):
-            continue
-        for key, tensor in state.items():
+        weight = names.get(number)
+        for key, tensor in state.items() if is_all or number in kept else ():
             yield StoredTensor(
-                name=names.get(number, f"{UNNAMED}{number}"),
+                name=weight.name if weight else f"{UNNAMED}{number}",
+                ranks=weight.ranks if weight else (),
                 kind=state_kinds.kind_of(key),
                 dtype=tensor.dtype,
                 shape=tensor.shape,
@@ -116,14 +118,14 @@ def _names(
     by_number: Mapping[int, Mapping[str, Tensor]],
     groups: Sequence[Sequence[int]],
     weights: Sequence[StoredTensor],
-) -> dict[int, str]:
+) -> dict[int, StoredTensor]:
     # Tied parameters have one state, and lie at one place of the file.
     distinct: dict[Any, StoredTensor] = {}
     for each in weights:
         distinct.setdefault((each.fragments, each.shape), each)
-    by_shape: dict[tuple[int, ...], list[str]] = collections.defaultdict(list)
+    by_shape: dict[tuple[int, ...], list[StoredTensor]] = collections.defaultdict(list)
     for each in distinct.values():
-        by_shape[each.shape].append(each.name)
+        by_shape[each.shape].append(each)
     of_shape: dict[tuple[int, ...], list[tuple[int, int]]]
     of_shape = collections.defaultdict(list)
     for group, numbers in enumerate(groups):
