@@ -22,6 +22,7 @@ _ENDS = {
     "world_joined": "start",
     "run_started": "prepare",
     "restored_from": "restore",
+    "weights_loaded": "restore",
     "compiled": "compile",
     "executable_loaded": "compile",
     "step": "step",
