@@ -2,7 +2,7 @@
 
 A DeepSpeed checkpoint describes how its ranks share parameters. Tensors of other
 formats keep their names if they are global. If there are several kinds of tensors, the
-kind comes first, as in `deepspeed_layout.own_layout`: `first_moment/1.mlp.weight`.
+kind comes first, as in `deepspeed_layout`: `first_moment/1.mlp.weight`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Set
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
-from elastic_ckpt.universal.deepspeed_layout import own_layout
+from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule, side
@@ -37,8 +37,8 @@ def layout(checkpoint: Checkpoint, *, of_optimizer: bool = False) -> Layout:
       LayoutError: if the tensors of another format are those of ranks, or there are no
         tensors; the message names the layouts that ship and fit.
     """
-    if checkpoint.format.startswith(own_layout.FORMAT):
-        made = own_layout.layout(checkpoint)
+    if checkpoint.format.startswith(described_layout.FORMAT):
+        made = described_layout.layout(checkpoint)
     else:
         made = _same_names(checkpoint)
     return _of_optimizer(made, checkpoint) if of_optimizer else made
@@ -71,7 +71,7 @@ def _rules(checkpoint: Checkpoint) -> Iterator[Rule]:
         kinds.setdefault(len(tensor.shape), []).append(tensor.kind)
     by_template: dict[str, list[str]] = {}
     for name in named:
-        by_template.setdefault(own_layout.template(name), []).append(name)
+        by_template.setdefault(described_layout.template(name), []).append(name)
     for template, names in by_template.items():
         first = _sorted(named[names[0]])
         alike = all(_sorted(named[name]) == first for name in names)

@@ -9,7 +9,7 @@ from etils import epath
 
 from elastic_ckpt.host import trees
 from elastic_ckpt.universal import opening, shipped_layouts
-from elastic_ckpt.universal.deepspeed_layout import own_layout
+from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
@@ -35,7 +35,7 @@ def load(
       layout: relates the tensors of the checkpoint (`from`) with those leaves (`to`);
         a text is the path of a YAML file, or the name of a layout that ships. If it is
         None, the checkpoint is DeepSpeed's, and its description of itself is the
-        layout, see `deepspeed_layout.own_layout`.
+        layout, see `deepspeed_layout.described_layout`.
       budget_bytes: the most bytes in flight, whatever the size of the model.
 
     Returns:
@@ -51,7 +51,7 @@ def load(
     leaves = restored_tree.target_leaves(abstract_state)
     targets = {leaf.tensor.name: leaf.tensor for leaf in leaves}
     if rules is None:
-        rules = own_layout.layout(checkpoint, targets)
+        rules = described_layout.layout(checkpoint, targets)
     rules = rules.with_values(checkpoint.values)
     matched = matching.moves(rules, checkpoint.tensors, checkpoint.axes, targets)
     made = restored_tree.read_leaves(

@@ -11,8 +11,9 @@ from elastic_ckpt.universal.formats import opened
 from elastic_ckpt.universal.reading import restored_tree
 from elastic_ckpt.universal.rules import matching
 from elastic_ckpt.universal.rules.layout import Layout
-from tests.universal import safetensors_files
-from tests.universal.reading.test_restored_tree import Files, read_tree
+from tests.universal.reading.test_restored_tree import Files, as_tree, read_tree
+from tests.universal.safetensors_files import bits
+from tests.universal.writing import small_model
 
 MESH = jax.make_mesh((4, 2), ("data", "model"))
 
@@ -27,60 +28,28 @@ def abstract(shape, *spec):
 
 
 def test_layers_are_stacked_split_transposed_and_padded(tmp_path):
-    tensors = {}
-    for layer in range(3):
-        tensors[f"layers.{layer}.qkv.weight"] = numbers(2 * 6 * 5, 8, seed=layer)
-        tensors[f"layers.{layer}.norm.weight"] = numbers(8, seed=10 + layer)
-    tensors["embedding.weight"] = numbers(7, 8, seed=20)
-    safetensors_files.write(tmp_path / "model.safetensors", tensors)
-    layout = tmp_path / "layout.yml"
-    layout.write_text(
-        """
-version: 1
-sizes: {kv: 2, q: 4, k: 1, v: 1, d: 5}
-rules:
-  - from: {"layers.{layer}.qkv.weight": "(kv (q + k + v) d) embed"}
-    to:
-      "params/layers/query": "embed layer (kv q) d"
-      "params/layers/key": "embed layer (kv k) d"
-      "params/layers/value": "embed layer (kv v) d"
-  - from: {"layers.{layer}.norm.weight": "embed"}
-    to: {"params/layers/norm": "layer embed"}
-  - from: {"embedding.weight": "vocab embed"}
-    to: {"params/embedding": "(vocab + pad) embed"}
-    pad: {pad: 0}
-"""
-    )
-    tree = {
-        "params": {
-            "layers": {
-                "query": abstract((8, 3, 8, 5), "data", None, "model"),
-                "key": abstract((8, 3, 2, 5), None, None, "model"),
-                "value": abstract((8, 3, 2, 5), ("data", "model")),
-                "norm": abstract((3, 8), None, "data"),
-            },
-            "embedding": abstract((8, 8), "data", "model"),
-        }
+    tensors = small_model.tensors(3, 8)
+    small_model.write(tmp_path / "model", tensors)
+    specs = {
+        "embedding": ("data", "model"),
+        "norm": (None, "data"),
+        "up": (None, "model"),
+        "query": ("data", None, "model"),
+        "key": (None, None, "model"),
+        "value": (("data", "model"),),
     }
-    state = universal.load(tmp_path, tree, layout=layout)
-    qkv = np.stack(
-        [tensors[f"layers.{layer}.qkv.weight"] for layer in range(3)]
-    ).reshape(3, 2, 6, 5, 8)
-    layers = state["params"]["layers"]
-    for name, part in (
-        ("query", slice(4)),
-        ("key", slice(4, 5)),
-        ("value", slice(5, 6)),
-    ):
-        heads = qkv[:, :, part].transpose(4, 0, 1, 2, 3)
-        expected = heads.reshape(8, 3, -1, 5)
-        assert np.asarray(layers[name]).tobytes() == expected.tobytes()
-        assert layers[name].sharding == tree["params"]["layers"][name].sharding
-    norm = np.stack([tensors[f"layers.{layer}.norm.weight"] for layer in range(3)])
-    assert np.asarray(layers["norm"]).tobytes() == norm.tobytes()
-    padded = np.concatenate([tensors["embedding.weight"], np.zeros((1, 8), np.float32)])
-    embedding = np.asarray(state["params"]["embedding"])
-    assert embedding.tobytes() == padded.tobytes()
+    expected = small_model.expected(tensors)
+    leaves = {
+        path: abstract(array.shape, *specs[path.rpartition("/")[2]])
+        for path, array in expected.items()
+    }
+    layout = tmp_path / "layout.yml"
+    state = universal.load(tmp_path / "model", as_tree(leaves), layout=layout)
+    assert jax.tree.map(lambda array: array.sharding, state) == as_tree(
+        {path: leaf.sharding for path, leaf in leaves.items()}
+    )
+    loaded = dict(zip(sorted(leaves), jax.tree.leaves(state), strict=True))
+    assert bits(loaded) == bits(expected)
 
 
 REPLICATED = """

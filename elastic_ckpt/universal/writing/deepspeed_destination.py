@@ -25,7 +25,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.universal.deepspeed_layout import own_layout
+from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.formats import torch_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.moves import TargetTensor
@@ -159,7 +159,7 @@ class DeepSpeedDestination:
         # Names that a layout gives are not those of the source.
         if self._conversion.job.rules is not None:
             return {}
-        return own_layout.facts(self._conversion.checkpoint)
+        return described_layout.facts(self._conversion.checkpoint)
 
     def _step(self) -> int:
         targets = self._conversion.targets

@@ -35,18 +35,9 @@ DENSE = {
 }
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron")
-    return {
-        name: stored_values.unpacked(f"megatron/{name}.tar.xz", folder)
-        for name in SAMPLES
-    }
-
-
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_every_tensor_of_torch_dist_is_read_bit_equal(samples, sample):
-    checkpoint = megatron.open_checkpoint(samples[sample])
+def test_every_tensor_of_torch_dist_is_read_bit_equal(megatron_samples, sample):
+    checkpoint = megatron.open_checkpoint(megatron_samples(sample))
     assert (checkpoint.format, checkpoint.axes) == ("Megatron torch_dist", {})
     by_key = stored_values.by_key(checkpoint)
     step = by_key.pop(("optimizer/optimizer/state/common_step", "step", ()))
@@ -63,29 +54,31 @@ def test_every_tensor_of_torch_dist_is_read_bit_equal(samples, sample):
     assert "torch" not in sys.modules
 
 
-def test_layers_and_experts_are_dims(samples):
-    tensors = megatron.open_checkpoint(samples["torch_dist_tp2_pp2"]).tensors
+def test_layers_and_experts_are_dims(megatron_samples):
+    tensors = megatron.open_checkpoint(megatron_samples("torch_dist_tp2_pp2")).tensors
     assert {t.name: t.shape for t in tensors if t.kind == "master"} == DENSE
-    tensors = megatron.open_checkpoint(samples["torch_dist_ep2"]).tensors
+    tensors = megatron.open_checkpoint(megatron_samples("torch_dist_ep2")).tensors
     shapes = {t.name: t.shape for t in tensors if t.kind == "master"}
     assert shapes[f"{LAYER}.mlp.experts.experts.linear_fc1.weight"] == (2, 4, 24, 8)
 
 
-def test_numbers_and_texts_are_values(samples):
-    values = megatron.open_checkpoint(samples["torch_dist_tp2_pp2"]).values
+def test_numbers_and_texts_are_values(megatron_samples):
+    values = megatron.open_checkpoint(megatron_samples("torch_dist_tp2_pp2")).values
     assert (values["iteration"], values["args/num_layers"]) == (2, 4)
     assert values["optimizer/optimizer/param_groups/0/weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_the_format_of_torch_dist_is_detected(samples, sample):
-    for path in (samples[sample], samples[sample] / "iter_0000002"):
+def test_the_format_of_torch_dist_is_detected(megatron_samples, sample):
+    for path in (megatron_samples(sample), megatron_samples(sample) / "iter_0000002"):
         assert opening.open_checkpoint(path).format == "Megatron torch_dist"
 
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
-def test_truncated_files_of_torch_dist_are_refused_by_name(samples, tmp_path, name):
-    source = samples["torch_dist_tp2_pp2"] / "iter_0000002"
+def test_truncated_files_of_torch_dist_are_refused_by_name(
+    megatron_samples, tmp_path, name
+):
+    source = megatron_samples("torch_dist_tp2_pp2") / "iter_0000002"
     folder = shutil.copytree(source, tmp_path / "copy")
     content = (folder / name).read_bytes()
     for part in range(8):

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_ckpt import universal
 from elastic_ckpt.universal import shipped_layouts
 from tests.universal.formats import known_values as kv
-from tests.universal.formats import stored_values
 
 VOCAB, EMBED, KV, Q, D, FF = 13, 8, 2, 2, 4, 12
 SAMPLES = {
@@ -29,15 +28,6 @@ STATES = {
 # The step of Adam, and the number of the iteration.
 COUNTS = ("opt_state/0/count", "opt_state/2/count", "step")
 QUERY = "decoder/layers/self_attention/query/kernel"
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("megatron")
-    return {
-        name: stored_values.unpacked(f"megatron/{name}.tar.xz", folder)
-        for name in SAMPLES
-    }
 
 
 def nested(leaves):
@@ -112,7 +102,7 @@ def maxtext(state, power, layers, *, with_experts):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_parameters_and_moments_are_those_of_megatron(samples, sample):
+def test_parameters_and_moments_are_those_of_megatron(megatron_samples, sample):
     layers, with_experts = (2, True) if "ep2" in sample else (4, False)
     expected = {
         f"{prefix}/{name}": array
@@ -136,7 +126,7 @@ def test_parameters_and_moments_are_those_of_megatron(samples, sample):
     for count in COUNTS:
         leaves[count] = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
     layout = shipped_layouts.load(SAMPLES[sample])
-    state = universal.load(samples[sample], nested(leaves), layout=layout)
+    state = universal.load(megatron_samples(sample), nested(leaves), layout=layout)
     assert [at(state, count) for count in COUNTS] == [2, 2, 2]
     for name, array in expected.items():
         loaded = np.asarray(at(state, name))
@@ -148,6 +138,6 @@ def test_parameters_and_moments_are_those_of_megatron(samples, sample):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_the_layout_of_a_sample_is_recommended(samples, sample):
-    tensors = universal.open_checkpoint(samples[sample]).tensors
+def test_the_layout_of_a_sample_is_recommended(megatron_samples, sample):
+    tensors = universal.open_checkpoint(megatron_samples(sample)).tensors
     assert SAMPLES[sample] in shipped_layouts.fitting(tensors)

@@ -1,6 +1,6 @@
 """The layout of a DeepSpeed checkpoint that its own description makes.
 
-    own_layout.layout(checkpoint)
+    described_layout.layout(checkpoint)
 
 It relates the tensors of all ranks with whole parameters, under the parameters' names:
 `parameter/1.mlp.weight` the weights of the model, `master/...`, `first_moment/...`,

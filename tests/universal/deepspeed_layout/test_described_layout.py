@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt import universal
 from elastic_ckpt.universal import opening
-from elastic_ckpt.universal.deepspeed_layout import own_layout
+from elastic_ckpt.universal.deepspeed_layout import described_layout
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from tests.universal.formats import known_values as kv
@@ -32,7 +32,7 @@ def whole_values(path):
         )
         for each in checkpoint.tensors
     ]
-    layout = own_layout.layout(checkpoint)
+    layout = described_layout.layout(checkpoint)
     return layout, relayout.relayout(layout, saved, checkpoint.axes)
 
 
@@ -109,7 +109,7 @@ def checkpoint_of(shards, info, kinds=("master", "first_moment", "second_moment"
 
 def merged(shards, info, **kinds):
     saved, checkpoint = checkpoint_of(shards, info, **kinds)
-    layout = own_layout.layout(checkpoint)
+    layout = described_layout.layout(checkpoint)
     return relayout.relayout(layout, saved, checkpoint.axes)
 
 
@@ -223,10 +223,10 @@ def test_descriptions_that_do_not_fit_are_refused(info, match):
     shards = {"w": [relayout.numbered(2, 2)] * 2}
     _, checkpoint = checkpoint_of(shards, info)
     with pytest.raises(FormatError, match=match):
-        own_layout.layout(checkpoint)
+        described_layout.layout(checkpoint)
 
 
 def test_other_formats_have_no_layout():
     checkpoint = OpenedCheckpoint(format="safetensors", tensors=[], axes={})
     with pytest.raises(FormatError, match="safetensors has no layout"):
-        own_layout.layout(checkpoint)
+        described_layout.layout(checkpoint)
