@@ -20,6 +20,17 @@ class ByteSource(Protocol):
         """The range that is read if the bytes from `start` to `stop` are needed."""
         ...
 
+    def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
+        """The most memory that a request takes beside the buffers.
+
+        Args:
+          file: as above.
+          num_bytes: of the range that is read.
+          is_direct: whether it is read into buffers; else it is read into other memory,
+            which counts.
+        """
+        ...
+
     def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
         """Fills parts, uint8, one after the other.
 
@@ -52,6 +63,11 @@ class LocalFiles:
         """See `ByteSource`."""
         del file
         return start, stop
+
+    def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
+        """See `ByteSource`."""
+        del file
+        return 0 if is_direct else num_bytes
 
     def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
         """See `ByteSource`."""
@@ -91,6 +107,12 @@ class RemoteFiles:
         """See `ByteSource`."""
         del file
         return start, stop
+
+    def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
+        """See `ByteSource`."""
+        del file
+        # A client returns bytes of its memory.
+        return num_bytes if is_direct else 2 * num_bytes
 
     def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
         """See `ByteSource`."""

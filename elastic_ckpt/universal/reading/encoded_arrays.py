@@ -1,8 +1,9 @@
 """Reads stored tensors whose bytes are encoded, through TensorStore.
 
-A part of an array of at most some MiB is a file of its name, with the part's elements
-in row-major order. So plans treat it as any file, and each part is decoded once. Where
-chunks are larger, several parts are one chunk; a cache keeps it for the next part.
+A part of an array is a file of its name, with the part's elements in row-major order.
+So plans treat it as any file, and each part is decoded once. It is a chunk, or several
+if they are small. TensorStore holds a chunk twice while it decodes it, as it was stored
+and decoded, and caches none.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import tensorstore as ts
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.plan import strided_runs
 from elastic_ckpt.universal.plan.strided_runs import Limits
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major
@@ -25,8 +25,11 @@ from elastic_ckpt.universal.strides import row_major
 # A part is one request, whatever is needed of it.
 LIMITS = Limits(gap_bytes=2**62, span_bytes=2**62, alone_bytes=2**62)
 
+# Small chunks are read together up to this size.
 _PART_BYTES = 2**24
-_CACHE_BYTES = 100 * 2**20
+# Nodes of the indices of OCDBT.
+_INDEX_BYTES = 2**25
+_CHUNKS = "cache_pool#chunks"
 # Arrays are opened at a time, since each waits for storage.
 _OPENED_AT_ONCE = 256
 
@@ -46,12 +49,7 @@ class EncodedArrays:
         self._parts: dict[str, tuple[ts.TensorStore, Box]] = {}
         self.tensors = list(tensors)
         numbers = [number for number in used if tensors[number].spec is not None]
-        arrays = _opened([tensors[number] for number in numbers], _CACHE_BYTES)
-        most = max(map(_chunk_bytes, arrays), default=0)
-        if most > _PART_BYTES:
-            # A chunk of several parts has to stay in the cache until all are read.
-            limit = _CACHE_BYTES + 2 * most
-            arrays = _opened([tensors[number] for number in numbers], limit)
+        arrays = _opened([tensors[number] for number in numbers])
         for number, array in zip(numbers, arrays, strict=True):
             self.tensors[number] = self._in_parts(number, tensors[number], array)
 
@@ -64,6 +62,13 @@ class EncodedArrays:
         array, box = self._parts[file]
         _, first, after = _rows(box, array.dtype.numpy_dtype.itemsize, start, stop)
         return first, after
+
+    def request_bytes(self, file: str, num_bytes: int, *, is_direct: bool) -> int:
+        """See `ByteSource`."""
+        del num_bytes, is_direct
+        # The stored chunk is freed before values are copied out of the decoded one.
+        array, box = self._parts[file]
+        return 2 * box.volume * array.dtype.numpy_dtype.itemsize
 
     def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
         """See `ByteSource`."""
@@ -111,8 +116,13 @@ class EncodedArrays:
         return dataclasses.replace(tensor, fragments=tuple(fragments), spec=None)
 
 
-def _opened(tensors: Sequence[StoredTensor], cache_bytes: int) -> list[ts.TensorStore]:
-    context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+def _opened(tensors: Sequence[StoredTensor]) -> list[ts.TensorStore]:
+    context = ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": _INDEX_BYTES},
+            _CHUNKS: {"total_bytes_limit": 0},
+        }
+    )
     arrays: list[ts.TensorStore] = []
     for first in range(0, len(tensors), _OPENED_AT_ONCE):
         batch = tensors[first : first + _OPENED_AT_ONCE]
@@ -130,8 +140,7 @@ def _opened(tensors: Sequence[StoredTensor], cache_bytes: int) -> list[ts.Tensor
 
 
 def _open(spec: Any, context: ts.Context) -> ts.Future:
-    # The cached chunk of several parts is not looked up in storage again.
-    fixed = {**spec, "recheck_cached_data": "open"}
+    fixed = {**spec, "cache_pool": _CHUNKS}
     return ts.open(fixed, open=True, read=True, context=context)
 
 
@@ -143,23 +152,15 @@ def _chunk(array: ts.TensorStore) -> tuple[int, ...]:
     )
 
 
-def _chunk_bytes(array: ts.TensorStore) -> int:
-    return int(np.prod(_chunk(array))) * array.dtype.numpy_dtype.itemsize
-
-
 def _part_shape(
     shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int
 ) -> list[int]:
-    # The shape of parts: several chunks if they are small, else rows of one.
-    strides = row_major(chunk, itemsize)
-    limits = Limits(gap_bytes=2**62, span_bytes=_PART_BYTES)
-    lengths = list(strided_runs.block(chunk, strides, itemsize, limits))
-    if tuple(lengths) != chunk:
-        return lengths
+    # The shape of parts: a chunk, or several in row-major order.
+    lengths = list(chunk)
     for dim in reversed(range(len(shape))):
         most = _PART_BYTES // (int(np.prod(lengths)) * itemsize)
         chunks = -(-shape[dim] // chunk[dim])
-        lengths[dim] = chunk[dim] * max(1, min(chunks, most))
+        lengths[dim] = min(shape[dim], chunk[dim] * max(1, min(chunks, most)))
         if lengths[dim] < shape[dim]:
             break
     return lengths

@@ -26,6 +26,8 @@ _LOCAL_THREADS = 8
 _REMOTE_THREADS = 16
 # The most parts of one system call.
 _MOST_PARTS = 512
+# The most memory that a thread keeps for its next request.
+_KEPT_BYTES = 12 * 2**20
 # Values are aligned in memory as they are in their file.
 _ALIGNMENT = 64
 
@@ -255,9 +257,12 @@ class _Scratch:
     def memory(self, num_bytes: int, *, offset: int = 0) -> np.ndarray:
         """Memory of so many bytes, aligned as `offset` is; used until the next call."""
         skipped = offset % _ALIGNMENT
-        if self._memory.nbytes < skipped + num_bytes:
-            self._memory = host_memory.allocate(skipped + num_bytes)
-        return self._memory[skipped : skipped + num_bytes]
+        memory = self._memory
+        if memory.nbytes < skipped + num_bytes:
+            memory = host_memory.allocate(skipped + num_bytes)
+            if memory.nbytes <= _KEPT_BYTES:
+                self._memory = memory
+        return memory[skipped : skipped + num_bytes]
 
 
 def _direct(plan: LoadPlan) -> np.ndarray:
@@ -291,17 +296,18 @@ def _request_bytes(
 ) -> np.ndarray:
     # The memory that each span takes beside the buffers, int64 `[s]`.
     spans = plan.spans
-    local = np.array([isinstance(each, LocalFiles) for each in sources], bool)
-    local = local[spans.file]
     sizes = spans.stop - spans.start
-    for span in np.flatnonzero(~local).tolist():
+    taken = np.where(is_direct, 0, sizes)
+    is_local = np.array([isinstance(each, LocalFiles) for each in sources], bool)
+    for span in np.flatnonzero(~is_local[spans.file]).tolist():
         number = int(spans.file[span])
-        start, stop = sources[number].range_of(
-            plan.files[number], int(spans.start[span]), int(spans.stop[span])
+        file, source = plan.files[number], sources[number]
+        planned = int(spans.start[span]), int(spans.stop[span])
+        read = source.range_of(file, *planned)
+        sizes[span] = read[1] - read[0]
+        taken[span] = source.request_bytes(
+            file, int(sizes[span]), is_direct=bool(is_direct[span]) and read == planned
         )
-        sizes[span] = stop - start
-    # A client returns bytes of its memory, and TensorStore decodes into its cache.
-    taken = np.where(local, np.where(is_direct, 0, sizes), 2 * sizes)
     if not len(spans):
         return taken
     computed = [form.scale != 1 or form.shift != 0 for form in spans.forms]
