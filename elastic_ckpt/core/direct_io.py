@@ -30,7 +30,7 @@ def allocate(num_bytes: int) -> np.ndarray:
 
 
 def write(path: str, memory: np.ndarray, num_bytes: int) -> None:
-    """Writes a new file; it is durable after `sync`.
+    """Writes a new file; it is durable after `storage.sync`.
 
     Args:
       path: of the file.
@@ -46,15 +46,6 @@ def write(path: str, memory: np.ndarray, num_bytes: int) -> None:
         while done < whole:
             done += os.pwrite(descriptor, memory.data[done:whole], done)
         os.ftruncate(descriptor, num_bytes)
-
-
-def sync(path: str) -> None:
-    """Makes a file, or the names in a directory, durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Reader:

@@ -76,9 +76,9 @@ def atomic_path(path: epath.PathLike, *, mode: int = _MODE) -> Iterator[str]:
     os.close(handle)
     try:
         yield temporary
-        _fsync(temporary)
+        sync(temporary)
         os.replace(temporary, final)
-        _fsync(final.parent)
+        sync(final.parent)
     except BaseException:
         pathlib.Path(temporary).unlink(missing_ok=True)
         raise
@@ -130,7 +130,7 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
             file.flush()
             os.fsync(file.fileno())
         os.link(temporary, final)
-        _fsync(final.parent)
+        sync(final.parent)
     except FileExistsError:
         return False
     finally:
@@ -139,10 +139,10 @@ def create(path: epath.PathLike, content: bytes, *, mode: int = _MODE) -> bool:
 
 
 def sync_tree(path: epath.PathLike) -> None:
-    """Flushes a local directory and everything in it to the disk."""
+    """Flushes a local directory and everything in it."""
     for directory, _, files in os.walk(path):
         for name in [*files, "."]:
-            _fsync(os.path.join(directory, name))
+            sync(os.path.join(directory, name))
 
 
 def make_directory(path: epath.PathLike) -> epath.Path:
@@ -173,7 +173,7 @@ def rename(source: epath.PathLike, target: epath.PathLike) -> None:
       OSError: if `target` is a directory that is not empty; it is left unchanged.
     """
     os.replace(source, target)
-    _fsync(os.path.dirname(os.path.abspath(target)))
+    sync(os.path.dirname(os.path.abspath(target)))
 
 
 def copy_tree(source: epath.PathLike, target: epath.PathLike, *, last: str) -> None:
@@ -278,8 +278,7 @@ def read_log(
         start = 0 if last_bytes is None else max(0, end - last_bytes)
         file.seek(start)
         lines = file.read().split(b"\n")
-    if start:
-        del lines[0]  # the end of a line
+    lines = lines[bool(start) :]  # without the end of a line
     # Text after the last newline is a line that a crash cut short: it is dropped.
     records = []
     for number, line in enumerate(lines[:-1], start=1):
@@ -297,9 +296,10 @@ def read_log(
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: epath.PathLike) -> Iterator[None]:
+def exclusive_lock(path: epath.PathLike, *, target: str = "") -> Iterator[None]:
     """Locks `path` for this process; the kernel unlocks it if the process dies.
 
+    An error names `target` as what is written; by default the directory of the file.
     Object stores have no locks: there the launcher must prevent two runs at a time.
 
     Raises:
@@ -316,8 +316,8 @@ def exclusive_lock(path: epath.PathLike) -> Iterator[None]:
             file.seek(0)
             owner = file.read().strip() or "an unknown process"
             raise errors.RunError(
-                f"{os.path.dirname(path)} is being written by another live run"
-                f" ({owner}); wait for it, stop it, or choose another run_name"
+                f"{target or os.path.dirname(path)} is being written by another live"
+                f" run ({owner}); wait for it, stop it, or use another directory"
             ) from None
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -352,12 +352,11 @@ class Presence:
 
         If so, no other process can take it while the block runs.
         """
+        alone = True
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             alone = False
-        else:
-            alone = True
         try:
             # The failed attempt to upgrade has released the shared lock.
             if not alone:
@@ -392,7 +391,8 @@ def _temporary_file(final: pathlib.Path, mode: int) -> tuple[int, str]:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), str(path)
 
 
-def _fsync(path: epath.PathLike) -> None:
+def sync(path: epath.PathLike) -> None:
+    """Flushes a local file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -112,7 +112,7 @@ def test_a_run_that_another_live_run_is_writing(trained):
     with storage.exclusive_lock(trained.parent / "tiny" / "run.lock"):
         message = refuse(trained, "steps=8")
     assert "tiny is being written by another live run (process" in message
-    assert "wait for it, stop it, or choose another run_name" in message
+    assert "wait for it, stop it, or use another directory" in message
 
 
 @pytest.fixture

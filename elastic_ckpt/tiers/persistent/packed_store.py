@@ -94,7 +94,7 @@ class PackedStore:
             if not unsynced:
                 return
             for file in unsynced:
-                direct_io.sync(os.fspath(self._directory / file))
+                storage.sync(self._directory / file)
             ocdbt_index.write(self._directory, values)
             with self._lock:
                 self._unsynced -= unsynced

@@ -66,7 +66,7 @@ def convert(
       LayoutError: if the layout does not fit.
       CheckpointError: if the target exists, the source cannot be read, or storage
         fails; what is complete is kept for the next call.
-      RunError: if another process writes to the same directory of steps.
+      RunError: if another process writes to the same directory, or one of steps.
     """
     conversion = Conversion(job)
     destination = destination_of(conversion)
@@ -101,19 +101,17 @@ def write_share(
 
 @contextlib.contextmanager
 def _alone(job: Job) -> Iterator[None]:
-    # No run and no other conversion writes to the same directory of steps.
-    if job.to != "orbax" or not storage.is_local(job.target):
-        yield
-        return
-    root = storage.absolute(job.target).parent
-    presence = storage.Presence(root / writers.LOCK)
-    try:
-        with presence.alone() as alone:
-            if not alone:
-                raise errors.RunError(
-                    f"a live process writes to {root}; stop it and wait until it has"
-                    " ended, or convert to another directory"
-                )
+    # No other conversion writes to the target, and no run to the directory of its step.
+    directory = storage.absolute(job.target)
+    if job.to == "orbax":
+        with storage.exclusive_lock(directory.parent / writers.LOCK):
             yield
-    finally:
-        presence.close()
+        return
+    lock = directory.parent / f"{directory.name}.lock"
+    with storage.exclusive_lock(lock, target=str(directory)):
+        try:
+            yield
+        finally:
+            # No process can write to a target that exists.
+            if storage.is_local(lock) and directory.exists():
+                storage.remove(lock)

@@ -3,8 +3,9 @@
     {"done": 1048576}                 bytes so far
     {"error": "model.safetensors ..."}
 
-A process ends at once when its standard input closes, so that none outlives a
-conversion that was killed.
+The lines have a separate pipe, whose number is the argument of a process: prints of
+libraries go to the standard error. A process ends at once when its standard input
+closes, so that none outlives a conversion that was killed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, TextIO
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal.writing.conversion import Job
 
 _PROGRESS_SECS = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Worker:
+    process: subprocess.Popen[str]
+    reports: TextIO
 
 
 def run_all(
@@ -50,36 +57,39 @@ def run_all(
         with lock:
             note(host, num_bytes)
 
-    processes: list[subprocess.Popen[str]] = []
+    workers: list[_Worker] = []
     try:
         for host in range(num_processes):
-            processes.append(_started(job, attempt, host, num_processes))
+            workers.append(_started(job, attempt, host, num_processes))
         with futures.ThreadPoolExecutor(num_processes) as pool:
             waiting = [
-                pool.submit(_wait, host, process, note_one)
-                for host, process in enumerate(processes)
+                pool.submit(_wait, host, worker, note_one)
+                for host, worker in enumerate(workers)
             ]
             try:
                 for each in futures.as_completed(waiting):
                     each.result()
             except BaseException:
-                _kill(processes)
+                _kill(workers)
                 raise
     finally:
-        _kill(processes)
+        _kill(workers)
 
 
-def _started(
-    job: Job, attempt: str, host: int, num_hosts: int
-) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # It computes on no device.
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+def _started(job: Job, attempt: str, host: int, num_hosts: int) -> _Worker:
+    reports, reporting = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(reporting)],
+            stdin=subprocess.PIPE,
+            stdout=2,
+            pass_fds=[reporting],
+            text=True,
+            # It computes on no device.
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+    finally:
+        os.close(reporting)
     assert process.stdin is not None
     share = {"attempt": attempt, "host": host, "num_hosts": num_hosts}
     # A process that has ended already is an error when its reports are read.
@@ -87,19 +97,16 @@ def _started(
         process.stdin.write(json.dumps({"job": dataclasses.asdict(job), **share}))
         process.stdin.write("\n")
         process.stdin.flush()
-    return process
+    return _Worker(process=process, reports=os.fdopen(reports))
 
 
-def _wait(
-    host: int, process: subprocess.Popen[str], note: Callable[[int, int], None]
-) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
+def _wait(host: int, worker: _Worker, note: Callable[[int, int], None]) -> None:
+    for line in worker.reports:
         report = json.loads(line)
         if "error" in report:
             raise errors.CheckpointError(report["error"])
         note(host, report["done"])
-    code = process.wait()
+    code = worker.process.wait()
     if code:
         raise errors.CheckpointError(
             f"process {host} of the conversion ended with code {code}; convert again:"
@@ -107,18 +114,23 @@ def _wait(
         )
 
 
-def _kill(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+def _kill(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()
+        worker.process.wait()
+        worker.reports.close()
+        assert worker.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            worker.process.stdin.close()
 
 
 def main() -> int:
     """Writes the share that standard input describes; returns the exit status."""
+    reports = os.fdopen(int(sys.argv[1]), "w")
+
+    def report(**content: int | str) -> None:
+        print(json.dumps(content), file=reports, flush=True)
+
     # The module imports this one.
     from elastic_ckpt.universal.writing import convert
 
@@ -133,7 +145,7 @@ def main() -> int:
         now = time.monotonic()
         if done == total or now - shown_secs >= _PROGRESS_SECS:
             shown_secs = now
-            print(json.dumps({"done": done}), flush=True)
+            report(done=done)
 
     try:
         convert.write_share(
@@ -144,7 +156,7 @@ def main() -> int:
             show,
         )
     except errors.ElasticCkptError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
+        report(error=str(error))
         return 1
     return 0
 

@@ -188,11 +188,35 @@ def test_targets_are_not_replaced_and_have_to_be_steps(tmp_path):
 
 
 @pytest.mark.usefixtures("source")
-def test_only_one_process_converts_to_a_directory(tmp_path):
+def test_no_step_is_converted_into_the_directory_of_a_live_run(tmp_path):
     presence = storage.Presence(tmp_path / "steps" / "writers.lock")
-    with pytest.raises(errors.RunError, match="a live process writes"):
+    with pytest.raises(errors.RunError, match="steps is being written by another live"):
         convert.convert(job(tmp_path))
     presence.close()
+
+
+@pytest.mark.usefixtures("source")
+@pytest.mark.parametrize("to", TREES)
+def test_only_one_conversion_to_a_target_runs_at_a_time(tmp_path, to):
+    refused = []
+
+    def convert_again(*_):
+        with pytest.raises(errors.RunError, match="is being written by") as caught:
+            convert.convert(job(tmp_path, to=to))
+        refused.append(str(caught.value))
+
+    convert.convert(job(tmp_path, to=to), progress=convert_again)
+    written = {"orbax": "steps", "safetensors": "steps/0"}[to]
+    assert {each.partition(" ")[0] for each in refused} == {str(tmp_path / written)}
+    assert to == "orbax" or os.listdir(tmp_path / "steps") == ["0"]
+
+
+@pytest.mark.slow(minutes=1)
+def test_prints_of_libraries_do_not_disturb_processes(source, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('{half a line', end='')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    convert.convert(job(tmp_path), num_processes=2)
+    assert bits(flat(restored(tmp_path))) == bits(small_model.expected(source))
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
