@@ -42,6 +42,8 @@ class Layout:
         that no rule fills.
       fill_inverse: the same for the inverse: tensors of the checkpoint that are not
         used; not in files.
+      lists: the paths of trees in a written target that are lists, `opt_state`; their
+        keys are numbers.
       place: for messages.
     """
 
@@ -64,6 +66,7 @@ class Layout:
     fill_inverse: Mapping[str, float | CheckpointValue] = dataclasses.field(
         default_factory=dict
     )
+    lists: tuple[str, ...] = ()
     place: str = dataclasses.field(default="the layout", compare=False)
 
     def __post_init__(self) -> None:

@@ -177,6 +177,7 @@ def read(text: str, *, file: str) -> dict[str, Any]:
             "rules": lambda node: node.list(_rule),
             "drop": _drop,
             "fill": lambda node: node.map(_filling),
+            "lists": lambda node: node.list(_Node.text),
         }
     )
     if values.pop("version", None) is None:

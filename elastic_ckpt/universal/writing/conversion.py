@@ -65,6 +65,7 @@ class Conversion:
       checkpoint: that is open.
       matched: the moves from its tensors.
       targets: in the order in which their sources are stored.
+      lists: the paths of trees of targets that are lists.
 
     Raises:
       FormatError: if the source is of no format that is read, or damaged.
@@ -81,8 +82,12 @@ class Conversion:
         # A layout that is not given follows from the source.
         self._rules = "" if given is None else repr(given)
         of_optimizer = job.to == "deepspeed"
+        layout = given or default_layout.layout(
+            self.checkpoint, of_optimizer=of_optimizer
+        )
+        self.lists = layout.lists
         self.matched: Matched = matching.moves(
-            given or default_layout.layout(self.checkpoint, of_optimizer=of_optimizer),
+            layout,
             self.checkpoint.tensors,
             self.checkpoint.axes,
             None,

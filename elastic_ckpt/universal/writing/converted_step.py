@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,15 @@ from elastic_ckpt.universal.moves import TargetTensor
 
 # The checkpointable that has all targets.
 STATE = "state"
+# An index of a list.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
 def saved_step(
     targets: Sequence[TargetTensor],
     chunk_of: Mapping[str, tuple[int, ...]],
     *,
+    lists: Sequence[str],
     run: str,
     step: int,
     save: str,
@@ -32,12 +36,14 @@ def saved_step(
     Args:
       targets: in any order.
       chunk_of: the shape of their chunks, by name.
+      lists: the paths of trees that are lists.
       run: the identity of the run.
       step: its number.
       save: which save of it, a time in milliseconds.
 
     Raises:
-      CheckpointError: if one target's name is that of a tree with another.
+      CheckpointError: if one target's name is that of a tree with another, or a list
+        has keys that are no numbers.
     """
     contents = Contents(
         leaves=tuple(
@@ -48,7 +54,7 @@ def saved_step(
         ),
         components={},
         time_ms=int(save),
-        trees=tree_structure.to_json({STATE: _tree(targets)}),
+        trees=tree_structure.to_json({STATE: _with_lists(_tree(targets), "", lists)}),
     )
     chunks = _chunks(chunk_of)
     return upload.SavedStep(
@@ -93,6 +99,25 @@ def _tree(targets: Sequence[TargetTensor]) -> Any:
             )
         node[_key(last)] = _leaf(target)
     return root
+
+
+def _with_lists(tree: Any, path: str, lists: Sequence[str]) -> Any:
+    # Trees of Orbax have None for elements without leaves.
+    if not isinstance(tree, dict):
+        return tree
+    made = {
+        key: _with_lists(node, f"{path}/{key}" if path else key, lists)
+        for key, node in tree.items()
+    }
+    if path not in lists:
+        return made
+    for key in made:
+        if not _NUMBER.fullmatch(key):
+            raise errors.CheckpointError(
+                f"{path} is listed in `lists` of the layout, but has the key {key!r},"
+                " which is no number below 10000; remove it from `lists`"
+            )
+    return [made.get(str(at)) for at in range(1 + max(map(int, made)))]
 
 
 def _key(part: str) -> str:

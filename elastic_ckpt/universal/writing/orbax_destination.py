@@ -173,6 +173,7 @@ class OrbaxDestination:
         return converted_step.saved_step(
             self._conversion.targets,
             self._conversion.chunk_of,
+            lists=self._conversion.lists,
             run=self._run,
             step=self._step,
             save=save,

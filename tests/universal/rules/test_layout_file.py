@@ -27,6 +27,7 @@ rules:
     optional: true
 drop: {from: ["*.x"], to: ["y"]}
 fill: {step: {value: iteration}, count: 3}
+lists: [opt]
 """
 
 
@@ -67,6 +68,7 @@ def test_a_file_and_python_values_make_the_same_layout(tmp_path):
         drop=("*.x",),
         drop_inverse=("y",),
         fill={"step": CheckpointValue(paths=("iteration",)), "count": 3},
+        lists=("opt",),
     )
     assert Layout.load(path) == layout
     assert Layout.load(path).rules[0].place == f"{path}, line 10: rules[0]"

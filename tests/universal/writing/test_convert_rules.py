@@ -1,7 +1,9 @@
 """Conversions without rules, by rules that ship, and with sizes."""
 
+import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.cli import main
 from elastic_ckpt.universal.formats import safetensors_file
@@ -94,6 +96,38 @@ def test_sizes_and_leaves_are_values_of_the_checkpoint_unless_given(tmp_path, ca
     )
     assert converted(*given, "--size", "kv=3") == 1
     assert "line 7: fill['step']: the checkpoint has no" in capsys.readouterr().err
+
+
+LISTS = """
+version: 1
+rules:
+  - from: {"{name:path}": "x"}
+    to: {"{name:path}": "x"}
+lists: [opt, opt/2/inner, other]
+"""
+
+
+def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
+    tensors = {
+        name: np.full(3, number, np.float32)
+        for number, name in enumerate(["opt/0/mu", "opt/2/inner/1", "dict/0"])
+    }
+    small_model.write(tmp_path / "source", tensors)
+    (tmp_path / "layout.yml").write_text(LISTS)
+    rules = ["--rules", tmp_path / "layout.yml"]
+    assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
+    tree = ocp.load(tmp_path / "steps" / "0", checkpointable_name="state")
+    shape = jax.tree.map(lambda each: int(each[0]), tree)
+    assert shape == {
+        "opt": [{"mu": 0}, None, {"inner": [None, 1]}],
+        "dict": {"0": 2},
+    }
+    to = ["--to", "safetensors"]
+    assert converted(tmp_path / "steps" / "0", tmp_path / "back", *to) == 0
+    assert_same(tensors_of(tmp_path / "back"), tensors)
+    small_model.write(tmp_path / "wrong", {"other/x": np.ones(3, np.float32)})
+    assert converted(tmp_path / "wrong", tmp_path / "other" / "0", *rules) == 1
+    assert "other is listed in `lists`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
