@@ -14,7 +14,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.universal.formats import dcp_metadata, state_kinds, torch_zip
+from elastic_ckpt.universal.formats import dcp_ranks, state_kinds, torch_zip
 from elastic_ckpt.universal.formats.dcp_items import Chunk, ItemFile
 from elastic_ckpt.universal.formats.dcp_metadata import Item, Metadata
 from elastic_ckpt.universal.formats.format_error import FormatError
@@ -24,20 +24,20 @@ from elastic_ckpt.universal.stored import Fragment, StoredTensor
 
 def is_format(names: Collection[str]) -> bool:
     """Whether files of these names, in one directory, are such a checkpoint."""
-    return dcp_metadata.FILE in names
+    return any(map(dcp_ranks.is_metadata, names))
 
 
 def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
-    """Opens a directory, or the `.metadata` in it.
+    """Opens a directory, or a file of metadata in it.
 
     Raises:
       FormatError: if a file is missing, damaged or malformed, names code or another
         directory, or parts overlap or are missing.
     """
     directory = epath.Path(path)
-    if directory.name == dcp_metadata.FILE:
+    if dcp_ranks.is_metadata(directory.name):
         directory = directory.parent
-    metadata = dcp_metadata.read(directory)
+    metadata = dcp_ranks.read(directory)
     files = _files(directory, metadata)
     names = _StateNames(metadata)
     tensors = [

@@ -29,6 +29,8 @@ _ENDS_BYTES = 8 << 10
 # Smaller items are read whole.
 _MOST_WHOLE_BYTES = 2 * _ENDS_BYTES + GAP_BYTES
 _BATCH_BYTES = 16 << 20
+# The length of a header of safetensors, and its first characters.
+_HEADER_BYTES = 10
 _PREFIX = "archive/"
 
 
@@ -97,6 +99,8 @@ class ItemFile:
         end = 0
         for item in self._items:
             if item.offset < end:
+                with (directory / name).open("rb") as file:
+                    _check_header(file.read(_HEADER_BYTES), self.path)
                 raise FormatError(f"{self.path} has items that overlap at byte {end}")
             end = item.offset + item.size
             if end > num_bytes:
@@ -148,6 +152,7 @@ class ItemFile:
         item = chunk.item
         place = Zip(begin=item.offset, size=item.size, file=self.path, writer=_WRITER)
         read = _reader(windows, item)
+        _check_header(read(item.offset, _HEADER_BYTES), self.path)
         entries = place.entries(read)
         pickle = entries.get(f"{_PREFIX}data.pkl")
         order = entries.get(f"{_PREFIX}byteorder")
@@ -189,6 +194,15 @@ class ItemFile:
             for entry in self._storages:
                 problem = f"{self.path} is damaged: the tensor from byte {entry.start}"
                 check_crc(read, entry, problem)
+
+
+def _check_header(content: bytes, path: str) -> None:
+    # Refuses safetensors, whose places are not those of its header.
+    if content[8:] == b'{"':
+        raise FormatError(
+            f"{path} has tensors as safetensors, which are read from separate files;"
+            " save with the default serialization_format"
+        )
 
 
 def _ends(item: Item) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 It is a pickle of dataclasses of PyTorch, of which only the states are kept. A tensor
 has chunks, boxes of it; an item is the place of a chunk in a file, or of a value that
-is no tensor.
+is no tensor. `dcp_ranks` reads the files of several ranks.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor that `.metadata` lists.
+    """A tensor that a file of metadata lists.
 
     Attributes:
       dtype: of its elements.
       shape: in elements.
-      chunks: disjoint boxes that cover it, with the item that has each.
+      chunks: boxes of it, with the item that has each.
     """
 
     dtype: np.dtype
@@ -66,7 +66,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """The content of `.metadata`.
+    """The content of a file of metadata, or of several.
 
     Attributes:
       tensors: by name.
@@ -79,15 +79,14 @@ class Metadata:
     paths: Mapping[str, tuple[Any, ...]]
 
 
-def read(directory: epath.Path) -> Metadata:
-    """The metadata of the checkpoint in `directory`.
+def read(path: epath.Path) -> Metadata:
+    """The metadata in a file, which may have only some chunks of a tensor.
 
     Raises:
-      FormatError: if it is missing, malformed, names a file outside of the directory,
-        or the chunks of a tensor overlap or leave a gap.
+      FormatError: if it is missing, malformed, or names a file outside of its
+        directory.
     """
-    path = directory / FILE
-    num_bytes = _stored_bytes(directory)
+    num_bytes = _stored_bytes(path)
     content = bounded_file.read(path, most_bytes=max(MOST_PICKLE_BYTES, num_bytes // 2))
     value = closed_pickle.decode(
         content,
@@ -105,10 +104,10 @@ def read(directory: epath.Path) -> Metadata:
         ) from None
 
 
-def _stored_bytes(directory: epath.Path) -> int:
+def _stored_bytes(path: epath.Path) -> int:
     # A tensor takes about 120 opcodes and 250 bytes here, and over 800 bytes of another
     # file: so a large checkpoint may take more than the limits of small ones.
-    files = [each for each in directory.iterdir() if each.name != FILE]
+    files = [each for each in path.parent.iterdir() if each.name != path.name]
     return sum(map(source_file.num_stored_bytes, files))
 
 
@@ -166,10 +165,11 @@ def _key(index: Mapping[str, Any], path: str) -> tuple[str, tuple[int, ...] | No
 
 def _item(info: Mapping[str, Any], path: str) -> Item:
     name, offset, size = info["relative_path"], info["offset"], info["length"]
-    if info.get("transform_descriptors"):
+    if transforms := info.get("transform_descriptors"):
+        listed = transforms if isinstance(transforms, list | tuple) else [transforms]
         raise FormatError(
-            f"{path} lists items that are compressed"
-            f" ({shown(info['transform_descriptors'])}); save without extensions"
+            f"{path} lists items that extensions changed, such as by compression"
+            f" ({', '.join(map(shown, listed[:3]))}); save without extensions"
         )
     if not file_names.is_plain(name):
         raise FormatError(
@@ -205,7 +205,6 @@ def _tensor(
         if item is None:
             raise FormatError(f"{place} has a chunk at {list(start)} without values")
         chunks.append((Box(start=start, stop=stop), item))
-    coverage.check(shape, [box for box, _ in chunks], place)
     return Tensor(dtype=dtype, shape=shape, chunks=tuple(chunks))
 
 
