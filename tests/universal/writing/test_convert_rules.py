@@ -113,8 +113,8 @@ def test_trees_of_orbax_are_lists_where_the_layout_lists_them(tmp_path, capsys):
         for number, name in enumerate(["opt/0/mu", "opt/2/inner/1", "dict/0"])
     }
     small_model.write(tmp_path / "source", tensors)
-    (tmp_path / "layout.yml").write_text(LISTS)
-    rules = ["--rules", tmp_path / "layout.yml"]
+    (tmp_path / "lists.yml").write_text(LISTS)
+    rules = ["--rules", tmp_path / "lists.yml"]
     assert converted(tmp_path / "source", tmp_path / "steps" / "0", *rules) == 0
     tree = ocp.load(tmp_path / "steps" / "0", checkpointable_name="state")
     shape = jax.tree.map(lambda each: int(each[0]), tree)
