@@ -1,6 +1,7 @@
 """A DeepSpeed checkpoint is loaded by its own description, as DeepSpeed converts it."""
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from tests.universal.rules import relayout
 STATES = {"master": "fp32", "first_moment": "exp_avg", "second_moment": "exp_avg_sq"}
 SAMPLES = (
     *("zero1_dp2", "zero2_dp4", "zero3_dp4", "zero1_pp2_dp2", "zero1_tp2_pp2_dp2"),
-    *("zero1_tp4", "zero3_tp2_dp2"),
+    *("zero1_tp4", "zero3_tp2_dp2", "zero3_autotp2_dp2"),
 )
 
 
@@ -48,6 +49,18 @@ def test_states_are_those_of_the_conversion_by_deepspeed(samples, sample):
             each = name.replace("first_moment", kind)
             assert arrays[each].shape == converted[each].shape, each
             assert arrays[each].tobytes() == converted[each].tobytes(), each
+
+
+def test_weights_that_autotp_cut_are_whole(samples):
+    _, arrays = whole_values(samples("zero3_autotp2_dp2"))
+    masters = [name for name in arrays if name.startswith("master/")]
+    # Eight parameters in two blocks, an embedding and a head.
+    assert len(masters) == 8 * 2 + 2
+    for name in masters:
+        known = kv.known("fp32", name.removeprefix("master/"), arrays[name].shape)
+        # Masters began as weights in bfloat16.
+        array = known.astype(ml_dtypes.bfloat16).astype(np.float32)
+        assert arrays[name].tobytes() == array.tobytes(), name
 
 
 def test_shards_of_ranks_become_the_parameters_that_they_were_cut_from(samples):
