@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,17 @@ class TargetLeaf:
     is_staged: bool
 
 
+def is_staged(platforms: Iterable[str]) -> bool:
+    """Whether values are copied to devices that have their own memory.
+
+    An array on CPU devices takes over the memory that its values were read into.
+
+    Args:
+      platforms: of the devices.
+    """
+    return any(platform != "cpu" for platform in platforms)
+
+
 def target_leaves(abstract: Any) -> list[TargetLeaf]:
     """The leaves of an abstract tree, in its order.
 
@@ -68,7 +79,7 @@ def target_leaves(abstract: Any) -> list[TargetLeaf]:
             ),
             leaf=leaf,
             is_staged=asked.sharding is not None
-            and any(each.platform != "cpu" for each in asked.sharding.device_set),
+            and is_staged(each.platform for each in asked.sharding.device_set),
         )
         for asked, leaf, value in leaves
     ]
@@ -138,6 +149,7 @@ def _made(
             target = leaf_of[number]
             path = target.leaf.path
             parts[path][plan.buffers[number].box] = elements
+            del elements
             numbers[path].append(number)
             if len(numbers[path]) < len(target.leaf.boxes):
                 continue
@@ -146,6 +158,7 @@ def _made(
             if target.is_staged:
                 # Its bytes are in flight until the devices have them.
                 jax.block_until_ready(made[path])
+            del of_box
             for complete in numbers.pop(path):
                 transfer.free(complete)
     return made

@@ -1,11 +1,14 @@
 """Trees that are read through plans, compared with NumPy bit for bit."""
 
 import dataclasses
+import functools
 import os
 import threading
+import weakref
 
 import fsspec
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -37,9 +40,12 @@ def checkpoint_of(tensors):
     return opened.OpenedCheckpoint(format="test", tensors=tensors)
 
 
-def read_tree(checkpoint, moves, fills, abstract, **options):
+def read_tree(checkpoint, moves, fills, abstract, *, is_staged=False, **options):
     """The tree that moves make of a checkpoint."""
-    leaves = restored_tree.target_leaves(abstract)
+    leaves = [
+        dataclasses.replace(each, is_staged=is_staged)
+        for each in restored_tree.target_leaves(abstract)
+    ]
     made = restored_tree.read_leaves(checkpoint, moves, fills, leaves, **options)
     return trees.rebuilt(abstract, "", made)
 
@@ -110,6 +116,7 @@ def test_a_tree_is_bit_equal_under_any_sharding(tmp_path_factory, data, layout):
         layout.moves,
         [],
         abstract,
+        is_staged=data.draw(st.booleans()),
         budget_bytes=data.draw(st.sampled_from([1, 100, 2**20])),
     )
     restored = {
@@ -319,6 +326,73 @@ def test_a_file_that_is_missing_is_named(files):
         files.read((4,), F32)
 
 
+def staged(leaves, make):
+    """The leaves as on devices with their own memory; `make` has name and values."""
+    return [
+        dataclasses.replace(
+            each,
+            leaf=dataclasses.replace(
+                each.leaf, make=functools.partial(make, each.tensor.name)
+            ),
+            is_staged=True,
+        )
+        for each in leaves
+    ]
+
+
+@pytest.mark.parametrize(
+    ("platforms", "expected"),
+    [(["cpu", "cpu"], False), (["gpu"], True), (["cpu", "tpu"], True), ([], False)],
+)
+def test_values_are_copied_to_devices_other_than_cpus(platforms, expected):
+    assert restored_tree.is_staged(platforms) is expected
+
+
+def test_a_leaf_is_on_its_device_and_freed_before_its_bytes_are_given_to_the_next(
+    files, monkeypatch
+):
+    names, moved, expected = "abcd", [], {}
+    for number, name in enumerate(names):
+        expected[name] = drawn(100, 10, seed=number)
+        files.add(expected[name], name=name)
+        moved.append(files.moves(target=name)[number])
+    log, values_of = [], {}
+
+    def make(name, values):
+        log.append(("make", name))
+        (array,) = values
+        values_of[name] = weakref.ref(array)
+        # As a device with its own memory has it.
+        return jnp.array(array, copy=True)
+
+    ready, free = jax.block_until_ready, transfer.Transfer.free
+
+    def is_ready(array):
+        log.append(("ready", array.shape))
+        return ready(array)
+
+    def is_free(self, number):
+        log.append(("free", number))
+        # Nothing refers to the values of a leaf when their bytes are given back.
+        assert not [each for each in values_of.values() if each() is not None]
+        free(self, number)
+
+    monkeypatch.setattr(jax, "block_until_ready", is_ready)
+    monkeypatch.setattr(transfer.Transfer, "free", is_free)
+    abstract = {name: jax.ShapeDtypeStruct((100, 10), F32) for name in names}
+    leaves = staged(restored_tree.target_leaves(abstract), make)
+    made = restored_tree.read_leaves(
+        checkpoint_of(files.tensors), moved, [], leaves, budget_bytes=4000
+    )
+    for each in leaves:
+        assert np.asarray(made[each.leaf.path]).tobytes() == (
+            expected[each.tensor.name].tobytes()
+        )
+    assert [kind for kind, _ in log] == ["make", "ready", "free"] * len(names)
+    # With room for one leaf, leaves are read in their order.
+    assert [name for kind, name in log if kind == "make"] == list(names)
+
+
 def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(files, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     moved = []
@@ -327,15 +401,10 @@ def test_no_thread_reads_on_while_an_error_of_a_leaf_is_handled(files, monkeypat
         moved.append(files.moves(target=name)[number])
     abstract = {name: jax.ShapeDtypeStruct((100, 10), F32) for name in "abcd"}
 
-    def fail(_):
-        raise ValueError("full")
+    def fail(_, values):
+        raise ValueError(f"full after {len(values)}")
 
-    leaves = [
-        dataclasses.replace(
-            each, leaf=dataclasses.replace(each.leaf, make=fail), is_staged=True
-        )
-        for each in restored_tree.target_leaves(abstract)
-    ]
+    leaves = staged(restored_tree.target_leaves(abstract), fail)
     with pytest.raises(ValueError, match="full") as kept:
         restored_tree.read_leaves(
             checkpoint_of(files.tensors), moved, [], leaves, budget_bytes=1
