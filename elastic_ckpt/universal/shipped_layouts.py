@@ -5,7 +5,6 @@ They are the files of `configs/layouts`; its README lists them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -42,10 +41,7 @@ def load(name: str, *, sizes: Mapping[str, int] | None = None) -> Layout:
             f"no layout that ships is named {name!r}; choose one of "
             f"{', '.join(shipped())}, or give the path of a file"
         )
-    layout = _read(_directory() / f"{name}.yml")
-    if not sizes:
-        return layout
-    return dataclasses.replace(layout, sizes={**layout.sizes, **sizes})
+    return _read(_directory() / f"{name}.yml").with_sizes(sizes or {})
 
 
 def resolve(layout: Layout | str | os.PathLike[str]) -> Layout:

@@ -118,6 +118,15 @@ class Layout:
             fill_inverse=self.fill,
         )
 
+    def with_sizes(self, sizes: Mapping[str, Size]) -> Layout:
+        """The layout with other sizes, in place of those of the same names.
+
+        Rules that have a size of the name themselves keep it.
+        """
+        if not sizes:
+            return self
+        return dataclasses.replace(self, sizes={**self.sizes, **sizes})
+
     def with_values(self, values: Mapping[str, Any]) -> Layout:
         """The layout with numbers for the values of a checkpoint.
 

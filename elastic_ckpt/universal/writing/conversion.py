@@ -184,9 +184,7 @@ def _given(job: Job) -> Layout | None:
                 "sizes, and the reverse direction, are those of rules; give --rules"
             )
         return None
-    layout = shipped_layouts.resolve(job.rules)
-    if job.sizes:
-        layout = dataclasses.replace(layout, sizes={**layout.sizes, **job.sizes})
+    layout = shipped_layouts.resolve(job.rules).with_sizes(job.sizes)
     return layout.inverse() if job.is_reversed else layout
 
 
