@@ -54,8 +54,8 @@ def test_states_are_those_of_the_conversion_by_deepspeed(samples, sample):
 def test_weights_that_autotp_cut_are_whole(samples):
     _, arrays = whole_values(samples("zero3_autotp2_dp2"))
     masters = [name for name in arrays if name.startswith("master/")]
-    # Eight parameters in two blocks, an embedding and a head.
-    assert len(masters) == 8 * 2 + 2
+    # Nine parameters in two blocks, an embedding and a head.
+    assert len(masters) == 9 * 2 + 2
     for name in masters:
         known = kv.known("fp32", name.removeprefix("master/"), arrays[name].shape)
         # Masters began as weights in bfloat16.
