@@ -12,8 +12,8 @@
   sharded on one of two dims, over Orbax's load of the same files.
 * `relayout_load_gib_per_sec`: of `relayout_load_ratio_raw`.
 * `peak_over_bound_percent_1_gib`, `_8_gib`: the most anonymous memory of a process
-  beyond the arrays, over the budget of bytes in flight.
-* `read_over_needed_percent`, `requests_per_host`: of the plans of 8 hosts.
+  beyond the arrays, over the budget of bytes in flight; `_orbax` of Orbax's files.
+* `read_over_needed_percent`, `_inner`, `requests_per_host`: of the plans of 8 hosts.
 * `convert_ratio_cp`: the time of a durable copy of the same bytes over that of a
   conversion to an Orbax step, verified; `_safetensors` to safetensors, `_transposed`
   with every matrix transposed.
@@ -32,6 +32,7 @@ from benchmarks import (
     universal_convert,
     universal_deepspeed,
     universal_orbax,
+    universal_peaks,
     universal_plan,
     universal_raw,
 )
@@ -42,6 +43,7 @@ def measure() -> dict[str, report.Figure]:
     parts = (
         universal_raw,
         universal_orbax,
+        universal_peaks,
         universal_convert,
         universal_deepspeed,
         universal_plan,

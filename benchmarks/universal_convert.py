@@ -35,7 +35,7 @@ class Size:
 
     file_matrices: int = 32
     files: int = 4
-    rounds: int = 5
+    rounds: int = 3
 
 
 SMALL = Size(file_matrices=1, files=2, rounds=1)

@@ -8,6 +8,7 @@ from benchmarks import (
     universal_convert,
     universal_deepspeed,
     universal_orbax,
+    universal_peaks,
     universal_plan,
     universal_raw,
 )
@@ -18,6 +19,13 @@ def test_the_suite_of_universal_layouts_runs():
     figures = universal_raw.measure(universal_raw.SMALL)
     assert figures["relayout_load_ratio_raw"].value > 0
     assert figures["read_over_needed_percent"].value <= 5
+
+
+@pytest.mark.slow(minutes=0.5)
+def test_peaks_of_loads_are_measured():
+    figures = universal_peaks.measure(universal_peaks.SMALL)
+    assert figures["peak_over_bound_percent_0_gib"].value <= 10
+    assert figures["peak_over_bound_percent_orbax_0_gib"].value <= 10
 
 
 @pytest.mark.slow(minutes=0.5)
