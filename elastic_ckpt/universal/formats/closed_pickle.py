@@ -24,6 +24,7 @@ from typing import Any
 from elastic_ckpt.universal.formats import value_size
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.inert_values import Call, Record, Shell
+from elastic_ckpt.universal.formats.pickle_keys import PickleKeys
 
 # So many opcodes take less than 1 GiB and 10 seconds.
 MOST_OPERATIONS = 8_000_000
@@ -31,7 +32,6 @@ MOST_OPERATIONS = 8_000_000
 _MOST_SETS = 100_000
 # A call takes a few opcodes, and might copy a text or list of any size.
 MOST_COPIED_BYTES = 1 << 28
-_MOST_KEY_PARTS = 100
 # Copies of shapes and of records' attributes, which opcodes limit.
 _SMALL_BYTES = 400
 
@@ -92,6 +92,7 @@ class _Decoder:
         self._marked: list[list[Any]] = []
         self._memo: list[Any] = []
         self._num_sets = 0
+        self._keys = PickleKeys()
         self._copied_bytes = 0
 
     def error(self, what: str) -> FormatError:
@@ -246,23 +247,9 @@ class _Decoder:
         return keys
 
     def _check_key(self, key: Any) -> None:
-        # Python hashes tuples by recursion and each time anew, and large integers to
-        # few numbers.
-        parts = key if isinstance(key, tuple) else (key,)
-        if (
-            isinstance(key, frozenset)
-            or len(parts) > _MOST_KEY_PARTS
-            or any(isinstance(part, tuple | frozenset) for part in parts)
-            or any(isinstance(part, int) and part.bit_length() > 64 for part in parts)
-        ):
-            raise self.error(
-                "has a key that is a nested or long tuple, or a number of over 64 bits,"
-                " which is not supported"
-            )
-        try:
-            hash(key)
-        except TypeError as error:
-            raise self.error(f"is malformed ({error})") from None
+        problem = self._keys.problem(key)
+        if problem is not None:
+            raise self.error(problem)
 
     def put(self, number: int) -> None:
         value, memo = self.stack[-1], self._memo

@@ -56,6 +56,8 @@ class _Flat:
         self._left_bytes = MOST_BYTES
 
     def add(self, value: Any, path: str) -> None:
+        # Making it took time, even if nothing gets it.
+        self._take(len(path))
         if isinstance(value, np.dtype):
             self._put(path, value.name)
         elif isinstance(value, _PLAIN):
@@ -65,17 +67,20 @@ class _Flat:
                 self.add(each, f"{path}/{key}" if path else str(key))
         elif isinstance(value, list | tuple):
             if all(isinstance(each, _PLAIN) for each in value):
-                self._left_bytes -= 8 * len(value)
+                self._take(8 * len(value))
                 self._put(path, list(value))
             else:
                 for number, each in enumerate(value):
                     self.add(each, f"{path}/{number}" if path else str(number))
 
     def _put(self, path: str, value: Any) -> None:
-        self._left_bytes -= len(path) + _VALUE_BYTES
+        self._take(_VALUE_BYTES)
+        self.values[path] = value
+
+    def _take(self, num_bytes: int) -> None:
+        self._left_bytes -= num_bytes
         if self._left_bytes < 0:
             raise FormatError(
                 f"{self._file} has values that take over {MOST_BYTES} bytes; it was"
                 " made to exhaust memory"
             )
-        self.values[path] = value

@@ -57,7 +57,8 @@ def _sizes(dims: Any = ()) -> tuple[int, ...]:
     if not isinstance(dims, tuple | list):
         raise ValueError("it is no sequence")
     for dim in dims:
-        number(dim, "a dim")
+        if type(dim) is not int or not 0 <= dim < 1 << 63:
+            number(dim, "a dim")
     return tuple(dims)
 
 
@@ -80,6 +81,9 @@ def _set(items: Any = ()) -> set[Any]:
         raise ValueError("it is no sequence")
     if not all(isinstance(item, str | int | float | None) for item in items):
         raise ValueError("only texts and numbers are read")
+    # Those of equal hashes would take long to compare.
+    if any(isinstance(item, int) and item.bit_length() > 64 for item in items):
+        raise ValueError("it has a number of over 64 bits")
     return set(items)
 
 

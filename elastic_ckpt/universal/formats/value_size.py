@@ -7,8 +7,9 @@ from typing import Any
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 # Shared parts count as often as they are referred to.
-MOST_NODES = 20_000_000
-MOST_NESTED = 200
+# Readers follow, and some copy, each of them.
+MOST_NODES = 2_000_000
+MOST_NESTED = 100
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
@@ -26,6 +27,7 @@ def check(value: Any, file: str) -> None:
     # By id: the nodes of a copy, and how deep it nests. None while it is open.
     sizes: dict[int, tuple[int, int] | None] = {}
     stack = [value]
+    nested_open = num_parts = 0
     while stack:
         node = stack[-1]
         if sizes.get(id(node)) is not None:
@@ -34,6 +36,9 @@ def check(value: Any, file: str) -> None:
         parts = _parts(node)
         if id(node) not in sizes:
             sizes[id(node)] = None
+            nested_open, num_parts = nested_open + 1, num_parts + len(parts)
+            if nested_open > MOST_NESTED or num_parts > MOST_NODES:
+                break
             for part in parts:
                 if not isinstance(part, _CONTAINERS):
                     continue
@@ -42,15 +47,19 @@ def check(value: Any, file: str) -> None:
                 stack.append(part)
             continue
         stack.pop()
+        nested_open -= 1
         measured = [sizes.get(id(part)) or (1, 0) for part in parts]
         nodes = 1 + sum(size for size, _ in measured)
         nested = 1 + max((depth for _, depth in measured), default=0)
         if nodes > MOST_NODES or nested > MOST_NESTED:
-            raise FormatError(
-                f"{file} holds more than {MOST_NODES} values, or values nested deeper"
-                f" than {MOST_NESTED}; it is no state dict, or made to exhaust memory"
-            )
+            break
         sizes[id(node)] = (nodes, nested)
+    else:
+        return
+    raise FormatError(
+        f"{file} holds more than {MOST_NODES} values, or values nested deeper"
+        f" than {MOST_NESTED}; it is no state dict, or made to exhaust memory"
+    )
 
 
 def _parts(node: Any) -> list[Any]:

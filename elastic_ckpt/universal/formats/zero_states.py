@@ -27,6 +27,8 @@ from elastic_ckpt.universal.formats.torch_tensor import Tensor
 # The name of a parameter of an expert, whose number it has.
 EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
+# Each parameter of a group has all of them.
+_MOST_STATES = 32
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -198,7 +200,13 @@ def _flat_tensors(file: TorchFile, group: int) -> dict[str, Tensor]:
     if not isinstance(master, Tensor) or not isinstance(state, dict):
         raise file.error(f"has no states of group {group}")
     named = {"fp32": master, **state}
-    return {key: each for key, each in named.items() if isinstance(each, Tensor)}
+    flats = {key: each for key, each in named.items() if isinstance(each, Tensor)}
+    if len(flats) > _MOST_STATES:
+        raise file.error(
+            f"has {len(flats)} states of each parameter, and at most {_MOST_STATES}"
+            " are read"
+        )
+    return flats
 
 
 def _address(file: TorchFile, name: str, address: Any) -> tuple[int, int]:

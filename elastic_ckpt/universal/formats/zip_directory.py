@@ -16,7 +16,8 @@ from elastic_ckpt.universal.formats.format_error import FormatError
 # Bytes `start` to `start + size` of a file; fewer if it ends before.
 Read = Callable[[int, int], bytes]
 
-MOST_ENTRIES = 2_000_000
+MOST_ENTRIES = 500_000
+_MOST_DIRECTORY_BYTES = 128 << 20
 _END = struct.Struct("<4s4xHHIIH")
 _END_64 = struct.Struct("<4s20xQQQQ")
 _LOCATOR_64 = struct.Struct("<4s4xQ4x")
@@ -119,6 +120,8 @@ class Zip:
                 raise ValueError("it has no directory")
         if at + size != end:
             raise ValueError(f"its directory would end at byte {at + size}, not {end}")
+        if size > _MOST_DIRECTORY_BYTES:
+            raise ValueError(f"its directory would have {size} bytes")
         if count > min(MOST_ENTRIES, size // _CENTRAL.size):
             raise ValueError(f"it would have {count} entries")
         return count, at, size

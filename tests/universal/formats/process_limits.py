@@ -1,0 +1,58 @@
+"""Limits the memory and the time of the processor that calls may take."""
+
+import contextlib
+import ctypes
+import pathlib
+import resource
+import signal
+import threading
+
+MOST_BYTES = 1 << 30
+MOST_SECS = 10
+_STATUS = pathlib.Path("/proc/self/statm")
+# mallopt's M_ARENA_MAX: with one for each thread, threads reserve memory.
+_ARENA_MAX = -8
+_active = threading.Lock()
+
+
+class TooLongError(Exception):
+    """A call took more time of the processor."""
+
+
+def _too_long(*_):
+    raise TooLongError(f"more than {MOST_SECS} seconds of the processor")
+
+
+@contextlib.contextmanager
+def limited():
+    """Calls in it get MemoryError beyond `MOST_BYTES`, and this error after 10 s.
+
+    The process itself is limited, so all allocations and all threads count.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    # Readers call each other, and threads of them.
+    if not is_main or not _active.acquire(blocking=False):
+        yield
+        return
+    ctypes.CDLL(None).mallopt(_ARENA_MAX, 2)
+    pages = int(_STATUS.read_text().split()[0])
+    limits = {
+        resource.RLIMIT_AS: pages * resource.getpagesize() + MOST_BYTES,
+        resource.RLIMIT_CPU: _processor_secs() + MOST_SECS + 1,
+    }
+    before = {each: resource.getrlimit(each) for each in limits}
+    handler = signal.signal(signal.SIGXCPU, _too_long)
+    try:
+        for each, limit in limits.items():
+            resource.setrlimit(each, (limit, before[each][1]))
+        yield
+    finally:
+        for each, previous in before.items():
+            resource.setrlimit(each, previous)
+        signal.signal(signal.SIGXCPU, handler)
+        _active.release()
+
+
+def _processor_secs():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return int(usage.ru_utime + usage.ru_stime)
