@@ -107,6 +107,17 @@ def test_a_tree_comes_back_as_from_orbax(name, make, stock, tmp_path):
         assert (bits(orbax.load()), bits(orbax.load(1, tree))) == expected
 
 
+def test_orbax_loads_a_tree_of_arrays_without_elements_alone(make, tmp_path):
+    # It does not save them itself.
+    tree = {"a": jnp.ones((0, 4)), "b": np.ones((3, 0))}
+    checkpointer = make()
+    assert checkpointer.save(1, tree)
+    checkpointer.wait()
+    assert bits(checkpointer.load()) == bits(tree)
+    with ocp.training.Checkpointer(tmp_path / "steps") as orbax:
+        assert bits(orbax.load()) == bits(tree)
+
+
 def test_a_number_of_numpy_that_is_a_float_is_one(make, stock):
     checkpointer = make()
     checkpointer.save(1, {"a": np.float64(1.5)})

@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
-from elastic_ckpt.core.boxes import Box
+from elastic_ckpt.core import boxes, errors, storage
 from elastic_ckpt.manifests import manifest_file
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import (
@@ -124,6 +124,14 @@ def assemble(
     for checkpointable, names in stores.items():
         store = unfinished / checkpointable
         retries.call(doing, lambda store=store, names=names: ocdbt.merge(store, names))
+    for checkpointable, arrays in _empty_arrays(saved).items():
+        store = unfinished / checkpointable
+        retries.call(
+            doing,
+            lambda store=store, arrays=arrays: ocdbt.write(
+                store, arrays, ocdbt.new_context()
+            ),
+        )
     for name, content in orbax_files.items():
         path = unfinished / name
         retries.call(doing, lambda path=path, content=content: _write(path, content))
@@ -202,7 +210,7 @@ def _earlier(
     return earlier
 
 
-def _place(part: Fragment | ComponentFile) -> tuple[int, Box] | str:
+def _place(part: Fragment | ComponentFile) -> tuple[int, boxes.Box] | str:
     return part.path if isinstance(part, ComponentFile) else (part.leaf, part.box)
 
 
@@ -224,6 +232,23 @@ def _stores(manifests: Sequence[Manifest]) -> dict[str, set[str]]:
             checkpointable, _, store = file.partition("//")[0].rpartition("/")
             stores.setdefault(checkpointable, set()).add(store)
     return stores
+
+
+def _empty_arrays(saved: SavedStep) -> dict[str, list[ocdbt.Chunk]]:
+    # By checkpointable. They have no chunks that a host could upload, but Orbax
+    # requires their metadata like that of others.
+    empty: dict[str, list[ocdbt.Chunk]] = {}
+    for leaf in saved.contents.leaves:
+        if 0 in leaf.shape:
+            array = saved.arrays[leaf.path]
+            chunk = ocdbt.Chunk(
+                leaf=leaf,
+                array=array,
+                box=boxes.whole(leaf.shape),
+                values=np.empty(leaf.shape, leaf.dtype),
+            )
+            empty.setdefault(array.checkpointable, []).append(chunk)
+    return empty
 
 
 def _drop_unnamed(unfinished: epath.Path, manifests: Sequence[Manifest]) -> None:

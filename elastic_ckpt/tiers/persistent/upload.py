@@ -120,8 +120,6 @@ class Upload:
         self._fragments: dict[tuple[int, boxes.Box], Fragment] = {}
         self._files: dict[str, ComponentFile] = {}
         self._others: set[Part] = set()
-        # The checkpointables whose arrays without elements are in this host's store.
-        self._completed: set[str] = set()
         self._noting = threading.Lock()
         self._next_note_secs = 0.0
         # The number of the newest world that was claimed when the upload began.
@@ -309,7 +307,6 @@ class Upload:
                 list(self._fragments.values()),
                 list(self._files.values()),
             )
-        self._create_empty_arrays(fragments)
         with self._lock:
             stores = dict(self._stores)
         for checkpointable, store in stores.items():
@@ -324,27 +321,6 @@ class Upload:
             fragments=Fragments.from_rows(fragments, contents=saved.contents),
             component_files=tuple(files),
         )
-
-    def _create_empty_arrays(self, fragments: Sequence[Fragment]) -> None:
-        # They have no chunks, but Orbax requires their metadata like that of others.
-        leaves = self._saved.contents.leaves
-        written = {leaves[each.leaf].path for each in fragments}
-        stores = {self._saved.arrays[path].checkpointable for path in written}
-        empty: dict[str, list[ocdbt.Chunk]] = {}
-        for leaf in leaves:
-            array = self._saved.arrays[leaf.path]
-            if 0 in leaf.shape and array.checkpointable in stores - self._completed:
-                empty.setdefault(array.checkpointable, []).append(
-                    ocdbt.Chunk(
-                        leaf=leaf,
-                        array=array,
-                        box=boxes.whole(leaf.shape),
-                        values=np.empty(leaf.shape, leaf.dtype),
-                    )
-                )
-        for checkpointable, arrays in empty.items():
-            self._write(checkpointable, arrays)
-        self._completed |= stores
 
     def _write(self, checkpointable: str, chunks: Sequence[ocdbt.Chunk]) -> None:
         path = self._directory / checkpointable / self._store
