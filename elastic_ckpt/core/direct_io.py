@@ -40,12 +40,38 @@ def write(path: str, memory: np.ndarray, num_bytes: int) -> None:
     Raises:
       OSError: if there is no room.
     """
-    whole = _in_blocks(num_bytes)
     with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
-        done = 0
-        while done < whole:
-            done += os.pwrite(descriptor, memory.data[done:whole], done)
+        _write(descriptor, memory[: _in_blocks(num_bytes)], 0)
         os.ftruncate(descriptor, num_bytes)
+
+
+def put(path: str, offset: int, content: np.ndarray, memory: np.ndarray) -> None:
+    """Writes bytes into a file; its first and its last block through the cache.
+
+    Args:
+      path: of the file.
+      offset: of the first byte.
+      content: uint8.
+      memory: made by `allocate` for as many bytes.
+
+    Raises:
+      OSError: if storage fails.
+    """
+    size = content.nbytes
+    first = min(size, _in_blocks(offset) - offset)
+    last = max(first, (offset + size) // _BLOCK_BYTES * _BLOCK_BYTES - offset)
+    memory[: last - first] = content[first:last]
+    with _opened(path, os.O_WRONLY) as descriptor:
+        _write(descriptor, memory[: last - first], offset + first)
+    with open(path, "r+b", buffering=0) as file:
+        _write(file.fileno(), content[:first], offset)
+        _write(file.fileno(), content[last:], offset + last)
+
+
+def _write(descriptor: int, content: np.ndarray, offset: int) -> None:
+    done = 0
+    while done < content.nbytes:
+        done += os.pwrite(descriptor, content.data[done:], offset + done)
 
 
 class Reader:

@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 
+import numpy as np
 import pytest
 
 from elastic_ckpt.core import direct_io
@@ -34,3 +35,14 @@ def test_every_range_of_a_file_reads_back(path, num_bytes):
         read = reader.read(str(path), start, size)
         assert read.tobytes() == content[start : start + size]
     assert reader.read(str(path), 0, num_bytes + 1).tobytes() == content
+
+
+@pytest.mark.parametrize("start", [0, 1, 4095, 4096, 5000])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 20000])
+def test_bytes_are_put_into_a_file_and_others_stay(path, start, num_bytes):
+    generator = random.Random(num_bytes)
+    before, content = generator.randbytes(30000), generator.randbytes(num_bytes)
+    path.write_bytes(before)
+    given, memory = np.frombuffer(content, np.uint8), direct_io.allocate(num_bytes)
+    direct_io.put(str(path), start, given, memory)
+    assert path.read_bytes() == before[:start] + content + before[start + num_bytes :]

@@ -28,6 +28,7 @@ from elastic_ckpt.universal.writing import chunks
 BUDGET_BYTES = 2**28
 # The memory of boxes that were written is kept for those that are read next.
 REUSED_BYTES = 2**26
+_PLAIN_TIMES = 4
 
 Needed = Mapping[TargetTensor, Sequence[Box]]
 
@@ -111,12 +112,14 @@ class Conversion:
     def chunk_of(self) -> dict[str, tuple[int, ...]]:
         """The shape of the boxes in which each target is written, by name."""
         tensors = self.checkpoint.tensors
+        # Boxes that are whole tensors lie in one piece in a file.
+        times = _PLAIN_TIMES if self.job.to == "safetensors" else 1
         return {
             target.name: chunks.chunk_shape(
                 target,
                 self._moves[target.name],
                 tensors,
-                chunk_bytes=chunks.CHUNK_BYTES,
+                chunk_bytes=times * chunks.CHUNK_BYTES,
             )
             for target in self.targets
         }

@@ -8,12 +8,14 @@ from types import TracebackType
 
 import numpy as np
 
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core import boxes, direct_io
 from elastic_ckpt.universal.formats.safetensors_file import Span
 from elastic_ckpt.universal.strides import row_major
 
 # Shorter runs are copied through mapped memory: a call for each would cost more.
 _LEAST_RUN_BYTES = 2**16
+# Longer ones go past the page cache.
+_LEAST_DIRECT_BYTES = 2**20
 
 
 class TensorFile:
@@ -31,6 +33,9 @@ class TensorFile:
     """
 
     def __init__(self, path: str, num_bytes: int) -> None:
+        self._path = path
+        self._reader = direct_io.Reader()
+        self._staging = np.empty(0, np.uint8)
         self._file = open(path, "r+b", buffering=0)  # noqa: SIM115
         self._map: mmap.mmap | None = None
         try:
@@ -83,13 +88,27 @@ class TensorFile:
         strides = np.array(row_major(span.shape, span.dtype.itemsize))
         for index in np.ndindex(*box.shape[:split]):
             place = np.array([*index, *(0,) * (len(box.shape) - split)]) + box.start
-            run = np.ascontiguousarray(values[index])
+            run = np.ascontiguousarray(values[index]).reshape(-1).view(np.uint8)
             offset = span.start + int((place * strides).sum())
-            self.write(run.reshape(-1).view(np.uint8).data, offset)
+            if run_bytes < _LEAST_DIRECT_BYTES:
+                self.write(run.data, offset)
+                continue
+            if self._staging.nbytes < run_bytes:
+                self._staging = direct_io.allocate(run_bytes)
+            direct_io.put(self._path, offset, run, self._staging)
 
     def get(self, span: Span, box: boxes.Box) -> np.ndarray:
-        """A copy of the values of a box, as the file has them."""
-        return np.array(self._mapped(span)[_slices(box)])
+        """The values of a box, as the file has them, until the next call."""
+        num_bytes = box.volume * span.dtype.itemsize
+        is_one_run = box.volume == int(
+            np.prod(box.shape[_first_of_run(span.shape, box) :])
+        )
+        if num_bytes < _LEAST_DIRECT_BYTES or not is_one_run:
+            return np.array(self._mapped(span)[_slices(box)])
+        strides = row_major(span.shape, span.dtype.itemsize)
+        offset = span.start + int(np.dot(box.start, strides))
+        read = self._reader.read(self._path, offset, num_bytes)
+        return read.view(span.dtype).reshape(box.shape)
 
     def _mapped(self, span: Span) -> np.ndarray:
         assert self._map is not None
