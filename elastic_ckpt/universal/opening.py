@@ -103,7 +103,9 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         for each in _FORMATS:
             if each.is_format(names):
                 with garbage_collection.paused():
-                    return each.open_checkpoint(source)
+                    checkpoint = each.open_checkpoint(source)
+                _check_names(checkpoint, path)
+                return checkpoint
     except bucket_clients.failures() as error:
         raise FormatError(f"{path} cannot be read ({error})") from error
     raise FormatError(
@@ -111,3 +113,16 @@ def open_checkpoint(path: epath.PathLike) -> Checkpoint:
         f" {errors.first_of(names) or 'no files'}; looked for were"
         f" {'; '.join(each.files for each in _FORMATS)}"
     )
+
+
+def _check_names(checkpoint: Checkpoint, path: epath.PathLike) -> None:
+    # Half of a pair of UTF-16 can be in a text, and cannot be printed or written.
+    for tensor in checkpoint.tensors:
+        if not tensor.name.isascii():
+            try:
+                tensor.name.encode()
+            except UnicodeEncodeError:
+                raise FormatError(
+                    f"{path} has a tensor of the name {tensor.name[:60]!a}, which is no"
+                    " valid Unicode; rename it where the checkpoint was written"
+                ) from None

@@ -34,6 +34,8 @@ _FOLDER = re.compile(r"mp_rank_(\d{2,9})(?:_(\d{3,9}))?(?:_(\d{3,9}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _CHUNK = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
+# Names of nested modules repeat those of all modules around them.
+_MOST_NAME = 500
 Coordinates = tuple[int, int, int]
 
 
@@ -141,6 +143,8 @@ def _weights(
 ) -> Iterator[StoredTensor]:
     # Earlier versions nest modules.
     for key, value in content.items():
+        if len(prefix) + len(str(key)) > _MOST_NAME:
+            raise file.error(f"has a name of more than {_MOST_NAME} characters")
         if isinstance(value, dict):
             yield from _weights(file, value, f"{prefix}{key}.", ranks)
         elif isinstance(value, Tensor):

@@ -1,5 +1,6 @@
 """Hostile and truncated checkpoints are one error; nothing is run or written."""
 
+import json
 import os
 import pathlib
 import pickle
@@ -281,3 +282,11 @@ def test_each_truncated_file_is_one_error_or_was_not_needed(tmp_path, name):
             num_refused += problem is not None
         file.write_bytes(content)
     assert num_refused
+
+
+def test_a_name_that_is_no_unicode_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    values = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({"w\ud800": values}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(path, r"a tensor of the name 'w\\ud800', which is no valid")
