@@ -20,6 +20,10 @@ import numpy as np
 from elastic_ckpt.core import box_cover, box_join, boxes, errors
 from elastic_ckpt.core.boxes import Boxes
 
+# An error names an element of a buffer whose dims have so many indices at most: all
+# indices are listed to find it.
+_MOST_INDICES = 1 << 22
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Image:
@@ -198,14 +202,15 @@ def _fail(
     buffer: object,
     tensors: Sequence[object],
 ) -> None:
-    atoms, cells = _in_atoms(placed, rows, shape)
-    gaps = box_cover.gaps([len(of_dim) for of_dim in atoms], cells)
-    if len(gaps):
-        numbers = zip(atoms, gaps.start[0].tolist(), strict=True)
-        index = [int(of_dim[number]) for of_dim, number in numbers]
-        problem = f"nothing fills its element {index}"
-    else:
+    problem = "some of its elements are filled twice, or not at all"
+    if max(shape, default=0) <= _MOST_INDICES:
+        atoms, cells = _in_atoms(placed, rows, shape)
+        gaps = box_cover.gaps([len(of_dim) for of_dim in atoms], cells)
         problem = "some of its elements are filled twice"
+        if len(gaps):
+            numbers = zip(atoms, gaps.start[0].tolist(), strict=True)
+            index = [int(of_dim[number]) for of_dim, number in numbers]
+            problem = f"nothing fills its element {index}"
     numbers = dict.fromkeys(placed.tensor[rows].tolist())
     sources = errors.first_of(str(tensors[each]) for each in numbers if each >= 0)
     raise errors.CheckpointError(
