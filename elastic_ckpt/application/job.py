@@ -292,11 +292,14 @@ class Job:
         run_directory.write_config(directory, self.config)
         return step_log.StepLog(
             directory,
-            start_step=start_step,
-            world=self.world,
-            data=dataclasses.asdict(self.config.data),
-            number=number,
-            left_out=left_out,
+            step_log.Start(
+                step=start_step,
+                world=self.world,
+                data=dataclasses.asdict(self.config.data),
+                number=number,
+                left_out=left_out,
+            ),
+            detail=self.config.run.step_log,
         )
 
 

@@ -88,11 +88,13 @@ def outcome_of(directory: str) -> audit.Audit:
 def describe(outcome: audit.Audit) -> str:
     """The outcome in words."""
     hosts = " -> ".join(map(str, outcome.hosts))
+    most = "" if outcome.is_count_exact else "at most "
     lines = [
         f"{outcome.num_steps} steps took {outcome.num_examples:,} rows"
         + (f", {outcome.num_epochs:.2f} epochs" if outcome.num_epochs else "")
         + f"; hosts: {hosts}",
-        f"lost: {outcome.num_lost} examples; repeated: {outcome.num_repeated}",
+        f"lost: {most}{outcome.num_lost} examples; repeated: {most}"
+        f"{outcome.num_repeated}",
         f"batches of the one-host run: {outcome.num_batch_identical_steps} of"
         f" {outcome.num_steps}, of which {outcome.num_row_identical_steps} have its"
         f" order of rows, promised for {outcome.num_row_promised_steps}"

@@ -39,6 +39,12 @@ class RunSection:
         "Steps between two progress lines if the output is not a terminal.",
         at_least=1,
     )
+    step_log: str = key(
+        "proof",
+        "Detail of the log of each step's examples: proof has an audit name the rows"
+        " that differ; summary has one digest a step, in a tenth of the space.",
+        choices=("proof", "summary"),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

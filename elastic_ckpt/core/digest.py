@@ -9,7 +9,7 @@ bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import jax
@@ -95,11 +95,16 @@ def row_features(batch: Mapping[str, Array]) -> list[Array]:
     return [batch[name] for name in names if batch[name].ndim == 2]
 
 
-def batch_digest(row_ids: Iterable[int], digests: Iterable[int]) -> str:
-    """BLAKE2b-64 of the ordered row ids and row digests, as 16 hex digits."""
-    ids = np.fromiter(row_ids, np.uint64)
-    content = ids.astype("<u8").tobytes() + np.fromiter(digests, "<u4").tobytes()
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
+def batch_digest(
+    row_ids: Sequence[int] | np.ndarray,
+    digests: Sequence[int] | np.ndarray,
+    *,
+    num_bytes: int = 8,
+) -> str:
+    """BLAKE2b of the ordered row ids and row digests, two hex digits a byte."""
+    ids = np.array(row_ids, "<u8")
+    content = ids.tobytes() + np.array(digests, "<u4").tobytes()
+    return hashlib.blake2b(content, digest_size=num_bytes).hexdigest()
 
 
 def _odd_multipliers(count: int) -> np.ndarray:

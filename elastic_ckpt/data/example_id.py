@@ -21,5 +21,10 @@ def split_all(example_ids: np.ndarray) -> np.ndarray:
 
 def join(halves: np.ndarray) -> list[int]:
     """The inverse of `split`: the ids of the rows of `halves`, uint32 `[rows, 2]`."""
+    return joined(halves).tolist()
+
+
+def joined(halves: np.ndarray) -> np.ndarray:
+    """The ids of `join` as uint64 `[rows]`."""
     high, low = halves[:, 0].astype(np.uint64), halves[:, 1].astype(np.uint64)
-    return (high << np.uint64(32) | low).tolist()
+    return high << np.uint64(32) | low

@@ -1,23 +1,10 @@
 """The step log: a record of the examples that each step was computed from.
 
-A run has one file per start, and after each time that it goes back to an older step,
-`step_log/attempt-00001.jsonl` and so on. Version 4 of the file is JSON lines. The first
-line describes the attempt, with the configuration of its data (`data`, which version 1
-lacks), the number of the claimed world (`world`, which versions 1 and 2 lack; 0 if none
-is claimed), and the ranges of positions that the run has left out before the attempt
-(`left_out`, which versions 1 to 3 lack; see `data.state`):
-
-    {"version":4,"attempt":1,"start_step":0,"hosts":4,"slices":2,"devices":8,"data":{},
-     "world":1,"left_out":[]}
-
-(on one line in the file).
-Each further line describes a step, in order:
-
-    {"step":0,"loss":5.6,"digest":"9c1f00de12345678","ids":[12,7]}
-
-`ids` are the example ids of the global batch in row order, `digest` covers them and the
-tokens of their rows (`core.digest.batch_digest`). Both are outputs of the jitted step,
-computed from the same arrays as the gradient.
+A run has one log per start, and after each time that it goes back to an older step.
+[STEP_LOG.md](STEP_LOG.md) describes the files. On a disk an attempt is one file that
+grows by a line a step; in an object store its steps are in segments
+(`core.segmented_log`). The ids and digests are outputs of the jitted step, computed
+from the same arrays as the gradient.
 
 A killed run may have logged steps after its last checkpoint. The next attempt starts at
 that checkpoint and repeats them; `lineage` selects the last record of each step. A
@@ -33,32 +20,14 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import digest, errors, storage, topology
+from elastic_ckpt.core import errors, segmented_log, storage, topology
 from elastic_ckpt.data import example_id, state
-from elastic_ckpt.training import train_step
+from elastic_ckpt.training import step_record, train_step
+from elastic_ckpt.training.step_record import StepRecord
 
 DIRECTORY = "step_log"
-VERSION = 4
-_READABLE = (1, 2, 3, 4)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """One step of a run.
-
-    Attributes:
-      step: its number, from 0.
-      loss: over the global batch, before the update.
-      digest: of ids and tokens, `core.digest.batch_digest`.
-      ids: example ids in row order.
-      attempt: the number of the attempt that logged it.
-    """
-
-    step: int
-    loss: float
-    digest: str
-    ids: tuple[int, ...]
-    attempt: int
+VERSION = 5
+_READABLE = (1, 2, 3, 4, 5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,56 +55,68 @@ class Attempt:
     left_out: state.Ranges = ()
 
 
-class StepLog:
-    """Writes the log of a new attempt; used only on the primary host.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """The start of an attempt.
 
-    Args:
-      run_directory: the run's directory.
-      start_step: the first step of this attempt.
+    Attributes:
+      step: its first step.
       world: its hosts, slices and devices.
       data: the configuration of its data, by key.
       number: of the claimed world; 0 if none is claimed.
       left_out: the positions that were left out so far.
     """
 
+    step: int
+    world: topology.Topology
+    data: dict[str, storage.Json]
+    number: int = 0
+    left_out: state.Ranges = ()
+
+
+class StepLog:
+    """Writes the log of a new attempt; used only on the primary host.
+
+    Args:
+      run_directory: the run's directory.
+      start: of the attempt.
+      detail: of each step, see `step_record.line`.
+    """
+
     def __init__(
         self,
         run_directory: epath.PathLike,
+        start: Start,
         *,
-        start_step: int,
-        world: topology.Topology,
-        data: dict[str, storage.Json],
-        number: int = 0,
-        left_out: state.Ranges = (),
+        detail: str = step_record.PROOF,
     ) -> None:
         directory = storage.absolute(run_directory) / DIRECTORY
         header: dict[str, Any] = {
             "version": VERSION,
             "attempt": 1 + max(map(_attempt_number, _files(run_directory)), default=0),
-            "start_step": start_step,
-            **dataclasses.asdict(world),
-            "data": data,
-            "world": number,
-            "left_out": [list(each) for each in left_out],
+            "start_step": start.step,
+            **dataclasses.asdict(start.world),
+            "data": start.data,
+            "world": start.number,
+            "left_out": [list(each) for each in start.left_out],
         }
         # Another start may create its file at the same time.
         while not storage.create(_path(directory, header), _first_line(header)):
             header["attempt"] += 1
-        self._log = storage.AppendLog(_path(directory, header))
+        path = _path(directory, header)
+        self._detail = detail
+        self._log: storage.AppendLog | segmented_log.SegmentedLog
+        if storage.is_local(path):
+            self._log = storage.AppendLog(path)
+        else:
+            self._log = segmented_log.SegmentedLog(_segments(path))
 
     def append(self, step: int, report: train_step.StepReport) -> float:
         """Logs `step`, waiting until it is computed, and returns its loss."""
         loss = float(report.loss)
-        ids = example_id.join(np.asarray(report.example_id))
-        rows = np.asarray(report.row_digests).tolist()
-        self._log.append(
-            {
-                "step": step,
-                "loss": loss,
-                "digest": digest.batch_digest(ids, rows),
-                "ids": ids,
-            }
-        )
+        ids = example_id.joined(np.asarray(report.example_id))
+        rows = np.asarray(report.row_digests)
+        self._log.append(step_record.line(step, loss, ids, rows, detail=self._detail))
         return loss
 
     def sync(self) -> None:
@@ -193,6 +174,11 @@ def _path(directory: epath.Path, header: dict[str, Any]) -> epath.Path:
     return directory / f"attempt-{header['attempt']:05d}.jsonl"
 
 
+def _segments(path: epath.Path) -> epath.Path:
+    # The directory of the segments of an attempt, beside its file.
+    return path.parent / path.stem
+
+
 def _first_line(header: dict[str, Any]) -> bytes:
     return json.dumps(header, separators=(",", ":")).encode() + b"\n"
 
@@ -219,19 +205,13 @@ def _read_attempt(path: epath.Path) -> Attempt | None:
     try:
         return Attempt(
             records=tuple(
-                StepRecord(
-                    step=line["step"],
-                    loss=line["loss"],
-                    digest=line["digest"],
-                    ids=tuple(line["ids"]),
-                    attempt=header["attempt"],
-                )
-                for line in lines[1:]
+                step_record.parse(line, attempt=header["attempt"])
+                for line in [*lines[1:], *segmented_log.read(_segments(path))]
             ),
             left_out=tuple((start, stop) for start, stop in left_out),
             **header,
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise errors.DataError(
             f"{path}: not a step log ({error!r}); restore it from a copy"
         ) from None

@@ -5,7 +5,7 @@ import pytest
 
 from elastic_ckpt.core import digest
 from elastic_ckpt.data import example_id, rows
-from elastic_ckpt.training import audit, step_log
+from elastic_ckpt.training import audit, step_log, step_record
 
 BATCH = 8
 
@@ -30,10 +30,11 @@ def records(data, num_steps, start_step=0, attempt=1):
     actual = one_host_rows(data, skip=start_step * BATCH)
     for step in range(start_step, start_step + num_steps):
         ids, digests = zip(*(next(actual) for _ in range(BATCH)), strict=True)
-        yield step_log.StepRecord(
+        yield step_record.StepRecord(
             step=step,
             loss=1.0,
             digest=digest.batch_digest(ids, digests),
+            num_rows=BATCH,
             ids=ids,
             attempt=attempt,
         )

@@ -1,0 +1,105 @@
+"""The run on one host that an audit compares with: the same pipeline, read again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from elastic_ckpt.core import digest
+from elastic_ckpt.data import delivery, elastic_data, example_id, rows, state
+from elastic_ckpt.training.step_record import StepRecord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of a batch, in order.
+
+    Attributes:
+      ids: their example ids, uint64 `[rows]`.
+      digests: of their tokens, uint32 `[rows]`.
+    """
+
+    ids: np.ndarray
+    digests: np.ndarray
+
+
+class OneHostRun:
+    """The run on one host, whose batch size and data change at the same steps.
+
+    It leaves out the same positions.
+
+    Args:
+      data_of: returns the configured data of an attempt, given its number.
+      left_out: the positions that each attempt has left out, by its number.
+
+    Attributes:
+      num_left_out: positions that it has left out so far.
+    """
+
+    def __init__(
+        self,
+        data_of: Callable[[int], elastic_data.ElasticData],
+        left_out: Mapping[int, state.Ranges],
+    ) -> None:
+        self.num_left_out = 0
+        self._data_of = data_of
+        self._left_out = left_out
+        self._attempt_and_size: tuple[int, int] | None = None
+        self._batches: elastic_data.HostBatches | None = None
+        # How many batches without a real row may come before one that has some.
+        self._max_empty = 0
+
+    def next(self, record: StepRecord) -> Rows:
+        """The batch of the step of `record`."""
+        self._leave_out(record)
+        batches = self._of_size(record.attempt, record.num_rows)
+        batch = next(batches)
+        for _ in range(self._max_empty):
+            if batch[elastic_data.MASK].any():
+                break
+            batch = next(batches)
+        tokens = np.concatenate(digest.row_features(batch), axis=1)
+        return Rows(
+            ids=example_id.joined(batch["example_id"]),
+            digests=digest.row_digests(tokens),
+        )
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        if self._batches:
+            self._batches.close()
+
+    def _leave_out(self, record: StepRecord) -> None:
+        # Ranges of the attempt that begin here; each may have batches of other sizes.
+        for start, stop in self._left_out[record.attempt]:
+            position = start
+            while self._position() == position < stop:
+                size = min(record.num_rows, stop - position)
+                next(self._of_size(record.attempt, size))
+                self.num_left_out += size
+                position += size
+
+    def _position(self) -> int:
+        return state.row_of(self._batches.position()) if self._batches else 0
+
+    def _of_size(self, attempt: int, size: int) -> elastic_data.HostBatches:
+        if self._batches is None or self._attempt_and_size != (attempt, size):
+            self._batches = self._continued(attempt, size)
+            self._attempt_and_size = attempt, size
+        return self._batches
+
+    def _continued(self, attempt: int, size: int) -> elastic_data.HostBatches:
+        placement = rows.Placement.in_order(0, num_hosts=1, global_batch_size=size)
+        data = self._data_of(attempt)
+        self._max_empty = delivery.batches_of_end(data, size) - 1
+        continued = data.host_batches(placement)
+        if self._batches:
+            cursors = self._batches.shard_cursors()
+            continued.go_to(
+                self._batches.position(),
+                lambda shards: {shard: cursors[shard] for shard in shards},
+            )
+            self._batches.close()
+        return continued

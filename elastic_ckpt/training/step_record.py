@@ -1,0 +1,92 @@
+"""A step in the step log, and its line in the file; see STEP_LOG.md."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from elastic_ckpt.core import digest, storage
+from elastic_ckpt.training import batch_digests, id_runs
+
+PROOF = "proof"
+SUMMARY = "summary"
+_DIGEST_BYTES = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step of a run.
+
+    Attributes:
+      step: its number, from 0.
+      loss: over the global batch, before the update.
+      digest: of ids and tokens in row order, `core.digest.batch_digest`; 32 hex digits,
+        16 in versions 1 to 4.
+      num_rows: of the global batch.
+      attempt: the number of the attempt that logged it.
+      ids: example ids in row order; empty if they are not listed.
+      digests: of the batch and of blocks of its rows; None if the ids are listed, and
+        in a summary.
+    """
+
+    step: int
+    loss: float
+    digest: str
+    num_rows: int
+    attempt: int
+    ids: tuple[int, ...] = ()
+    digests: batch_digests.BatchDigests | None = None
+
+
+def line(
+    step: int, loss: float, ids: np.ndarray, row_digests: np.ndarray, *, detail: str
+) -> dict[str, storage.Json]:
+    """The line of a step, at most 2,000 bytes.
+
+    Args:
+      step: its number.
+      loss: over its batch.
+      ids: example ids in row order, uint64 `[rows]`.
+      row_digests: of the tokens of the rows, uint32 `[rows]`.
+      detail: `PROOF` lists the ids, or has digests of blocks of rows if the ids take
+        too much space; `SUMMARY` has neither.
+    """
+    fields: dict[str, Any] = {
+        "step": step,
+        "loss": loss,
+        "digest": digest.batch_digest(ids, row_digests, num_bytes=_DIGEST_BYTES),
+        "rows": len(ids),
+    }
+    if detail == PROOF:
+        runs = id_runs.encode(ids)
+        if runs is not None:
+            fields["ids"] = runs
+        else:
+            fields |= batch_digests.digests(ids, row_digests).line
+    return fields
+
+
+def parse(line: dict[str, Any], *, attempt: int) -> StepRecord:
+    """The record of a line of any version.
+
+    Raises:
+      KeyError, TypeError, ValueError: if it is not the line of a step.
+    """
+    ids = id_runs.decode(line.get("ids", ()))
+    num_rows = line.get("rows", len(ids))
+    if ids and num_rows != len(ids):
+        raise ValueError(f"{len(ids)} ids of {num_rows} rows")
+    if not num_rows:
+        raise KeyError("ids")
+    digests = batch_digests.parse(line, num_rows) if "blocks" in line else None
+    return StepRecord(
+        step=line["step"],
+        loss=line["loss"],
+        digest=line["digest"],
+        num_rows=num_rows,
+        attempt=attempt,
+        ids=ids,
+        digests=digests,
+    )
