@@ -1,8 +1,10 @@
 """Every test of this room reads within 1 GiB and 10 seconds of the processor."""
 
 import functools
+import inspect
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats import (
@@ -13,6 +15,7 @@ from elastic_ckpt.universal.formats import (
     deepspeed_universal,
     forgather,
     megatron,
+    opened,
     safetensors_file,
     torch_zip,
 )
@@ -29,13 +32,19 @@ READERS = [
     (safetensors_file, "read"),
     (safetensors_file, "read_header"),
     (torch_zip, "read"),
-    *((forgather.Checkpoint, name) for name in ("state", "states", "weights")),
+    (opened.OpenedCheckpoint, "check"),
+    *(
+        (forgather.Checkpoint, name)
+        for name in ("open", "state", "states", "weights", "metadata", "load_into")
+    ),
 ]
 
 
 @pytest.fixture(autouse=True)
-def limited_readers(monkeypatch):
+def limited_readers(monkeypatch, pytestconfig):
     """Limits what every reader takes, whether it succeeds or not."""
+    stderr = pytestconfig.stash[fault_handler_stderr_fd_key]
+    monkeypatch.setattr(process_limits, "traceback_file", stderr)
     for module, name in READERS:
         reader = getattr(module, name)
 
@@ -43,4 +52,7 @@ def limited_readers(monkeypatch):
             with process_limits.limited():
                 return reader(*args, **options)
 
-        monkeypatch.setattr(module, name, functools.wraps(reader)(limited))
+        limited = functools.wraps(reader)(limited)
+        if inspect.ismethod(reader):
+            limited = staticmethod(limited)
+        monkeypatch.setattr(module, name, limited)

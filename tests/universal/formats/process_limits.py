@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import faulthandler
 import pathlib
 import resource
 import signal
@@ -9,10 +10,15 @@ import threading
 
 MOST_BYTES = 1 << 30
 MOST_SECS = 10
+# The processor may be shared. Functions of C that do not return to Python, or threads
+# that are waited for, end the process then, with a traceback that names the test.
+MOST_WALL_SECS = 300
 _STATUS = pathlib.Path("/proc/self/statm")
 # mallopt's M_ARENA_MAX: with one for each thread, threads reserve memory.
 _ARENA_MAX = -8
 _active = threading.Lock()
+# Where tracebacks are written; pytest redirects the standard error of tests.
+traceback_file = 2
 
 
 class TooLongError(Exception):
@@ -42,6 +48,7 @@ def limited():
     }
     before = {each: resource.getrlimit(each) for each in limits}
     handler = signal.signal(signal.SIGXCPU, _too_long)
+    faulthandler.dump_traceback_later(MOST_WALL_SECS, exit=True, file=traceback_file)
     try:
         for each, limit in limits.items():
             resource.setrlimit(each, (limit, before[each][1]))
@@ -50,6 +57,7 @@ def limited():
         for each, previous in before.items():
             resource.setrlimit(each, previous)
         signal.signal(signal.SIGXCPU, handler)
+        faulthandler.cancel_dump_traceback_later()
         _active.release()
 
 

@@ -2,25 +2,19 @@
 
 import json
 import os
-import pathlib
 import pickle
-import shutil
 import struct
 import tracemalloc
 import zipfile
 
-import jax.numpy as jnp
 import pytest
-from orbax.checkpoint import v1
 
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.formats.format_error import FormatError
-from tests.universal.formats import dcp_files, stored_values, torch_files
+from tests.universal.formats import dcp_files, source_contents, torch_files
 from tests.universal.formats.dcp_files import FILE
 from tests.universal.formats.fragment_values import values_of
-from tests.universal.formats.test_safetensors_checkpoint import indexed
 
-DATA = pathlib.Path(__file__).parent / "data"
 MOST_BYTES = 64 << 20
 
 
@@ -236,48 +230,23 @@ def test_a_list_of_chunks_that_many_tensors_share_takes_little_time(tmp_path):
     refused(parts.write(tmp_path / "x"), "nowhere stored")
 
 
-def sample(name, directory):
-    """A good checkpoint of a format."""
-    path = directory / name
-    if name == "orbax":
-        v1.save(path, {"w": jnp.arange(12.0), "v": jnp.ones((2, 2))})
-    elif name == "safetensors":
-        path.mkdir()
-        indexed(path)
-    elif (DATA / name).exists():
-        shutil.copytree(DATA / name, path)
-    else:
-        path = stored_values.unpacked(f"{name}.tar.xz", directory)
-    return path
-
-
-def problem_of(path):
-    """The error of a checkpoint; None if it has none."""
-    # TensorStore raises ValueError of the values.
-    errors = (FormatError, ValueError) if path.name == "orbax" else FormatError
-    try:
-        used(path)
-    except errors as error:
-        return str(error)
-    return None
-
-
 @pytest.mark.parametrize(
     "name",
     [
         *("dcp", "dcp_hf", "safetensors", "orbax"),
         *("deepspeed/zero1_dp2", "deepspeed/zero3_dp2", "megatron/torch_dist_ep2"),
+        *("megatron/mp_rank_pp2_vp2", "forgather/pipeline-2x2", "ram"),
     ],
 )
 def test_each_truncated_file_is_one_error_or_was_not_needed(tmp_path, name):
-    path = sample(name, tmp_path)
-    used(path)
+    path = source_contents.sample(name, tmp_path)
+    source_contents.contents(path)
     num_refused = 0
     for file in sorted(each for each in path.rglob("*") if each.is_file()):
         content = file.read_bytes()
         for length in {0, 1, len(content) // 2, len(content) - 1} - {len(content)}:
             file.write_bytes(content[: max(0, length)])
-            problem = problem_of(path)
+            problem = source_contents.problem_of(path)
             assert problem is None or str(tmp_path) in problem
             num_refused += problem is not None
         file.write_bytes(content)

@@ -1,6 +1,8 @@
 """The limits that hold for every reader in these tests do hold."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,6 +22,29 @@ def test_time_is_limited(monkeypatch):
     monkeypatch.setattr(process_limits, "MOST_SECS", 0)
     with pytest.raises(TooLongError), process_limits.limited():
         any(number < 0 for number in itertools.count())
+
+
+ENDLESS = """
+import itertools
+from tests.universal.formats import process_limits
+
+process_limits.MOST_WALL_SECS = 0.1
+
+def test_of_a_reader():
+    with process_limits.limited():
+        sum(itertools.repeat(0))
+
+test_of_a_reader()
+"""
+
+
+def test_a_function_of_c_that_does_not_return_ends_the_process_and_is_named():
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDLESS], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+    assert "in test_of_a_reader" in ended.stderr
 
 
 def test_readers_are_limited(monkeypatch):

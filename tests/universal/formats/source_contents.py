@@ -1,0 +1,134 @@
+"""Samples of all formats, and all that this library reads of a checkpoint."""
+
+import contextlib
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+from orbax.checkpoint import v1
+
+import elastic_ckpt as ec
+from elastic_ckpt.core import boxes
+from elastic_ckpt.core.errors import CheckpointError
+from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats.forgather import Checkpoint
+from elastic_ckpt.universal.moves import Move, Side, TargetTensor
+from elastic_ckpt.universal.reading.planned_reads import PlannedReads
+from elastic_ckpt.universal.reading.transfer import Transfer
+from tests.universal.formats import process_limits, stored_values
+from tests.universal.formats.test_safetensors_checkpoint import indexed
+
+DATA = pathlib.Path(__file__).parent / "data"
+# The user's target gives the size of what is read; samples are small.
+MOST_READ_BYTES = 1 << 20
+
+
+def sample(name, directory):
+    """A good checkpoint of a format."""
+    path = directory / name
+    if name == "orbax":
+        v1.save(path, {"w": jnp.arange(12.0), "v": jnp.ones((2, 2))})
+    elif name == "safetensors":
+        path.mkdir()
+        indexed(path)
+    elif name == "ram":
+        tree = {"w": jnp.arange(12.0), "v": jnp.ones((2, 2)), "text": "hello"}
+        with ec.Checkpointer([ec.Local(path, every=1)]) as checkpointer:
+            checkpointer.save_checkpointables(1, {"state": tree})
+    elif (DATA / name).exists():
+        shutil.copytree(DATA / name, path)
+    elif (stored_values.GOLDEN / name).exists():
+        shutil.copytree(stored_values.GOLDEN / name, path)
+    else:
+        path = stored_values.unpacked(f"{name}.tar.xz", directory)
+    return path
+
+
+def contents(path):
+    """All that a checkpoint has: bytes of tensors and texts of values.
+
+    Keys of tensors begin with "tensor" and have their dtype and shape at the end.
+    """
+    if "forgather" in path.parts:
+        return dict(_of_forgather(path))
+    checkpoint = opening.open_checkpoint(path)
+    held = {
+        ("value", name): repr(checkpoint.values[name]) for name in checkpoint.values
+    }
+    with process_limits.limited():
+        return held | dict(_of_tensors(checkpoint))
+
+
+def problem_of(path):
+    """The error of a checkpoint when all of it is read; None if it has none."""
+    try:
+        contents(path)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def key_of(tensor):
+    """The key of a tensor among the contents."""
+    place = tensor.name, tensor.kind, tensor.ranks
+    return "tensor", *place, tensor.dtype.name, tensor.shape
+
+
+def key_of_weights(tensor):
+    """The key among the contents of a checkpoint of Forgather."""
+    return "tensor", "weights", tensor.name, tensor.dtype.name, tensor.shape
+
+
+def _of_tensors(checkpoint):
+    files = {each.file for t in checkpoint.tensors for each in t.fragments}
+    checkpoint.check(sorted(files))
+    moves, needed = [], {}
+    for number, tensor in enumerate(checkpoint.tensors):
+        dims = tuple(range(len(tensor.shape)))
+        if np.prod(tensor.shape, dtype=float) > MOST_READ_BYTES:
+            continue
+        place = Side(start=(0,) * len(dims), dims=dims, steps=(1,) * len(dims))
+        target = TargetTensor(name=str(number), dtype=tensor.dtype, shape=tensor.shape)
+        needed[target] = [boxes.whole(tensor.shape)]
+        moves.append(
+            Move(
+                source=number,
+                target=target.name,
+                sizes=tensor.shape,
+                source_side=place,
+                target_side=place,
+            )
+        )
+    planned = PlannedReads.of_boxes(checkpoint, moves, [], needed)
+    transfer = Transfer(
+        planned.plan,
+        planned.sources().__getitem__,
+        budget_bytes=1 << 24,
+        is_staged=lambda _: False,
+    )
+    with contextlib.closing(transfer.buffers()) as buffers:
+        for number, values in buffers:
+            name = planned.plan.buffers[number].tensor.name
+            yield key_of(checkpoint.tensors[int(name)]), values.tobytes()
+
+
+def _of_forgather(path):
+    checkpoint = Checkpoint.open(path)
+    for key in checkpoint.components:
+        yield from _of_value(("state", key), checkpoint.states(key))
+    yield from _of_value(("metadata",), checkpoint.metadata())
+    yield from _of_value(("weights",), checkpoint.weights())
+
+
+def _of_value(keys, value):
+    if isinstance(value, np.ndarray):
+        yield ("tensor", *keys, value.dtype.name, value.shape), value.tobytes()
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _of_value((*keys, key), each)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _of_value((*keys, number), each)
+    else:
+        yield ("value", *keys), repr(value)
