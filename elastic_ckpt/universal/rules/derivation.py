@@ -12,6 +12,9 @@ from elastic_ckpt.universal.rules.name_pattern import NamePattern
 from elastic_ckpt.universal.rules.relation import ParsedTensor, Relation
 from elastic_ckpt.universal.rules.rows import Kept, Row
 
+# An empty tensor may have dims of any size, and cost no bytes.
+MOST_NAMES = 1 << 17
+
 
 def derived(
     relation: Relation,
@@ -31,7 +34,8 @@ def derived(
       counts: the number of ranks, by axis.
 
     Raises:
-      LayoutError: if the number of values of a capture is not known.
+      LayoutError: if the number of values of a capture is not known, or there would
+        be more than `MOST_NAMES` tensors of a pattern.
     """
     known = {**counts, **sizes}
     for number, tensor in enumerate(relation.targets):
@@ -75,6 +79,12 @@ def _choices(
             raise LayoutError(
                 f"{tensor.place}: the number of values of {{{name}}} is not known; "
                 f"give it in `sizes`"
+            )
+        if len(choices) * known[name] > MOST_NAMES:
+            raise LayoutError(
+                f"{tensor.place}: {len(choices) * known[name]} tensors would be made "
+                f"of the {known[name]} values of {name}, and at most {MOST_NAMES} are; "
+                f"use the right checkpoint, or another layout"
             )
         choices = [
             {**chosen, name: at} for chosen in choices for at in range(known[name])

@@ -29,6 +29,9 @@ from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rows import Kept
 from elastic_ckpt.universal.stored import StoredTensor
 
+# Empty tensors in a checkpoint may have dims of any size, of which targets are made.
+MOST_DERIVED = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
@@ -232,6 +235,11 @@ class _Planning:
                 )
             self.derived[name] = TargetTensor(
                 name=name, dtype=row.dtype, shape=row.shape
+            )
+        if len(self.derived) > MOST_DERIVED:
+            raise LayoutError(
+                f"{owner.relation.rule.text}: over {MOST_DERIVED} tensors would be "
+                f"made; use the right checkpoint, or another layout"
             )
         return names
 

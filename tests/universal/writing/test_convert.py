@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -22,6 +23,8 @@ from elastic_ckpt.universal.writing import (
     conversion,
     convert,
     orbax_destination,
+    safetensors_destination,
+    tensor_file,
 )
 from tests.universal.safetensors_files import bits, read
 from tests.universal.writing import killed, small_model
@@ -263,6 +266,22 @@ def test_storage_that_fails_is_one_error_and_nothing_is_visible(
     assert not (tmp_path / "steps" / "0").exists()
     monkeypatch.undo()
     convert.convert(job(tmp_path, to=to))
+
+
+@pytest.mark.usefixtures("source")
+def test_threads_that_read_end_when_a_box_cannot_be_written(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    # They wait for the box to be written.
+    monkeypatch.setattr(safetensors_destination, "BUDGET_BYTES", 2)
+    monkeypatch.setattr(tensor_file.TensorFile, "put", refuse)
+    with pytest.raises(errors.CheckpointError, match="No space left") as error:
+        convert.convert(job(tmp_path, to="safetensors"))
+    names = {thread.name for thread in threading.enumerate()}
+    # The error refers to the frames that it came from.
+    assert error.value.__traceback__
+    assert "relayout" not in names
 
 
 @pytest.mark.usefixtures("source")
