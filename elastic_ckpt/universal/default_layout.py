@@ -13,6 +13,7 @@ from collections.abc import Iterator, Set
 from elastic_ckpt.core import errors
 from elastic_ckpt.universal import shipped_layouts
 from elastic_ckpt.universal.deepspeed_layout import described_layout
+from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Rule, side
@@ -78,7 +79,8 @@ def _rules(checkpoint: Checkpoint) -> Iterator[Rule]:
         for name in names[:1] if alike else names:
             for num_dims, kinds in _sorted(named[name]):
                 dims = " ".join(f"d{dim}" for dim in range(num_dims))
-                tensors = side({template if alike else name: dims})
+                pattern = template if alike else name_pattern.pattern_of(name)
+                tensors = side({pattern: dims})
                 yield Rule(source=tensors, target=tensors, states=kinds)
 
 
@@ -92,7 +94,7 @@ def _of_optimizer(made: Layout, checkpoint: Checkpoint) -> Layout:
     for tensor in checkpoint.tensors:
         kinds_of.setdefault(tensor.name, set()).add(tensor.kind)
     drop = {
-        (tensor.kind, tensor.name): None
+        (tensor.kind, name_pattern.glob_of(tensor.name)): None
         for tensor in checkpoint.tensors
         if _is_dropped(tensor.kind, kinds_of[tensor.name])
     }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic_ckpt.core import errors
 from elastic_ckpt.host import trees
 from elastic_ckpt.universal.moves import TargetTensor
+from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.rule import Rule, side
 from elastic_ckpt.universal.stored import StoredTensor
@@ -24,22 +24,16 @@ def layout_of(
 
     Raises:
       OtherModelError: if a tensor is missing, or has another shape.
-      CheckpointError: if a name has characters of patterns.
     """
     shapes = {each.name: str(list(each.shape)) for each in stored}
     wanted = {name: str(list(each.shape)) for name, each in targets.items()}
     present = {name: shapes[name] for name in wanted.keys() & shapes.keys()}
     trees.check_same_model(path, present, wanted)
-    for name in shapes:
-        # A layout would take them for captures, or any text.
-        if "{" in name or "}" in name or ("*" in name and name not in targets):
-            raise errors.CheckpointError(
-                f"{path} has the tensor {name!r}, and layouts have no names with"
-                " braces or *; rename it where the checkpoint was written"
-            )
     rules = []
     for name, target in targets.items():
         dims = " ".join(f"dim{number}" for number in range(len(target.shape)))
-        rules.append(Rule(source=side({name: dims}), target=side({name: dims})))
-    drop = tuple(each.name for each in stored if each.name not in targets)
+        tensors = side({name_pattern.pattern_of(name): dims})
+        rules.append(Rule(source=tensors, target=tensors))
+    dropped = (each.name for each in stored if each.name not in targets)
+    drop = tuple(map(name_pattern.glob_of, dropped))
     return Layout(rules=tuple(rules), drop=drop, place=path)

@@ -18,6 +18,7 @@ from elastic_ckpt.universal.deepspeed_layout.description import FACTS, Descripti
 from elastic_ckpt.universal.deepspeed_layout.shards import AXIS, Geometry
 from elastic_ckpt.universal.formats import deepspeed_files
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.rules import name_pattern
 from elastic_ckpt.universal.rules.layout import Layout
 from elastic_ckpt.universal.rules.rule import Rule, TensorPattern
 from elastic_ckpt.universal.rules.state import PARAMETER, State
@@ -151,12 +152,13 @@ def _rules(named: Mapping[str, _Kinds]) -> Iterator[Rule]:
         alike = len({named[name] for name in names}) == 1
         for name in names[:1] if alike else names:
             for geometry, kinds in named[name]:
-                yield _rule(pattern if alike else name, geometry, kinds)
+                one = pattern if alike else name_pattern.pattern_of(name)
+                yield _rule(one, geometry, kinds)
 
 
 def template(name: str) -> str:
     """The name pattern of `name` and all names that differ from it in numbers alone."""
-    parts = _NUMBER.split(name)
+    parts = _NUMBER.split(name_pattern.pattern_of(name))
     captures = (f"{{n{number}:01}}" for number in range(len(parts)))
     return parts[0] + "".join(
         capture + part for capture, part in zip(captures, parts[1:], strict=False)

@@ -10,18 +10,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from elastic_ckpt.universal.rules import layout_file, relation
+from elastic_ckpt.universal.rules import layout_file, name_pattern, relation
 from elastic_ckpt.universal.rules.checkpoint_value import CheckpointValue
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 from elastic_ckpt.universal.rules.rule import Index, Rule, Size
 from elastic_ckpt.universal.rules.state import ONLY_PARAMETERS, State
-
-# In a name pattern.
-_CAPTURE = re.compile(r"\{[^}]*\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +151,7 @@ class Layout:
         }
         rules = [rule for rule in self.rules if rule.kind in (None, *kinds)]
         drop = tuple(
-            (rule.kind, _CAPTURE.sub("*", tensor.name))
+            (rule.kind, name_pattern.parse(tensor.name).globbed)
             for rule in self.rules
             if rule.kind not in (None, *kinds)
             for tensor in rule.source

@@ -108,7 +108,7 @@ class NameIndex:
             if entry.name.captures:
                 self._patterns.append(reader)
             else:
-                self._literal.setdefault(entry.name.text, []).append(reader)
+                self._literal.setdefault(entry.name.literal, []).append(reader)
         self._by_skeleton: dict[tuple[str, str | None], list[list[_Reader]]] = {}
 
     def matches(self, name: str, kind: str | None = None) -> list[Match]:

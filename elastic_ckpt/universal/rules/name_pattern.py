@@ -4,7 +4,7 @@ A capture is `{layer}`: a number if the layout uses it as one (as a dim, in a pr
 in an index table), otherwise a text without `.` and `/`. `{name:path}` is any text,
 `{layer:03}` a number of at least three digits. `{(stage local)}` is a number that is
 the row-major index of several dims. `{layer+1}` is a number that is more by 1 than the
-layer, in names that count from 1.
+layer, in names that count from 1. `{{` and `}}` are braces of the name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Collection, Mapping
 
 from elastic_ckpt.universal.rules.layout_error import LayoutError
 
-_CAPTURE = re.compile(r"\{([^{}]*)\}")
+_BRACES = ("{{", "}}")
+_CAPTURE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
+_STAR = re.compile(r"(\[\*\]|\*)")
 _INSIDE = re.compile(
     r"(?:(?P<name>[A-Za-z_]\w*)|\((?P<product>\s*[A-Za-z_]\w*(?:\s+[A-Za-z_]\w*)*)\s*\))"
     r"(?:\s*\+\s*(?P<offset>[1-9][0-9]{0,8}))?(?::(?P<form>path|0[1-9]))?"
@@ -80,6 +82,18 @@ class NamePattern:
         """The names in all captures, in their order."""
         return tuple(name for capture in self.captures for name in capture.names)
 
+    @property
+    def literal(self) -> str:
+        """The name that a pattern without captures matches."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def globbed(self) -> str:
+        """A text for `glob` that has `*` in place of each capture."""
+        return "".join(
+            glob_of(part) if isinstance(part, str) else "*" for part in self.parts
+        )
+
     def expression(self, numbers: Collection[str]) -> re.Pattern[str]:
         """A regular expression with a group for each capture.
 
@@ -126,12 +140,24 @@ def skeleton(name: str) -> str:
 
 
 def glob(text: str) -> NamePattern:
-    """The pattern of names that match `text`, in which `*` is any text."""
-    literals = text.split("*")
+    """The pattern of names that match `text`: `*` is any text, and `[*]` a star."""
     parts: list[str | Capture] = []
-    for number, literal in enumerate(literals):
-        parts += [Capture((str(number),), _ANY), literal] if number else [literal]
+    for number, part in enumerate(_STAR.split(text)):
+        is_any = part == "*"
+        parts.append(
+            Capture((str(number),), _ANY) if is_any else part.replace("[*]", "*")
+        )
     return NamePattern(text=text, parts=tuple(part for part in parts if part))
+
+
+def pattern_of(name: str) -> str:
+    """The text of the pattern that matches `name` alone."""
+    return name.replace("{", "{{").replace("}", "}}")
+
+
+def glob_of(name: str) -> str:
+    """The text for `glob` that matches `name` alone."""
+    return name.replace("*", "[*]")
 
 
 def parse(text: str) -> NamePattern:
@@ -141,9 +167,13 @@ def parse(text: str) -> NamePattern:
       LayoutError: if a brace is not closed, a capture is malformed or occurs twice.
     """
     parts: list[str | Capture] = []
-    at = 0
+    at, literal = 0, ""
     for match in _CAPTURE.finditer(text):
-        parts.append(text[at : match.start()])
+        literal += _literal(text, at, match.start())
+        at = match.end()
+        if match[0] in _BRACES:
+            literal += match[0][0]
+            continue
         inside = _INSIDE.fullmatch(match[1])
         if inside is None or (inside["offset"] and inside["form"] == "path"):
             raise LayoutError(
@@ -153,12 +183,10 @@ def parse(text: str) -> NamePattern:
             )
         names = inside["name"] or inside["product"]
         offset = int(inside["offset"] or 0)
-        parts.append(Capture(tuple(names.split()), inside["form"] or "", offset))
-        at = match.end()
-    parts.append(text[at:])
-    for part in parts:
-        if isinstance(part, str) and ("{" in part or "}" in part):
-            raise LayoutError(f"{text!r}: a brace is not closed, or not opened")
+        capture = Capture(tuple(names.split()), inside["form"] or "", offset)
+        parts += [literal, capture]
+        literal = ""
+    parts.append(literal + _literal(text, at, len(text)))
     pattern = NamePattern(text=text, parts=tuple(part for part in parts if part))
     for first, second in zip(pattern.parts, pattern.parts[1:], strict=False):
         if isinstance(first, Capture) and isinstance(second, Capture):
@@ -167,6 +195,16 @@ def parse(text: str) -> NamePattern:
         if pattern.names.count(name) > 1:
             raise LayoutError(f"{text!r}: the capture {name!r} occurs twice")
     return pattern
+
+
+def _literal(text: str, start: int, stop: int) -> str:
+    literal = text[start:stop]
+    if "{" in literal or "}" in literal:
+        raise LayoutError(
+            f"{text!r}: a brace is not closed, or not opened; write {{{{ and }}}} for "
+            f"braces of a name"
+        )
+    return literal
 
 
 def _group(capture: Capture, numbers: Collection[str]) -> str:
