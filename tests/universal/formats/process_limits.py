@@ -17,7 +17,7 @@ _STATUS = pathlib.Path("/proc/self/statm")
 # mallopt's M_ARENA_MAX: with one for each thread, threads reserve memory.
 _ARENA_MAX = -8
 _active = threading.Lock()
-# Where tracebacks are written; pytest redirects the standard error of tests.
+# The file of tracebacks; pytest redirects the standard error of tests.
 traceback_file = 2
 
 

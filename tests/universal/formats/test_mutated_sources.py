@@ -1,10 +1,10 @@
 """Files with changed bytes are read, or are one error that names a file.
 
-Parts with a checksum are refused or as they were: files of `torch.save` and items of
-distributed checkpoints, and everything on RAM disks. Of others, a tensor that still has
-its name, type and shape has its values, except for those whose own bytes were changed:
-of safetensors, and of Orbax in its data files. Nothing is claimed of values if a pickle
-was changed and its CRC-32 made to fit.
+Parts with a checksum are refused or equal those saved: files of `torch.save`, items of
+distributed checkpoints, and everything on RAM disks. Any other tensor that still has
+its name, type and shape has its values, unless its own bytes in safetensors or in
+Orbax's data files were changed. If a pickle was changed and its CRC-32 made to fit,
+values may be others.
 """
 
 import random
@@ -40,14 +40,14 @@ def changed_tensors(path, file, content, changed):
     if file.suffix != ".safetensors" and not (is_orbax and file.parent.name == "d"):
         return set()
     pairs = enumerate(zip(content, changed, strict=False))
-    places = [at for at, (old, new) in pairs if old != new]
+    positions = [at for at, (old, new) in pairs if old != new]
     keys = set()
     for tensor in opening.open_checkpoint(path).tensors:
         held = [each for each in tensor.fragments if each.file == str(file)]
         spans = [
             (each.offset, each.box.volume * tensor.dtype.itemsize) for each in held
         ]
-        if is_orbax or any(a <= at < a + n for a, n in spans for at in places):
+        if is_orbax or any(a <= at < a + n for a, n in spans for at in positions):
             keys |= {key_of(tensor), key_of_weights(tensor)}
     return keys
 
