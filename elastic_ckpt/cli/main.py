@@ -20,7 +20,8 @@ VERBS = {
     "data": "write the text files below a directory as one file of training data",
     "audit": "prove that a run had the batches of a one-host run, each example once",
     "plan": "show which host would read which shards, by hosts and batch size",
-    "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration",
+    "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration, or"
+    " a batch script for Slurm",
     "maxtext": "run MaxText with elastic data, on any number of hosts",
     "agent": "serve a machine's RAM disk to the other machines of a run",
     "status": "show how far a run is, its hosts and newest steps, and what a loss would"
@@ -34,14 +35,17 @@ VERBS = {
     "modify": "edit numbers of a saved step, which is saved once more",
     "preserve": "keep steps that retention would remove",
 }
+# Verbs that launchers start again when they fail.
+_LAUNCHED = ("train", "maxtext")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
     Returns:
-      0 on success, 1 if there was an error or an audit failed, 130 on Ctrl-C,
-      143 on SIGTERM, 141 if the reader of the output closed it.
+      0 on success, 1 if there was an error or an audit failed, 78 if the configuration
+      of a run is wrong, 130 on Ctrl-C, 143 on SIGTERM, 141 if the reader of the output
+      closed it.
     """
     parser = build_parser()
     if "_ARGCOMPLETE" in os.environ:
@@ -54,8 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return parsed.execute(parsed)
     except errors.ElasticCkptError as error:
         print(f"elastic-ckpt {parsed.verb}: {error}", file=sys.stderr)
-        is_stopped = isinstance(error, errors.StoppedError)
-        return 128 + signal.SIGTERM if is_stopped else 1
+        if isinstance(error, errors.StoppedError):
+            return 128 + signal.SIGTERM
+        is_futile = parsed.verb in _LAUNCHED and isinstance(error, errors.ConfigError)
+        return errors.CONFIG_EXIT_CODE if is_futile else 1
     except KeyboardInterrupt:
         print(f"elastic-ckpt {parsed.verb}: interrupted", file=sys.stderr)
         return 130

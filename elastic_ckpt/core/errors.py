@@ -1,8 +1,8 @@
 """The errors that users see: what is wrong, where, and what to do next.
 
 An `ElasticCkptError` is a message for the person who runs the job: the command line
-prints it without a traceback and exits with 1. Anything else is a bug, of ours or of a
-library below, and keeps its traceback.
+prints it without a traceback and exits with 1, or for a wrong configuration of a run
+with 78. Anything else is a bug, of ours or of a library below, and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+# The exit status of a run that ends with a ConfigError: EX_CONFIG of sysexits.h. A
+# launcher need not start it again.
+CONFIG_EXIT_CODE = 78
 # How many names a message lists.
 MOST_NAMED = 5
 

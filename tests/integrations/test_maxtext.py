@@ -74,7 +74,7 @@ def equal(left, right):
 
 
 def test_without_maxtext_the_way_to_it_is_named(files, capsys):
-    assert main.main(arguments(files)) == 1
+    assert main.main(arguments(files)) == errors.CONFIG_EXIT_CODE
     assert capsys.readouterr().err == (
         "elastic-ckpt maxtext: MaxText is not installed beside elastic_ckpt; make the"
         " environment that elastic_ckpt/integrations/MAXTEXT.md describes, and run this"
@@ -175,7 +175,7 @@ def test_in_tiers_a_last_step_that_is_not_in_storage_is_an_error(
 def test_tiers_that_do_not_fit_together_are_one_line(install, files, capfd):
     install()
     both = tiers("/dev/shm", multi_tier_checkpointing_backup_interval_minutes=3)
-    assert main.main(arguments(files, **both)) == 1
+    assert main.main(arguments(files, **both)) == errors.CONFIG_EXIT_CODE
     (line,) = printed_lines(capfd)
     assert "not both: backups to persistent storage" in line
 
@@ -243,7 +243,7 @@ def test_a_lost_slice_is_left_to_maxtext_s_elastic_mode_alone():
 
 def test_our_refusals_are_not_printed_as_maxtext_s(install, files, capsys):
     install()
-    assert main.main(arguments(files, num_logical_shards=0)) == 1
+    assert main.main(arguments(files, num_logical_shards=0)) == errors.CONFIG_EXIT_CODE
     printed = capsys.readouterr()
     assert "MAXTEXT CONFIG ERROR" not in printed.out
     assert printed.err.startswith("elastic-ckpt maxtext: MaxText's configuration: num_")
@@ -261,7 +261,7 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_the_first_step(
     install, files, capsys
 ):
     install()
-    assert main.main(arguments(files, vocab_size=258)) == 1
+    assert main.main(arguments(files, vocab_size=258)) == errors.CONFIG_EXIT_CODE
     assert "vocab_size=258, but the tokenizer has 259" in capsys.readouterr().err
 
 
@@ -380,7 +380,7 @@ def test_a_maxtext_whose_seam_has_moved_is_refused(
     install, files, capsys, change, message
 ):
     install(version="0.9", **change)
-    assert main.main(arguments(files)) == 1
+    assert main.main(arguments(files)) == errors.CONFIG_EXIT_CODE
     assert capsys.readouterr().err == (
         f"elastic-ckpt maxtext: MaxText 0.9 {message} elastic_ckpt supports MaxText"
         " 0.2.5; install maxtext==0.2.5 by elastic_ckpt/integrations/MAXTEXT.md, or a"
@@ -392,7 +392,7 @@ def test_a_module_that_is_gone_is_a_seam_that_has_moved(install, files, capsys):
     install()
     (files / "maxtext" / "common" / "grain_utility.py").unlink()
     (files / "maxtext" / "common" / "checkpointing.py").write_text("")
-    assert main.main(arguments(files)) == 1
+    assert main.main(arguments(files)) == errors.CONFIG_EXIT_CODE
     assert "has no maxtext.common.grain_utility.for_save" in capsys.readouterr().err
 
 
