@@ -1,4 +1,4 @@
-"""`elastic-ckpt manifest CONFIG key=value...`: the JobSet that runs it."""
+"""`elastic-ckpt manifest CONFIG key=value...`: the JobSet or script that runs it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from elastic_ckpt.core import storage
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     overrides.add_arguments(parser, example="configs/deploy/pathways_v6e.yml")
+    parser.add_argument(
+        "--slurm", action="store_true", help="write a batch script for Slurm instead"
+    )
     parser.add_argument("--output", help="the file to write; without it, print")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the manifest."""
-    from elastic_ckpt.deploy import manifest
+    from elastic_ckpt.deploy import manifest, slurm
 
     config = load.load(arguments.config, arguments.overrides)
-    text = manifest.to_yaml(manifest.documents(config))
+    if arguments.slurm:
+        text = slurm.script(config)
+    else:
+        text = manifest.to_yaml(manifest.documents(config))
     if arguments.output:
         storage.write_atomic(arguments.output, text.encode())
     else:

@@ -26,7 +26,8 @@ def key(
       at_least: the smallest allowed number.
       off: another number, as in MaxText, that means the default.
       lists: whether a list is accepted in place of a text, too: `one` if it has one
-        text, as in MaxText, and `any` to keep its JSON.
+        text, as in MaxText, `any` to keep its JSON, and `yaml` to keep the JSON of a
+        list or a mapping.
     """
     metadata = {
         "doc": doc,

@@ -99,5 +99,6 @@ def render(value: Value) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"' if '"' not in value else f"'{value}'"
+        quoted = value.replace("'", "''")
+        return f'"{value}"' if '"' not in value else f"'{quoted}'"
     return repr(value)

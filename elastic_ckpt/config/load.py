@@ -201,8 +201,9 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
     lists = field.metadata["lists"]
     if lists == "one" and isinstance(value, list) and len(value) == 1:
         (value,) = value
-    if lists == "any" and isinstance(value, list):
-        value = json.dumps(value)
+    if isinstance(value, _KEPT_AS_JSON.get(lists, ())):
+        # Values that JSON lacks, such as dates, are their texts.
+        value = json.dumps(value, default=str)
     off = field.metadata["off"]
     if off is not None and type(value) is int and value == off:
         value = field.default
@@ -224,6 +225,7 @@ def _coerce(key: str, field: dataclasses.Field[object], setting: _Setting) -> Va
     return typing.cast(Value, value)
 
 
+_KEPT_AS_JSON: dict[str, tuple[type, ...]] = {"any": (list,), "yaml": (list, dict)}
 _ARTICLES: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",

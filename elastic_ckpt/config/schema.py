@@ -10,9 +10,12 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ckpt.config.data_section import DataSection
+from elastic_ckpt.config.deploy_section import DeploySection
 from elastic_ckpt.config.divergence_section import DivergenceSection
 from elastic_ckpt.config.elastic_section import ElasticSection
 from elastic_ckpt.config.key import key
+from elastic_ckpt.config.pods_section import PodsSection
+from elastic_ckpt.config.slurm_section import SlurmSection
 from elastic_ckpt.config.validation_section import ValidationSection
 
 
@@ -290,63 +293,6 @@ class MetricsSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeploySection:
-    """The JobSet on GKE that `elastic-ckpt manifest` writes; see sidecar/README.md."""
-
-    docker_image: str = key(
-        "", "Image with elastic_ckpt: for the head, or for every host if there is none."
-    )
-    machine_type: str = key(
-        "",
-        "GKE machine type of the accelerator hosts: ct6e-standard-4t, a3-highgpu-8g."
-        " For TPUs it is that of a multi-host slice. Without accelerators empty allows"
-        " any.",
-    )
-    topology: str = key(
-        "",
-        "Chips of a TPU slice, for example 4x4; it determines the hosts of a slice. On"
-        " other hardware `hosts` are divided among `slices`.",
-    )
-    namespace: str = key("default", "The namespace of all objects in the manifest.")
-    service_account: str = key(
-        "",
-        "The Kubernetes service account of the pods, for instance one with access to"
-        " the bucket; empty takes the namespace's default, or a new one in the manifest"
-        " if JAX queries the Kubernetes API for the hosts.",
-    )
-    shared_memory_size_limit: str = key(
-        "16Gi",
-        "Size of /dev/shm on each host, and with Pathways also of the memory that a"
-        " host's server and sidecar share to pass batches.",
-    )
-    max_restarts: int = key(
-        10, "How often the whole job is restarted automatically.", at_least=0
-    )
-    termination_grace_period_seconds: int = key(
-        60, "Seconds between SIGTERM and SIGKILL, for a last save.", at_least=1
-    )
-    colocated_python_sidecar_image: str = key(
-        "", "Pathways: the image built from sidecar/Dockerfile."
-    )
-    server_image: str = key(
-        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/server:jax-0.10.0",
-        "Pathways: the image of the resource manager and of the workers.",
-    )
-    proxy_server_image: str = key(
-        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/proxy_server:jax-0.10.0",
-        "Pathways: the image of the proxy beside the head.",
-    )
-    pathways_gcs_location: str = key(
-        "",
-        "Pathways: the directory of its servers' scratch files, gs://bucket/path; empty"
-        " takes base_output_directory/pathways.",
-    )
-    pathways_head_node_pool: str = key(
-        "cpu-np", "Pathways: the node pool, without accelerators, of the head."
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """A complete configuration; no two sections have the same key."""
 
@@ -361,4 +307,6 @@ class Config:
     validation: ValidationSection = dataclasses.field(default_factory=ValidationSection)
     elastic: ElasticSection = dataclasses.field(default_factory=ElasticSection)
     metrics: MetricsSection = MetricsSection()
-    deploy: DeploySection = DeploySection()
+    deploy: DeploySection = dataclasses.field(default_factory=DeploySection)
+    pods: PodsSection = dataclasses.field(default_factory=PodsSection)
+    slurm: SlurmSection = dataclasses.field(default_factory=SlurmSection)

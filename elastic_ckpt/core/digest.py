@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import jax
 import numpy as np
 import xxhash
 
 from elastic_ckpt.core import storage
 
-if TYPE_CHECKING:
-    import jax
-
-Array = TypeVar("Array", np.ndarray, "jax.Array")
+Array = TypeVar("Array", np.ndarray, jax.Array)
 
 
 def json_digest(value: storage.Json) -> str:

@@ -1,30 +1,25 @@
-"""The common parts of both kinds of JobSet: program, configuration and host memory.
-
-Each pod runs `elastic-ckpt train`. Its configuration is in a ConfigMap, so that one
-image serves many runs, and a run can change its keys without a new image.
-"""
+"""The common parts of both kinds of JobSet: its checks, ConfigMap and host memory."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import yaml
-
-from elastic_ckpt.config import keys, schema
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import batch_size
-from elastic_ckpt.deploy import machine, names
-from elastic_ckpt.manifests import failure_domains
+from elastic_ckpt.deploy import (
+    gpu_network,
+    machine,
+    monitoring,
+    names,
+    program,
+    resources,
+    scheduling,
+)
+from elastic_ckpt.deploy.addition import Object
 
-Object = dict[str, Any]
-
-# The volume with the configuration, its mount path, and the file in it.
+# The volume with the program's files.
 _CONFIG = "config"
-_CONFIG_DIRECTORY = "/etc/elastic-ckpt"
-_CONFIG_FILE = "config.yml"
-CONFIG_MOUNT = {"name": _CONFIG, "mountPath": _CONFIG_DIRECTORY, "readOnly": True}
+CONFIG_MOUNT = {"name": _CONFIG, "mountPath": program.DIRECTORY, "readOnly": True}
 CONTAINER = "train"
-COMMAND = ("elastic-ckpt", "train", f"{_CONFIG_DIRECTORY}/{_CONFIG_FILE}")
 # The label of a GKE node that names its node pool.
 NODE_POOL = "cloud.google.com/gke-nodepool"
 # A container that fails without a message shows the end of its log.
@@ -49,13 +44,22 @@ def check(config: schema.Config) -> machine.Machine:
         size = tiers.local_checkpoint_size_limit
         names.check_size("local_checkpoint_size_limit", size)
     names.check_size("shared_memory_size_limit", deploy.shared_memory_size_limit)
-    names.check_remote("base_output_directory", config.run.base_output_directory)
+    program.check(config)
+    resources.check(config)
+    scheduling.check(config)
+    monitoring.check(config)
+    gpu_network.check(config)
     host = machine.from_config(config)
+    if program.is_train(config):
+        _check_batches(config, host)
+    return host
+
+
+def _check_batches(config: schema.Config, host: machine.Machine) -> None:
     hosts = config.world.slices * host.hosts_per_slice
     devices = hosts * (host.devices or config.world.devices_per_host)
     world = topology.Topology(hosts=hosts, slices=config.world.slices, devices=devices)
     batch_size.schedule(config.data, world)
-    return host
 
 
 def metadata(config: schema.Config) -> Object:
@@ -64,7 +68,7 @@ def metadata(config: schema.Config) -> Object:
 
 
 def config_volume(config: schema.Config) -> Object:
-    """The volume with the configuration, which `CONFIG_MOUNT` mounts."""
+    """The volume with the program's files, which `CONFIG_MOUNT` mounts."""
     return {"name": _CONFIG, "configMap": {"name": config.run.run_name}}
 
 
@@ -88,36 +92,11 @@ def host_memory(config: schema.Config) -> tuple[list[Object], list[Object]]:
     return volumes, [{"name": name, "mountPath": path} for name, path, _ in parts]
 
 
-def environment() -> list[Object]:
-    """The environment of a container: its pod's address and its failure domains.
-
-    Since version 1.35 Kubernetes labels pods with the zone of their node (KEP 4742);
-    in older versions the variable is empty and defines no domain.
-    """
-    fields = {
-        "POD_IP": "status.podIP",
-        "NODE_ZONE": "metadata.labels['topology.kubernetes.io/zone']",
-    }
-    from_pod: list[Object] = [
-        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-        for name, path in fields.items()
-    ]
-    domains: Object = {"name": failure_domains.VARIABLE, "value": "zone=$(NODE_ZONE)"}
-    return [*from_pod, domains]
-
-
 def config_map(config: schema.Config) -> Object:
-    """The ConfigMap with every key whose value is not the default."""
-    defaults = keys.values(schema.Config())
-    chosen = {
-        key: value
-        for key, value in keys.values(config).items()
-        # The JobSet determines the number of hosts.
-        if value != defaults[key] and key != "hosts"
-    }
+    """The ConfigMap with the program's files."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(config),
-        "data": {_CONFIG_FILE: yaml.safe_dump(chosen, sort_keys=False, width=1000)},
+        "data": program.files(config),
     }

@@ -6,10 +6,11 @@ import yaml
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import job, multicontroller_jobset, pathways_jobset
+from elastic_ckpt.deploy import multicontroller_jobset, patch, pathways_jobset
+from elastic_ckpt.deploy.addition import Object
 
 
-def documents(config: schema.Config) -> list[job.Object]:
+def documents(config: schema.Config) -> list[Object]:
     """The objects of the run, in the order in which they are to be created.
 
     Raises:
@@ -21,11 +22,13 @@ def documents(config: schema.Config) -> list[job.Object]:
             " example run_name=first"
         )
     if config.world.enable_single_controller:
-        return pathways_jobset.documents(config)
-    return multicontroller_jobset.documents(config)
+        built = pathways_jobset.documents(config)
+    else:
+        built = multicontroller_jobset.documents(config)
+    return patch.patched(built, config.deploy.manifest_patches)
 
 
-def to_yaml(objects: list[job.Object]) -> str:
+def to_yaml(objects: list[Object]) -> str:
     """`objects` as one YAML stream."""
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=1000)
 

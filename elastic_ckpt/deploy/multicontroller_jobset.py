@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import job, machine, names
+from elastic_ckpt.deploy import (
+    environment,
+    gpu_network,
+    job,
+    jobset,
+    machine,
+    names,
+    program,
+)
+from elastic_ckpt.deploy.addition import Object
 
 _EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 _RBAC = "rbac.authorization.k8s.io"
@@ -19,7 +28,7 @@ _RBAC = "rbac.authorization.k8s.io"
 _PORTS = {"tpu": (8471, 8482), "gpu": (55527,), "cpu": (55527,)}
 
 
-def documents(config: schema.Config) -> list[job.Object]:
+def documents(config: schema.Config) -> list[Object]:
     """The objects that the pods need, and then the JobSet.
 
     Raises:
@@ -40,7 +49,9 @@ def documents(config: schema.Config) -> list[job.Object]:
         "replicas": replicas,
         "template": _job_template(config, host, pods),
     }
-    return [*before, _jobset(config, host, replicated)]
+    built = _jobset(config, host, replicated)
+    programs: jobset.Programs = {name: ("host", job.CONTAINER)}
+    return [*before, *jobset.completed(config, built, programs)]
 
 
 def _check(config: schema.Config, host: machine.Machine) -> None:
@@ -63,9 +74,7 @@ def _check(config: schema.Config, host: machine.Machine) -> None:
         )
 
 
-def _jobset(
-    config: schema.Config, host: machine.Machine, replicated: job.Object
-) -> job.Object:
+def _jobset(config: schema.Config, host: machine.Machine, replicated: Object) -> Object:
     metadata = job.metadata(config)
     if config.world.hardware == "tpu" and host.hosts_per_slice > 1:
         # A node pool is one slice; without this, pods of two slices could share one.
@@ -86,23 +95,21 @@ def _jobset(
     }
 
 
-def _job_template(
-    config: schema.Config, host: machine.Machine, pods: int
-) -> job.Object:
+def _job_template(config: schema.Config, host: machine.Machine, pods: int) -> Object:
     deploy = config.deploy
     volumes, mounts = job.host_memory(config)
     ports = _PORTS[config.world.hardware]
-    container: job.Object = {
+    container: Object = {
         "name": job.CONTAINER,
         "image": deploy.docker_image,
-        "command": list(job.COMMAND),
-        "env": job.environment(),
+        "command": gpu_network.command(config, program.command(config)),
+        "env": environment.place_variables(),
         "terminationMessagePolicy": job.TERMINATION_MESSAGE_POLICY,
         "ports": [{"containerPort": port} for port in ports],
-        "resources": {"limits": host.limits},
+        "resources": {"limits": dict(host.limits)},
         "volumeMounts": [job.CONFIG_MOUNT, *mounts],
     }
-    pod: job.Object = {
+    pod: Object = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": deploy.termination_grace_period_seconds,
         "nodeSelector": host.node_selector,
@@ -124,9 +131,9 @@ def _job_template(
     }
 
 
-def _access(config: schema.Config) -> list[job.Object]:
+def _access(config: schema.Config) -> list[Object]:
     """The permission of the pods to look up their Job in the Kubernetes API."""
-    account: job.Object = {
+    account: Object = {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
         "metadata": job.metadata(config),

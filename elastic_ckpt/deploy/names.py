@@ -6,13 +6,13 @@ import re
 from collections.abc import Mapping
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.deploy import quantity
 
 # RFC 1123, and RFC 1035, which requires a letter first: JobSet creates a service with
 # its own name, and RFC 1035 applies to the names of services.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _CHARACTERS = 63
-_QUANTITY = re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti|k|M|G|T)?")
 
 
 def check_jobset_name(
@@ -58,7 +58,7 @@ def check_name(key: str, value: str, *, dots: bool = False) -> None:
 
 def check_size(key: str, value: str) -> None:
     """Raises a ConfigError unless `value` is an amount of memory."""
-    if not _QUANTITY.fullmatch(value):
+    if not quantity.is_valid(value):
         raise errors.ConfigError(
             f"{key}={value!r} is not an amount of memory; write 64Gi or 512Mi"
         )

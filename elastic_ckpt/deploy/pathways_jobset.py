@@ -11,12 +11,14 @@ from typing import Any
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import job, names
+from elastic_ckpt.deploy import environment, job, jobset, names, program
+from elastic_ckpt.deploy.addition import Object
 
 _HEAD, _WORKER = "pathways-head", "pathways-worker"
+_SIDECAR = "colocated-python-sidecar"
 
 
-def documents(config: schema.Config) -> list[job.Object]:
+def documents(config: schema.Config) -> list[Object]:
     """The head's configuration and the JobSet, in this order.
 
     Raises:
@@ -26,7 +28,12 @@ def documents(config: schema.Config) -> list[job.Object]:
     host = job.check(config)
     counts = {_HEAD: (1, 1), _WORKER: (config.world.slices, host.hosts_per_slice)}
     names.check_jobset_name(config.run.run_name, counts)
-    return [job.config_map(config), _jobset(config)]
+    programs: jobset.Programs = {
+        _HEAD: ("head", job.CONTAINER),
+        _WORKER: ("worker", _SIDECAR),
+    }
+    built = jobset.completed(config, _jobset(config), programs)
+    return [job.config_map(config), *built]
 
 
 def _check(config: schema.Config) -> None:
@@ -65,14 +72,14 @@ def _libraries() -> tuple[Any, Any]:
     return client, jobset
 
 
-def _jobset(config: schema.Config) -> job.Object:
-    client, jobset = _libraries()
+def _jobset(config: schema.Config) -> Object:
+    client, pathways = _libraries()
     deploy = config.deploy
     volumes, mounts = job.host_memory(config)
-    environment = {
+    variables = {
         variable["name"]: variable.get("value")
         or client.V1EnvVarSource(field_ref=variable["valueFrom"]["fieldRef"])
-        for variable in job.environment()
+        for variable in environment.place_variables()
     }
     pod = {
         "termination_grace_period_seconds": deploy.termination_grace_period_seconds,
@@ -95,7 +102,7 @@ def _jobset(config: schema.Config) -> job.Object:
             for volume in volumes
         ],
     }
-    built = jobset.PathwaysJobSet(
+    built = pathways.PathwaysJobSet(
         name=config.run.run_name,
         namespace=deploy.namespace,
         pathways_dir=_scratch(config),
@@ -110,16 +117,16 @@ def _jobset(config: schema.Config) -> job.Object:
     )
     built.add_user_workload(
         image=deploy.docker_image,
-        command=job.COMMAND,
+        command=program.command(config),
         name=job.CONTAINER,
         termination_message_policy=job.TERMINATION_MESSAGE_POLICY,
-        env=environment,
+        env=variables,
         volume_mounts=[job.CONFIG_MOUNT],
     )
     built.add_colocated_python(
         image=deploy.colocated_python_sidecar_image,
         shm_size_limit=deploy.shared_memory_size_limit,
-        env=environment,
+        env=variables,
         volume_mounts=mounts,
     )
     return built.to_dict()

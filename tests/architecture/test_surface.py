@@ -73,7 +73,8 @@ def test_every_key_of_every_shipped_configuration_has_a_comment_above_it():
         lines = path.read_text().splitlines()
         load.load(path)
         for above, line in zip(["", *lines], lines, strict=False):
-            if line and not line.startswith("#"):
+            # The lines of a list or mapping belong to its key.
+            if line and not line.startswith(("#", " ", "- ")):
                 assert above.startswith("#"), f"{path.name}: {line}"
 
 

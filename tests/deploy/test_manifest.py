@@ -1,4 +1,3 @@
-import pathlib
 import sys
 import types
 
@@ -10,19 +9,13 @@ from elastic_ckpt.config import keys, load, schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import machine, manifest
 from tests.deploy import manifest_check
+from tests.deploy.jobsets import GPU, PATHWAYS, SHIPPED, TPU, documents, only
 
-SHIPPED = pathlib.Path(__file__).parents[2] / "configs" / "deploy"
 CONFIGS = sorted(path.stem for path in SHIPPED.glob("*.yml"))
-PATHWAYS, TPU, GPU = "pathways_v6e", "multicontroller_v6e", "multicontroller_h100"
-
-
-def documents(name, *overrides):
-    return manifest.documents(load.load(SHIPPED / f"{name}.yml", overrides))
-
-
-def only(kind, built):
-    (document,) = (document for document in built if document["kind"] == kind)
-    return document
+# They train with the configuration itself.
+TRAINED = [GPU, TPU, PATHWAYS]
+# This one is for Slurm.
+CONFIGS.remove("slurm_h100")
 
 
 def replicated_job(name, *overrides, job=-1):
@@ -47,7 +40,7 @@ def test_the_yaml_says_what_the_documents_say(name):
     assert list(yaml.safe_load_all(manifest.to_yaml(built))) == built
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_pods_train_with_the_configuration_of_the_manifest(name, tmp_path):
     odd = 'a: "b" # c\\d'
     config = load.load(SHIPPED / f"{name}.yml", [f"train_data_columns='{odd}'"])
@@ -78,7 +71,7 @@ def test_a_tpu_slice_is_a_job_as_wide_as_the_slice_has_hosts(slices):
         assert job["completions"] == job["parallelism"] == 8
         assert job["completionMode"] == "Indexed"
         (container,) = pods["containers"]
-        assert container["resources"] == {"limits": {"google.com/tpu": "4"}}
+        assert container["resources"]["limits"] == {"google.com/tpu": "4"}
 
 
 def test_without_tpus_all_slices_are_the_one_job_in_which_jax_counts_hosts(monkeypatch):
@@ -114,7 +107,7 @@ def test_an_account_of_ones_own_is_used_and_not_written():
         assert pods["serviceAccountName"] == "trainer"
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_ram_disk_and_shared_memory_are_where_the_program_of_a_host_runs(name):
     sizes = ["local_checkpoint_size_limit=7Gi", "shared_memory_size_limit=3Gi"]
     *_, pods = replicated_job(name, "local_checkpoint_directory=/ram", *sizes)
@@ -130,7 +123,7 @@ def test_ram_disk_and_shared_memory_are_where_the_program_of_a_host_runs(name):
     assert built["/dev/shm"] == {"medium": "Memory", "sizeLimit": "3Gi"}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_no_ram_disk_is_mounted_if_there_is_to_be_none(name):
     built = documents(name, "local_checkpoint_directory=")
     assert "local-checkpoints" not in manifest.to_yaml(built)
@@ -152,7 +145,7 @@ def test_under_pathways_the_head_runs_the_program_and_the_sidecar_our_image():
 
 
 def test_a_failed_host_starts_the_job_again_so_many_times():
-    for name in CONFIGS:
+    for name in TRAINED:
         built = only("JobSet", documents(name, "max_restarts=3"))
         assert built["spec"]["failurePolicy"]["maxRestarts"] == 3
         pods = replicated_job(name, "termination_grace_period_seconds=9")[2]
@@ -264,6 +257,8 @@ def test_every_key_of_the_section_changes_some_manifest():
         "topology": "4x8",
         "pathways_gcs_location": "gs://b/c",
         "local_checkpoint_directory": "/ram",
+        "maxtext": "{model_name: llama2-7b}",
+        "manifest_patches": "[{kind: JobSet, patch: {spec: {suspend: true}}}]",
     }
     for key, value in keys.values(schema.Config()).items():
         if keys.keys()[key][0] != "deploy":
@@ -272,10 +267,13 @@ def test_every_key_of_the_section_changes_some_manifest():
             new = str(value + 1)
         else:
             new = other.get(key, "5Gi" if key.endswith("limit") else "other")
+        if key == "metrics_monitor":
+            new = "pod_monitor"
         new += ":2" * key.endswith("image")
-        changed = documents(PATHWAYS, f"{key}={new}")
+        with_metrics = ["prometheus_port=9400", "prometheus_interface=0.0.0.0"]
+        changed = documents(PATHWAYS, f"{key}={new}", *with_metrics)
         # Not only in the configuration that the manifest carries.
         del changed[0]["data"]
-        before = documents(PATHWAYS)
+        before = documents(PATHWAYS, *with_metrics)
         del before[0]["data"]
         assert changed != before, key

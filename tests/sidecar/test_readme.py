@@ -36,7 +36,7 @@ def test_it_shows_how_to_build_to_apply_and_to_watch():
     needed = {"docker build", "docker push", "kubectl apply", "kubectl get"}
     assert needed | {"kubectl logs", "kubectl delete"} <= shown
     tools = {line.split()[0] for line in LINES}
-    assert tools == {"docker", "elastic-ckpt", "gcloud", "kubectl"}
+    assert tools == {"docker", "elastic-ckpt", "gcloud", "kubectl", "sbatch"}
 
 
 def test_jobs_and_containers_that_it_names_are_those_of_the_manifest():

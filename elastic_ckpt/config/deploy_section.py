@@ -1,0 +1,108 @@
+"""The keys of the JobSet that `elastic-ckpt manifest` writes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_ckpt.config.key import key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeploySection:
+    """The JobSet on GKE that `elastic-ckpt manifest` writes; see sidecar/README.md."""
+
+    command: str = key(
+        "",
+        "The program of each host, or with Pathways of the head: python train.py"
+        " --lr=1, or a list of arguments. No shell reads it; [sh, -c, ...] starts one."
+        " Empty trains with this configuration.",
+        lists="yaml",
+    )
+    python_module: str = key(
+        "",
+        "A Python module with its arguments, in place of `command`: my_project.train"
+        " --lr=1, or a list.",
+        lists="yaml",
+    )
+    maxtext: str = key(
+        "",
+        "Keys of MaxText, and ours that it takes, in place of `command`: {base_config:"
+        " base.yml, model_name: llama2-7b}. `elastic-ckpt maxtext` runs with them, and"
+        " with run_name, base_output_directory, steps and the RAM disk from here.",
+        lists="yaml",
+    )
+
+    docker_image: str = key(
+        "", "Image with elastic_ckpt: for the head, or for every host if there is none."
+    )
+    machine_type: str = key(
+        "",
+        "GKE machine type of the accelerator hosts: ct6e-standard-4t, a3-highgpu-8g."
+        " For TPUs it is that of a multi-host slice. Without accelerators empty allows"
+        " any.",
+    )
+    topology: str = key(
+        "",
+        "Chips of a TPU slice, for example 4x4; it determines the hosts of a slice. On"
+        " other hardware `hosts` are divided among `slices`.",
+    )
+    namespace: str = key("default", "The namespace of all objects in the manifest.")
+    service_account: str = key(
+        "",
+        "The Kubernetes service account of the pods, for instance one with access to"
+        " the bucket; empty takes the namespace's default, or a new one in the manifest"
+        " if JAX queries the Kubernetes API for the hosts.",
+    )
+    shared_memory_size_limit: str = key(
+        "16Gi",
+        "Size of /dev/shm on each host, and with Pathways also of the memory that a"
+        " host's server and sidecar share to pass batches.",
+    )
+    max_restarts: int = key(
+        10, "How often the whole job is restarted automatically.", at_least=0
+    )
+    ttl_seconds_after_finished: int = key(
+        -1,
+        "Seconds after its end when the JobSet is deleted; -1 keeps it.",
+        at_least=-1,
+    )
+    kueue_queue: str = key(
+        "",
+        "The LocalQueue of Kueue that admits the JobSet; it is suspended until then.",
+    )
+    metrics_monitor: str = key(
+        "none",
+        "Have the metrics at `prometheus_port` collected: `pod_monitoring` by Google"
+        " Cloud's managed Prometheus, `pod_monitor` by the Prometheus operator.",
+        choices=("none", "pod_monitoring", "pod_monitor"),
+    )
+    termination_grace_period_seconds: int = key(
+        60, "Seconds between SIGTERM and SIGKILL, for a last save.", at_least=1
+    )
+    colocated_python_sidecar_image: str = key(
+        "", "Pathways: the image built from sidecar/Dockerfile."
+    )
+    server_image: str = key(
+        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/server:jax-0.10.0",
+        "Pathways: the image of the resource manager and of the workers.",
+    )
+    proxy_server_image: str = key(
+        "us-docker.pkg.dev/cloud-tpu-v2-images/pathways/proxy_server:jax-0.10.0",
+        "Pathways: the image of the proxy beside the head.",
+    )
+    pathways_gcs_location: str = key(
+        "",
+        "Pathways: the directory of its servers' scratch files, gs://bucket/path; empty"
+        " takes base_output_directory/pathways.",
+    )
+    pathways_head_node_pool: str = key(
+        "cpu-np", "Pathways: the node pool, without accelerators, of the head."
+    )
+    manifest_patches: str = key(
+        "",
+        "Changes of the manifest, such as [{kind: JobSet, patch: {spec: {managedBy:"
+        " x}}}]: mappings are merged, null removes a key, lists whose members have"
+        " names are merged by name, and others replaced. `name` chooses among several"
+        " objects of a kind.",
+        lists="yaml",
+    )

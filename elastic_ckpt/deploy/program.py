@@ -1,0 +1,117 @@
+"""The program of a host, or with Pathways of the head, and its files.
+
+It is `elastic-ckpt train` with the run's configuration, `elastic-ckpt maxtext` with
+MaxText's keys, or a command or module of the user. The files are in a ConfigMap, so
+that one image serves many runs, and a run can change its keys without a new image.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import yaml
+
+from elastic_ckpt.config import keys, schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import names, settings
+
+# The directory of the files in a pod.
+DIRECTORY = "/etc/elastic-ckpt"
+_CONFIG_FILE = "config.yml"
+_MAXTEXT_FILE = "maxtext.yml"
+# The variables with the path of the configuration, and with that of the RAM disk.
+CONFIG_VARIABLE = "ELASTIC_CKPT_CONFIG"
+LOCAL_VARIABLE = "ELASTIC_CKPT_LOCAL"
+# Sections that are about the pods, and that no program in them reads.
+_OF_PODS = ("pods", "slurm")
+_KEYS = ("command", "python_module", "maxtext")
+# With this value JAX asks its cluster for the other hosts, as in `train`.
+_MAXTEXT_HARDWARE = {"gpu": "gpu_multiprocess"}
+
+
+def check(config: schema.Config) -> None:
+    """Raises a ConfigError if several programs are set, or one cannot run in a pod."""
+    check_one(config)
+    if is_train(config) or config.deploy.maxtext:
+        names.check_remote("base_output_directory", config.run.base_output_directory)
+
+
+def check_one(config: schema.Config) -> None:
+    """Raises a ConfigError if several programs are set."""
+    chosen = [key for key in _KEYS if getattr(config.deploy, key)]
+    if len(chosen) > 1:
+        raise errors.ConfigError(
+            f"{' and '.join(chosen)} are set, but a host runs one program; keep one"
+        )
+
+
+def is_train(config: schema.Config) -> bool:
+    """Whether the program is `elastic-ckpt train`."""
+    return not any(getattr(config.deploy, key) for key in _KEYS)
+
+
+def command(config: schema.Config, directory: str = DIRECTORY) -> list[str]:
+    """The arguments of the program, whose files are in `directory`.
+
+    Raises:
+      ConfigError: if the command cannot be split.
+    """
+    deploy = config.deploy
+    if deploy.command:
+        return settings.arguments("command", deploy.command)
+    if deploy.python_module:
+        words = settings.arguments("python_module", deploy.python_module)
+        return ["python", "-m", *words]
+    if deploy.maxtext:
+        return ["elastic-ckpt", "maxtext", os.path.join(directory, _MAXTEXT_FILE)]
+    return ["elastic-ckpt", "train", os.path.join(directory, _CONFIG_FILE)]
+
+
+def files(config: schema.Config) -> dict[str, str]:
+    """The text of each file of the program, by its name."""
+    if config.deploy.maxtext:
+        return {_MAXTEXT_FILE: _yaml(_maxtext(config))}
+    defaults = keys.values(schema.Config())
+    sections = keys.keys()
+    chosen = {
+        key: value
+        for key, value in keys.values(config).items()
+        # The JobSet determines the number of hosts.
+        if value != defaults[key]
+        and key not in (*_KEYS, "hosts", "manifest_patches")
+        and sections[key][0] not in _OF_PODS
+    }
+    return {_CONFIG_FILE: _yaml(chosen)}
+
+
+def variables(config: schema.Config, directory: str = DIRECTORY) -> dict[str, str]:
+    """The variables with which a program of the user finds its files and its RAM disk.
+
+    `train` and MaxText have them in their configuration.
+    """
+    deploy, local = config.deploy, config.tiers.local_checkpoint_directory
+    if not deploy.command and not deploy.python_module:
+        return {}
+    paths = {CONFIG_VARIABLE: os.path.join(directory, _CONFIG_FILE)}
+    return {**paths, LOCAL_VARIABLE: local} if local else paths
+
+
+def _maxtext(config: schema.Config) -> dict[str, Any]:
+    world, tiers = config.world, config.tiers
+    known: dict[str, Any] = {
+        "base_config": "base.yml",
+        "run_name": config.run.run_name,
+        "base_output_directory": config.run.base_output_directory,
+        "steps": config.run.steps,
+        "hardware": _MAXTEXT_HARDWARE.get(world.hardware, world.hardware),
+    }
+    if world.enable_single_controller:
+        known["enable_single_controller"] = True
+    if tiers.local_checkpoint_directory:
+        known["local_checkpoint_directory"] = tiers.local_checkpoint_directory
+    return known | settings.mapping("maxtext", config.deploy.maxtext)
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, width=1000)

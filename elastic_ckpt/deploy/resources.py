@@ -1,0 +1,52 @@
+"""The CPUs and the memory that the container of our code requests.
+
+The kernel counts the pages of a memory-backed volume as memory of the container that
+wrote them, and Kubernetes ends a container above its limit. So the RAM disk, /dev/shm
+and every other such volume that the container mounts are added to what the program
+needs itself, and the scheduler places no other pod into their memory.
+"""
+
+from __future__ import annotations
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.deploy import addition, names, quantity
+
+
+def check(config: schema.Config) -> None:
+    """Raises a ConfigError if an amount of memory is none."""
+    pods = config.pods
+    for key in ("program_memory", "sidecar_memory"):
+        value = getattr(pods, key)
+        if value:
+            names.check_size(key, value)
+
+
+def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Addition:
+    """The requests and limits of the container, whose volumes are complete."""
+    section = config.pods
+    cpus, memory = section.program_cpus, section.program_memory
+    if pods.role == "worker":
+        cpus, memory = section.sidecar_cpus, section.sidecar_memory
+    requests: dict[str, str] = {}
+    resources = {"requests": requests}
+    if cpus:
+        requests["cpu"] = quantity.of_cpus(cpus)
+    total = sum(map(quantity.to_bytes, memory_volumes(pods).values()))
+    if memory:
+        total += quantity.to_bytes(memory)
+        resources["limits"] = {"memory": quantity.of_bytes(total)}
+    if total:
+        requests["memory"] = quantity.of_bytes(total)
+    return addition.Addition(container={"resources": resources} if requests else {})
+
+
+def memory_volumes(pods: addition.Pods) -> dict[str, str]:
+    """The size of each memory-backed volume that the container mounts, by its name."""
+    mounted = {mount["name"] for mount in pods.program().get("volumeMounts", [])}
+    return {
+        volume["name"]: volume["emptyDir"]["sizeLimit"]
+        for volume in pods.template["spec"].get("volumes", [])
+        if volume["name"] in mounted
+        and volume.get("emptyDir", {}).get("medium") == "Memory"
+        and "sizeLimit" in volume["emptyDir"]
+    }

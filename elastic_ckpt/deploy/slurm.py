@@ -1,0 +1,277 @@
+"""The batch script that runs a configuration on Slurm.
+
+Each host is a task of one `srun`; JAX detects the others from Slurm's variables. The
+script writes the program's files to a directory of the job on the RAM disk of each
+node, where the steps in RAM are too. A requeued job has the same number: where it gets
+the same nodes it continues from their RAM, and elsewhere from storage.
+
+`elastic-ckpt train` with elastic_enabled=true has a supervisor on each node instead,
+which starts the hosts of the node; the run goes on without nodes that are lost.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import names, program, quantity, settings
+
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|")
+_NAME = re.compile(r"[\w.-]+")
+_FILE_END = "END_OF_FILE"
+_ALONE_SECS = 300
+
+
+def script(config: schema.Config) -> str:
+    """The text of the script, for `sbatch`.
+
+    Raises:
+      ConfigError: if a value is invalid; names the key and a remedy.
+    """
+    _check(config)
+    files = "".join(
+        f'on_each_node bash -c \'umask 077; mkdir -p "$1" && cat > "$1/$2"\' -'
+        f" \"$ram\" {name} <<'{_FILE_END}' || exit\n{text}{_FILE_END}\n"
+        for name, text in program.files(config).items()
+    )
+    return _TEMPLATE.format(
+        options="\n".join(f"#SBATCH {option}" for option in _options(config)),
+        ram=f"{config.slurm.slurm_ram_directory.rstrip('/')}/{config.run.run_name}",
+        files=files,
+        task=_task(config),
+        end=_FILE_END,
+        program=_program(config),
+        srun=" ".join(_srun(config)),
+        config_exit_code=errors.CONFIG_EXIT_CODE,
+        max_restarts=config.deploy.max_restarts,
+    )
+
+
+def _is_elastic(config: schema.Config) -> bool:
+    return program.is_train(config) and config.elastic.elastic_enabled
+
+
+def _nodes(config: schema.Config) -> int:
+    return config.world.hosts // config.slurm.slurm_tasks_per_node
+
+
+def _check(config: schema.Config) -> None:
+    section, world = config.slurm, config.world
+    program.check_one(config)
+    if not _NAME.fullmatch(config.run.run_name):
+        raise errors.ConfigError(
+            f"run_name={config.run.run_name!r} cannot name a job; use letters, digits,"
+            " points and hyphens"
+        )
+    if world.hardware == "tpu" or world.enable_single_controller:
+        raise errors.ConfigError(
+            "Slurm runs hosts with CPUs and GPUs; set hardware=cpu or hardware=gpu, and"
+            " enable_single_controller=false"
+        )
+    if world.hosts % section.slurm_tasks_per_node:
+        raise errors.ConfigError(
+            f"hosts={world.hosts} are not divided evenly among nodes with"
+            f" slurm_tasks_per_node={section.slurm_tasks_per_node}; set hosts to a"
+            " multiple"
+        )
+    if _is_elastic(config) and (
+        _nodes(config) < 2
+        or world.slices % _nodes(config)
+        or world.hosts % world.slices
+    ):
+        raise errors.ConfigError(
+            f"elastic_enabled=true with hosts={world.hosts}, slices={world.slices} and"
+            f" slurm_tasks_per_node={section.slurm_tasks_per_node}: an elastic run has"
+            " two nodes or more, with the same number of slices each; set slices to a"
+            " multiple of the nodes, and hosts to one of slices"
+        )
+    if not _TIME.fullmatch(section.slurm_time):
+        raise errors.ConfigError(
+            f"slurm_time={section.slurm_time!r} is no time limit of Slurm; write"
+            " 1-12:00:00, 12:30:00 or minutes"
+        )
+    if not section.slurm_ram_directory.startswith("/"):
+        raise errors.ConfigError(
+            f"slurm_ram_directory={section.slurm_ram_directory!r} is no absolute path;"
+            " set it to that of a RAM disk, such as /dev/shm"
+        )
+    if config.pods.program_memory:
+        names.check_size("program_memory", config.pods.program_memory)
+        size = config.tiers.local_checkpoint_size_limit
+        names.check_size("local_checkpoint_size_limit", size)
+
+
+def _options(config: schema.Config) -> list[str]:
+    section, world = config.slurm, config.world
+    on_node = section.slurm_tasks_per_node
+    # An elastic run has one task on a node, its supervisor.
+    tasks, hosts_per_task = (1, on_node) if _is_elastic(config) else (on_node, 1)
+    gres = section.slurm_gres
+    if not gres and world.hardware == "gpu":
+        gres = f"gpu:{on_node * world.devices_per_host}"
+    cpus = math.ceil(config.pods.program_cpus * hosts_per_task)
+    grace_secs = config.deploy.termination_grace_period_seconds
+    values = {
+        "job-name": config.run.run_name,
+        "nodes": _nodes(config),
+        "ntasks-per-node": tasks,
+        "cpus-per-task": cpus or "",
+        "gres": gres,
+        "mem": _memory(config),
+        "partition": section.slurm_partition,
+        "account": section.slurm_account,
+        "time": section.slurm_time,
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "requeue": True,
+        # Hosts get SIGTERM before the time limit, and save.
+        "signal": f"TERM@{grace_secs}",
+        # The run goes on without a node that is lost.
+        "no-kill": _is_elastic(config),
+        **settings.mapping("slurm_options", section.slurm_options),
+    }
+    return [_option(key, value) for key, value in values.items() if value not in _UNSET]
+
+
+_UNSET: tuple[object, ...] = ("", None, False)
+
+
+def _option(key: str, value: object) -> str:
+    if value is True:
+        return f"--{key}"
+    if re.search(r"\s", f"{key}{value}"):
+        raise errors.ConfigError(
+            f"{key}={value!r} has a space, which an option of sbatch cannot have"
+        )
+    return f"--{key}={value}"
+
+
+def _memory(config: schema.Config) -> str:
+    # Slurm counts files on a RAM disk as memory of the job.
+    memory = config.pods.program_memory
+    if not memory:
+        return ""
+    total = quantity.to_bytes(memory) * config.slurm.slurm_tasks_per_node
+    if config.tiers.local_checkpoint_directory:
+        total += quantity.to_bytes(config.tiers.local_checkpoint_size_limit)
+    return f"{math.ceil(total / 2**20)}M"
+
+
+def _task(config: schema.Config) -> str:
+    devices, lines = config.world.devices_per_host, []
+    if not _is_elastic(config):
+        # JAX would take one device for each task.
+        lines += [
+            f"first=$((SLURM_LOCALID * {devices}))",
+            f"last=$((first + {devices - 1}))",
+            'export JAX_LOCAL_DEVICE_IDS="$(seq -s, "$first" "$last")"',
+        ]
+    for name, value in settings.mapping("pod_env", config.pods.pod_env).items():
+        if isinstance(value, dict):
+            raise errors.ConfigError(
+                f"pod_env has {name} from {value!r}, which only Kubernetes has; export"
+                " it in slurm_setup, or from where you call sbatch"
+            )
+        lines.append(f"export {name}={shlex.quote(settings.text(value))}")
+    if config.slurm.slurm_setup:
+        lines.append(config.slurm.slurm_setup.rstrip("\n"))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _program(config: schema.Config) -> str:
+    words = [
+        # The directory of the files is known on the nodes alone.
+        f'"$ram"/{word.removeprefix(_RAM)}'
+        if word.startswith(_RAM)
+        else shlex.quote(word)
+        for word in program.command(config, directory=_RAM)
+    ]
+    is_of_user = bool(program.variables(config))
+    exports = (
+        [f'export {program.CONFIG_VARIABLE}="$ram/config.yml"'] if is_of_user else []
+    )
+    if config.tiers.local_checkpoint_directory:
+        if is_of_user:
+            exports.append(f'export {program.LOCAL_VARIABLE}="$ram/steps"')
+        else:
+            words.append('"local_checkpoint_directory=$ram/steps"')
+    if _is_elastic(config):
+        words += ['"elastic_machines=$machines"', f"hosts={config.world.hosts}"]
+        port = config.slurm.slurm_port or "$((20000 + SLURM_JOB_ID % 20000))"
+        exports += [
+            f"port={port}",
+            'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            'machines=$(sed "s/\\$/:$port/" <<< "$nodes" | paste -sd ";" -)',
+        ]
+    return "\n".join([*exports, f"program=({' '.join(words)})"])
+
+
+_RAM = "RAM:/"
+
+
+def _srun(config: schema.Config) -> list[str]:
+    if _is_elastic(config):
+        return ["--label", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    # All hosts find a wrong configuration, and end with its status by themselves. Those
+    # that a host leaves alone end when JAX misses it, at the latest after this time.
+    return ["--label", "--kill-on-bad-exit=0", f"--wait={_ALONE_SECS}"]
+
+
+_TEMPLATE = """\
+#!/bin/bash
+{options}
+set -u
+
+# The directory of this job on the RAM disk of each node. A job that is requeued has the
+# same number, and finds what its nodes still hold.
+ram={ram}-$SLURM_JOB_ID
+# A line for each start that has failed.
+failures=$SLURM_SUBMIT_DIR/$SLURM_JOB_NAME-$SLURM_JOB_ID.failures
+
+on_each_node() {{
+  srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \\
+    --ntasks-per-node=1 "$@"
+}}
+
+# The program's files.
+{files}
+# What a task does before the program.
+task=$(cat <<'{end}'
+# The switches above the node, as a failure domain.
+case ${{SLURM_TOPOLOGY_ADDR_PATTERN:-}} in
+  *switch.node) export ELASTIC_CKPT_DOMAINS="switch=${{SLURM_TOPOLOGY_ADDR%.*}}" ;;
+esac
+{task}exec "$@"
+{end}
+)
+
+{program}
+
+# `scancel` also ends this script: then nothing is requeued.
+is_cancelled=
+trap 'is_cancelled=1' TERM
+srun {srun} bash -c "$task" - "${{program[@]}}"
+code=$?
+
+can_help=
+case $code in
+  0) ;;
+  {config_exit_code}) echo "not requeued: the configuration is wrong" >&2 ;;
+  # SIGTERM before the time limit: all is saved, and the next start continues.
+  143) can_help=1 ;;
+  *)
+    echo "$code" >> "$failures"
+    [ "$(wc -l < "$failures")" -gt {max_restarts} ] || can_help=1
+    ;;
+esac
+if [ -n "$can_help" ] && [ -z "$is_cancelled" ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+else
+  on_each_node rm -rf "$ram"
+  rm -f "$failures"
+fi
+exit "$code"
+"""

@@ -1,0 +1,82 @@
+"""Volumes of the user in the containers of our code, by the path of their mount.
+
+A volume is written as Kubernetes writes its source: {persistentVolumeClaim: {claimName:
+texts}}, {hostPath: {path: /mnt/ssd}}, {secret: {secretName: keys}}. Besides, `gcsfuse`
+names a bucket that GKE's Cloud Storage FUSE driver mounts, and `readOnly` and `subPath`
+are those of the mount.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from elastic_ckpt.config import schema
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import addition, settings
+
+_OF_MOUNT = ("readOnly", "subPath")
+_GCSFUSE = "gcsfuse.csi.storage.gke.io"
+# It has GKE add the driver's sidecar to a pod ("Cloud Storage FUSE CSI driver", 2026).
+_GCSFUSE_ANNOTATION = "gke-gcsfuse/volumes"
+
+
+def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Addition:
+    """The volumes of the configuration, and their mounts.
+
+    Args:
+      config: of the run.
+      pods: with all other volumes.
+
+    Raises:
+      ConfigError: if a path or a source is not one, or something else is mounted there.
+    """
+    taken = {mount["mountPath"] for mount in pods.program().get("volumeMounts", [])}
+    volumes: list[addition.Object] = []
+    mounts: list[addition.Object] = []
+    by_path = settings.mapping("pod_volumes", config.pods.pod_volumes)
+    for path, value in by_path.items():
+        if path in taken:
+            raise errors.ConfigError(
+                f"pod_volumes has {path}, where the manifest mounts another volume;"
+                " choose another path"
+            )
+        name = _name(path)
+        mount = {"name": name, "mountPath": path}
+        source = _source(path, value)
+        mounts.append({**mount, **{k: v for k, v in value.items() if k in _OF_MOUNT}})
+        volumes.append({"name": name, **source})
+    annotations: dict[str, str] = {}
+    if any(v.get("csi", {}).get("driver") == _GCSFUSE for v in volumes):
+        annotations[_GCSFUSE_ANNOTATION] = "true"
+    if not volumes:
+        return addition.Addition()
+    return addition.Addition(
+        annotations=annotations,
+        spec={"volumes": volumes},
+        container={"volumeMounts": mounts},
+    )
+
+
+def _name(path: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", path.lower()).strip("-")
+    if not path.startswith("/") or not words:
+        raise errors.ConfigError(
+            f"pod_volumes has the path {path!r}; write an absolute path of letters and"
+            " digits, such as /data"
+        )
+    return f"user-{words}"[:63].rstrip("-")
+
+
+def _source(path: str, value: Any) -> addition.Object:
+    sources = [key for key in value if key not in _OF_MOUNT] if value else []
+    if not isinstance(value, dict) or len(sources) != 1:
+        raise errors.ConfigError(
+            f"pod_volumes has {value!r} at {path}; write one source, such as"
+            " {persistentVolumeClaim: {claimName: texts}} or {gcsfuse: my-bucket}"
+        )
+    (source,) = sources
+    if source != "gcsfuse":
+        return {source: value[source]}
+    attributes = {"bucketName": value[source], "mountOptions": "implicit-dirs"}
+    return {"csi": {"driver": _GCSFUSE, "volumeAttributes": attributes}}

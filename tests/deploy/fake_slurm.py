@@ -1,0 +1,139 @@
+"""`srun`, `scontrol` and `sbatch` on this machine, whose loopback addresses are nodes.
+
+`sbatch` here is a function: it runs a script with the variables that its #SBATCH lines
+stand for, again when the script has requeued the job. `srun` starts the tasks, forwards
+SIGTERM to them, and ends with the highest of their statuses.
+"""
+
+import os
+import pathlib
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+JOB_ID = 4711
+# The ports of hosts and supervisors are derived from the number of the job.
+_SCONTROL = """\
+#!/bin/bash
+case $1 in
+  show) for n in $(seq "$SLURM_JOB_NUM_NODES"); do echo "127.0.0.$n"; done ;;
+  requeue) echo "$2" >> "$FAKE_SLURM/requeued" ;;
+esac
+"""
+
+
+def install(directory):
+    """Writes the commands, and returns the environment that finds them."""
+    for name, text in (
+        ("srun", f'#!/bin/bash\nexec {sys.executable} {__file__} "$@"\n'),
+        ("scontrol", _SCONTROL),
+    ):
+        path = directory / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    path = os.pathsep.join(
+        [str(directory), str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]
+    )
+    return os.environ | {"PATH": path, "FAKE_SLURM": str(directory)}
+
+
+def options(script):
+    """The options in the #SBATCH lines of a script."""
+    return dict(re.findall(r"^#SBATCH --([^=\n]+)=?(.*)$", script, re.MULTILINE))
+
+
+def start(script, directory, *, job_id=JOB_ID, starts=0):
+    """Starts a job; its output is that of the process."""
+    path = directory / "job.sh"
+    path.write_text(script)
+    chosen = options(script)
+    environment = install(directory) | {
+        "SLURM_JOB_ID": str(job_id),
+        "SLURM_JOB_NAME": chosen["job-name"],
+        "SLURM_JOB_NUM_NODES": chosen["nodes"],
+        "SLURM_JOB_NODELIST": f"127.0.0.[1-{chosen['nodes']}]",
+        "SLURM_NTASKS_PER_NODE": chosen["ntasks-per-node"],
+        "SLURM_RESTART_COUNT": str(starts),
+        "SLURM_SUBMIT_DIR": str(directory),
+    }
+    return subprocess.Popen(
+        ["bash", str(path)],
+        env=environment,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def requeued(directory):
+    """How often jobs have been requeued."""
+    path = directory / "requeued"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def signal_steps(job, number=signal.SIGTERM):
+    """Sends a signal to the steps of a job, as Slurm does before the time limit."""
+    for pid in _children(job.pid):
+        os.kill(pid, number)
+
+
+def _children(pid):
+    return [int(child) for child in _read(pid).split()]
+
+
+def _read(pid):
+    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+
+
+def _srun(arguments):
+    known = {}
+    while arguments[0].startswith("--"):
+        name, _, value = arguments.pop(0).removeprefix("--").partition("=")
+        known[name] = value
+    nodes = int(known.get("nodes", os.environ["SLURM_JOB_NUM_NODES"]))
+    on_node = int(known.get("ntasks-per-node", os.environ["SLURM_NTASKS_PER_NODE"]))
+    text = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+    tasks = [
+        subprocess.Popen(
+            arguments,
+            stdin=subprocess.PIPE,
+            env=os.environ
+            | {
+                "SLURM_NTASKS": str(nodes * on_node),
+                "SLURM_PROCID": str(number),
+                "SLURM_LOCALID": str(number % on_node),
+                "SLURM_NODEID": str(number // on_node),
+                "SLURM_STEP_NUM_NODES": str(nodes),
+                "SLURM_STEP_NODELIST": "127.0.0.1",
+                "SLURM_TOPOLOGY_ADDR": f"top.leaf{number // on_node}.node",
+                "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+            },
+        )
+        for number in range(nodes * on_node)
+    ]
+    signal.signal(
+        signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks]
+    )
+    for task in tasks:
+        task.stdin.write(text)
+        task.stdin.close()
+    wait_secs = int(known.get("wait", 0))
+    deadline = None
+    while any(task.poll() is None for task in tasks):
+        time.sleep(0.05)
+        if wait_secs and any(task.poll() is not None for task in tasks):
+            deadline = deadline or time.monotonic() + wait_secs
+        if deadline and time.monotonic() > deadline:
+            for task in tasks:
+                task.kill()
+    codes = [task.returncode for task in tasks]
+    return max(128 - code if code < 0 else code for code in codes)
+
+
+if __name__ == "__main__":
+    sys.exit(_srun(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""Metrics of a run in a cluster."""
+
+import json
+
+import pytest
+
+from elastic_ckpt.core import errors
+from tests.deploy import jobsets, manifest_check
+
+SERVED = ["prometheus_port=9400", "prometheus_interface=0.0.0.0"]
+
+
+@pytest.mark.parametrize("name", [jobsets.GPU, jobsets.TPU, jobsets.PATHWAYS])
+@pytest.mark.parametrize(
+    ("monitor", "kind", "endpoints"),
+    [
+        ("pod_monitoring", "PodMonitoring", "endpoints"),
+        ("pod_monitor", "PodMonitor", "podMetricsEndpoints"),
+    ],
+)
+def test_the_metrics_of_every_program_are_collected(name, monitor, kind, endpoints):
+    built = jobsets.documents(name, *SERVED, f"metrics_monitor={monitor}")
+    assert manifest_check.problems(built) == []
+    spec = jobsets.only(kind, built)["spec"]
+    labels = spec["selector"]["matchLabels"]
+    job = labels["jobset.sigs.k8s.io/replicatedjob-name"]
+    jobset = jobsets.only("JobSet", built)
+    assert labels["jobset.sigs.k8s.io/jobset-name"] == jobset["metadata"]["name"]
+    container = jobsets.container(jobsets.pods(built)[job], "train")
+    (endpoint,) = spec[endpoints]
+    ports = {port.get("name"): port["containerPort"] for port in container["ports"]}
+    assert ports[endpoint["port"]] == 9400
+
+
+def test_a_probe_without_an_action_reads_the_metrics():
+    setting = "pod_liveness_probe={periodSeconds: 30}"
+    for name in (jobsets.GPU, jobsets.PATHWAYS):
+        roles = jobsets.roles(name, *SERVED, setting)
+        _, container = roles.get("host") or roles["head"]
+        assert container["livenessProbe"] == {
+            "httpGet": {"path": "/metrics", "port": 9400},
+            "periodSeconds": 30,
+        }
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["metrics_monitor=pod_monitor", "pod_startup_probe={periodSeconds: 3}"],
+)
+def test_metrics_that_nobody_can_read_are_refused(setting):
+    key = setting.partition("=")[0]
+    with pytest.raises(errors.ConfigError, match=f"{key} reads .* which is 0; set it"):
+        jobsets.documents(jobsets.GPU, setting)
+    with pytest.raises(
+        errors.ConfigError, match=r"set prometheus_interface=0\.0\.0\.0"
+    ):
+        jobsets.documents(jobsets.GPU, setting, "prometheus_port=9400")
+    # A program of the user serves them as it likes.
+    assert jobsets.documents(jobsets.GPU, setting, "prometheus_port=1", "command=a")
+
+
+def test_a_probe_with_an_action_needs_no_metrics():
+    probe = json.dumps({"tcpSocket": {"port": 8471}})
+    assert jobsets.documents(jobsets.GPU, f"pod_startup_probe={probe}")

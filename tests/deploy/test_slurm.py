@@ -1,0 +1,245 @@
+"""The batch script for Slurm, run with an `srun` of ours."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import time
+
+import pytest
+
+from elastic_ckpt.config import load
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import slurm
+from tests import runs, shared_memory
+from tests.deploy import fake_slurm
+from tests.multiprocess import supervisors
+
+SHIPPED = pathlib.Path(__file__).parents[2] / "configs" / "deploy"
+SLURM = "slurm_h100"
+
+
+def script(path, *overrides, **settings):
+    overrides = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
+    return slurm.script(load.load(path, overrides))
+
+
+@pytest.fixture
+def ram():
+    """The RAM disk of all nodes."""
+    with shared_memory.directory("slurm") as directory:
+        yield pathlib.Path(directory)
+
+
+@pytest.fixture
+def settings(tmp_path, ram):
+    """Those of two hosts on two nodes."""
+    return {
+        "run_name": "tiny",
+        "base_output_directory": str(tmp_path),
+        "hosts": 2,
+        "slices": 2,
+        "slurm_ram_directory": str(ram),
+        "max_restarts": 1,
+    }
+
+
+@pytest.fixture
+def config(tmp_path, settings):
+    path = tmp_path / "config.yml"
+    path.write_text(json.dumps(settings))
+    return path
+
+
+def ended(job):
+    output, _ = job.communicate()
+    return job.returncode, output
+
+
+def shell(text):
+    return "command=" + json.dumps(["sh", "-c", text])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["elastic_enabled=false"],
+        ["command=[sh, -c, \"a 'b'\"]"],
+        ["maxtext={model_name: a}"],
+        ["slurm_setup=module load cuda"],
+        ["pod_env={A: \"b 'c'\"}"],
+        ["local_checkpoint_directory="],
+    ],
+)
+def test_bash_can_read_the_script(overrides):
+    text = script(SHIPPED / f"{SLURM}.yml", *overrides)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_the_shipped_script_is_that_of_the_shipped_configuration(golden):
+    golden(str(SHIPPED / f"{SLURM}.sh"), script(SHIPPED / f"{SLURM}.yml"))
+
+
+def test_options_are_those_of_the_configuration(config):
+    settings = {
+        "hosts": 8,
+        "slurm_tasks_per_node": 2,
+        "hardware": "gpu",
+        "devices_per_host": 4,
+        "program_cpus": 12,
+        "program_memory": "100Gi",
+        "local_checkpoint_size_limit": "7Gi",
+        "slurm_partition": "p",
+        "slurm_account": "a",
+        "slurm_time": "1-00:00:00",
+        "slurm_options": "{exclusive: true, constraint: ib, requeue: false}",
+        "termination_grace_period_seconds": 90,
+    }
+    assert fake_slurm.options(script(config, **settings)) == {
+        "job-name": "tiny",
+        "nodes": "4",
+        "ntasks-per-node": "2",
+        "cpus-per-task": "12",
+        "gres": "gpu:8",
+        # Two hosts, and the RAM disk of the node.
+        "mem": f"{207 * 1024}M",
+        "partition": "p",
+        "account": "a",
+        "time": "1-00:00:00",
+        "output": "%x-%j.out",
+        "open-mode": "append",
+        "signal": "TERM@90",
+        "exclusive": "",
+        "constraint": "ib",
+    }
+    assert fake_slurm.options(script(config, slurm_gres="gpu:b200:8"))["gres"] == (
+        "gpu:b200:8"
+    )
+
+
+def test_each_task_finds_its_files_its_devices_and_its_failure_domain(
+    config, tmp_path, ram
+):
+    report = (
+        'echo "$SLURM_PROCID $JAX_LOCAL_DEVICE_IDS $ELASTIC_CKPT_DOMAINS $A'
+        ' $(grep run_name "$ELASTIC_CKPT_CONFIG") $(dirname "$ELASTIC_CKPT_LOCAL")"'
+        f' >> {tmp_path}/report; test -d "$(dirname "$ELASTIC_CKPT_LOCAL")"'
+    )
+    settings = ["hosts=4", "slurm_tasks_per_node=2", "devices_per_host=2"]
+    text = script(
+        config, shell(report), *settings, "pod_env={A: 'b  c'}", "slurm_setup=cd /"
+    )
+    assert ended(fake_slurm.start(text, tmp_path)) == (0, "")
+    directory = ram / f"tiny-{fake_slurm.JOB_ID}"
+    lines = sorted((tmp_path / "report").read_text().splitlines())
+    assert lines == [
+        f"{n} {'0,1' if n % 2 == 0 else '2,3'} switch=top.leaf{n // 2} b  c"
+        f" run_name: tiny {directory}"
+        for n in range(4)
+    ]
+    # A run that has ended leaves nothing in RAM.
+    assert not [*ram.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("code", "times"), [(0, 0), (errors.CONFIG_EXIT_CODE, 0), (143, 3), (1, 1)]
+)
+def test_a_job_is_requeued_if_another_start_can_help(
+    config, tmp_path, ram, code, times
+):
+    text = script(config, shell(f"exit {code}"))
+    for start in range(3):
+        requeued = fake_slurm.requeued(tmp_path)
+        assert ended(fake_slurm.start(text, tmp_path, starts=start))[0] == code
+        if fake_slurm.requeued(tmp_path) == requeued:
+            break
+    # Failures are counted (max_restarts=1), ends at the time limit are not.
+    assert fake_slurm.requeued(tmp_path) == times
+    # The next start finds the memory of the one before.
+    has_next = fake_slurm.requeued(tmp_path) > requeued
+    assert len([*ram.iterdir()]) == has_next
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hardware": "tpu"}, "Slurm runs hosts with CPUs and GPUs"),
+        ({"run_name": "a b"}, "run_name='a b' cannot name a job"),
+        ({"hosts": 3, "slurm_tasks_per_node": 2}, "set hosts to a multiple"),
+        ({"elastic_enabled": True, "slices": 3}, "set slices to a multiple of the"),
+        ({"slurm_time": "soon"}, "slurm_time='soon' is no time limit"),
+        ({"slurm_ram_directory": "ram"}, "is no absolute path"),
+        ({"slurm_options": "{comment: a b}"}, "comment='a b' has a space"),
+        ({"pod_env": "{A: {secretKeyRef: {}}}"}, "which only Kubernetes has"),
+        ({"command": "a", "python_module": "b"}, "keep one"),
+        ({"program_memory": "x"}, "program_memory='x' is not an amount"),
+    ],
+)
+def test_what_cannot_run_there_is_refused(config, changes, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        script(config, **changes)
+
+
+def test_the_verb_writes_it(config):
+    assert runs.verb("manifest", "--slurm", config) == script(config)
+
+
+@pytest.mark.slow(minutes=1.5)
+def test_a_job_at_its_time_limit_saves_and_continues_when_it_is_requeued(
+    tmp_path, corpus, settings, ram
+):
+    """Two hosts, on two nodes: the second start reads what the first left in RAM."""
+    config = runs.write_config(
+        tmp_path,
+        corpus,
+        **settings,
+        steps=1_000_000,
+        enable_multi_tier_checkpointing=True,
+        local_checkpoint_period=2,
+        multi_tier_checkpointing_backup_interval_steps=1_000,
+        termination_grace_period_seconds=600,
+    )
+    job = fake_slurm.start(script(config), tmp_path)
+    run = tmp_path / "tiny"
+    while "run_started" not in _events(run):
+        assert job.poll() is None, ended(job)
+        time.sleep(0.2)
+    time.sleep(2)
+    fake_slurm.signal_steps(job)
+    code, output = ended(job)
+    assert code == 128 + signal.SIGTERM, output
+    assert fake_slurm.requeued(tmp_path) == 1
+    (stopped,) = runs.events(run, "run_stopped")
+    text = script(config, steps=stopped["step"] + 2)
+    code, output = ended(fake_slurm.start(text, tmp_path, starts=1))
+    assert code == 0, output
+    (restored,) = runs.events(run, "restored_from")
+    assert restored["step"] == stopped["step"]
+    assert restored["local_bytes"] > 0
+    assert restored["persistent_bytes"] == 0
+    runs.verb("audit", run)
+    assert not [*ram.iterdir()]
+
+
+@pytest.mark.slow(minutes=1.5)
+def test_an_elastic_job_has_a_supervisor_on_each_node(tmp_path, corpus, settings):
+    config = runs.write_config(
+        tmp_path,
+        corpus,
+        **settings,
+        elastic_enabled=True,
+        elastic_compile_ahead_seconds=0,
+        slurm_port=int(supervisors.free_address("127.0.0.1").rpartition(":")[2]),
+    )
+    code, output = ended(fake_slurm.start(script(config), tmp_path))
+    assert code == 0, output
+    run = tmp_path / "tiny"
+    (world,) = runs.events(run, "world_started")
+    assert world["slices"] == [0, 1]
+    runs.verb("audit", run)
+
+
+def _events(run):
+    path = run / "events.jsonl"
+    return path.read_text() if path.exists() else ""
