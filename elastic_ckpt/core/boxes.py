@@ -16,12 +16,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
-from jax.sharding import Sharding
 
 from elastic_ckpt.core import digest
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import jax
 import numpy as np
 import xxhash
 
 from elastic_ckpt.core import storage
 
-Array = TypeVar("Array", np.ndarray, jax.Array)
+if TYPE_CHECKING:
+    import jax
+
+Array = TypeVar("Array", np.ndarray, "jax.Array")
 
 
 def json_digest(value: storage.Json) -> str:

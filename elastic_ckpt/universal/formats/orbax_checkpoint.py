@@ -16,7 +16,7 @@ from etils import epath
 from elastic_ckpt.core import storage
 from elastic_ckpt.manifests.manifest import escaped
 from elastic_ckpt.tiers.persistent.persistent_root import COMMIT_FILE
-from elastic_ckpt.universal.formats import bounded_json, orbax_arrays
+from elastic_ckpt.universal.formats import bounded_json
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
 from elastic_ckpt.universal.stored import StoredTensor
@@ -64,6 +64,9 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
 
 
 def _tensors(directory: epath.Path, prefix: str) -> Iterator[StoredTensor]:
+    # TensorStore takes long to import, and other formats do not need it.
+    from elastic_ckpt.universal.formats import orbax_arrays
+
     fields = bounded_json.read(directory / _TREE)
     try:
         keys = dict(_leaves(fields))

@@ -20,7 +20,6 @@ from etils import epath
 
 from elastic_ckpt.core import digest, errors
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.inspect import tier_locations
 from elastic_ckpt.manifests import layout, manifest, manifest_file, search
 from elastic_ckpt.manifests.manifest import Contents, Leaf
 from elastic_ckpt.tiers import find
@@ -47,6 +46,9 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     Raises:
       FormatError: if the step is not complete, or a file is missing or too short.
     """
+    # It imports TensorStore, which other formats do not need.
+    from elastic_ckpt.inspect import tier_locations
+
     directory = epath.Path(path)
     parsed = layout.parse_step_directory(directory.name)
     root = directory if parsed is None else directory.parent.parent.parent

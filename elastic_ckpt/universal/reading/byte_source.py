@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-import fsspec
 import numpy as np
 
 from elastic_ckpt.core import bucket_clients
@@ -116,6 +115,8 @@ class RemoteFiles:
 
     def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
         """See `ByteSource`."""
+        import fsspec
+
         bucket_clients.prepare(file)
         system, path = fsspec.url_to_fs(file)
         stop = start + sum(part.nbytes for part in parts)

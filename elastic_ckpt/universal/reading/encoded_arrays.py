@@ -11,16 +11,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tensorstore as ts
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.core.boxes import Box
 from elastic_ckpt.universal.plan.strided_runs import Limits
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
 from elastic_ckpt.universal.strides import row_major
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 # A part is one request, whatever is needed of it.
 LIMITS = Limits(gap_bytes=2**62, span_bytes=2**62, alone_bytes=2**62)
@@ -72,6 +74,8 @@ class EncodedArrays:
 
     def read_into(self, file: str, start: int, parts: Sequence[np.ndarray]) -> int:
         """See `ByteSource`."""
+        import tensorstore as ts
+
         array, box = self._parts[file]
         dtype = array.dtype.numpy_dtype
         lengths = [part.nbytes for part in parts]
@@ -117,6 +121,10 @@ class EncodedArrays:
 
 
 def _opened(tensors: Sequence[StoredTensor]) -> list[ts.TensorStore]:
+    if not tensors:
+        return []
+    import tensorstore as ts
+
     context = ts.Context(
         {
             "cache_pool": {"total_bytes_limit": _INDEX_BYTES},
@@ -140,6 +148,8 @@ def _opened(tensors: Sequence[StoredTensor]) -> list[ts.TensorStore]:
 
 
 def _open(spec: Any, context: ts.Context) -> ts.Future:
+    import tensorstore as ts
+
     fixed = {**spec, "cache_pool": _CHUNKS}
     return ts.open(fixed, open=True, read=True, context=context)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import jax
+import ml_dtypes
 import numpy as np
 
 from elastic_ckpt.universal.rules.layout_error import LayoutError
@@ -14,6 +15,7 @@ from elastic_ckpt.universal.rules.rows import Row
 
 # A cast from one to another needs to be written.
 _CATEGORIES = (np.bool_, np.integer, np.floating, np.complexfloating)
+_LIMITS_OF = {np.integer: ml_dtypes.iinfo, np.floating: ml_dtypes.finfo}
 
 
 def with_dtypes(
@@ -69,7 +71,17 @@ def _dtype(relation: Relation, row: Row, sources: set[np.dtype]) -> np.dtype:
 
 
 def _same_category(one: np.dtype, other: np.dtype) -> bool:
-    return one == other or any(
-        jax.numpy.issubdtype(one, category) and jax.numpy.issubdtype(other, category)
-        for category in _CATEGORIES
-    )
+    category = _category(one)
+    return one == other or (category is not None and category == _category(other))
+
+
+def _category(dtype: np.dtype) -> type | None:
+    for category in _CATEGORIES:
+        if np.issubdtype(dtype, category):
+            return category
+    # NumPy has no category for bfloat16 and others.
+    for category, limits_of in _LIMITS_OF.items():
+        with contextlib.suppress(ValueError):
+            limits_of(dtype)
+            return category
+    return None

@@ -4,28 +4,27 @@
 
 Killed at any point, the same call continues: what is complete and reads back as it was
 written is kept. The checkpoint is not visible before all of it was verified.
+
+JAX and Orbax, whose import takes seconds of each process, are imported for Orbax
+checkpoints alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import importlib
+from collections.abc import Callable, Iterator
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.persistent import writers
 from elastic_ckpt.universal.writing import worker_process
 from elastic_ckpt.universal.writing.conversion import Conversion, Job
-from elastic_ckpt.universal.writing.deepspeed_destination import DeepSpeedDestination
 from elastic_ckpt.universal.writing.destination import Destination
-from elastic_ckpt.universal.writing.orbax_destination import OrbaxDestination
-from elastic_ckpt.universal.writing.safetensors_destination import (
-    SafetensorsDestination,
-)
 
-_DESTINATIONS: Mapping[str, Callable[[Conversion], Destination]] = {
-    "orbax": OrbaxDestination,
-    "safetensors": SafetensorsDestination,
-    "deepspeed": DeepSpeedDestination,
+_ROOM = "elastic_ckpt.universal.writing"
+_DESTINATIONS = {
+    "orbax": "OrbaxDestination",
+    "safetensors": "SafetensorsDestination",
+    "deepspeed": "DeepSpeedDestination",
 }
 FORMATS = tuple(_DESTINATIONS)
 
@@ -42,7 +41,8 @@ def destination_of(conversion: Conversion) -> Destination:
         raise errors.ConfigError(
             f"{to!r} is no format that is written; choose one of {', '.join(FORMATS)}"
         )
-    return _DESTINATIONS[to](conversion)
+    module = importlib.import_module(f"{_ROOM}.{to}_destination")
+    return getattr(module, _DESTINATIONS[to])(conversion)
 
 
 def convert(
@@ -104,6 +104,8 @@ def _alone(job: Job) -> Iterator[None]:
     # No other conversion writes to the target, and no run to the directory of its step.
     directory = storage.absolute(job.target)
     if job.to == "orbax":
+        from elastic_ckpt.tiers.persistent import writers
+
         with storage.exclusive_lock(directory.parent / writers.LOCK):
             yield
         return
