@@ -20,6 +20,7 @@ VERBS = {
     "data": "write the text files below a directory as one file of training data",
     "audit": "prove that a run had the batches of a one-host run, each example once",
     "plan": "show which host would read which shards, by hosts and batch size",
+    "simulate": "show what failures would cost a run, under several settings",
     "manifest": "write the Kubernetes manifest, a JobSet, that runs a configuration, or"
     " a batch script for Slurm",
     "maxtext": "run MaxText with elastic data, on any number of hosts",

@@ -40,6 +40,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "slice_returned": ("slice",),
     "slice_refused": ("slice", "why"),
     "slice_quarantined": ("slice", "why"),
+    "fault_injected": ("kind", "target", "step"),
     "slow_host": ("host", "slice", "phase", "why"),
     "scale_requested": ("slices", "chosen"),
     "waiting_for_slices": ("why", "within_secs"),

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from elastic_ckpt.core import events
 from elastic_ckpt.elastic import faults, supervisor
 from elastic_ckpt.elastic.machines import slice_machines
 
@@ -22,6 +23,7 @@ class Injector:
       machines: of the slices.
       gone: called with the number of a slice that is absent from now on.
       returned: called with the number of a slice that is there again.
+      emit: called for each fault.
 
     Attributes:
       absent: the slices that are absent though their machines are there.
@@ -35,11 +37,13 @@ class Injector:
         *,
         gone: Callable[[int], object],
         returned: Callable[[int], None],
+        emit: events.Emit = events.nobody,
     ) -> None:
         self._faults = list(injected)
         self._machines = machines
         self._gone = gone
         self._returned = returned
+        self._emit = emit
         self.absent: set[int] = set()
         self.cut_off: set[int] = set()
         # By slow host of the world that runs, whether it is stopped now.
@@ -81,6 +85,12 @@ class Injector:
         self._pace(running)
         for fault in faults.due(self._faults, step, world=world, phases=phases):
             self._faults.remove(fault)
+            self._emit(
+                "fault_injected",
+                kind=fault.kind.value,
+                target=fault.target,
+                step=step,
+            )
             self._carry_out(fault, running, hosts(fault))
 
     def _carry_out(

@@ -58,7 +58,7 @@ class Processes:
       memory: the RAM disks of the slices; None if hosts keep no checkpoints there.
       injected: faults, by their steps.
       limits: how long hosts may take to save and end after SIGTERM, and may hang.
-      emit: called when a slice is lost or comes back.
+      emit: called when a slice is lost or comes back, and for faults.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class Processes:
             gone=lambda number: self._since.pop(number, None),
             # Otherwise it is noted with its machine.
             returned=self._return if others is None else lambda _: None,
+            emit=emit,
         )
         # By slice that is alive, since when.
         self._since = dict.fromkeys(self._machines.slices(), time.monotonic())

@@ -1,0 +1,179 @@
+"""`elastic-ckpt simulate CONFIG --hosts 10000 --days 30`: what failures would cost.
+
+Prints goodput by cause, lost steps, restores by tier and bytes, for each setting of
+`--vary`. `simulation/README.md` explains the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from elastic_ckpt.cli import overrides
+from elastic_ckpt.core import errors, storage
+
+if TYPE_CHECKING:
+    from elastic_ckpt.simulation.costs import Costs
+
+_DAYS = 30.0
+_DAY_SECS = 86400.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the verb's arguments."""
+    overrides.add_arguments(parser, example="configs/demo_cpu.yml")
+    parser.add_argument("--hosts", type=int, default=0, help="hosts of the cluster")
+    parser.add_argument(
+        "--slices",
+        type=int,
+        default=0,
+        help="slices of the cluster; without it, as many hosts a slice as configured",
+    )
+    parser.add_argument(
+        "--rack-hosts", type=int, default=0, help="hosts of a rack; 0 for no racks"
+    )
+    parser.add_argument(
+        "--days",
+        type=float,
+        help=f"the time to simulate, {_DAYS:g} by default; with --trace until all steps"
+        " are done",
+    )
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="values of a key, of spares or of slices, separated by commas; several"
+        " --vary give all combinations",
+    )
+    _add_failures_and_costs(parser)
+    parser.add_argument(
+        "--state-gib",
+        type=float,
+        default=0.0,
+        help="size of the state; without it, that of the configured model",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="decide anew in each world, which takes longer and gives the same",
+    )
+    parser.add_argument("--output", help="an HTML page with plots to write")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the settings side by side."""
+    from elastic_ckpt.simulation import comparison, configured, failures, study
+
+    days = arguments.days
+    if days is None and not arguments.trace:
+        days = _DAYS
+    model = failures.FailureModel(seed=arguments.seed)
+    model = failures.FailureModel(
+        between_hours=_numbers("--fails", arguments.fails) or model.between_hours,
+        repair_hours={
+            **model.repair_hours,
+            **_numbers("--repair", arguments.repair),
+        },
+        seed=arguments.seed,
+    )
+    results = study.run(
+        study.Study(
+            config=arguments.config,
+            overrides=arguments.overrides,
+            cluster=configured.Cluster(
+                hosts=arguments.hosts,
+                slices=arguments.slices,
+                hosts_per_rack=arguments.rack_hosts,
+            ),
+            costs=_costs(arguments),
+            failures=model,
+            trace=arguments.trace,
+            secs=math.inf if days is None else days * _DAY_SECS,
+            state_bytes=round(arguments.state_gib * 2**30),
+            is_cached=not arguments.no_cache,
+        ),
+        arguments.vary,
+    )
+    if arguments.output:
+        subtitle = f"{arguments.config}, {days or 0:g} days, seed {arguments.seed}"
+        text = comparison.to_page(results, subtitle=subtitle)
+        storage.write_atomic(arguments.output, text.encode())
+    if arguments.json:
+        print(json.dumps(comparison.to_json(results), indent=2))
+    else:
+        print(comparison.table(results))
+    return 0
+
+
+def _add_failures_and_costs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fails",
+        action="append",
+        default=[],
+        metavar="KIND=HOURS",
+        help="the mean time between failures of one machine, slice, rack, process, or"
+        " process that hangs (hang)",
+    )
+    parser.add_argument(
+        "--repair",
+        action="append",
+        default=[],
+        metavar="KIND=HOURS",
+        help="the mean time until a machine, slice or rack is back",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the failures")
+    parser.add_argument(
+        "--trace", default="", help="a file of failures, not random ones"
+    )
+    parser.add_argument("--costs", help="the directory of a run whose costs to take")
+    parser.add_argument(
+        "--cost",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="one of the costs, such as step_secs=10",
+    )
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    from elastic_ckpt.simulation import costs
+
+    chosen = costs.Costs()
+    if arguments.costs:
+        chosen = of_run(arguments.costs)
+    return chosen.with_values(_numbers("--cost", arguments.cost))
+
+
+def of_run(directory: str) -> Costs:
+    """The costs of the run in `directory`.
+
+    Raises:
+      RunError: if there is no run, or it has trained no step.
+    """
+    from elastic_ckpt.application import run_directory
+    from elastic_ckpt.monitoring import jsonl
+    from elastic_ckpt.simulation import costs, measured_costs
+
+    run_directory.read_config(directory)
+    lines = jsonl.read(storage.absolute(directory) / run_directory.METRICS)
+    return measured_costs.measured(
+        run_directory.read_events(directory), lines["run"], given=costs.Costs()
+    )
+
+
+def _numbers(option: str, texts: Sequence[str]) -> dict[str, float]:
+    numbers = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            raise errors.ConfigError(
+                f"{option} {text}: write a name and a number, such as machine=6300"
+            ) from None
+    return numbers

@@ -1,0 +1,149 @@
+"""The seconds that phases of a run take, and the bytes that hosts move in a second.
+
+The defaults are the medians of our benchmarks, on two cores and a local disk (README.md
+names the figure of each). `measured_costs` reads them from a run, and `--cost` sets any
+of them by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.manifests import read_plan
+
+_MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The costs of a simulated run. Rates are in MiB/s of each host.
+
+    Attributes:
+      step_secs: a step on all slices that train at most.
+      detect_secs: from the loss of a process until its world has ended.
+      check_secs: from the return of a slice until it may be used.
+      decide_secs: until the slices of the next world are chosen.
+      start_secs: until its processes have joined, after a loss.
+      prepare_secs: until the job is assembled.
+      restore_secs: of a restore, besides reading.
+      load_secs: until the step is loaded as it was compiled before.
+      compile_secs: until it is compiled.
+      first_step_secs: of a world.
+      leave_secs: of a planned change: from the last step until the hosts have left.
+      planned_start_secs: as `start_secs`, of a world that was prepared.
+      block_secs: that a save holds up the loop, besides copying.
+      save_secs: until a step is committed in RAM, besides writing.
+      copy_secs: until its copies are made, besides sending.
+      backup_secs: until it is in storage, besides uploading.
+      capture_mib_per_sec: copied while a save holds up the loop.
+      write_mib_per_sec: written to the RAM disk.
+      copy_mib_per_sec: received from peers.
+      upload_mib_per_sec: to storage.
+      local_mib_per_sec: read from the host's RAM.
+      peer_mib_per_sec: read from peers.
+      storage_mib_per_sec: read from storage.
+      step_secs_by_slices: of a step on so many slices, where that was measured.
+    """
+
+    step_secs: float = 1.72
+    detect_secs: float = 0.38
+    check_secs: float = 5.0
+    decide_secs: float = 0.001
+    start_secs: float = 0.25
+    prepare_secs: float = 0.40
+    restore_secs: float = 0.27
+    load_secs: float = 0.45
+    compile_secs: float = 13.4
+    first_step_secs: float = 1.97
+    leave_secs: float = 2.0
+    planned_start_secs: float = 0.0
+    block_secs: float = 0.0014
+    save_secs: float = 0.0
+    copy_secs: float = 0.05
+    backup_secs: float = 0.1
+    capture_mib_per_sec: float = 4190.0
+    write_mib_per_sec: float = 1280.0
+    copy_mib_per_sec: float = 735.0
+    upload_mib_per_sec: float = 1040.0
+    local_mib_per_sec: float = 2220.0
+    peer_mib_per_sec: float = 735.0
+    storage_mib_per_sec: float = 1040.0
+    step_secs_by_slices: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    def with_values(self, values: Mapping[str, float]) -> Costs:
+        """The costs with other values, by their names.
+
+        Raises:
+          ConfigError: if there is no cost of a name, or a value is negative, or not
+            above 0 for `step_secs` and rates.
+        """
+        names = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name != "step_secs_by_slices"
+        ]
+        for name, value in values.items():
+            if name not in names:
+                raise errors.ConfigError(
+                    f"--cost {name}={value:g}: there is no such cost; the costs are"
+                    f" {', '.join(names)}"
+                )
+            is_divisor = name == "step_secs" or name.endswith("_mib_per_sec")
+            if value < 0 or (is_divisor and not value):
+                raise errors.ConfigError(
+                    f"--cost {name}={value:g}: choose a value above 0"
+                )
+        changed = dataclasses.replace(self, **values)
+        if "step_secs" in values:
+            # A chosen time of a step replaces those that were measured.
+            changed = dataclasses.replace(changed, step_secs_by_slices={})
+        return changed
+
+    def step_secs_on(self, slices: int, *, rows_ratio: float) -> float:
+        """The seconds of a step on a number of slices.
+
+        Args:
+          slices: of the world.
+          rows_ratio: the rows that a device computes there, over those that it computes
+            on all slices that train at most.
+        """
+        return self.step_secs_by_slices.get(slices, self.step_secs * rows_ratio)
+
+    def read_secs(self, most: Sequence[int]) -> float:
+        """The seconds in which a host reads bytes of each of `read_plan.NEARNESS`."""
+        rates = (
+            self.local_mib_per_sec,
+            self.peer_mib_per_sec,
+            self.peer_mib_per_sec,
+            self.storage_mib_per_sec,
+        )
+        assert len(rates) == len(read_plan.NEARNESS)
+        return sum(map(_secs, most, rates))
+
+    def block_secs_of(self, host_bytes: float) -> float:
+        """The seconds that a save holds up the loop."""
+        return self.block_secs + _secs(host_bytes, self.capture_mib_per_sec)
+
+    def save_secs_of(self, host_bytes: float) -> float:
+        """The seconds until a step is committed in RAM."""
+        return self.save_secs + _secs(host_bytes, self.write_mib_per_sec)
+
+    def copy_secs_of(self, host_bytes: float, *, most_mib_per_sec: float) -> float:
+        """The seconds until a host has the copies that it takes.
+
+        Args:
+          host_bytes: that it takes.
+          most_mib_per_sec: the limit of `peer_max_mib_per_sec`; 0 sets none.
+        """
+        rate = min(self.copy_mib_per_sec, most_mib_per_sec or self.copy_mib_per_sec)
+        return self.copy_secs + _secs(host_bytes, rate)
+
+    def backup_secs_of(self, host_bytes: float) -> float:
+        """The seconds until storage has what a host uploads."""
+        return self.backup_secs + _secs(host_bytes, self.upload_mib_per_sec)
+
+
+def _secs(size: float, mib_per_sec: float) -> float:
+    return size / (mib_per_sec * _MIB)

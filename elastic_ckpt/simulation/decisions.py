@@ -1,0 +1,308 @@
+"""The decisions of a run over simulated manifests, cached by equivalent inputs.
+
+Every answer is that of `manifests.placement`, `search` or `read_plan`. Without the
+cache these are called for each world and each restore, with all hosts. With it, inputs
+count as equal when they differ only in what the functions must not depend on:
+
+* placement: which machines the hosts are. Hosts are named by their place in the world.
+* completeness: which holders an item has, as long as the least number of holders that
+  an item has left is the same.
+* nearness of a read: which reader and which item, as long as the same kinds of holders
+  (the reader, its failure domain, others, storage) have the item.
+
+The tests compare both ways: a decision that came to depend on more would differ.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from elastic_ckpt.manifests import placement, read_plan, search
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.simulation.world_layout import Shape, WorldLayout
+
+# Shapes whose placement is kept; 10,000 hosts take about 50 MB each.
+_MOST_SHAPES = 12
+_NOT_OF_WORLD = -1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """The parts that the hosts of a world hold of a step that they saved.
+
+    Attributes:
+      shape: of the world.
+      offers: manifests with the numbers of their hosts: saved parts, then copies.
+      item: of each row (an item at a host), its number in the holdings.
+      host: of each row, the number of the host.
+      copy_bytes: of all copies.
+      most_copy_bytes: that one host takes.
+    """
+
+    shape: Shape
+    offers: Sequence[tuple[int, Offer]]
+    item: np.ndarray
+    host: np.ndarray
+    copy_bytes: int
+    most_copy_bytes: int
+
+    def least_holders(self, dead: Collection[int]) -> int:
+        """The least number of holders that an item has without the dead hosts."""
+        return int(np.bincount(self.item, self.is_live(dead)).min())
+
+    def is_live(self, dead: Collection[int]) -> np.ndarray:
+        """Whether each row is at a host whose memory is there."""
+        is_dead = np.zeros(self.shape.hosts, bool)
+        is_dead[list(dead)] = True
+        return ~is_dead[self.host]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Readers:
+    """The hosts of a world that restores a step.
+
+    Attributes:
+      saver: of each host, its number in the world that saved the step; -1 if it was not
+        in it.
+      domain: of each host, its failure domain among those of that world, or a number
+        that none of them has.
+    """
+
+    saver: np.ndarray
+    domain: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reads:
+    """The bytes of the state that hosts read, in the order of `read_plan.NEARNESS`.
+
+    Attributes:
+      all_hosts: by kind of place.
+      most: that one host reads from each kind of place.
+    """
+
+    all_hosts: tuple[int, ...]
+    most: tuple[int, ...]
+
+    @property
+    def farthest(self) -> str:
+        """The farthest kind of place that anything is read from."""
+        used = [
+            name
+            for name, size in zip(read_plan.NEARNESS, self.all_hosts, strict=True)
+            if size
+        ]
+        return used[-1] if used else "none"
+
+
+class Decisions:
+    """Answers for worlds of any shape.
+
+    Args:
+      layout: of the state on hosts.
+      policy: of copies.
+      is_cached: whether answers are kept.
+    """
+
+    def __init__(
+        self, layout: WorldLayout, policy: placement.Policy, *, is_cached: bool = True
+    ) -> None:
+        self._layout = layout
+        self._policy = policy
+        self._is_cached = is_cached
+        self._held: collections.OrderedDict[Shape, Held] = collections.OrderedDict()
+        self._complete: dict[tuple[Shape, bool, int, bool], bool] = {}
+        self._nearness: dict[tuple[Shape, int], int] = {}
+
+    def held(self, shape: Shape) -> Held:
+        """A save of a world with the copies that placement gives it."""
+        if shape in self._held:
+            self._held.move_to_end(shape)
+            return self._held[shape]
+        offers = self._layout.saved(shape)
+        table = Holdings.from_offers(offers)
+        hosts = [offer.host for offer in offers]
+        placed = placement.place(table, hosts, self._policy)
+        size = table.stored_bytes[placed.item]
+        per_host = np.bincount(placed.target, size, shape.hosts)
+        copies = self._layout.copies(shape, offers, placed.item, placed.target)
+        held = Held(
+            shape=shape,
+            offers=[*enumerate(offers), *copies],
+            item=np.concatenate([table.item, placed.item]),
+            host=np.concatenate([table.holder, placed.target]).astype(np.int64),
+            copy_bytes=int(size.sum()),
+            most_copy_bytes=int(per_host.max(initial=0)),
+        )
+        if self._is_cached:
+            self._held[shape] = held
+            if len(self._held) > _MOST_SHAPES:
+                self._held.popitem(last=False)
+        return held
+
+    def without_copies(self, held: Held) -> Held:
+        """The same save before its copies are made."""
+        offers = held.offers[: held.shape.hosts]
+        num_rows = held.shape.hosts * (held.shape.parts + 1)
+        return dataclasses.replace(
+            held,
+            offers=offers,
+            item=held.item[:num_rows],
+            host=held.host[:num_rows],
+            copy_bytes=0,
+            most_copy_bytes=0,
+        )
+
+    def is_complete(
+        self, held: Held, dead: Collection[int], *, is_stored: bool
+    ) -> bool:
+        """Whether the step can be restored from what is left of it.
+
+        Args:
+          held: the save.
+          dead: the hosts that have lost their memory since.
+          is_stored: whether persistent storage has all of it.
+        """
+        if not self._is_cached:
+            return self._newest(held, dead, is_stored=is_stored) is not None
+        key = (
+            held.shape,
+            bool(held.copy_bytes),
+            held.least_holders(dead),
+            is_stored,
+        )
+        if key not in self._complete:
+            step = self._newest(held, dead, is_stored=is_stored)
+            self._complete[key] = step is not None
+        return self._complete[key]
+
+    def reads(
+        self, held: Held, dead: Collection[int], readers: Readers, *, is_stored: bool
+    ) -> Reads:
+        """The bytes that a world reads of a complete step, by kind of place.
+
+        Args:
+          held: the save.
+          dead: the hosts that have lost their memory since.
+          readers: the hosts of the world, in the order of its slices.
+          is_stored: whether persistent storage has all of it.
+        """
+        everyone, parts = np.arange(len(readers.saver)), held.shape.parts
+        if self._is_cached:
+            near = self._cached_nearness(held, dead, readers, is_stored=is_stored)
+        else:
+            reader = np.repeat(everyone, parts)
+            part = np.tile(np.arange(parts), len(everyone))
+            near = self._planned(
+                held, dead, readers, is_stored=is_stored, wanted=(reader, part)
+            ).reshape(-1, parts)
+        size = self._layout.part_bytes(held.shape)
+        by_kind = np.stack(
+            [size * (near == kind).sum(axis=1) for kind in range(4)], axis=1
+        )
+        return Reads(
+            all_hosts=tuple(by_kind.sum(axis=0).tolist()),
+            most=tuple(by_kind.max(axis=0, initial=0).tolist()),
+        )
+
+    def _newest(
+        self, held: Held, dead: Collection[int], *, is_stored: bool
+    ) -> search.Step | None:
+        gone = set(dead)
+        offers = [offer for number, offer in held.offers if number not in gone]
+        if is_stored:
+            offers.append(self._layout.stored(held.shape))
+        return search.search(offers).newest
+
+    def _cached_nearness(
+        self, held: Held, dead: Collection[int], readers: Readers, *, is_stored: bool
+    ) -> np.ndarray:
+        # The nearness of each part of each reader, `[readers, parts]`.
+        kinds = _kinds_of_holders(held, dead, readers) + 8 * is_stored
+        near = np.empty(kinds.shape, np.int64)
+        for kind in np.unique(kinds).tolist():
+            key = (held.shape, kind)
+            if key not in self._nearness:
+                reader, part = np.argwhere(kinds == kind)[:1].T
+                (self._nearness[key],) = self._planned(
+                    held, dead, readers, is_stored=is_stored, wanted=(reader, part)
+                ).tolist()
+            near[kinds == kind] = self._nearness[key]
+        return near
+
+    def _planned(
+        self,
+        held: Held,
+        dead: Collection[int],
+        readers: Readers,
+        *,
+        is_stored: bool,
+        wanted: tuple[np.ndarray, np.ndarray],
+    ) -> np.ndarray:
+        # The nearness of the holder that is read first, for pairs of reader and part.
+        step = self._newest(held, dead, is_stored=is_stored)
+        assert step is not None
+        reader, part = wanted
+        chosen, number = np.unique(reader, return_inverse=True)
+        per_slice = held.shape.hosts_per_slice
+        leaf, boxes = self._layout.boxes(held.shape, chosen % per_slice)
+        row = number * held.shape.parts + part
+        plan = read_plan.plan(
+            step,
+            [self._reader(readers, each) for each in chosen.tolist()],
+            read_plan.Wanted(
+                reader=number.astype(np.int32), leaf=leaf[row], boxes=boxes.take(row)
+            ),
+            domain=self._layout.domain,
+        )
+        assert len(plan) == len(row)
+        first = step.holdings.holder[plan.choice[plan.first_choice[:-1]]]
+        offers = step.holdings.offers
+        holder = np.array(
+            [
+                _NOT_OF_WORLD if offer.tier == "persistent" else offer.host.number
+                for offer in offers
+            ]
+        )[first]
+        near = np.where(
+            held.shape.domains[holder] == readers.domain[reader],
+            read_plan.CLOSE,
+            read_plan.DISTANT,
+        )
+        near[holder == readers.saver[reader]] = read_plan.LOCAL
+        near[holder == _NOT_OF_WORLD] = read_plan.PERSISTENT
+        return near
+
+    def _reader(self, readers: Readers, number: int) -> Host:
+        saver, domain = int(readers.saver[number]), int(readers.domain[number])
+        if saver == _NOT_OF_WORLD:
+            return self._layout.host(number, domain, name="new")
+        return self._layout.host(saver, domain)
+
+
+def _kinds_of_holders(
+    held: Held, dead: Collection[int], readers: Readers
+) -> np.ndarray:
+    # For each reader and part, bits: 1 the reader has it, 2 others in its failure
+    # domain, 4 others.
+    shape = held.shape
+    live = held.is_live(dead)
+    is_box = held.item < shape.num_boxes
+    item, host = held.item[live & is_box], held.host[live & is_box]
+    num_domains = int(shape.domains.max()) + 1
+    in_domain = np.zeros((shape.num_boxes, num_domains + 1), np.int64)
+    np.add.at(in_domain, (item, shape.domains[host]), 1)
+    place = np.arange(len(readers.saver)) % shape.hosts_per_slice
+    wanted = np.arange(shape.parts)[None, :] * shape.hosts_per_slice + place[:, None]
+    pairs = np.unique(item * (shape.hosts + 1) + host)
+    saver = np.where(readers.saver < 0, shape.hosts, readers.saver)
+    own = np.isin(wanted * (shape.hosts + 1) + saver[:, None], pairs)
+    domain = np.minimum(readers.domain, num_domains)
+    close = in_domain[wanted, domain[:, None]] - own
+    others = in_domain.sum(axis=1)[wanted] - close - own
+    return own + 2 * (close > 0) + 4 * (others > 0)

@@ -1,0 +1,96 @@
+"""`elastic-ckpt simulate`: settings side by side."""
+
+import json
+
+import pytest
+
+from elastic_ckpt.cli import main
+from elastic_ckpt.simulation import trace
+from elastic_ckpt.simulation.trace import Event, What
+
+CONFIG = [
+    "configs/demo_cpu.yml",
+    *("global_batch_size=0", "per_device_batch_size=3"),
+]
+CLUSTER = [
+    *("--hosts", "16", "--slices", "8", "--state-gib", "1"),
+    *("--days", "0.5", "--cost", "step_secs=10", "--fails", "machine=12"),
+]
+
+
+def run(*arguments):
+    return main.main(["simulate", *CONFIG, *CLUSTER, *arguments])
+
+
+def as_json(capsys, *arguments):
+    assert run("--json", *arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_settings_are_compared_under_the_same_failures(capsys):
+    varied = ["--vary", "local_checkpoint_period=5,50", "--vary", "spares=0,2"]
+    results = as_json(capsys, *varied)
+    assert [each["setting"] for each in results] == [
+        {"local_checkpoint_period": period, "spares": spares}
+        for period in ("5", "50")
+        for spares in ("0", "2")
+    ]
+    often, _, seldom, _ = results
+    assert often["steps_lost"] < seldom["steps_lost"]
+    assert often["bytes"]["saved"] > seldom["bytes"]["saved"]
+    assert {each["hosts"] for each in results} == {16}
+    assert as_json(capsys, *varied) == results
+    assert as_json(capsys, *varied, "--no-cache") == results
+    assert as_json(capsys, *varied, "--seed", "1") != results
+
+
+def test_the_table_and_the_page_name_each_setting(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    assert run("--vary", "peer_copies=0,1", "--output", str(page)) == 0
+    table, html = capsys.readouterr().out, page.read_text()
+    for name in ("peer_copies=0", "peer_copies=1", "goodput %", "persistent"):
+        assert name in table
+        assert name in html
+    assert html.count("<svg") == 3
+
+
+def test_a_trace_replaces_random_failures_and_runs_until_the_steps_are_done(
+    capsys, tmp_path
+):
+    path = tmp_path / "trace.jsonl"
+    events = [Event(time=400.0, what=What.KILL_SLICE, which=1)]
+    path.write_bytes(trace.to_bytes(events))
+    arguments = [
+        *("simulate", *CONFIG, "steps=100", "--trace", str(path), "--json"),
+        *("--state-gib", "1", "--cost", "step_secs=10"),
+    ]
+    assert main.main(arguments) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert (result["steps"], result["losses"], result["hosts"]) == (100, 1, 4)
+
+
+def test_the_state_of_the_configured_model_is_the_default(capsys):
+    arguments = [*CONFIG, "vocab_size=259", "--days", "0.1", "--json"]
+    assert main.main(["simulate", *arguments]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    per_save = result["bytes"]["backed_up"] / 1e6
+    assert per_save > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--vary", "spares"], "--vary spares: write a key"),
+        (["--vary", "spares=x"], "--vary spares=x"),
+        (["--vary", "spares=8"], "spares=8 leaves none of 8"),
+        (["--vary", "peer_copy=1"], "peer_copy"),
+        (["--slices", "5"], "16 hosts do not divide into 5 slices"),
+        (["--fails", "machine"], "--fails machine: write a name and a number"),
+        (["--cost", "steps=1"], "--cost steps=1"),
+        (["--costs", "nowhere"], "nowhere is not the directory of a run"),
+        (["--vary", "peer_domain=rack"], "--rack-hosts"),
+    ],
+)
+def test_a_mistake_is_named(capsys, arguments, named):
+    assert run(*arguments) == 1
+    assert named in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""A simulated run: small clusters whose outcome can be counted by hand."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.elastic import decision
+from elastic_ckpt.manifests import placement
+from elastic_ckpt.simulation import simulated_run
+from elastic_ckpt.simulation.costs import Costs
+from elastic_ckpt.simulation.decisions import Decisions
+from elastic_ckpt.simulation.failures import FailureModel
+from elastic_ckpt.simulation.hardware import Hardware
+from elastic_ckpt.simulation.run_plan import RunPlan
+from elastic_ckpt.simulation.saves import Setting
+from elastic_ckpt.simulation.trace import Event, What
+from elastic_ckpt.simulation.world_layout import WorldLayout
+
+STATE_BYTES = 2**10
+# Whole seconds; nothing else costs anything.
+COSTS = dataclasses.replace(
+    Costs(),
+    **{
+        field.name: 0.0
+        for field in dataclasses.fields(Costs)
+        if field.name.endswith("_secs")
+    },
+).with_values({"step_secs": 1.0, "start_secs": 7.0, "detect_secs": 2.0})
+COPIES = placement.Policy(copies=2)
+NO_COPIES = placement.Policy(copies=0)
+POLICY = decision.Policy(min_slices=2, settle_secs=10.0, wait_secs=100.0)
+
+
+def plan(*, slices=4, hosts=1, costs=COSTS, policy=POLICY, **changed):
+    return RunPlan(
+        hardware=Hardware(slices=slices, hosts_per_slice=hosts, hosts_per_rack=2),
+        policy=policy,
+        work=decision.Work(
+            num_slices=slices, rows=12, devices_per_slice=1, max_rows_per_device=12
+        ),
+        setting=Setting(costs=costs, state_bytes=STATE_BYTES),
+        **{"period": 10, "backup_steps": 40, "steps": 100, **changed},
+    )
+
+
+def simulate(planned, *events, copies=COPIES, is_cached=True):
+    domain = "rack" if planned.by_racks else "slice"
+    policy = dataclasses.replace(copies, domain=domain)
+    layout = WorldLayout(state_bytes=STATE_BYTES, domain=domain)
+    decisions = Decisions(layout, policy, is_cached=is_cached)
+    return simulated_run.simulate(planned, list(events), decisions)
+
+
+def at(time, what, which):
+    return Event(time=time, what=What(what), which=which)
+
+
+def seconds(outcome):
+    return {cause: round(secs, 2) for cause, secs in outcome.secs.items() if secs > 0.1}
+
+
+def test_a_run_without_failures_trains_all_the_time():
+    outcome = simulate(plan())
+    # The first step costs nothing here, and the world starts once.
+    assert seconds(outcome) == {"productive": 99.0, "start": 7.0}
+    assert (outcome.steps, outcome.rows, outcome.steps_lost) == (100, 1200, 0)
+    assert outcome.bytes["saved"] == 10 * 4 * STATE_BYTES
+    assert outcome.bytes["backed_up"] == 2 * STATE_BYTES
+    assert outcome.restores == {}
+
+
+def test_a_lost_slice_costs_the_steps_since_the_last_save():
+    # Step 1 is done at 7 s, so that 35.5 s is within step 30.
+    outcome = simulate(plan(), at(35.5, "kill_slice", 1))
+    assert (outcome.losses, outcome.planned, outcome.steps_lost) == (1, 0, 9)
+    # A step on three slices takes 4/3 s. Step 21 is the first one of the next world.
+    assert seconds(outcome) == {
+        "productive": pytest.approx(28 + 71 * 4 / 3, abs=0.01),
+        "again": pytest.approx(8 * 4 / 3, abs=0.01),
+        "end": 2.5,
+        "start": 14.0,
+    }
+    assert outcome.restores == {"local": 1}
+
+
+def test_a_slice_that_returns_is_used_after_a_step_that_is_saved():
+    outcome = simulate(plan(), at(35.5, "kill_slice", 1), at(50.0, "return_slice", 1))
+    assert (outcome.losses, outcome.planned, outcome.steps_lost) == (1, 1, 9)
+    # It reads from the others.
+    assert outcome.restores == {"local": 1, "distant": 1}
+    assert outcome.bytes["read_distant"] == STATE_BYTES
+
+
+def test_a_spare_takes_the_place_of_a_lost_slice():
+    policy = dataclasses.replace(POLICY, max_slices=3)
+    planned = plan(policy=policy)
+    planned = dataclasses.replace(
+        planned, work=dataclasses.replace(planned.work, num_slices=3)
+    )
+    outcome = simulate(planned, at(35.5, "kill_slice", 1))
+    # Steps are as fast as before.
+    assert outcome.secs["productive"] == pytest.approx(28 + 71)
+    assert outcome.restores == {"distant": 1}
+
+
+def test_a_lost_process_leaves_its_memory():
+    killed = simulate(plan(slices=2), at(35.5, "kill_host", 1), copies=NO_COPIES)
+    assert killed.restores == {"local": 1}
+    assert killed.steps_lost == 9
+
+
+def test_without_copies_a_lost_machine_costs_the_steps_since_the_last_backup():
+    events = [at(65.5, "kill_machine", 1), at(66.0, "return_machine", 1)]
+    with_copies = simulate(plan(), *events)
+    without = simulate(plan(), *events, copies=NO_COPIES)
+    assert with_copies.restores.keys() == {"local", "distant"}
+    # A part of the data state of step 50 was there alone.
+    assert (with_copies.steps_lost, without.steps_lost) == (9, 19)
+    assert without.restores == {"persistent": 1, "distant": 1}
+
+
+def test_the_loss_of_all_memory_before_a_backup_begins_the_run_anew():
+    events = [at(25.5, "kill_slice", n) for n in range(4)]
+    back = [at(30.0, "return_slice", n) for n in range(4)]
+    outcome = simulate(plan(), *events, *back)
+    assert outcome.restores == {"none": 1}
+    assert outcome.steps_lost == 19
+    assert (outcome.steps, outcome.restarts) == (100, 0)
+    assert outcome.secs["wait"] > 0
+
+
+def test_a_run_that_waits_too_long_is_started_anew():
+    events = [at(25.5, "kill_slice", n) for n in range(3)]
+    back = [at(500.0, "return_slice", n) for n in range(3)]
+    outcome = simulate(plan(), *events, *back)
+    assert outcome.restarts >= 1
+    assert outcome.steps == 100
+    assert outcome.secs["wait"] == pytest.approx(500 - 27.5)
+
+
+def test_a_run_whose_slices_never_return_ends():
+    events = [at(25.5, "kill_slice", n) for n in range(3)]
+    assert simulate(plan(), *events).steps == 19
+
+
+def test_a_hang_ends_a_world_later_than_a_death():
+    hang = simulate(plan(hang_secs=30.0), at(35.5, "hang_host", 1))
+    assert hang.secs["end"] == pytest.approx(30.5)
+
+
+def test_a_world_that_is_lost_while_it_starts_loses_no_further_step():
+    outcome = simulate(plan(), at(35.5, "kill_slice", 1), at(40.0, "kill_slice", 2))
+    assert (outcome.losses, outcome.steps_lost) == (2, 9)
+
+
+def test_steps_whose_copies_are_not_made_yet_are_lost_with_a_machine():
+    slow = COSTS.with_values({"copy_secs": 15.0})
+    # Steps 20 and 30 are saved at 26 and 36 s; the copies of 10 are made.
+    events = [at(40.5, "kill_machine", 1)]
+    assert simulate(plan(costs=slow), *events).steps_lost == 24
+    assert simulate(plan(), *events).steps_lost == 4
+
+
+def test_without_ram_steps_are_restored_from_storage():
+    planned = plan(period=10, backup_steps=10)
+    planned = dataclasses.replace(
+        planned, setting=dataclasses.replace(planned.setting, in_ram=False)
+    )
+    outcome = simulate(planned, at(35.5, "kill_host", 1))
+    # The loss, and the return of the slice.
+    assert outcome.restores == {"persistent": 2}
+    assert outcome.steps_lost == 9
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([None, 3]),
+)
+def test_a_run_is_the_same_with_and_without_the_cache(
+    seed, hosts, copies, by_racks, most
+):
+    planned = plan(
+        hosts=hosts,
+        costs=Costs().with_values({"step_secs": 10.0, "copy_secs": 30.0}),
+        policy=dataclasses.replace(POLICY, max_slices=most),
+        by_racks=by_racks,
+        secs=1800.0,
+        steps=0,
+    )
+    model = FailureModel(
+        between_hours=dict.fromkeys(("machine", "slice", "rack", "process"), 1.0),
+        repair_hours={"machine": 0.2, "slice": 0.1, "rack": 0.1},
+        seed=seed,
+    )
+    events = model.trace(planned.hardware, secs=planned.secs)
+    policy = placement.Policy(copies=copies)
+    cached, plain = (
+        simulate(planned, *events, copies=policy, is_cached=is_cached)
+        for is_cached in (True, False)
+    )
+    assert cached == plain
+    # All of the time has a cause.
+    assert sum(cached.secs.values()) <= planned.secs + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("steps", 1.0), ("step_secs", 0.0), ("start_secs", -1.0)]
+)
+def test_a_bad_cost_is_named(name, value):
+    with pytest.raises(errors.ConfigError, match=f"--cost {name}"):
+        Costs().with_values({name: value})
