@@ -19,13 +19,17 @@ def read(path: epath.PathLike, *, most_bytes: int) -> bytes:
       most_bytes: the limit.
 
     Raises:
-      FormatError: if the file is missing, or larger.
+      FormatError: if the file is missing, larger, or has holes.
     """
     with source_file.opened(path) as file:
         num_bytes = file.seek(0, 2)
         if num_bytes > most_bytes:
             raise FormatError(
                 f"{path} has {num_bytes} bytes, and at most {most_bytes} are read"
+            )
+        if source_file.num_stored_bytes(path, num_bytes) < num_bytes:
+            raise FormatError(
+                f"{path} has holes, which no such file has; copy it again"
             )
         file.seek(0)
         return file.read(num_bytes)

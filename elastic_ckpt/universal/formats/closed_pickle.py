@@ -15,9 +15,8 @@ separate process with limits, and a second decoder of what that process hands ba
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from sys import getsizeof
 from typing import Any
 
@@ -25,13 +24,13 @@ from elastic_ckpt.universal.formats import value_size
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.inert_values import Call, Record, Shell
 from elastic_ckpt.universal.formats.pickle_keys import PickleKeys
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 
-# So many opcodes take less than 1 GiB and 10 seconds.
-MOST_OPERATIONS = 8_000_000
 # An empty set takes four times as much as another value.
 _MOST_SETS = 100_000
 # A call takes a few opcodes, and might copy a text or list of any size.
 MOST_COPIED_BYTES = 1 << 28
+_NODE_BYTES = 64
 # Copies of shapes and of records' attributes, which opcodes limit.
 _SMALL_BYTES = 400
 
@@ -46,7 +45,7 @@ def decode(
     names: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
     check_size: bool = True,
-    most_operations: int = MOST_OPERATIONS,
+    budget: SourceBudget | None = None,
 ) -> Any:
     """The value of a pickle.
 
@@ -57,20 +56,22 @@ def decode(
       persistent: makes a value of a persistent id; raises ValueError.
       check_size: whether a value that nests deep, or is huge when it is copied, is an
         error; False only if the caller follows no parts that may be shared or nested.
-      most_operations: the opcodes that it may have.
+      budget: of its checkpoint; None if this is all that is read.
 
     Raises:
       FormatError: if it has another opcode or name, is cut short or malformed, or
         holds too much.
     """
     decoder = _Decoder(content, file, names, persistent)
+    budget = budget or SourceBudget()
     try:
-        value = decoder.run(most_operations)
+        value = decoder.run(budget.operations())
     except (struct.error, IndexError, KeyError, ValueError) as error:
         # The stack, the memo, or the content ended early.
         raise decoder.error(f"is malformed or cut short ({error})") from None
     if check_size:
-        value_size.check(value, file)
+        # Readers follow, and some copy, each of them.
+        budget.take(_NODE_BYTES * value_size.check(value, file), file)
     return value
 
 
@@ -98,11 +99,11 @@ class _Decoder:
     def error(self, what: str) -> FormatError:
         return FormatError(f"{self._file} {what}, at byte {self._at} of its pickle")
 
-    def run(self, most_operations: int) -> Any:
+    def run(self, allowed: Iterator[None]) -> Any:
         """Opcodes that are most of a pickle are here; others are called."""
         content, operations = self._content, _OPERATIONS
         at, stack, memo, marked = self._at, self.stack, self._memo, self._marked
-        for _ in itertools.repeat(None, most_operations):
+        for _ in allowed:
             # Values that are cut short end in an IndexError here.
             opcode = content[at]
             at += 1
@@ -140,7 +141,8 @@ class _Decoder:
         else:
             self._at = at
             raise self.error(
-                f"has more than {most_operations} opcodes, and no more are read"
+                "has more opcodes, with those of the files beside it, than are read of"
+                " files of their size"
             )
         return self._whole(opcode)
 

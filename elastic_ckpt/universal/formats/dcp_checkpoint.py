@@ -19,6 +19,7 @@ from elastic_ckpt.universal.formats.dcp_items import Chunk, ItemFile
 from elastic_ckpt.universal.formats.dcp_metadata import Item, Metadata
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.stored import Fragment, StoredTensor
 
 
@@ -37,8 +38,9 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     directory = epath.Path(path)
     if dcp_ranks.is_metadata(directory.name):
         directory = directory.parent
-    metadata = dcp_ranks.read(directory)
-    files = _files(directory, metadata)
+    budget = dcp_ranks.budget_of(directory)
+    metadata = dcp_ranks.read(directory, budget)
+    files = _files(directory, metadata, budget)
     names = _StateNames(metadata)
     tensors = [
         StoredTensor(
@@ -66,14 +68,18 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
     )
 
 
-def _files(directory: epath.Path, metadata: Metadata) -> dict[str, ItemFile]:
+def _files(
+    directory: epath.Path, metadata: Metadata, budget: SourceBudget
+) -> dict[str, ItemFile]:
     items: dict[str, list[Item]] = collections.defaultdict(list)
     for tensor in metadata.tensors.values():
         for _, item in tensor.chunks:
             items[item.file].append(item)
     for item in metadata.values.values():
         items[item.file].append(item)
-    return {name: ItemFile(directory, name, parts) for name, parts in items.items()}
+    return {
+        name: ItemFile(directory, name, parts, budget) for name, parts in items.items()
+    }
 
 
 def _fragments(

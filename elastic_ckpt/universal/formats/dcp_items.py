@@ -18,6 +18,7 @@ from elastic_ckpt.universal.formats import closed_pickle, torch_names, torch_ten
 from elastic_ckpt.universal.formats.byte_windows import GAP_BYTES, ByteWindows
 from elastic_ckpt.universal.formats.dcp_metadata import Item
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.stored_zip import check_crc
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
 from elastic_ckpt.universal.formats.zip_directory import Entry, Read, Zip
@@ -76,6 +77,7 @@ class ItemFile:
       directory: of the checkpoint.
       name: of the file.
       items: all parts of it.
+      budget: of the checkpoint.
 
     Attributes:
       path: of the file.
@@ -84,7 +86,14 @@ class ItemFile:
       FormatError: if the file is missing, or items are outside of it or overlap.
     """
 
-    def __init__(self, directory: epath.Path, name: str, items: Sequence[Item]) -> None:
+    def __init__(
+        self,
+        directory: epath.Path,
+        name: str,
+        items: Sequence[Item],
+        budget: SourceBudget,
+    ) -> None:
+        self._budget = budget
         self.path = str(directory / name)
         self._items = sorted(items, key=lambda item: item.offset)
         self._storages: list[Entry] = []
@@ -171,6 +180,7 @@ class ItemFile:
                 file=str(place),
                 names=torch_names.NAMES,
                 persistent=torch_tensor.storages(_ItemZip(self.path, entries), _PREFIX),
+                budget=self._budget,
             )
             if not isinstance(tensor, Tensor):
                 raise FormatError(f"{place} has no tensor, but {chunk.name} is one")

@@ -21,15 +21,17 @@ from elastic_ckpt.universal.formats import (
     coverage,
     file_names,
     inert_names,
-    source_file,
     torch_names,
     torch_tensor,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.inert_values import Call, shell, shown
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_zip import MOST_PICKLE_BYTES
 
 FILE = ".metadata"
+# The places of a chunk, for each of its dims.
+_DIM_BYTES = 160
 _MODULE = "torch.distributed.checkpoint.metadata"
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -79,39 +81,36 @@ class Metadata:
     paths: Mapping[str, tuple[Any, ...]]
 
 
-def read(path: epath.Path) -> Metadata:
+def read(path: epath.Path, budget: SourceBudget) -> Metadata:
     """The metadata in a file, which may have only some chunks of a tensor.
+
+    Args:
+      path: of the file.
+      budget: of the checkpoint.
 
     Raises:
       FormatError: if it is missing, malformed, or names a file outside of its
         directory.
     """
-    num_bytes = _stored_bytes(path)
-    content = bounded_file.read(path, most_bytes=max(MOST_PICKLE_BYTES, num_bytes // 2))
+    most_bytes = max(MOST_PICKLE_BYTES, budget.stored_bytes // 2)
+    content = bounded_file.read(path, most_bytes=most_bytes)
     value = closed_pickle.decode(
         content,
         file=str(path),
         names=_NAMES,
         # Parts are followed to a fixed depth, and each once.
         check_size=False,
-        most_operations=max(closed_pickle.MOST_OPERATIONS, num_bytes // 4),
+        budget=budget,
     )
     try:
-        return _metadata(value, str(path))
+        return _metadata(value, str(path), budget)
     except _MALFORMED as error:
         raise FormatError(
             f"{path} is no metadata of a distributed checkpoint ({error!r})"
         ) from None
 
 
-def _stored_bytes(path: epath.Path) -> int:
-    # A tensor takes about 120 opcodes and 250 bytes here, and over 800 bytes of another
-    # file: so a large checkpoint may take more than the limits of small ones.
-    files = [each for each in path.parent.iterdir() if each.name != path.name]
-    return sum(map(source_file.num_stored_bytes, files))
-
-
-def _metadata(value: Any, path: str) -> Metadata:
+def _metadata(value: Any, path: str, budget: SourceBudget) -> Metadata:
     fields = _fields(value)
     entries, stored = fields["state_dict_metadata"], fields["storage_data"]
     items = {
@@ -131,6 +130,7 @@ def _metadata(value: Any, path: str) -> Metadata:
         used += len(parts["chunks"])
         if used > len(items):
             raise ValueError(f"{name} has chunks that are nowhere stored")
+        budget.take(_DIM_BYTES * len(parts["chunks"]) * len(parts["size"]), path)
         tensors[name] = _tensor(name, parts, items, path)
     paths = fields.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
@@ -142,6 +142,8 @@ def _metadata(value: Any, path: str) -> Metadata:
         and isinstance(keys, tuple)
         and all(isinstance(key, str | int) for key in keys)
     }
+    for each in keys.values():
+        budget.take(sum(len(str(key)) for key in each), path)
     return Metadata(tensors=tensors, values=values, paths=keys)
 
 

@@ -15,9 +15,10 @@ from typing import Any
 from etils import epath
 
 from elastic_ckpt.core.boxes import Box
-from elastic_ckpt.universal.formats import coverage, dcp_metadata
+from elastic_ckpt.universal.formats import coverage, dcp_metadata, source_file
 from elastic_ckpt.universal.formats.dcp_metadata import Item, Metadata, Tensor
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 
 _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
@@ -27,7 +28,17 @@ def is_metadata(name: str) -> bool:
     return name == dcp_metadata.FILE or _OF_RANK.fullmatch(name) is not None
 
 
-def read(directory: epath.Path) -> Metadata:
+def budget_of(directory: epath.Path) -> SourceBudget:
+    """The limits of the checkpoint in `directory`.
+
+    A tensor takes about 120 opcodes and 250 bytes of metadata, and over 800 bytes of
+    another file: so a large checkpoint may take more than the limits of small ones.
+    """
+    files = [each for each in directory.iterdir() if not is_metadata(each.name)]
+    return SourceBudget(sum(map(source_file.num_stored_bytes, files)))
+
+
+def read(directory: epath.Path, budget: SourceBudget) -> Metadata:
     """The metadata of the checkpoint in `directory`.
 
     Raises:
@@ -35,7 +46,7 @@ def read(directory: epath.Path) -> Metadata:
         or the chunks of a tensor overlap or leave a gap.
     """
     names = _names([each.name for each in directory.iterdir()], directory)
-    parts = [dcp_metadata.read(directory / name) for name in names]
+    parts = [dcp_metadata.read(directory / name, budget) for name in names]
     if len(parts) == 1:
         metadata, path = parts[0], directory / names[0]
     else:

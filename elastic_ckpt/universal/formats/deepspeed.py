@@ -73,6 +73,7 @@ def _values(files: Files) -> dict[str, Any]:
             file.at("optimizer_state_dict"),
             file=file.path,
             without=("param_slice_mappings",),
+            budget=file.budget,
         )
         values |= {f"optimizer/{path}": value for path, value in flat.items()}
     return values

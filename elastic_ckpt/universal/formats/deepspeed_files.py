@@ -23,6 +23,7 @@ from elastic_ckpt.universal.formats import (
     torch_file,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -102,7 +103,7 @@ def folder_of(path: epath.PathLike, latest: str = LATEST) -> epath.Path:
 
 def model_values(model: TorchFile) -> dict[str, Any]:
     """The numbers and texts in the file of a model, see `Checkpoint.values`."""
-    values = plain_values.flatten(model.value, file=model.path, without=_STRUCTURE)
+    values = model.values(without=_STRUCTURE)
     info = model.at(INFO)
     if isinstance(info, dict):
         values[INFO] = plain_values.plain(info)
@@ -116,12 +117,15 @@ def read(folder: epath.Path) -> Files:
       FormatError: if one is damaged or missing, or of a kind that is not read.
     """
     paths = {each.name: each for each in folder.iterdir()}
-    first = torch_file.read_all(_matching(paths, _MODEL))
+    budget = SourceBudget()
+    first = torch_file.read_all(_matching(paths, _MODEL), budget)
     models = {rank: file for (dp, rank), file in first.items() if dp in (-1, 0)}
     if not models:
         raise FormatError(f"{folder} has no files mp_rank_*_model_states.pt")
-    layers = torch_file.read_all(_matching(paths, _LAYER, default=0))
-    optimizers = torch_file.read_all(_matching(paths, _OPTIMIZER))
+    layers = torch_file.read_all(_matching(paths, _LAYER, default=0), budget)
+    optimizers = torch_file.read_all(_matching(paths, _OPTIMIZER), budget)
+    experts = dict(sorted(_matching(paths, _EXPERT).items()))
+    expert_optimizers = _matching(paths, _EXPERT_OPTIMIZER)
     tp, pp = _degrees(models, layers)
     files = Files(
         folder=folder,
@@ -132,8 +136,8 @@ def read(folder: epath.Path) -> Files:
         shards={(rank, dp): file for (dp, rank), file in first.items() if dp >= 0},
         optimizers={(rank, dp): file for (dp, rank), file in optimizers.items()},
         layers=layers,
-        experts=torch_file.read_all(dict(sorted(_matching(paths, _EXPERT).items()))),
-        expert_optimizers=torch_file.read_all(_matching(paths, _EXPERT_OPTIMIZER)),
+        experts=torch_file.read_all(experts, budget),
+        expert_optimizers=torch_file.read_all(expert_optimizers, budget),
     )
     _check_ranks(files)
     _check_experts(files)

@@ -28,6 +28,7 @@ from elastic_ckpt.universal.formats import (
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
 from elastic_ckpt.universal.stored import StoredTensor
@@ -52,12 +53,14 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
       FormatError: if a file is damaged, or holds something else than its parameter.
     """
     folder = deepspeed_files.folder_of(path, LATEST)
+    budget = SourceBudget()
     models = torch_file.read_all(
         {
             each.name: each
             for each in sorted(folder.iterdir())
             if _MODEL.fullmatch(each.name)
-        }
+        },
+        budget,
     )
     values: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -67,7 +70,8 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
             for group in zero_states.shapes_of(model):
                 shapes |= group
     tensors = []
-    for (name, key), file in sorted(torch_file.read_all(_files(folder)).items()):
+    files = torch_file.read_all(_files(folder), budget)
+    for (name, key), file in sorted(files.items()):
         tensor = file.at("param") if isinstance(file.value, dict) else file.value
         if isinstance(tensor, Tensor):
             tensors.append(_stored(file, (name, key), tensor, shapes.get(name)))
@@ -77,7 +81,9 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         if key in ("fp32", "step"):
             values |= {
                 f"parameters/{name}/{path}": value
-                for path, value in plain_values.flatten(stated, file=file.path).items()
+                for path, value in plain_values.flatten(
+                    stated, file=file.path, budget=budget
+                ).items()
             }
     if not tensors:
         raise FormatError(f"{folder / _FOLDER} has no directories of parameters")

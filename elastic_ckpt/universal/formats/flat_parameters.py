@@ -16,6 +16,10 @@ from elastic_ckpt.universal.formats.torch_tensor import Tensor
 from elastic_ckpt.universal.stored import Fragment
 from elastic_ckpt.universal.strides import row_major
 
+# A fragment and its box, without their dims; each of the dims.
+_PIECE_BYTES = 300
+_DIM_BYTES = 80
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
@@ -45,8 +49,8 @@ def fragments(
       place: the checkpoint and the parameter, for messages.
 
     Raises:
-      FormatError: if a range lies outside of its flat tensor, or they are more or fewer
-        elements than the parameter has.
+      FormatError: if a range lies outside of its flat tensor, they are more or fewer
+        elements than the parameter has, or boxes take too much memory.
     """
     coverage.checked_shape(shape, place)
     total = math.prod(shape)
@@ -61,7 +65,10 @@ def fragments(
     pieces: list[Fragment] = []
     at = 0
     for each in ranges:
-        pieces += _pieces(shape, at, each)
+        made = _pieces(shape, at, each)
+        # Up to twice as many as there are dims.
+        each.file.take(len(made) * (_PIECE_BYTES + _DIM_BYTES * len(shape)))
+        pieces += made
         at += each.numel
     return tuple(pieces)
 

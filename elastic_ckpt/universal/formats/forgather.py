@@ -36,6 +36,7 @@ from elastic_ckpt.universal.formats import (
     torch_zip,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 
 if TYPE_CHECKING:
     from elastic_ckpt import components as ec_components
@@ -154,8 +155,9 @@ class Checkpoint:
         Raises:
           FormatError: if there is no such component, or a file cannot be read.
         """
+        budget = SourceBudget()
         return {
-            rank: torch_zip.read(self.path / file)
+            rank: torch_zip.read(self.path / file, budget)
             for rank, file in self._held(key).files.items()
         }
 
@@ -219,12 +221,13 @@ class Checkpoint:
     def _values(self, key: str, component: ec_components.Component) -> Any:
         held, now = self._held(key), component.sharing()
         files = list(held.files.values())
+        budget = SourceBudget()
         is_same = held.pattern.value == now.pattern and len(files) == len(now.names)
         return component.of_states(
             key,
             held.pattern.value,
             now.names if is_same else files,
-            read=lambda place: torch_zip.read(self.path / files[place]),
+            read=lambda place: torch_zip.read(self.path / files[place], budget),
         )
 
     def _held(self, key: str) -> Component:
@@ -245,8 +248,9 @@ class Checkpoint:
                 raise FormatError(f"{index} names the file {file!r}, outside of it")
             shards.setdefault(file, []).append(name)
         weights: dict[str, np.ndarray] = {}
+        budget = SourceBudget()
         for file, names in shards.items():
-            held = _weights_of(self.path / file)
+            held = _weights_of(self.path / file, budget)
             missing = [name for name in names if name not in held]
             if missing:
                 raise FormatError(
@@ -257,12 +261,14 @@ class Checkpoint:
         return weights
 
 
-def _weights_of(path: epath.Path) -> dict[str, np.ndarray]:
+def _weights_of(
+    path: epath.Path, budget: SourceBudget | None = None
+) -> dict[str, np.ndarray]:
     if not path.exists():
         raise FormatError(f"{path} is missing; copy the whole checkpoint")
     if path.suffix == ".safetensors":
         return safetensors_file.read(path)
-    held = torch_zip.read(path)
+    held = torch_zip.read(path, budget)
     if not isinstance(held, dict) or not all(
         isinstance(array, np.ndarray) for array in held.values()
     ):

@@ -21,7 +21,6 @@ from elastic_ckpt.universal.formats import (
     bounded_file,
     dcp_checkpoint,
     megatron_ranks,
-    plain_values,
     state_kinds,
     torch_file,
     torch_zip,
@@ -63,7 +62,7 @@ def open_checkpoint(path: epath.PathLike) -> OpenedCheckpoint:
         opened,
         format="Megatron torch_dist",
         tensors=[*tensors, *_of_common(common)],
-        values=plain_values.flatten(common.value, file=common.path),
+        values=common.values(),
         verify=verify,
     )
 
@@ -98,6 +97,7 @@ def _named(tensor: StoredTensor) -> StoredTensor:
 def _of_common(file: TorchFile) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for keys, tensor in torch_zip.tensors(file.value):
+        file.take(sum(len(str(key)) for key in keys))
         tensors.append(
             StoredTensor(
                 name="/".join(map(str, keys)),

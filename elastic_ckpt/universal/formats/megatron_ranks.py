@@ -21,11 +21,11 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.universal.formats import (
     megatron_buffers,
     numbered_states,
-    plain_values,
     torch_file,
 )
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.opened import OpenedCheckpoint
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
 from elastic_ckpt.universal.stored import StoredTensor
@@ -35,7 +35,7 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _CHUNK = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
 # Names of nested modules repeat those of all modules around them.
-_MOST_NAME = 500
+_NAME_BYTES = 100
 Coordinates = tuple[int, int, int]
 
 
@@ -59,7 +59,9 @@ def open_checkpoint(folder: epath.Path) -> OpenedCheckpoint:
             paths[tp, pp, ep] = _file(each)
             if (each / megatron_buffers.FILE).exists():
                 buffers[tp, pp, ep] = each / megatron_buffers.FILE
-    models, optimizers = torch_file.read_all(paths), torch_file.read_all(buffers)
+    budget = SourceBudget()
+    models = torch_file.read_all(paths, budget)
+    optimizers = torch_file.read_all(buffers, budget)
     files = {rank: (file, optimizers.get(rank)) for rank, file in models.items()}
     first, _ = files[min(files)]
     if first.at("args", "pipeline_model_parallel_size") == 1:
@@ -143,8 +145,7 @@ def _weights(
 ) -> Iterator[StoredTensor]:
     # Earlier versions nest modules.
     for key, value in content.items():
-        if len(prefix) + len(str(key)) > _MOST_NAME:
-            raise file.error(f"has a name of more than {_MOST_NAME} characters")
+        file.take(_NAME_BYTES + len(prefix) + len(str(key)))
         if isinstance(value, dict):
             yield from _weights(file, value, f"{prefix}{key}.", ranks)
         elif isinstance(value, Tensor):
@@ -160,4 +161,4 @@ def _weights(
 
 def _values(file: TorchFile) -> dict[str, Any]:
     weights = [key for key in file.dict_at() if _CHUNK.fullmatch(str(key))]
-    return plain_values.flatten(file.value, file=file.path, without=weights)
+    return file.values(without=weights)

@@ -7,23 +7,29 @@ from typing import Any
 
 import numpy as np
 
-from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 
-# Shared parts are repeated, and each value has the keys that lead to it.
-MOST_BYTES = 1 << 28
-# A value takes so many beside its path.
+# Shared parts are repeated, and each value has the keys that lead to it. It takes so
+# many beside its path.
 _VALUE_BYTES = 150
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
 
-def flatten(value: Any, *, file: str, without: Collection[str] = ()) -> dict[str, Any]:
+def flatten(
+    value: Any,
+    *,
+    file: str,
+    without: Collection[str] = (),
+    budget: SourceBudget | None = None,
+) -> dict[str, Any]:
     """Numbers and texts by path, `args/lr`; lists of them are one value.
 
     Args:
       value: dicts and lists, with anything in them; tensors are left out.
       file: that holds them, for messages.
       without: keys of the outermost dict that are left out.
+      budget: of the checkpoint; None if these are all values.
 
     Raises:
       FormatError: if they take too much memory.
@@ -31,7 +37,7 @@ def flatten(value: Any, *, file: str, without: Collection[str] = ()) -> dict[str
     kept = value
     if isinstance(value, dict):
         kept = {key: each for key, each in value.items() if key not in without}
-    flat = _Flat(file)
+    flat = _Flat(file, budget or SourceBudget())
     flat.add(kept, "")
     return flat.values
 
@@ -50,10 +56,10 @@ def plain(value: Any) -> Any:
 class _Flat:
     """Values by path, while they are collected."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, budget: SourceBudget) -> None:
         self.values: dict[str, Any] = {}
         self._file = file
-        self._left_bytes = MOST_BYTES
+        self._budget = budget
 
     def add(self, value: Any, path: str) -> None:
         # Making it took time, even if nothing gets it.
@@ -78,9 +84,4 @@ class _Flat:
         self.values[path] = value
 
     def _take(self, num_bytes: int) -> None:
-        self._left_bytes -= num_bytes
-        if self._left_bytes < 0:
-            raise FormatError(
-                f"{self._file} has values that take over {MOST_BYTES} bytes; it was"
-                " made to exhaust memory"
-            )
+        self._budget.take(num_bytes, self._file)

@@ -30,10 +30,15 @@ def opened(path: epath.PathLike) -> IO[bytes]:
         raise FormatError(f"{path} is missing; copy the whole checkpoint") from None
 
 
-def num_stored_bytes(path: epath.Path) -> int:
-    """The bytes of a file without its holes, which take no space; 0 of no file."""
+def num_stored_bytes(path: epath.PathLike, num_bytes: int | None = None) -> int:
+    """The bytes of a file without its holes, which take no space; 0 of no file.
+
+    Args:
+      path: local, or in a bucket.
+      num_bytes: its size; None if it is not known.
+    """
     if not storage.is_local(path):
-        return path.stat().length
+        return epath.Path(path).stat().length if num_bytes is None else num_bytes
     if not stat.S_ISREG(os.stat(path).st_mode):
         return 0
     stored = end = 0

@@ -30,6 +30,7 @@ class StoredZip:
     Attributes:
       path: as a text.
       num_bytes: the size of the file.
+      stored_bytes: of the zip, without holes of the file.
 
     Raises:
       FormatError: if it is no zip, is cut short, or has other entries than these.
@@ -48,8 +49,11 @@ class StoredZip:
         try:
             self.num_bytes = self._file.seek(0, 2)
             begin, size = span or (0, self.num_bytes)
+            self.stored_bytes = min(
+                size, source_file.num_stored_bytes(path, self.num_bytes)
+            )
             place = Zip(begin=begin, size=size, file=self.path, writer=writer)
-            self._entries = place.entries(self._read_some)
+            self._entries = place.entries(self._read_headers)
         except BaseException:
             self._file.close()
             raise
@@ -93,6 +97,11 @@ class StoredZip:
         if len(content) != size:
             raise FormatError(f"{self.path} was cut short while it was read")
         return content
+
+    def _read_headers(self, start: int, size: int) -> bytes:
+        if size > self.stored_bytes:
+            raise FormatError(f"{self.path} has a directory in a hole of the file")
+        return self._read_some(start, size)
 
     def _read_some(self, start: int, size: int) -> bytes:
         self._file.seek(start)

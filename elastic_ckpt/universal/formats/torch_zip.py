@@ -20,6 +20,7 @@ from etils import epath
 
 from elastic_ckpt.universal.formats import closed_pickle, torch_names, torch_tensor
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import SourceBudget
 from elastic_ckpt.universal.formats.stored_zip import StoredZip
 from elastic_ckpt.universal.formats.torch_tensor import Tensor
 
@@ -40,6 +41,7 @@ class TorchZip:
       path: local, or in a bucket.
       names: beside those of PyTorch, see `closed_pickle.decode`.
       span: the first byte of the zip and its size, if it is a part of the file.
+      budget: of its checkpoint; None if this is all that is read.
 
     Attributes:
       value: the content: dicts, lists, tuples, texts, numbers, None and `Tensor`s.
@@ -55,8 +57,11 @@ class TorchZip:
         *,
         names: Mapping[str, Any] | None = None,
         span: tuple[int, int] | None = None,
+        budget: SourceBudget | None = None,
     ) -> None:
         self._zip = StoredZip(path, writer="torch.save", span=span)
+        self._budget = budget or SourceBudget()
+        self._budget.add_file(self._zip.stored_bytes)
         self._names = {**torch_names.NAMES, **(names or {})}
         self.num_bytes = self._zip.num_bytes
         try:
@@ -106,26 +111,32 @@ class TorchZip:
 
     def _decoded(self) -> Any:
         size = self._zip.size(self._prefix + "data.pkl") or 0
-        if size > MOST_PICKLE_BYTES:
+        most = min(MOST_PICKLE_BYTES, self._zip.stored_bytes)
+        if size > most:
             raise FormatError(
-                f"{self._zip.path} has a pickle of {size} bytes; at most"
-                f" {MOST_PICKLE_BYTES} are read"
+                f"{self._zip.path} has a pickle of {size} bytes; at most {most} are"
+                " read, of those that are no holes"
             )
         return closed_pickle.decode(
             self._zip.read(self._prefix + "data.pkl"),
             file=self._zip.path,
             names=self._names,
             persistent=torch_tensor.storages(self._zip, self._prefix),
+            budget=self._budget,
         )
 
 
-def read(path: epath.PathLike) -> Any:
+def read(path: epath.PathLike, budget: SourceBudget | None = None) -> Any:
     """The content of a file of `torch.save`, with arrays in place of tensors.
+
+    Args:
+      path: local, or in a bucket.
+      budget: of its checkpoint; None if this is all that is read.
 
     Raises:
       FormatError: as `TorchZip`.
     """
-    with TorchZip(path) as file:
+    with TorchZip(path, budget=budget) as file:
         views = dict.fromkeys(tensor for _, tensor in tensors(file.value))
         num_bytes = sum(tensor.num_bytes for tensor in views)
         if num_bytes > _MOST_SHARING * file.num_bytes:

@@ -7,19 +7,21 @@ from typing import Any
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 # Shared parts count as often as they are referred to.
-# Readers follow, and some copy, each of them.
 MOST_NODES = 2_000_000
 MOST_NESTED = 100
 
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
-def check(value: Any, file: str) -> None:
+def check(value: Any, file: str) -> int:
     """Fails if a value nests too deep or in a cycle, or is huge when it is copied.
 
     Args:
       value: of a decoded pickle.
       file: for messages.
+
+    Returns:
+      The number of values in a copy.
 
     Raises:
       FormatError: if it has more than `MOST_NODES` or `MOST_NESTED`.
@@ -27,7 +29,7 @@ def check(value: Any, file: str) -> None:
     # By id: the nodes of a copy, and how deep it nests. None while it is open.
     sizes: dict[int, tuple[int, int] | None] = {}
     stack = [value]
-    nested_open = num_parts = 0
+    nested_open = num_parts = nodes = 0
     while stack:
         node = stack[-1]
         if sizes.get(id(node)) is not None:
@@ -55,7 +57,8 @@ def check(value: Any, file: str) -> None:
             break
         sizes[id(node)] = (nodes, nested)
     else:
-        return
+        # The outermost value is the last.
+        return nodes
     raise FormatError(
         f"{file} holds more than {MOST_NODES} values, or values nested deeper"
         f" than {MOST_NESTED}; it is no state dict, or made to exhaust memory"

@@ -29,6 +29,7 @@ EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)", re.DOTALL)
 _STATE = "optimizer_state_dict"
 # Each parameter of a group has all of them.
 _MOST_STATES = 32
+_SHAPE_BYTES, _STATE_BYTES, _RANGE_BYTES = 200, 400, 150
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -69,6 +70,7 @@ def named_shapes(file: TorchFile, shapes: Mapping[Any, Any]) -> dict[str, Any]:
     Raises:
       FormatError: if one is none.
     """
+    file.take(_SHAPE_BYTES * len(shapes))
     return {
         str(name): coverage.checked_shape(
             shape if isinstance(shape, tuple) else (shape,), f"{file.path}: {name}"
@@ -102,6 +104,7 @@ def equal_part(
       part: its number, and how many there are.
     """
     number, count = part
+    file.take(_RANGE_BYTES)
     size = -(-numel // count)
     kept = max(0, min(size, numel - number * size))
     return Range(file=file, flat=flat, start=start, numel=kept)
@@ -118,6 +121,7 @@ class _Collected(dict[tuple[str, str], State]):
         kind, dtype = state_kinds.kind_of(key), part.flat.dtype
         is_number = not part.flat.shape
         held = self.get((name, kind))
+        part.file.take(_RANGE_BYTES if held else _STATE_BYTES)
         if held is None:
             held = State(
                 name=name,

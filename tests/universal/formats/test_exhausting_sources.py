@@ -17,8 +17,8 @@ from elastic_ckpt.universal.formats import (
     torch_zip,
     zero_states,
 )
-from elastic_ckpt.universal.formats.closed_pickle import MOST_OPERATIONS
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.formats.source_budget import MOST_OPERATIONS
 from elastic_ckpt.universal.formats.torch_file import TorchFile
 from tests.universal.formats import torch_files
 
