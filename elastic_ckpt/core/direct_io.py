@@ -52,7 +52,7 @@ def put(path: str, offset: int, content: np.ndarray, memory: np.ndarray) -> None
       path: of the file.
       offset: of the first byte.
       content: uint8.
-      memory: made by `allocate` for as many bytes.
+      memory: made by `allocate`, for one system call.
 
     Raises:
       OSError: if storage fails.
@@ -60,9 +60,11 @@ def put(path: str, offset: int, content: np.ndarray, memory: np.ndarray) -> None
     size = content.nbytes
     first = min(size, _in_blocks(offset) - offset)
     last = max(first, (offset + size) // _BLOCK_BYTES * _BLOCK_BYTES - offset)
-    memory[: last - first] = content[first:last]
     with _opened(path, os.O_WRONLY) as descriptor:
-        _write(descriptor, memory[: last - first], offset + first)
+        for at in range(first, last, memory.nbytes):
+            part = content[at : min(last, at + memory.nbytes)]
+            memory[: part.nbytes] = part
+            _write(descriptor, memory[: part.nbytes], offset + at)
     with open(path, "r+b", buffering=0) as file:
         _write(file.fileno(), content[:first], offset)
         _write(file.fileno(), content[last:], offset + last)
@@ -75,11 +77,15 @@ def _write(descriptor: int, content: np.ndarray, offset: int) -> None:
 
 
 class Reader:
-    """Reads ranges of files into the same memory; used by one thread."""
+    """Reads ranges of files into the same memory; used by one thread.
 
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-        self._num_bytes = 0
+    Args:
+      memory: made by `allocate`; None to allocate it when it is needed.
+    """
+
+    def __init__(self, memory: np.ndarray | None = None) -> None:
+        self._memory = np.empty(0, np.uint8) if memory is None else memory
+        self._num_bytes = max(0, self._memory.nbytes - _BLOCK_BYTES)
 
     def read(self, path: str, offset: int, num_bytes: int) -> np.ndarray:
         """Reads a range of a file.
@@ -96,7 +102,8 @@ class Reader:
           OSError: if the file cannot be read.
         """
         if self._num_bytes < num_bytes:
-            self._memory, self._num_bytes = allocate(num_bytes), num_bytes
+            self._memory = allocate(num_bytes)
+            self._num_bytes = self._memory.nbytes - _BLOCK_BYTES
         skipped = offset % _BLOCK_BYTES
         stop = skipped + num_bytes
         done = 0

@@ -12,11 +12,14 @@ from typing import IO
 
 from etils import epath
 
+from elastic_ckpt.core import storage
 from elastic_ckpt.universal.formats import source_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.zip_directory import Entry, Zip
 
+# Those of a file of this machine stay in the cache of the processor.
 _CHUNK_BYTES = 16 << 20
+_LOCAL_CHUNK_BYTES = 1 << 20
 
 
 class StoredZip:
@@ -87,7 +90,13 @@ class StoredZip:
         if self._file.closed:
             raise FormatError(f"{self.path} is closed; read its tensors before")
         if name not in self._verified:
-            check_crc(self._read, entry, f"{self.path} is damaged: {name}")
+            is_local = storage.is_local(self.path)
+            check_crc(
+                self._read,
+                entry,
+                f"{self.path} is damaged: {name}",
+                chunk_bytes=_LOCAL_CHUNK_BYTES if is_local else _CHUNK_BYTES,
+            )
             self._verified.add(name)
         stop = entry.size if stop is None else stop
         return self._read(entry.start + start, stop - start)
@@ -108,20 +117,27 @@ class StoredZip:
         return self._file.read(size)
 
 
-def check_crc(read: Callable[[int, int], bytes], entry: Entry, problem: str) -> None:
+def check_crc(
+    read: Callable[[int, int], bytes],
+    entry: Entry,
+    problem: str,
+    *,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> None:
     """Reads an entry piece by piece, and compares its CRC-32.
 
     Args:
       read: bytes of the file, from an offset, as many as a number.
       entry: of the zip.
       problem: the beginning of a message, which names the file and the entry.
+      chunk_bytes: of a piece.
 
     Raises:
       FormatError: if it differs.
     """
     crc = 0
-    for at in range(0, entry.size, _CHUNK_BYTES):
-        size = min(_CHUNK_BYTES, entry.size - at)
+    for at in range(0, entry.size, chunk_bytes):
+        size = min(chunk_bytes, entry.size - at)
         crc = binascii.crc32(read(entry.start + at, size), crc)
     if crc != entry.crc:
         raise FormatError(

@@ -4,7 +4,8 @@ A file is a zip of uncompressed entries: `data.pkl`, a pickle in which tensors a
 of storages, and `data/<number>`, the bytes of each. Storages begin at multiples of 64,
 as torch aligns them, so that they can be mapped. Equal values make equal files.
 
-Memory: that of the values, and nothing beside.
+Files are written past the page cache, and read back. Memory: that of the values, and a
+few MiB for each thread that writes.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import struct
 import zipfile
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import errors, staged_file
+from elastic_ckpt.core import digest, direct_io, errors, host_memory, staged_file
 from elastic_ckpt.universal.formats import torch_names
 from elastic_ckpt.universal.formats.format_error import FormatError
 from elastic_ckpt.universal.formats.torch_tensor import DTYPES
@@ -33,10 +34,15 @@ _LOCAL_HEADER_BYTES = 30
 # The extra field with sizes of 64 bits, which is always written.
 _WIDE_BYTES = 20
 _MOST_NESTED = 64
+# The most that one system call writes.
+_CALL_BYTES = 2**22
+# Shorter parts of a file are written together.
+_LEAST_PART_BYTES = 2**16
+_MEMORY = host_memory.Pool()
 
 
 def write(path: epath.PathLike, value: Any) -> None:
-    """Writes a file; it appears whole, and durably.
+    """Writes a file; it appears whole, compared with the value, and durably.
 
     Args:
       path: local, or in a bucket; an existing file is replaced.
@@ -44,7 +50,8 @@ def write(path: epath.PathLike, value: Any) -> None:
         become tensors.
 
     Raises:
-      CheckpointError: if a part of the value is something else.
+      CheckpointError: if a part of the value is something else, or the file reads back
+        other bytes.
       FormatError: if PyTorch has no storage of the dtype of an array.
       OSError: if storage fails, or another of `bucket_clients.failures`.
     """
@@ -59,16 +66,70 @@ def write(path: epath.PathLike, value: Any) -> None:
         content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         entries.append((f"data/{number}", content))
     entries.append(("version", b"3\n"))
-    with (
-        staged_file.staged_path(path) as temporary,
-        open(temporary, "r+b") as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-    ):
+    parts = _Parts()
+    with zipfile.ZipFile(cast(IO[bytes], parts), "w", zipfile.ZIP_STORED) as archive:
         for name, content in entries:
             info = zipfile.ZipInfo(f"{_ROOT}/{name}", date_time=_TIME)
-            info.extra = _padding(file.tell(), len(info.filename))
+            info.extra = _padding(parts.tell(), len(info.filename))
             with archive.open(info, "w", force_zip64=True) as entry:
                 entry.write(content)
+    memory = _MEMORY.take(_CALL_BYTES)
+    try:
+        with staged_file.staged_path(path) as temporary:
+            for offset, part in parts.joined():
+                direct_io.put(temporary, offset, part, memory)
+            _compare(temporary, parts, direct_io.Reader(memory))
+    finally:
+        _MEMORY.give_back(memory)
+
+
+class _Parts:
+    """A file that holds what is written by reference; a part is replaced as a whole."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, bytes | memoryview] = {}
+        self._at = 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        self._parts[self._at] = content
+        self._at += len(content)
+        return len(content)
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert not whence
+        self._at = offset
+        return offset
+
+    def flush(self) -> None:
+        pass
+
+    def joined(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Long parts, and all short ones between two of them; uint8, with offsets."""
+        start, short = 0, bytearray()
+        for offset, part in sorted(self._parts.items()):
+            if len(part) < _LEAST_PART_BYTES:
+                short += part
+                continue
+            yield start, np.frombuffer(short, np.uint8)
+            yield offset, np.frombuffer(part, np.uint8)
+            start, short = offset + len(part), bytearray()
+        yield start, np.frombuffer(short, np.uint8)
+
+
+def _compare(path: str, parts: _Parts, reader: direct_io.Reader) -> None:
+    for offset, part in parts.joined():
+        for at in range(0, part.nbytes, _CALL_BYTES // 2):
+            expected = part[at : at + _CALL_BYTES // 2]
+            read = reader.read(path, offset + at, expected.nbytes)
+            if digest.values_digest(read) != digest.values_digest(expected):
+                raise errors.CheckpointError(
+                    f"{path}: the bytes from {offset + at} read back other than they"
+                    " were written; have the disk of this machine checked, and write"
+                    " it again"
+                )
 
 
 def _padding(offset: int, name_bytes: int) -> bytes:

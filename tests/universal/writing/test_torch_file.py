@@ -1,5 +1,6 @@
 """Files written without torch are those that `torch.load` reads, bit-equal."""
 
+import pathlib
 import zipfile
 
 import ml_dtypes
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import direct_io, errors
 from elastic_ckpt.universal.formats import torch_file as reading
 from elastic_ckpt.universal.formats import torch_zip
 from elastic_ckpt.universal.writing import torch_file
@@ -66,4 +67,30 @@ def test_other_values_are_refused_and_write_nothing(tmp_path):
     for value in ({"a": object()}, [{1}], np.zeros(2, np.uint32)):
         with pytest.raises(errors.CheckpointError, match=r"cannot be|no storage"):
             torch_file.write(tmp_path / "a.pt", value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_long_storages_are_written_bit_equal(tmp_path):
+    # Longer than a system call, and not of whole blocks; the last is short.
+    arrays = [np.arange(size, dtype=np.int32) for size in (2**21 + 777, 2**15 + 1, 3)]
+    torch_file.write(tmp_path / "a.pt", {"a": arrays, "empty": np.zeros(0, np.int8)})
+    value = torch_zip.read(tmp_path / "a.pt")
+    for read, array in zip(value["a"], arrays, strict=True):
+        assert read.tobytes() == array.tobytes()
+    with zipfile.ZipFile(tmp_path / "a.pt") as archive:
+        assert archive.testzip() is None
+    assert reading.verify(str(tmp_path / "a.pt"))
+
+
+@pytest.mark.parametrize("place", [0, 3 * 2**20, -1])
+def test_a_file_that_reads_back_other_bytes_is_an_error(tmp_path, monkeypatch, place):
+    class Flipping(direct_io.Reader):
+        def read(self, path, offset, num_bytes):
+            content = bytearray(pathlib.Path(path).read_bytes())
+            content[place] ^= 1
+            return np.frombuffer(content, np.uint8)[offset : offset + num_bytes]
+
+    monkeypatch.setattr(direct_io, "Reader", Flipping)
+    with pytest.raises(errors.CheckpointError, match="read back other"):
+        torch_file.write(tmp_path / "a.pt", np.arange(2**20, dtype=np.int64))
     assert not list(tmp_path.iterdir())
