@@ -147,6 +147,9 @@ class Progress:
     def _on_slice_quarantined(self, **event: Any) -> None:
         self._line(f"slice {event['slice']} is not used again: {event['why']}")
 
+    def _on_fault_injected(self, **event: Any) -> None:
+        self._line(f"injected {event['kind']} {event['target']}")
+
     def _on_slow_host(self, **event: Any) -> None:
         self._line(
             f"host {event['host']} of slice {event['slice']} is slow in phase"

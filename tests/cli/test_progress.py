@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from elastic_ckpt.cli import progress
+from elastic_ckpt.core import events
 
 RATES = {"tokens": 9, "learning_rate": 0.1}
 STARTED = {
@@ -243,3 +244,8 @@ def test_standard_output_is_that_of_the_time_when_it_is_made():
         shown = progress.Progress(1)
     shown("run_started", **STARTED)
     assert "first" in stream.getvalue()
+
+
+@pytest.mark.parametrize("name", events.NAMES)
+def test_every_event_can_be_shown(name):
+    assert callable(getattr(progress.Progress, f"_on_{name}"))
