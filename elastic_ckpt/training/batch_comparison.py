@@ -149,7 +149,7 @@ def _summary_difference(record: StepRecord, *, in_order: bool) -> str:
 def _differing_blocks(
     used: batch_digests.BatchDigests, expected: batch_digests.BatchDigests
 ) -> list[int]:
-    pairs = zip(used.blocks, expected.blocks, strict=True)
+    pairs = zip(used.block_digests, expected.block_digests, strict=True)
     return [number for number, (one, other) in enumerate(pairs) if one != other]
 
 

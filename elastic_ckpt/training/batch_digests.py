@@ -18,20 +18,27 @@ MAX_BLOCKS = 32
 _HEX = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchDigests:
     """The digests of a batch, each of 16 hex digits.
 
     Attributes:
       examples: of the example ids of all rows, in any order.
       contents: of the ids and tokens of all rows, in any order.
-      blocks: of the ids and tokens of each block of `block_rows` rows, in order; equal
-        blocks have equal digests, in whichever place of whichever batch.
+      blocks: those of all blocks of `block_rows` rows, joined. The digest of a block
+        covers its ids and tokens in order; equal blocks have equal digests, in any
+        place of any batch.
     """
 
     examples: str
     contents: str
-    blocks: tuple[str, ...]
+    blocks: str
+
+    @property
+    def block_digests(self) -> list[str]:
+        """The digest of each block."""
+        starts = range(0, len(self.blocks), _HEX)
+        return [self.blocks[start : start + _HEX] for start in starts]
 
     @property
     def line(self) -> dict[str, str]:
@@ -39,7 +46,7 @@ class BatchDigests:
         return {
             "examples": self.examples,
             "contents": self.contents,
-            "blocks": "".join(self.blocks),
+            "blocks": self.blocks,
         }
 
 
@@ -63,7 +70,7 @@ def digests(ids: np.ndarray, row_digests: np.ndarray) -> BatchDigests:
     return BatchDigests(
         examples=_hex(example_sum(ids)),
         contents=_hex(int(digest.mixed(ids, row_digests).sum(dtype=np.uint64))),
-        blocks=tuple(_hex(block) for block in blocks.tolist()),
+        blocks="".join(_hex(block) for block in blocks.tolist()),
     )
 
 
@@ -78,15 +85,14 @@ def parse(line: dict[str, str], num_rows: int) -> BatchDigests:
     Raises:
       KeyError, ValueError: if it has not the digests of such a batch.
     """
-    text = line["blocks"]
-    starts = range(0, len(text), _HEX)
-    if len(starts) != -(-num_rows // block_rows(num_rows)):
-        raise ValueError(f"{len(starts)} blocks of {num_rows} rows")
-    return BatchDigests(
-        examples=line["examples"],
-        contents=line["contents"],
-        blocks=tuple(text[start : start + _HEX] for start in starts),
+    parsed = BatchDigests(
+        **{name: line[name] for name in ("examples", "contents", "blocks")}
     )
+    num_blocks = -(-num_rows // block_rows(num_rows))
+    digits = [len(bytes.fromhex(text)) * 2 for text in parsed.line.values()]
+    if digits != [_HEX, _HEX, num_blocks * _HEX]:
+        raise ValueError(f"digests of {digits} hex digits for {num_rows} rows")
+    return parsed
 
 
 def _hex(value: int) -> str:

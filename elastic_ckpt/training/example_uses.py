@@ -50,8 +50,8 @@ class ExampleUses:
             self._sum += batch_digests.example_sum(np.array(record.ids, np.uint64))
         elif record.digests:
             self._has_blocks = True
-            self._add_blocks(self._used, record.digests.blocks, record.num_rows)
-            self._add_blocks(self._expected, expected.blocks, record.num_rows)
+            _add_blocks(self._used, record.digests, record.num_rows)
+            _add_blocks(self._expected, expected, record.num_rows)
             self._sum += int(record.digests.examples, 16)
         else:
             self._has_summaries = True
@@ -76,12 +76,13 @@ class ExampleUses:
         num_repeated = (self._used - self._expected).total()
         return num_lost, num_repeated, not has_digests
 
-    def _add_blocks(
-        self, counter: _Counter, blocks: tuple[str, ...], num_rows: int
-    ) -> None:
-        size = batch_digests.block_rows(num_rows)
-        for number, block in enumerate(blocks):
-            counter[block] += min(size, num_rows - number * size)
+
+def _add_blocks(
+    counter: _Counter, digests: batch_digests.BatchDigests, num_rows: int
+) -> None:
+    size = batch_digests.block_rows(num_rows)
+    for number, block in enumerate(digests.block_digests):
+        counter[block] += min(size, num_rows - number * size)
 
 
 def _num_examples(record: StepRecord, one_host: Rows) -> int:

@@ -12,10 +12,12 @@ from elastic_ckpt.training import batch_digests, id_runs
 
 PROOF = "proof"
 SUMMARY = "summary"
+# BLAKE2b-128; versions 1 to 4 have BLAKE2b-64.
 _DIGEST_BYTES = 16
+_READABLE_DIGEST_BYTES = (8, 16)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One step of a run.
 
@@ -80,6 +82,8 @@ def parse(line: dict[str, Any], *, attempt: int) -> StepRecord:
         raise ValueError(f"{len(ids)} ids of {num_rows} rows")
     if not num_rows:
         raise KeyError("ids")
+    if len(bytes.fromhex(line["digest"])) not in _READABLE_DIGEST_BYTES:
+        raise ValueError(f"digest {line['digest']}")
     digests = batch_digests.parse(line, num_rows) if "blocks" in line else None
     return StepRecord(
         step=line["step"],

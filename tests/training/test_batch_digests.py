@@ -44,14 +44,14 @@ def digests(ids, tokens):
 
 
 def blocks_that_differ(one, other):
-    pairs = zip(one.blocks, other.blocks, strict=True)
+    pairs = zip(one.block_digests, other.block_digests, strict=True)
     return [number for number, (a, b) in enumerate(pairs) if a != b]
 
 
 def test_a_row_changes_the_digest_of_its_block_alone():
     ids, tokens = list(range(4096)), [7] * 4096
     before = digests(ids, tokens)
-    assert len(before.blocks) == 32
+    assert len(before.block_digests) == 32
     ids[1300] = 99_999
     after = digests(ids, tokens)
     assert blocks_that_differ(before, after) == [1300 // 128]
@@ -77,6 +77,7 @@ def test_another_order_changes_the_digests_of_blocks_alone():
 
 
 def test_a_block_has_the_same_digest_in_another_place():
-    one = digests(range(64), range(64)).blocks
-    other = digests([*range(10, 64), *range(10)], [*range(10, 64), *range(10)]).blocks
+    one = digests(range(64), range(64)).block_digests
+    turned = [*range(10, 64), *range(10)]
+    other = digests(turned, turned).block_digests
     assert other[0] == one[5]

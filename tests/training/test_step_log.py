@@ -11,7 +11,7 @@ from elastic_ckpt.training import step_log, step_record, train_step
 
 WORLD = topology.Topology(hosts=2, slices=1, devices=4)
 HEADER = '{"version":1,"attempt":1,"start_step":0,"hosts":2,"slices":1,"devices":4}\n'
-STEP = '{"step":0,"loss":1.5,"digest":"00",'
+STEP = f'{{"step":0,"loss":1.5,"digest":"{"00" * 16}",'
 
 
 def report(ids, loss=1.5):
@@ -87,7 +87,7 @@ def test_version_5_has_these_lines(tmp_path, golden):
     assert first.left_out == left_out
     assert [list(record.ids) for record in first.records] == [steps[0], steps[1], []]
     assert [record.num_rows for record in first.records] == [2, 33, 300]
-    assert len(first.records[2].digests.blocks) == 30
+    assert len(first.records[2].digests.block_digests) == 30
     (summary,) = second.records
     assert (summary.num_rows, summary.ids, summary.digests) == (2, (), None)
 
@@ -111,6 +111,17 @@ def test_older_versions_still_load(tmp_path, request, version, data, world, left
     assert attempt.world == world
     assert attempt.left_out == left_out
     assert [record.ids for record in attempt.records] == [(12, 7), (3, 4)]
+
+
+def test_the_log_of_an_older_program_is_continued(tmp_path, request):
+    kept = request.path.parent.parent / "golden" / "step_log_v4.jsonl"
+    old = tmp_path / "step_log/attempt-00001.jsonl"
+    storage.write_atomic(old, kept.read_bytes())
+    write_attempt(tmp_path, 1, {1: shuffled(300), 2: [5, 6]}, number=6)
+    assert old.read_bytes() == kept.read_bytes()
+    lineage = step_log.lineage(step_log.read(tmp_path))
+    assert [record.num_rows for record in lineage.values()] == [2, 300, 2]
+    assert [record.ids for record in lineage.values()] == [(12, 7), (), (5, 6)]
 
 
 def test_the_lines_of_version_5_are_of_the_schema(request):
@@ -215,8 +226,9 @@ def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_pat
         (HEADER + STEP + '"rows":2,"ids":[[7,2]]}\n', "not a step log"),
         (
             HEADER + STEP + '"rows":9,"examples":"","contents":"","blocks":"00"}\n',
-            "not a step log.*1 blocks of 9 rows",
+            r"not a step log.*digests of \[0, 0, 2\] hex digits for 9 rows",
         ),
+        (HEADER + STEP.replace("00", "", 1) + '"ids":[1]}\n', "not a step log.*digest"),
     ],
 )
 def test_what_is_no_step_log_is_refused(tmp_path, text, message):

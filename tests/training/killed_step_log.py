@@ -1,0 +1,71 @@
+"""A step log whose writer is killed with SIGKILL while it writes, or after it."""
+
+import os
+import signal
+import threading
+
+import numpy as np
+
+from elastic_ckpt.core import storage, topology
+from elastic_ckpt.training import step_log, train_step
+
+WORLD = topology.Topology(hosts=1, slices=1, devices=1)
+STEPS = 40
+# Steps between two checkpoints.
+PERIOD = 4
+
+
+def ids(step):
+    return (step, 2**40 + 7, step % 3)
+
+
+def report(step):
+    return train_step.StepReport(
+        loss=np.float32(step),
+        example_id=np.array([[i >> 32, i & 0xFFFFFFFF] for i in ids(step)], np.uint32),
+        row_digests=np.zeros(3, np.uint32),
+        tokens=np.int32(8),
+        learning_rate=np.float32(0.01),
+        gradient_norm=np.float32(1.0),
+    )
+
+
+def write(run, start_step, steps=STEPS):
+    """Logs steps, and prints their number whenever they are durable."""
+    log = step_log.StepLog(
+        run, step_log.Start(step=start_step, world=WORLD, data={"packing": True})
+    )
+    for step in range(start_step, steps):
+        log.append(step, report(step))
+        if step % PERIOD == PERIOD - 1:
+            log.sync()
+            print(step + 1, flush=True)
+    log.close()
+
+
+def write_until_killed(run, point, moment):
+    """Is killed at the `point`-th write: while it runs, or after it.
+
+    A write is a line on a disk, and a segment in an object store.
+    """
+    done = 0
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying(written):
+        def act(*args):
+            nonlocal done
+            done += 1
+            if done == point and moment == "within":
+                threading.Thread(target=written, args=args).start()
+                die()
+            written(*args)
+            if done == point and moment == "after":
+                die()
+
+        return act
+
+    storage.write_atomic = dying(storage.write_atomic)
+    storage.AppendLog.append = dying(storage.AppendLog.append)
+    write(run, 0)

@@ -1,0 +1,14 @@
+"""The suite `storage` of the benchmarks runs; its figures are for another day."""
+
+import pytest
+
+from benchmarks import storage
+
+
+@pytest.mark.slow(minutes=0.4)
+def test_the_suite_of_storage_runs():
+    figures = storage.measure(storage.SMALL)
+    names = {"log_bytes_per_step", "log_write_ratio", "log_write_ratio_disk"}
+    assert names <= figures.keys()
+    assert all(figure.value > 0 for figure in figures.values())
+    assert figures["log_bytes_per_step"].value < 2000
