@@ -44,7 +44,7 @@ def compare(
       one_host: the batch of the one-host run.
       in_order: whether the pipeline guarantees the order of rows.
     """
-    if record.ids:
+    if record.runs:
         in_batch = _listed_difference(record, one_host)
         in_rows = in_batch or _misplaced(record, one_host)
     elif _digest(record, one_host) == record.digest:
@@ -72,13 +72,12 @@ def _digest(record: StepRecord, rows: Rows) -> str:
 
 
 def _listed_difference(record: StepRecord, one_host: Rows) -> str:
-    used = collections.Counter(record.ids)
+    ids = record.ids
+    used = collections.Counter(ids)
     expected = collections.Counter(one_host.ids.tolist())
     if used != expected:
         row, wrong = next(
-            (row, id_)
-            for row, id_ in enumerate(record.ids)
-            if used[id_] > expected[id_]
+            (row, id_) for row, id_ in enumerate(ids) if used[id_] > expected[id_]
         )
         return (
             f"step {record.step}, row {row}: example {wrong} was used; the one-host run"
@@ -87,8 +86,8 @@ def _listed_difference(record: StepRecord, one_host: Rows) -> str:
         )
     tokens = dict(zip(one_host.ids.tolist(), one_host.digests.tolist(), strict=True))
     as_used = Rows(
-        ids=np.array(record.ids, np.uint64),
-        digests=np.array([tokens[id_] for id_ in record.ids], np.uint32),
+        ids=np.array(ids, np.uint64),
+        digests=np.array([tokens[id_] for id_ in ids], np.uint32),
     )
     if _digest(record, as_used) != record.digest:
         return (

@@ -44,7 +44,7 @@ class ExampleUses:
             return
         expected = batch_digests.digests(one_host.ids, one_host.digests)
         self._sum -= batch_digests.example_sum(one_host.ids)
-        if record.ids:
+        if record.runs:
             self._used.update(record.ids)
             self._expected.update(one_host.ids.tolist())
             self._sum += batch_digests.example_sum(np.array(record.ids, np.uint64))
@@ -87,6 +87,6 @@ def _add_blocks(
 
 def _num_examples(record: StepRecord, one_host: Rows) -> int:
     # If the ids are not listed, the padding is taken to be that of the one-host run.
-    if record.ids:
+    if record.runs:
         return record.num_rows - record.ids.count(example_id.NONE)
     return int(np.count_nonzero(one_host.ids != np.uint64(example_id.NONE)))

@@ -7,7 +7,8 @@ runs; ids of shuffled data are as many numbers as there are rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import operator
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +17,7 @@ MAX_BYTES = 1600
 # A shorter run takes no less space than its ids.
 _LEAST_COUNT = 4
 
-Items = list[int | list[int]]
+Items = Sequence[int | list[int]]
 
 
 def encode(ids: np.ndarray) -> Items | None:
@@ -27,28 +28,46 @@ def encode(ids: np.ndarray) -> Items | None:
     ends = np.flatnonzero(strides[1:] != strides[:-1]) + 1
     if len(ends) > MAX_BYTES:
         return None
-    items: Items = []
+    items: list[int | list[int]] = []
     position = 0
     numbers = ids.tolist()
     for end in [*ends.tolist(), len(numbers) - 1]:
-        count = end - position + 1
-        if count < _LEAST_COUNT:
+        length = end - position + 1
+        if length < _LEAST_COUNT:
             items += numbers[position:end]
             position = max(position, end)
         else:
-            items.append([numbers[position], count, int(strides[position])])
+            items.append([numbers[position], length, int(strides[position])])
             position = end + 1
     items += numbers[position:]
     return items if len(json.dumps(items, separators=(",", ":"))) <= MAX_BYTES else None
 
 
-def decode(items: Iterable[int | list[int]]) -> tuple[int, ...]:
+def count(items: Items) -> int:
+    """The number of ids.
+
+    Raises:
+      TypeError, ValueError: if `items` are not ids and runs.
+    """
+    total = 0
+    for item in items:
+        if isinstance(item, int):
+            total += 1
+        else:
+            _, num_ids, _ = map(operator.index, item)
+            if num_ids < 1:
+                raise ValueError(f"a run of {num_ids} ids")
+            total += num_ids
+    return total
+
+
+def decode(items: Items) -> tuple[int, ...]:
     """The inverse of `encode`; also accepts a plain list of ids."""
     ids: list[int] = []
     for item in items:
         if isinstance(item, int):
-            ids.append(item)
+            ids.append(item % 2**64)
         else:
-            start, count, stride = item
-            ids += [(start + number * stride) % 2**64 for number in range(count)]
+            start, num_ids, stride = item
+            ids += [(start + number * stride) % 2**64 for number in range(num_ids)]
     return tuple(ids)

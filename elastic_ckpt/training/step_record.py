@@ -15,6 +15,8 @@ SUMMARY = "summary"
 # BLAKE2b-128; versions 1 to 4 have BLAKE2b-64.
 _DIGEST_BYTES = 16
 _READABLE_DIGEST_BYTES = (8, 16)
+# The most rows of a batch: a damaged file must not exhaust the memory of a reader.
+_MAX_ROWS = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +30,7 @@ class StepRecord:
         16 in versions 1 to 4.
       num_rows: of the global batch.
       attempt: the number of the attempt that logged it.
-      ids: example ids in row order; empty if they are not listed.
+      runs: example ids in row order, see `id_runs`; empty if they are not listed.
       digests: of the batch and of blocks of its rows; None if the ids are listed, and
         in a summary.
     """
@@ -38,8 +40,13 @@ class StepRecord:
     digest: str
     num_rows: int
     attempt: int
-    ids: tuple[int, ...] = ()
+    runs: id_runs.Items = ()
     digests: batch_digests.BatchDigests | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Example ids in row order; empty if they are not listed."""
+        return id_runs.decode(self.runs)
 
 
 def line(
@@ -76,12 +83,13 @@ def parse(line: dict[str, Any], *, attempt: int) -> StepRecord:
     Raises:
       KeyError, TypeError, ValueError: if it is not the line of a step.
     """
-    ids = id_runs.decode(line.get("ids", ()))
-    num_rows = line.get("rows", len(ids))
-    if ids and num_rows != len(ids):
-        raise ValueError(f"{len(ids)} ids of {num_rows} rows")
-    if not num_rows:
-        raise KeyError("ids")
+    runs = line.get("ids", [])
+    num_ids = id_runs.count(runs)
+    num_rows = line.get("rows", num_ids)
+    if "ids" in line and num_rows != num_ids:
+        raise ValueError(f"{num_ids} ids of {num_rows} rows")
+    if not 0 < num_rows <= _MAX_ROWS:
+        raise ValueError(f"a batch of {num_rows} rows")
     if len(bytes.fromhex(line["digest"])) not in _READABLE_DIGEST_BYTES:
         raise ValueError(f"digest {line['digest']}")
     digests = batch_digests.parse(line, num_rows) if "blocks" in line else None
@@ -91,6 +99,6 @@ def parse(line: dict[str, Any], *, attempt: int) -> StepRecord:
         digest=line["digest"],
         num_rows=num_rows,
         attempt=attempt,
-        ids=ids,
+        runs=runs,
         digests=digests,
     )

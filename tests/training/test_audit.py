@@ -35,7 +35,7 @@ def records(data, num_steps, start_step=0, attempt=1):
             loss=1.0,
             digest=digest.batch_digest(ids, digests),
             num_rows=BATCH,
-            ids=ids,
+            runs=ids,
             attempt=attempt,
         )
 
@@ -70,7 +70,9 @@ def with_rows_reversed(steps, step, data):
     digests = dict(audit_rows(data, steps[step]))
     ids = steps[step].ids[::-1]
     changed = dataclasses.replace(
-        steps[step], ids=ids, digest=digest.batch_digest(ids, [digests[i] for i in ids])
+        steps[step],
+        runs=ids,
+        digest=digest.batch_digest(ids, [digests[i] for i in ids]),
     )
     return [*steps[:step], changed, *steps[step + 1 :]]
 
@@ -120,7 +122,7 @@ def test_an_example_used_twice_is_lost_elsewhere_and_named(data):
     wrong = steps[0].ids[5]
     ids = (*steps[1].ids[:3], wrong, *steps[1].ids[4:])
     lost = steps[1].ids[3]
-    steps[1] = dataclasses.replace(steps[1], ids=ids)
+    steps[1] = dataclasses.replace(steps[1], runs=ids)
     outcome = run_audit([attempt(steps)], data)
     assert not outcome.passed
     assert (outcome.num_lost, outcome.num_repeated) == (1, 1)
@@ -184,7 +186,7 @@ def test_an_example_used_twice_after_going_back_is_named(data):
     before, after = after_going_back(data)
     wrong = after.records[0].ids[5]
     ids = (*after.records[1].ids[:3], wrong, *after.records[1].ids[4:])
-    changed = dataclasses.replace(after.records[1], ids=ids)
+    changed = dataclasses.replace(after.records[1], runs=ids)
     records_ = (after.records[0], changed, after.records[2])
     outcome = run_audit([before, dataclasses.replace(after, records=records_)], data)
     assert (outcome.num_lost, outcome.num_repeated) == (1, 1)

@@ -63,7 +63,7 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path):
                 loss=float(np.float32(0.1)),
                 digest=digest.batch_digest([5, 2**40], [5, 2**40 % 97], num_bytes=16),
                 num_rows=2,
-                ids=(5, 2**40),
+                runs=[5, 2**40],
                 attempt=1,
             ),
         ),
@@ -222,6 +222,9 @@ def test_an_attempt_that_was_killed_in_its_first_line_counts_for_nothing(tmp_pat
         ('{"no":1}\n', "has version None"),
         (HEADER + '{"step":0}\n', "not a step log"),
         (HEADER.replace("hosts", "hots"), "not a step log"),
+        (HEADER + STEP + '"rows":0}\n', "a batch of 0 rows"),
+        (HEADER + STEP + '"ids":[[0,-5,1],[0,6,1]]}\n', "a run of -5 ids"),
+        (HEADER + STEP + '"ids":[[0,99999999999,1]]}\n', "a batch of 99999999999 rows"),
         (HEADER + STEP + '"rows":3,"ids":[[7,2,1]]}\n', "not a step log.*2 ids of 3"),
         (HEADER + STEP + '"rows":2,"ids":[[7,2]]}\n', "not a step log"),
         (
