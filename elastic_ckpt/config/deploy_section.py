@@ -59,7 +59,10 @@ class DeploySection:
         " host's server and sidecar share to pass batches.",
     )
     max_restarts: int = key(
-        10, "How often the whole job is restarted automatically.", at_least=0
+        10,
+        "How often the whole job is restarted after failures. Preempted pods restart it"
+        " without limit, a wrong configuration never.",
+        at_least=0,
     )
     ttl_seconds_after_finished: int = key(
         -1,
@@ -73,8 +76,9 @@ class DeploySection:
     metrics_monitor: str = key(
         "none",
         "Have the metrics at `prometheus_port` collected: `pod_monitoring` by Google"
-        " Cloud's managed Prometheus, `pod_monitor` by the Prometheus operator.",
-        choices=("none", "pod_monitoring", "pod_monitor"),
+        " Cloud's managed Prometheus, `pod_monitor` or (with a Service)"
+        " `service_monitor` by the Prometheus operator.",
+        choices=("none", "pod_monitoring", "pod_monitor", "service_monitor"),
     )
     termination_grace_period_seconds: int = key(
         60, "Seconds between SIGTERM and SIGKILL, for a last save.", at_least=1

@@ -18,6 +18,7 @@ _PROBES = {
     "startupProbe": "pod_startup_probe",
     "livenessProbe": "pod_liveness_probe",
 }
+_GOOGLE, _OPERATOR = "monitoring.googleapis.com", "monitoring.coreos.com"
 # JobSet labels its pods with its name, and with that of their replicated job.
 _JOBSET = "jobset.sigs.k8s.io/jobset-name"
 _REPLICATED_JOB = "jobset.sigs.k8s.io/replicatedjob-name"
@@ -67,38 +68,48 @@ def addition_for(config: schema.Config, role: addition.Role) -> addition.Additio
 
 
 def documents(config: schema.Config, job: str) -> list[addition.Object]:
-    """The object that has the metrics of the pods of the replicated `job` collected.
+    """The objects that have the metrics of the pods of the replicated `job` collected.
 
     The fields are those of prometheus-engine 0.17 (PodMonitoring, v1) and
-    prometheus-operator 0.89 (PodMonitor, v1).
+    prometheus-operator 0.89 (PodMonitor and ServiceMonitor, v1).
     """
-    kind = config.deploy.metrics_monitor
-    if kind == "none":
-        return []
-    name = config.run.run_name
-    selector = {"matchLabels": {_JOBSET: name, _REPLICATED_JOB: job}}
-    metadata = {"name": name, "namespace": config.deploy.namespace}
+    pods = {_JOBSET: config.run.run_name, _REPLICATED_JOB: job}
+    selector = {"matchLabels": pods}
     endpoint = {"port": PORT, "interval": _INTERVAL}
-    if kind == "pod_monitoring":
-        return [
-            {
-                "apiVersion": "monitoring.googleapis.com/v1",
-                "kind": "PodMonitoring",
-                "metadata": metadata,
-                "spec": {"selector": selector, "endpoints": [endpoint]},
-            }
-        ]
-    return [
-        {
-            "apiVersion": "monitoring.coreos.com/v1",
-            "kind": "PodMonitor",
-            "metadata": metadata,
-            "spec": {
+    match config.deploy.metrics_monitor:
+        case "pod_monitoring":
+            spec = {"selector": selector, "endpoints": [endpoint]}
+            return [_object(config, f"{_GOOGLE}/v1", "PodMonitoring", spec)]
+        case "pod_monitor":
+            spec = {
                 "selector": selector,
                 "podMetricsEndpoints": [{**endpoint, "path": _PATH}],
-            },
-        }
-    ]
+            }
+            return [_object(config, f"{_OPERATOR}/v1", "PodMonitor", spec)]
+        case "service_monitor":
+            spec = {"selector": selector, "endpoints": [{**endpoint, "path": _PATH}]}
+            return [
+                _service(config, pods),
+                _object(config, f"{_OPERATOR}/v1", "ServiceMonitor", spec),
+            ]
+    return []
+
+
+def _service(config: schema.Config, pods: dict[str, str]) -> addition.Object:
+    # A ServiceMonitor finds services, by their labels, and these find the pods.
+    port = {"name": PORT, "port": config.metrics.prometheus_port, "targetPort": PORT}
+    spec = {"clusterIP": "None", "selector": pods, "ports": [port]}
+    service = _object(config, "v1", "Service", spec)
+    # The name of the run is that of JobSet's service.
+    metadata = {"name": f"{config.run.run_name}-{PORT}", "labels": pods}
+    return {**service, "metadata": service["metadata"] | metadata}
+
+
+def _object(
+    config: schema.Config, version: str, kind: str, spec: addition.Object
+) -> addition.Object:
+    metadata = {"name": config.run.run_name, "namespace": config.deploy.namespace}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _reads_metrics(key: str, value: str) -> bool:

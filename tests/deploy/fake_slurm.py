@@ -82,6 +82,12 @@ def signal_steps(job, number=signal.SIGTERM):
         os.kill(pid, number)
 
 
+def lose_node(directory, node):
+    """Kills the tasks on a node of a job with all that they started."""
+    for path in directory.glob(f"task-{node}-*"):
+        os.killpg(int(path.name.rpartition("-")[2]), signal.SIGKILL)
+
+
 def _children(pid):
     return [int(child) for child in _read(pid).split()]
 
@@ -102,6 +108,7 @@ def _srun(arguments):
         subprocess.Popen(
             arguments,
             stdin=subprocess.PIPE,
+            start_new_session=True,
             env=os.environ
             | {
                 "SLURM_NTASKS": str(nodes * on_node),
@@ -122,6 +129,9 @@ def _srun(arguments):
     for task in tasks:
         task.stdin.write(text)
         task.stdin.close()
+    for number, task in enumerate(tasks):
+        place = f"task-{number // on_node}-{task.pid}"
+        (pathlib.Path(os.environ["FAKE_SLURM"]) / place).touch()
     wait_secs = int(known.get("wait", 0))
     deadline = None
     while any(task.poll() is None for task in tasks):
@@ -131,6 +141,8 @@ def _srun(arguments):
         if deadline and time.monotonic() > deadline:
             for task in tasks:
                 task.kill()
+    for path in pathlib.Path(os.environ["FAKE_SLURM"]).glob("task-*"):
+        path.unlink()
     codes = [task.returncode for task in tasks]
     return max(128 - code if code < 0 else code for code in codes)
 

@@ -32,7 +32,12 @@ FREE_KEYS = {
         "note",
     },
     "data": {"config.yml", "maxtext.yml"},
-    "labels": {"kueue.x-k8s.io/queue-name", "team"},
+    "labels": {
+        "kueue.x-k8s.io/queue-name",
+        "team",
+        f"{_OF_JOBSET}/jobset-name",
+        f"{_OF_JOBSET}/replicatedjob-name",
+    },
     "limits": {"cpu", "memory", "google.com/tpu", "nvidia.com/gpu"},
     "matchLabels": {f"{_OF_JOBSET}/jobset-name", f"{_OF_JOBSET}/replicatedjob-name"},
     "nodeSelector": {
@@ -77,6 +82,10 @@ _SELECTOR = {"matchLabels": dict}
 _ENDPOINT = {"port": str, "interval": str, "path": str}
 OTHER_KINDS = {
     ("monitoring.googleapis.com/v1", "PodMonitoring"): {
+        **_NAMED,
+        "spec": {"selector": _SELECTOR, "endpoints": [_ENDPOINT]},
+    },
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): {
         **_NAMED,
         "spec": {"selector": _SELECTOR, "endpoints": [_ENDPOINT]},
     },

@@ -32,6 +32,23 @@ def test_the_metrics_of_every_program_are_collected(name, monitor, kind, endpoin
     assert ports[endpoint["port"]] == 9400
 
 
+@pytest.mark.parametrize("name", [jobsets.GPU, jobsets.PATHWAYS])
+def test_a_service_monitor_finds_the_service_that_finds_the_programs(name):
+    built = jobsets.documents(name, *SERVED, "metrics_monitor=service_monitor")
+    assert manifest_check.problems(built) == []
+    service = jobsets.only("Service", built)
+    jobset = jobsets.only("JobSet", built)
+    # JobSet makes a service of its name for the network.
+    assert service["metadata"]["name"] != jobset["metadata"]["name"]
+    spec = jobsets.only("ServiceMonitor", built)["spec"]
+    assert spec["selector"]["matchLabels"] == service["metadata"]["labels"]
+    (endpoint,), (port,) = spec["endpoints"], service["spec"]["ports"]
+    assert endpoint["port"] == port["name"]
+    job = service["spec"]["selector"]["jobset.sigs.k8s.io/replicatedjob-name"]
+    container = jobsets.container(jobsets.pods(built)[job], "train")
+    assert port["targetPort"] in [each.get("name") for each in container["ports"]]
+
+
 def test_a_probe_without_an_action_reads_the_metrics():
     setting = "pod_liveness_probe={periodSeconds: 30}"
     for name in (jobsets.GPU, jobsets.PATHWAYS):

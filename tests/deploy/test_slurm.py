@@ -4,6 +4,7 @@ import json
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import slurm
+from elastic_ckpt.training import step_log
 from tests import runs, shared_memory
-from tests.deploy import fake_slurm
+from tests.deploy import fake_slurm, own_program
 from tests.multiprocess import supervisors
 
-SHIPPED = pathlib.Path(__file__).parents[2] / "configs" / "deploy"
+ROOT = str(pathlib.Path(__file__).parents[2])
+SHIPPED = pathlib.Path(ROOT) / "configs" / "deploy"
 SLURM = "slurm_h100"
 
 
@@ -202,10 +205,7 @@ def test_a_job_at_its_time_limit_saves_and_continues_when_it_is_requeued(
     )
     job = fake_slurm.start(script(config), tmp_path)
     run = tmp_path / "tiny"
-    while "run_started" not in _events(run):
-        assert job.poll() is None, ended(job)
-        time.sleep(0.2)
-    time.sleep(2)
+    _await(job, lambda: "run_started" in _events(run))
     fake_slurm.signal_steps(job)
     code, output = ended(job)
     assert code == 128 + signal.SIGTERM, output
@@ -222,22 +222,71 @@ def test_a_job_at_its_time_limit_saves_and_continues_when_it_is_requeued(
     assert not [*ram.iterdir()]
 
 
-@pytest.mark.slow(minutes=1.5)
-def test_an_elastic_job_has_a_supervisor_on_each_node(tmp_path, corpus, settings):
+@pytest.mark.slow(minutes=0.7)
+def test_a_program_of_the_user_continues_from_the_ram_of_its_nodes(
+    tmp_path, corpus, settings, ram
+):
+    config = runs.write_config(tmp_path, corpus, **settings)
+    words = [sys.executable, "-m", own_program.__name__, str(tmp_path / "stored")]
+    text = script(config, "command=" + json.dumps(words), "slurm_setup=cd " + ROOT)
+    code, output = ended(fake_slurm.start(text, tmp_path))
+    assert code == 143, output
+    steps, tokens = own_program.STEPS_A_START, 8 * 16
+    lines = [f"host {host}: 0 {steps * tokens}" for host in range(2)]
+    assert [line for line in sorted(output.splitlines()) if line in lines] == lines
+    code, output = ended(fake_slurm.start(text, tmp_path, starts=1))
+    assert code == 0, output
+    # No step was due in storage.
+    lines = [f"host {host}: {steps} {2 * steps * tokens}" for host in range(2)]
+    assert [line for line in sorted(output.splitlines()) if line in lines] == lines
+    assert not [*ram.iterdir()]
+
+
+@pytest.mark.slow(minutes=2)
+def test_an_elastic_job_goes_on_without_a_node_that_is_lost(tmp_path, corpus, settings):
     config = runs.write_config(
         tmp_path,
         corpus,
         **settings,
         elastic_enabled=True,
+        elastic_min_slice_count=1,
         elastic_compile_ahead_seconds=0,
+        elastic_machine_timeout_seconds=20,
+        termination_grace_period_seconds=600,
         slurm_port=int(supervisors.free_address("127.0.0.1").rpartition(":")[2]),
     )
-    code, output = ended(fake_slurm.start(script(config), tmp_path))
-    assert code == 0, output
+    job = fake_slurm.start(script(config, steps=1_000_000), tmp_path)
     run = tmp_path / "tiny"
-    (world,) = runs.events(run, "world_started")
-    assert world["slices"] == [0, 1]
+    _await(job, lambda: _worlds(run) and _steps(run))
+    fake_slurm.lose_node(tmp_path, 1)
+    _await(job, lambda: len(_worlds(run)) > 1 and _steps(run))
+    assert _worlds(run)[:2] == [[0, 1], [0]]
+    fake_slurm.signal_steps(job)
+    code, output = ended(job)
+    # The highest of the statuses of all tasks counts; that of the lost one is lower.
+    assert code == 128 + signal.SIGTERM, output
+    assert fake_slurm.requeued(tmp_path) == 1
     runs.verb("audit", run)
+
+
+def _await(job, is_so):
+    while not is_so():
+        assert job.poll() is None, ended(job)
+        time.sleep(0.2)
+
+
+def _worlds(run):
+    if not _events(run):
+        return []
+    return [event["slices"] for event in runs.events(run, "world_started")]
+
+
+def _steps(run):
+    """The steps that the newest world has logged."""
+    logs = list((run / step_log.DIRECTORY).glob("*.jsonl"))
+    newest = step_log.read(run)[-1] if logs else None
+    is_newest = newest is not None and newest.hosts == len(_worlds(run)[-1])
+    return newest.records if is_newest else []
 
 
 def _events(run):
