@@ -21,6 +21,8 @@ from elastic_ckpt.deploy import names, program, quantity, settings
 
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|")
 _NAME = re.compile(r"[\w.-]+")
+_DIRECTORY = re.compile(r"(/[\w.-]+)+/?")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _FILE_END = "END_OF_FILE"
 _ALONE_SECS = 300
 
@@ -93,7 +95,7 @@ def _check(config: schema.Config) -> None:
             f"slurm_time={section.slurm_time!r} is no time limit of Slurm; write"
             " 1-12:00:00, 12:30:00 or minutes"
         )
-    if not section.slurm_ram_directory.startswith("/"):
+    if not _DIRECTORY.fullmatch(section.slurm_ram_directory):
         raise errors.ConfigError(
             f"slurm_ram_directory={section.slurm_ram_directory!r} is no absolute path;"
             " set it to that of a RAM disk, such as /dev/shm"
@@ -174,6 +176,11 @@ def _task(config: schema.Config) -> str:
             raise errors.ConfigError(
                 f"pod_env has {name} from {value!r}, which only Kubernetes has; export"
                 " it in slurm_setup, or from where you call sbatch"
+            )
+        if not _VARIABLE.fullmatch(name):
+            raise errors.ConfigError(
+                f"pod_env has {name!r}, which cannot name a variable of a shell; use"
+                " letters, digits and underscores"
             )
         lines.append(f"export {name}={shlex.quote(settings.text(value))}")
     if config.slurm.slurm_setup:

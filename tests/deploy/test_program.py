@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.integrations import maxtext_elastic
 from tests.deploy import jobsets, manifest_check
 
 NAMES = [jobsets.GPU, jobsets.TPU, jobsets.PATHWAYS]
@@ -91,6 +92,20 @@ def test_maxtext_runs_with_its_keys_and_with_the_place_of_the_run(name):
     assert values["hardware"] == hardware
     is_single = values.get("enable_single_controller", False)
     assert is_single == (name == jobsets.PATHWAYS)
+
+
+def test_the_verb_reads_the_file_with_maxtexts_keys(tmp_path):
+    built = jobsets.documents("maxtext_v6e")
+    ((name, text),) = jobsets.only("ConfigMap", built)["data"].items()
+    path = tmp_path / name
+    path.write_text(text)
+    config = maxtext_elastic.run_config([str(path)])
+    # JobSet starts the hosts, and MaxText's tiers use the RAM disk of the pods.
+    assert config.world.hosts == 1
+    assert config.tiers.enable_multi_tier_checkpointing
+    mounted = jobsets.roles("maxtext_v6e")["host"][1]["volumeMounts"]
+    paths = [mount["mountPath"] for mount in mounted]
+    assert config.tiers.local_checkpoint_directory in paths
 
 
 @pytest.mark.parametrize(

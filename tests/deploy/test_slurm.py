@@ -173,6 +173,8 @@ def test_a_job_is_requeued_if_another_start_can_help(
         ({"elastic_enabled": True, "slices": 3}, "set slices to a multiple of the"),
         ({"slurm_time": "soon"}, "slurm_time='soon' is no time limit"),
         ({"slurm_ram_directory": "ram"}, "is no absolute path"),
+        ({"slurm_ram_directory": "/a b"}, "is no absolute path"),
+        ({"pod_env": "{a-b: 1}"}, "'a-b', which cannot name a variable"),
         ({"slurm_options": "{comment: a b}"}, "comment='a b' has a space"),
         ({"pod_env": "{A: {secretKeyRef: {}}}"}, "which only Kubernetes has"),
         ({"command": "a", "python_module": "b"}, "keep one"),
