@@ -8,32 +8,51 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.universal.formats import bounded_file
+from elastic_ckpt.universal.formats import bounded_file, source_file
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 MOST_BYTES = 100 << 20
-# Values of 64 bytes take less than 1 GiB; a tensor of a header has 13.
+# Values of 64 bytes take less than 1 GiB; a tensor of a header has 13, one of Orbax 57.
 MOST_VALUES = 12_000_000
+# A list of many tensors may be larger: the tensors have more bytes than it has, and so
+# many for each value of it.
+_BYTES_PER_BYTE, _BYTES_PER_VALUE = 2, 16
+# Lists of tensors that are no larger are within the limits.
+_SMALL_BYTES = 12 << 20
 # In memory every character of a text takes as much as its widest.
 _MOST_WIDE_BYTES = 32 << 20
 _WIDE = re.compile(rb"[\xc4-\xff]")
 
 
-def read(path: epath.PathLike) -> dict[str, Any]:
+def read(path: epath.PathLike, *, tensors: epath.Path | None = None) -> dict[str, Any]:
     """The JSON object that a file holds.
+
+    Args:
+      path: local, or in a bucket.
+      tensors: the directory of those that it lists, if it is large where they are.
 
     Raises:
       FormatError: if the file is missing or too large, or as `parse`.
     """
-    return parse(bounded_file.read(path, most_bytes=MOST_BYTES), str(path))
+    most_bytes, most_values = MOST_BYTES, MOST_VALUES
+    num_bytes = epath.Path(path).stat().length if tensors is not None else 0
+    if tensors is not None and num_bytes > _SMALL_BYTES:
+        stored_bytes = source_file.num_stored_bytes_in(tensors) - num_bytes
+        most_bytes = max(most_bytes, stored_bytes // _BYTES_PER_BYTE)
+        most_values = max(most_values, stored_bytes // _BYTES_PER_VALUE)
+    content = bounded_file.read(path, most_bytes=most_bytes)
+    return parse(content, str(path), most_values=most_values)
 
 
-def parse(content: bytes, place: str) -> dict[str, Any]:
+def parse(
+    content: bytes, place: str, *, most_values: int = MOST_VALUES
+) -> dict[str, Any]:
     """The JSON object that `content` is.
 
     Args:
       content: UTF-8.
       place: the file, and the place in it, for messages.
+      most_values: about as many values, names and parts of containers may it have.
 
     Raises:
       FormatError: if it is no JSON object, has a name twice, or too many values.
@@ -44,9 +63,9 @@ def parse(content: bytes, place: str) -> dict[str, Any]:
     names = max(0, content.count(b":") - 4 * dicts)
     lists = content.count(b"[")
     values = content.count(b",") + 4 * dicts + 2 * lists + 3 * names
-    if values > MOST_VALUES:
+    if values > most_values:
         raise FormatError(
-            f"{place} has about {values} values, and at most {MOST_VALUES} are read"
+            f"{place} has about {values} values, and at most {most_values} are read"
         )
     if len(content) > _MOST_WIDE_BYTES and _WIDE.search(content):
         raise FormatError(

@@ -8,6 +8,7 @@ TensorStore takes ten times as long.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -99,6 +100,13 @@ class ArrayStore:
         fields = bounded_json.parse(bytes(read.value), place)
         dtype = fields.get("data_type" if self.use_zarr3 else "dtype")
         shape = fields.get("shape")
+        compression = json.dumps([fields.get("compressor"), fields.get("codecs")])
+        if '"blosc"' in compression:
+            # TensorStore allocates as much as a chunk claims to have, whatever it has.
+            raise FormatError(
+                f"{place} is compressed by blosc, which is not read; save it with zstd,"
+                " as Orbax does"
+            )
         if not isinstance(shape, list) or not isinstance(dtype, str):
             raise FormatError(f"{place} has no shape or type")
         return _dtype(dtype, place), coverage.checked_shape(shape, place)

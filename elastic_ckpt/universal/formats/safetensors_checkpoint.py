@@ -104,7 +104,7 @@ def _index(directory: epath.Path) -> epath.Path | None:
 
 def _read_index(index: epath.Path) -> tuple[dict[str, str], dict[str, Any]]:
     # The file of each tensor; numbers and texts.
-    fields = bounded_json.read(index)
+    fields = bounded_json.read(index, tensors=index.parent)
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError(f"{index} has no weight_map")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from typing import IO
 
 from etils import epath
@@ -53,3 +54,19 @@ def num_stored_bytes(path: epath.PathLike, num_bytes: int | None = None) -> int:
             if error.errno != errno.ENXIO:
                 raise
     return stored
+
+
+def num_stored_bytes_in(directory: epath.Path) -> int:
+    """The bytes of all files in a directory, without their holes."""
+    return sum(map(num_stored_bytes, _files(directory)))
+
+
+def _files(directory: epath.Path) -> Iterator[epath.PathLike]:
+    if storage.is_local(directory):
+        # Links may lead back.
+        for parent, _, names in os.walk(directory):
+            yield from (os.path.join(parent, name) for name in names)
+    else:
+        for path in directory.rglob("*"):
+            if not path.is_dir():
+                yield path

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ _CHUNKS = "cache_pool#chunks"
 # glibc keeps memory of this many bytes at most for a thread: it returns blocks of over
 # 32 MiB at once.
 _ARENA_BYTES = 2**26
+# The parts of all arrays, and of each: shapes may be large where no values are.
+_MOST_PARTS, _MOST_PARTS_OF_EACH = 2**20, 2**4
 # Arrays are opened at a time, since each waits for storage.
 _OPENED_AT_ONCE = 256
 
@@ -58,6 +61,7 @@ class EncodedArrays:
         self.tensors = list(tensors)
         numbers = [number for number in used if tensors[number].spec is not None]
         arrays = _opened([tensors[number] for number in numbers])
+        self._most_parts = _MOST_PARTS + _MOST_PARTS_OF_EACH * len(numbers)
         for number, array in zip(numbers, arrays, strict=True):
             self.tensors[number] = self._in_parts(number, tensors[number], array)
 
@@ -112,10 +116,17 @@ class EncodedArrays:
             )
         lengths = _part_shape(tensor.shape, _chunk(array), dtype.itemsize)
         fragments = []
-        ranges = (
+        ranges = [
             range(0, size, length)
             for size, length in zip(tensor.shape, lengths, strict=True)
-        )
+        ]
+        num_parts = math.prod(map(len, ranges))
+        if len(self._parts) + num_parts > self._most_parts:
+            raise errors.CheckpointError(
+                f"{tensor.name}, of shape {list(tensor.shape)}, has {num_parts} chunks,"
+                f" and at most {self._most_parts} of all arrays are read; save it with"
+                " larger chunks"
+            )
         for start in itertools.product(*ranges):
             ends = zip(start, lengths, tensor.shape, strict=True)
             stop = tuple(min(at + length, size) for at, length, size in ends)

@@ -10,8 +10,11 @@ import orbax.checkpoint as v0
 import pytest
 from orbax.checkpoint import v1
 
+from elastic_ckpt.core import errors
 from elastic_ckpt.universal import opening
+from elastic_ckpt.universal.formats import bounded_json
 from elastic_ckpt.universal.formats.format_error import FormatError
+from elastic_ckpt.universal.reading.encoded_arrays import EncodedArrays
 from tests.universal.formats.fragment_values import values_of
 
 
@@ -154,3 +157,41 @@ def test_a_step_without_a_pytree_is_refused(tmp_path):
     (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(FormatError, match="has no pytree"):
         opening.open_checkpoint(tmp_path)
+
+
+def test_a_list_of_many_arrays_is_as_large_as_their_bytes_allow(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded_json, "MOST_BYTES", 1000)
+    monkeypatch.setattr(bounded_json, "MOST_VALUES", 100)
+    monkeypatch.setattr(bounded_json, "_SMALL_BYTES", 100)
+    values = np.random.default_rng(0).random((10, 1000))
+    save_v1(tmp_path / "x", {f"w{number}": each for number, each in enumerate(values)})
+    assert len(opening.open_checkpoint(tmp_path / "x").tensors) == 10
+    for path in (tmp_path / "x").rglob("*"):
+        if path.parent.name == "d":
+            with path.open("r+b") as file:
+                size = path.stat().st_size
+                file.truncate(0)
+                file.truncate(size)
+    with pytest.raises(FormatError, match=r"_METADATA has \d+ bytes, and at most 1000"):
+        opening.open_checkpoint(tmp_path / "x")
+
+
+def test_arrays_compressed_by_blosc_are_refused(tmp_path):
+    save_zarr(tmp_path / "x", {"w": np.ones(3)})
+    path = tmp_path / "x" / "w" / ".zarray"
+    fields = json.loads(path.read_text())
+    assert fields["compressor"]["id"] == "zstd"
+    path.write_text(json.dumps(fields | {"compressor": {"id": "blosc"}}))
+    with pytest.raises(FormatError, match=r"x: w is compressed by blosc"):
+        opening.open_checkpoint(tmp_path / "x")
+
+
+def test_large_shapes_have_no_part_for_each_of_their_chunks(tmp_path):
+    save_zarr(tmp_path / "x", {"w": np.ones(3, np.uint8), "v": np.ones(3)})
+    path = tmp_path / "x" / "w" / ".zarray"
+    fields = json.loads(path.read_text())
+    path.write_text(json.dumps(fields | {"shape": [2**47]}))
+    tensors = opening.open_checkpoint(tmp_path / "x").tensors
+    assert sorted(each.shape for each in tensors) == [(3,), (2**47,)]
+    with pytest.raises(errors.CheckpointError, match=r"w, of shape .* chunks, and at"):
+        EncodedArrays(tensors, range(2))
