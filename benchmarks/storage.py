@@ -119,18 +119,19 @@ def _checkpoints(
     # between them.
     generator = np.random.default_rng(0)
     reports = [_report(generator, size.rows) for _ in range(_PERIOD)]
-    long = _Log(f"{directory}/late", reports)
-    for _ in range(size.late_step // _PERIOD - 1):
-        long.checkpoint()
     early, late, appended = [], [], []
-    # One more round, which is not counted: clients connect in it.
-    for number in range(size.rounds + 1):
-        short = _Log(f"{directory}/early-{number}", reports)
-        for log, samples in ((short, early), (long, late)):
-            append_ms, sync_ms = log.checkpoint()
+    with contextlib.closing(_Log(f"{directory}/late", reports)) as long:
+        for _ in range(size.late_step // _PERIOD - 1):
+            long.checkpoint()
+        # One more round, which is not counted: clients connect in it.
+        for number in range(size.rounds + 1):
+            new = _Log(f"{directory}/early-{number}", reports)
+            with contextlib.closing(new) as short:
+                pairs = [log.checkpoint() for log in (short, long)]
             if number:
-                samples.append(sync_ms)
-                appended.append(append_ms)
+                appended += [append_ms for append_ms, _ in pairs]
+                early.append(pairs[0][1])
+                late.append(pairs[1][1])
     return early, late, appended
 
 
@@ -153,6 +154,9 @@ class _Log:
         self._log.sync()
         ended = time.perf_counter()
         return 1e3 * (appended - began) / len(self._reports), 1e3 * (ended - appended)
+
+    def close(self) -> None:
+        self._log.close()
 
 
 def _report(generator: np.random.Generator, rows: int) -> train_step.StepReport:
