@@ -116,8 +116,8 @@ class Decisions:
         self._policy = policy
         self._is_cached = is_cached
         self._held: collections.OrderedDict[Shape, Held] = collections.OrderedDict()
-        self._complete: dict[tuple[Shape, bool, int, bool], bool] = {}
-        self._nearness: dict[tuple[Shape, int], int] = {}
+        self._complete: dict[tuple[int, bool], bool] = {}
+        self._nearness: dict[int, int] = {}
 
     def held(self, shape: Shape) -> Held:
         """A save of a world with the copies that placement gives it."""
@@ -170,12 +170,7 @@ class Decisions:
         """
         if not self._is_cached:
             return self._newest(held, dead, is_stored=is_stored) is not None
-        key = (
-            held.shape,
-            bool(held.copy_bytes),
-            held.least_holders(dead),
-            is_stored,
-        )
+        key = (held.least_holders(dead), is_stored)
         if key not in self._complete:
             step = self._newest(held, dead, is_stored=is_stored)
             self._complete[key] = step is not None
@@ -226,13 +221,12 @@ class Decisions:
         kinds = _kinds_of_holders(held, dead, readers) + 8 * is_stored
         near = np.empty(kinds.shape, np.int64)
         for kind in np.unique(kinds).tolist():
-            key = (held.shape, kind)
-            if key not in self._nearness:
+            if kind not in self._nearness:
                 reader, part = np.argwhere(kinds == kind)[:1].T
-                (self._nearness[key],) = self._planned(
+                (self._nearness[kind],) = self._planned(
                     held, dead, readers, is_stored=is_stored, wanted=(reader, part)
                 ).tolist()
-            near[kinds == kind] = self._nearness[key]
+            near[kinds == kind] = self._nearness[kind]
         return near
 
     def _planned(

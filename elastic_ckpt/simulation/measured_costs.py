@@ -26,11 +26,13 @@ _SAVES = {
     "copy_secs": "replicated",
     "backup_secs": "backed_up",
 }
+# A metric that is recorded with an event has its time.
+_SAME_SECS = 0.05
 _LOSSES = ("host_lost", "slice_lost")
 
 
 def measured(
-    events: Sequence[Event], lines: Iterable[Mapping[str, Any]], *, given: Costs
+    events: Sequence[Event], lines: Sequence[Mapping[str, Any]], *, given: Costs
 ) -> Costs:
     """The costs of a run.
 
@@ -58,13 +60,13 @@ def measured(
         "planned_start_secs": _mean(
             each["start_secs"] for each, is_planned in changes if is_planned
         ),
-        "leave_secs": _mean(
-            each["end_secs"] for each, is_planned in changes if is_planned
-        ),
+        "leave_secs": _mean(_leaves(events, lines))
+        or _median(each["end_secs"] for each, is_planned in changes if is_planned),
         "first_step_secs": _mean(each["step_secs"] for each, _ in changes),
         "restore_secs": _mean(each["restore_secs"] for each, _ in changes),
         "load_secs": _mean(_named(events, "executable_loaded")),
         "compile_secs": _mean(_named(events, "compiled")),
+        "compile_ahead_secs": _mean(_named(events, "compiled_ahead")),
         **{
             cost: _mean(each[phase] for each, _ in changes)
             for cost, phase in _PHASES.items()
@@ -136,6 +138,18 @@ def _checks(events: Sequence[Event]) -> Iterable[float]:
         elif event["event"] == "world_leaving" and since is not None:
             yield event["time"] - since
             since = None
+
+
+def _leaves(
+    events: Sequence[Event], lines: Iterable[Mapping[str, Any]]
+) -> Iterable[float]:
+    # From the last step of a world until its hosts have left.
+    left = [each["time"] for each in events if each["event"] == "world_left"]
+    name = metrics.GOODPUT_SECS["end"].name
+    for line in lines:
+        is_left = any(abs(line["time"] - time) < _SAME_SECS for time in left)
+        if line["metric"] == name and line["count"] == 1 and is_left:
+            yield line["sum"]
 
 
 def _named(events: Sequence[Event], name: str) -> list[float]:

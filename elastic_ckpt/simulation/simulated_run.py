@@ -59,7 +59,8 @@ class _Run:
         self._step = self._last_step = 0
         self._lost_worlds = 0
         self._backed_up_at = 0.0
-        self._compiled: set[int] = set()
+        # By number of slices, when its program is there, or will be.
+        self._compiled: dict[int, float] = {}
         self._world_hosts: HostsOfWorld
         self._counts: collections.Counter[str] = collections.Counter()
         self._restores: collections.Counter[str] = collections.Counter()
@@ -71,6 +72,12 @@ class _Run:
                 break
             self._lost.clear()
             hit = self._start(world) or self._train(world)
+            # A program that is being compiled is given up with the world.
+            self._compiled = {
+                number: ready
+                for number, ready in self._compiled.items()
+                if ready <= self._now
+            }
             if hit is not None:
                 self._lose(world, hit)
         self._saves.settle(math.inf)
@@ -167,7 +174,7 @@ class _Run:
         if hit := self._restore(world):
             return hit
         self._emit("compile_started")
-        is_kept = number in self._compiled
+        is_kept = self._compiled.get(number, math.inf) <= self._now
         secs = costs.load_secs if is_kept else costs.compile_secs
         name = "executable_loaded" if is_kept else "compiled"
         if hit := self._advance(self._now + secs, world):
@@ -187,11 +194,14 @@ class _Run:
         return hit
 
     def _note_compiled(self, world: decision.Train) -> None:
-        self._compiled.add(len(world.slices))
+        self._compiled[len(world.slices)] = self._now
         if self._plan.compiles_ahead and len(world.slices) > 1 and not world.spares:
             smaller = self._cluster.one_slice_fewer(world.slices)
             if isinstance(smaller, decision.Train):
-                self._compiled.add(len(smaller.slices))
+                costs = self._costs
+                ready = self._now + costs.first_step_secs
+                ready += costs.compile_ahead_secs + costs.compile_secs
+                self._compiled.setdefault(len(smaller.slices), ready)
 
     def _hosts(self, world: decision.Train) -> HostsOfWorld:
         plan = self._plan
