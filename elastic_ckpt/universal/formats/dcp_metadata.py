@@ -31,7 +31,7 @@ from elastic_ckpt.universal.formats.torch_zip import MOST_PICKLE_BYTES
 
 FILE = ".metadata"
 # The places of a chunk, for each of its dims.
-_DIM_BYTES = 160
+_DIM_BYTES = 100
 _MODULE = "torch.distributed.checkpoint.metadata"
 _MALFORMED = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
