@@ -128,7 +128,10 @@ class InEveryProcess:
         name = type(request).__name__
         outcome = _outcome(name, lambda: request.run(self._own))
         answers = self._gather(name, outcome, PHASES.limit_secs(request))
-        return [decode_answer(request, each) for each in answers]
+        # Equal answers are one object, which is decoded once.
+        distinct = {id(each): each for each in answers}
+        decoded = {n: decode_answer(request, each) for n, each in distinct.items()}
+        return [decoded[id(each)] for each in answers]
 
     def first(self, request: HostRequest[AnswerT]) -> AnswerT:
         """See `Hosts`."""

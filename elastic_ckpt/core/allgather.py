@@ -6,16 +6,14 @@ device takes part, so background threads may use it while the devices compute.
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import json
-import threading
 from typing import Any, Protocol
 
 from jax._src import distributed
 
-from elastic_ckpt.core import errors, storage, topology
+from elastic_ckpt.core import storage, topology, tree_allgather
 
 # Numbers the objects of a process that have no name.
 _numbers = itertools.count()
@@ -65,11 +63,8 @@ class OneHost:
         return [json.loads(storage.canonical_json(value))]
 
 
-class CoordinationService:
+class CoordinationService(tree_allgather.TreeAllgather):
     """The allgather of a world under `jax.distributed`.
-
-    Host 0 collects the values and publishes them in one piece, so that n hosts make 3n
-    requests, not n**2.
 
     Args:
       name: the same on all hosts, once in a process; by default the number of the
@@ -77,53 +72,14 @@ class CoordinationService:
     """
 
     def __init__(self, name: str | None = None) -> None:
-        self.host = topology.this_host()
-        self.num_hosts = topology.num_hosts()
         # Orbax has a public way to it, and the sidecar's image has no Orbax.
-        self._client: Any = distributed.global_state.client
-        self._prefix = f"elastic_ckpt/{next(_numbers) if name is None else name}"
-        self._lock = threading.Lock()
-        self._turns: collections.Counter[str] = collections.Counter()
-
-    def gather(
-        self, kind: str, value: storage.Json, *, timeout_secs: float
-    ) -> list[Any]:
-        """See `Allgather`."""
-        with self._lock:
-            turn = self._turns[kind]
-            self._turns[kind] += 1
-        prefix = f"{self._prefix}/{kind}/{turn}"
-        self._client.key_value_set_bytes(
-            f"{prefix}/{self.host}", storage.canonical_json(value)
+        client: Any = distributed.global_state.client
+        super().__init__(
+            client,
+            f"elastic_ckpt/{next(_numbers) if name is None else name}",
+            host=topology.this_host(),
+            num_hosts=topology.num_hosts(),
         )
-        if self.host == 0:
-            values = [
-                self._wait_for(f"{prefix}/{host}", kind, timeout_secs)
-                for host in range(self.num_hosts)
-            ]
-            self._client.key_value_set_bytes(
-                f"{prefix}/all", b"[" + b",".join(values) + b"]"
-            )
-            # A host whose value of this turn is there has read those of the one before.
-            if turn:
-                self._client.key_value_delete(f"{self._prefix}/{kind}/{turn - 1}/")
-        return json.loads(self._wait_for(f"{prefix}/all", kind, timeout_secs))
-
-    def _wait_for(self, key: str, kind: str, timeout_secs: float) -> bytes:
-        timeout_ms = int(1000 * timeout_secs)
-        try:
-            return self._client.blocking_key_value_get_bytes(key, timeout_ms)
-        except Exception as error:
-            # The service raises one class for all failures. If it is gone, so is host
-            # 0, whose own error is more specific.
-            reason = str(error).partition("\n")[0]
-            if "DEADLINE_EXCEEDED" not in reason:
-                raise
-            raise errors.RunError(
-                f"host {self.host} waited for {key.rpartition('/')[2]} ({kind}) for"
-                f" {timeout_secs:g} s ({reason}); look at the log of the"
-                " host that is missing, and start the world anew"
-            ) from None
 
 
 def of_this_world() -> Allgather:

@@ -1,0 +1,113 @@
+"""Values of all hosts reach all hosts, by few requests of each."""
+
+import collections
+import threading
+from concurrent import futures
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors
+from elastic_ckpt.core.grouped_values import GroupedValues
+from elastic_ckpt.core.host_tree import HostTree
+from elastic_ckpt.core.tree_allgather import FAN_IN, TreeAllgather
+
+
+class Store:
+    """Keys and values for threads of one process; counts the requests of each."""
+
+    def __init__(self):
+        self.values = {}
+        self.requests = collections.Counter()
+        self._changed = threading.Condition()
+
+    def key_value_set_bytes(self, key, value):
+        with self._changed:
+            self.requests[threading.get_ident()] += 1
+            assert key not in self.values
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, timeout_in_ms):
+        with self._changed:
+            self.requests[threading.get_ident()] += 1
+            if not self._changed.wait_for(
+                lambda: key in self.values, timeout_in_ms / 1000
+            ):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        with self._changed:
+            self.requests[threading.get_ident()] += 1
+            for each in [each for each in self.values if each.startswith(key)]:
+                del self.values[each]
+
+
+def gathered(num_hosts, value_of, *, absent=(), rounds=1, timeout_secs=60):
+    """What each host that is not absent gets or raises, and the store."""
+    store = Store()
+
+    def drive(host):
+        gather = TreeAllgather(store, "test", host=host, num_hosts=num_hosts).gather
+        for number in range(rounds):
+            value = value_of(host)
+            results = gather(f"kind-{number % 2}", value, timeout_secs=timeout_secs)
+        return results
+
+    present = [host for host in range(num_hosts) if host not in absent]
+    with futures.ThreadPoolExecutor(num_hosts) as threads:
+        doing = [threads.submit(drive, host) for host in present]
+        return [each.exception() or each.result() for each in doing], store
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, FAN_IN + 1, FAN_IN + 2, 80])
+def test_every_host_gets_the_value_of_each_host_in_order(num_hosts):
+    results, _ = gathered(num_hosts, lambda host: {"host": host, "parity": host % 2})
+    values = [{"host": host, "parity": host % 2} for host in range(num_hosts)]
+    assert results == [values] * num_hosts
+
+
+def test_no_host_makes_more_requests_in_a_larger_world():
+    _, store = gathered(100, str, rounds=4)
+    assert max(store.requests.values()) <= 4 * (FAN_IN + 3)
+    assert sum(store.requests.values()) <= 4 * 3 * 100 + 2
+
+
+def test_old_values_are_removed():
+    _, store = gathered(20, str, rounds=6)
+    assert {key.split("/")[2] for key in store.values} == {"2"}
+
+
+def test_a_host_that_is_missing_is_named_on_all_hosts():
+    results, _ = gathered(12, str, absent=[10], timeout_secs=0.2)
+    assert {type(each) for each in results} == {errors.RunError}
+    assert all(" waited for 10 (kind-0)" in str(each) for each in results)
+
+
+def test_equal_values_of_all_hosts_take_as_many_bytes_as_one():
+    one = GroupedValues.of_host(0, {"answer": None})
+    many = GroupedValues.merged(
+        GroupedValues.of_host(host, {"answer": None}) for host in range(10_000)
+    )
+    assert len(many.to_bytes()) < len(one.to_bytes()) + 16
+
+
+@hypothesis.given(st.lists(st.integers(0, 3) | st.text(max_size=3), min_size=1))
+def test_grouped_values_survive_their_encoding(values):
+    merged = GroupedValues.merged(
+        GroupedValues.of_host(host, value) for host, value in enumerate(values)
+    )
+    decoded = GroupedValues.from_bytes(merged.to_bytes())
+    assert decoded.values(len(values)) == values
+
+
+@hypothesis.given(st.integers(1, 2000), st.integers(1, 30))
+def test_every_host_is_below_exactly_one_child_of_its_ancestors(num_hosts, fan_in):
+    tree = HostTree(num_hosts=num_hosts, fan_in=fan_in)
+    below = [host for child in tree.children(0) for host in tree.below(child)]
+    assert sorted([0, *below]) == list(range(num_hosts)) == tree.below(0)
+    for host in range(1, num_hosts):
+        assert host in tree.children(tree.parent(host))
+        assert tree.level(host) == tree.level(tree.parent(host)) + 1
