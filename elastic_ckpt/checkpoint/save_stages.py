@@ -354,12 +354,12 @@ class SaveStages:
     def _replicate(self, committed: CheckpointMetadata) -> None:
         if self._catch_up is not None:
             self._catch_up.wait_for_copies()
-        answers = self._work.replicate(committed)
-        if answers is not None:
-            self._preserved = sorted({n for each in answers for n in each.preserved})
-            if any(each.diverged for each in answers):
+        copies = self._work.replicate(committed)
+        if copies is not None:
+            self._preserved = copies.preserved
+            if copies.has_diverged:
                 return
-            if not any(each.failed for each in answers):
+            if not copies.has_failed:
                 self._covered = committed.step
         self._collect(committed)
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from absl import logging
 
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import events, metrics
-from elastic_ckpt.host import backup_requests, save_requests
-from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Replicated
+from elastic_ckpt.host import backup_requests, copy_requests
+from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Placed
+from elastic_ckpt.host.part_exchange import tree_of
+
+
+class Copies(NamedTuple):
+    """The copies of a step that hosts have made.
+
+    Attributes:
+      preserved: the steps that are preserved by hand on any machine, ascending.
+      has_diverged: whether replicas differ.
+      has_failed: whether copies were not made that could have been.
+    """
+
+    preserved: list[int]
+    has_diverged: bool
+    has_failed: bool
 
 
 class StageWork:
@@ -39,7 +56,7 @@ class StageWork:
 
     def replicate(
         self, committed: CheckpointMetadata, *, is_late: bool = False
-    ) -> list[Replicated] | None:
+    ) -> Copies | None:
         """Copies parts of a step between hosts.
 
         Args:
@@ -48,18 +65,20 @@ class StageWork:
             not reported, and no copies are no event.
 
         Returns:
-          The answers; None if a host failed.
+          What was made; None if a host failed.
         """
         step, began_secs = committed.step, time.monotonic()
-        request = save_requests.ReplicateStep(step=step, save=committed.save)
+        request = copy_requests.ReplicateStep(step=step, save=committed.save)
         try:
+            placed = self._place(step, committed.save)
             answers = self._hosts.all(request)
         except HostsFailedError as error:
             self.degraded("peer", step, str(error))
             return None
         num_copies = sum(each.copies for each in answers)
         if not is_late:
-            self._report_lacking(step, answers)
+            of_hosts = [why for each in answers for why in each.problems]
+            self._report_lacking(step, [*placed.problems, *of_hosts])
         if num_copies or not is_late:
             num_bytes = sum(each.num_bytes for each in answers)
             secs = time.monotonic() - began_secs
@@ -68,7 +87,22 @@ class StageWork:
             self._emit(
                 "replicated", step=step, copies=num_copies, bytes=num_bytes, secs=secs
             )
-        return answers
+        return Copies(
+            preserved=sorted({n for each in answers for n in each.preserved}),
+            has_diverged=bool(placed.diverged),
+            has_failed=placed.failed or any(each.failed for each in answers),
+        )
+
+    def _place(self, step: int, save: str) -> Placed:
+        # What hosts hold passes up a tree, and what they take passes down.
+        offered = self._hosts.all(copy_requests.OfferParts(step=step, save=save))
+        depth = tree_of(len(offered)).depth
+        for level in range(depth - 1, 0, -1):
+            self._hosts.all(copy_requests.MergeParts(level=level))
+        placed = self._hosts.first(copy_requests.PlaceCopies(step=step, save=save))
+        for level in range(1, depth):
+            self._hosts.all(copy_requests.PassParts(level=level))
+        return placed
 
     def upload(self, saving: Saving) -> bool:
         """Uploads a step; returns whether it was committed to storage."""
@@ -112,8 +146,8 @@ class StageWork:
         logging.warning("step %d, %s tier: %s", step, tier, why)
         self._emit("degraded", tier=tier, step=step, why=why)
 
-    def _report_lacking(self, step: int, answers: list[Replicated]) -> None:
-        problems = list(dict.fromkeys(why for each in answers for why in each.problems))
+    def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
+        problems = list(dict.fromkeys(reasons))
         for why in problems:
             # A lack that persists is reported once.
             if why not in self._lacking:

@@ -16,7 +16,7 @@ from elastic_ckpt.core import errors, storage
 from elastic_ckpt.core.grouped_values import GroupedValues
 from elastic_ckpt.core.host_tree import HostTree
 
-FAN_IN = 8
+FAN_IN = 4
 # Parents wait longer than their children, so that the host that is missing is named.
 _GRACE_SECS = 2.0
 

@@ -100,14 +100,28 @@ class LeftOut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+    """The copies of a step that all hosts are to make.
+
+    Attributes:
+      problems: what is lacking or wrong, a sentence each.
+      diverged: of which replicas differ, a sentence each.
+      failed: whether parts of the step could not be read.
+    """
+
+    problems: tuple[str, ...]
+    diverged: tuple[str, ...]
+    failed: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicated:
     """The copies that a host has taken.
 
     Attributes:
       copies: how many.
       num_bytes: of them.
-      problems: what is lacking or wrong, a sentence each.
-      diverged: of which replicas differ, a sentence each.
+      problems: copies that could not be taken, a sentence each.
       preserved: the steps that are preserved by hand on this machine.
       failed: whether copies were not made that could have been.
     """
@@ -115,7 +129,6 @@ class Replicated:
     copies: int
     num_bytes: int
     problems: tuple[str, ...]
-    diverged: tuple[str, ...]
     preserved: tuple[int, ...]
     failed: bool
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from elastic_ckpt.host.answers import Introduction, JoinedHost
 from elastic_ckpt.host.backup import HostBackup
+from elastic_ckpt.host.copies import HostCopies
 from elastic_ckpt.host.reader import HostReader
 from elastic_ckpt.host.saver import HostSaver
 from elastic_ckpt.host.unjoined_host import HostInSlot, UnjoinedHost
@@ -25,6 +26,7 @@ class HostTiers:
     def __init__(self, world: HostWorld) -> None:
         self.world = world
         self.saver = HostSaver(world)
+        self.copies = HostCopies(world)
         self.backup = HostBackup(world)
         self.reader = HostReader(world)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 from elastic_ckpt.core import codec, storage
 from elastic_ckpt.host import (
     backup_requests,
+    copy_requests,
     read_requests,
     save_requests,
     world_requests,
@@ -75,7 +76,7 @@ def _answer_kind(kind: type[Request[Any, Any]]) -> Any:
 
 
 _LONG = {
-    save_requests.ReplicateStep,
+    copy_requests.ReplicateStep,
     backup_requests.CleanUploads,
     backup_requests.ListStepsInRam,
     backup_requests.GetSavedContents,
@@ -101,5 +102,7 @@ def limits_secs(*modules: types.ModuleType) -> dict[type[Any], float]:
 
 
 PHASES = Phases(
-    limits_secs(world_requests, save_requests, backup_requests, read_requests)
+    limits_secs(
+        world_requests, save_requests, copy_requests, backup_requests, read_requests
+    )
 )

@@ -1,10 +1,10 @@
-"""Requests of a save: hosts write, commit, copy and remove steps in RAM."""
+"""Requests of a save: hosts write, commit and remove steps in RAM."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from elastic_ckpt.host.answers import Replicated, Written
+from elastic_ckpt.host.answers import Written
 from elastic_ckpt.host.step_notes import OfStep, OfWrittenStep
 from elastic_ckpt.host.world_requests import AnyHost
 
@@ -62,15 +62,6 @@ class AbandonStep(OfStep):
     def run(self, host: AnyHost) -> None:
         """See `HostSaver.abandon`."""
         host.tiers.saver.abandon(self.step, self.save)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicateStep(OfStep):
-    """Takes the copies that placement gives a host."""
-
-    def run(self, host: AnyHost) -> Replicated:
-        """See `HostSaver.replicate`."""
-        return host.tiers.saver.replicate(self.step, self.save)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

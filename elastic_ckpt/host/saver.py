@@ -17,21 +17,17 @@ from elastic_ckpt.core import errors, host_memory, storage
 from elastic_ckpt.host import (
     capture,
     captured_step,
-    replication,
     trees,
-    verified_read,
     views,
 )
-from elastic_ckpt.host.answers import Replicated, Written
+from elastic_ckpt.host.answers import Written
 from elastic_ckpt.host.step_notes import OfWrittenStep
 from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests import layout, placement, retention
-from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests import layout, retention
 from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.manifests.manifest import ComponentFile, Contents, Host
+from elastic_ckpt.manifests.manifest import ComponentFile, Contents
 from elastic_ckpt.tiers.captured import Captured
 from elastic_ckpt.tiers.ram import step_writer
-from elastic_ckpt.tiers.source import Source
 
 # If less is free on a RAM disk, components write to a staging directory at first.
 _LEAST_BYTES = 2**20
@@ -168,39 +164,6 @@ class HostSaver:
             # Components began to write, even if there is no room.
             self._world.own.remove(step, save)
 
-    def replicate(self, step: int, save: str) -> Replicated:
-        """Takes the copies that placement gives this host, and compares replicas.
-
-        Raises:
-          CheckpointError: if nothing of the step can be read, or copies do not fit.
-        """
-        sources, problems = self._world.in_ram(step, save)
-        failed = bool(problems)
-        holdings = Holdings.from_offers(list(sources))
-        diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
-        policy = placement.Policy(
-            copies=self._world.peers.copies if len(self._world.hosts) > 1 else 0,
-            domain=self._world.peers.domain,
-            assume_data_parallelism=self._world.peers.assume_data_parallelism,
-        )
-        placed = placement.place(holdings, self._world.hosts, policy)
-        problems += diverged
-        problems += [
-            each.why for each in placed.shortfalls if each.lacks != "agreement"
-        ]
-        items = replication.incoming(placed, self._world.own.host)
-        taken = replication.Taken(copies=0, num_bytes=0, problems=())
-        if items:
-            taken = self._take(holdings, items, sources)
-        return Replicated(
-            copies=taken.copies,
-            num_bytes=taken.num_bytes,
-            problems=(*problems, *taken.problems),
-            diverged=tuple(diverged),
-            preserved=tuple(self._world.disk.preserved()),
-            failed=failed or bool(taken.problems),
-        )
-
     def collect(
         self,
         step: int,
@@ -277,23 +240,6 @@ class HostSaver:
             time_ms=time.time_ns() // 1_000_000,
         )
 
-    def _take(
-        self,
-        holdings: Holdings,
-        items: Sequence[tuple[int, Host]],
-        sources: Mapping[Offer, Source],
-    ) -> replication.Taken:
-        manifest = holdings.offers[0].manifest
-        size = int(sum(holdings.stored_bytes[item] for item, _ in items))
-        writer = self._world.own.copy_writer(
-            manifest.step, manifest.save, manifest.contents, num_bytes=size
-        )
-
-        reader = verified_read.VerifiedReader(sources)
-        taken = replication.take(holdings, items, reader, writer)
-        writer.commit()
-        return taken
-
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Saving:
@@ -340,12 +286,3 @@ def _component_files(saving: _Saving, written: OfWrittenStep) -> list[ComponentF
             )
         )
     return files
-
-
-def _diverged(holdings: Holdings, item: int) -> str:
-    # Sorted, because each host reports the same sentence.
-    hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
-    return (
-        f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"
-        " memory of one of them is faulty, and the step does not count as complete"
-    )

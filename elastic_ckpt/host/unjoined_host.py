@@ -134,13 +134,6 @@ class HostInSlot:
             max_bytes_per_sec=peers.max_bytes_per_sec,
         )
         self.resources.callback(client.close)
-        certificates: dict[str, str | None] = {
-            each["url"]: each.get("certificate_sha256")
-            for machine, each in agents.items()
-            if machine != disk.machine
-        }
-        for url in peers.known:
-            certificates.setdefault(url, None)
         return HostWorld(
-            config, own=self.own, hosts=hosts, client=client, agents=certificates
+            config, own=self.own, hosts=hosts, client=client, agents=agents
         )

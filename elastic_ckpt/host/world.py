@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.host.captured_step import CapturedStep
+from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.choices import Chosen, Peers
-from elastic_ckpt.tiers.peers import peer, peer_client
+from elastic_ckpt.tiers.peers import mailbox, peer, peer_client, peer_endpoint
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
-from elastic_ckpt.tiers.ram import local
+from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import Source, Tier, merged
 
 
@@ -52,7 +54,7 @@ class HostWorld:
       own: its part of the machine's RAM disk.
       hosts: all of the world, by number.
       client: of the agents of other machines.
-      agents: by the url of such an agent, the certificate that it announced.
+      agents: their addresses, by machine; see `known_agents`.
 
     Attributes:
       run: the identity of the run.
@@ -65,6 +67,7 @@ class HostWorld:
       storage: the persistent tier as it was chosen; None if there is none.
       root: of persistent storage; None if there is none.
       persistent: the steps there; None if there is none.
+      mail: of this host.
       captured: the steps that this host backs up from the memory of their capture, by
         step and save.
     """
@@ -76,7 +79,7 @@ class HostWorld:
         own: local.LocalHost,
         hosts: Sequence[Host],
         client: peer_client.PeerClient,
-        agents: Mapping[str, str | None],
+        agents: Mapping[str, Any],
     ) -> None:
         self.run = config.run
         self.number = config.number
@@ -93,7 +96,24 @@ class HostWorld:
             self.persistent = persistent_tier.PersistentTier(self.root, run=self.run)
         self.captured: dict[tuple[int, str], CapturedStep] = {}
         self._client = client
-        self._agents = agents
+        self._urls = {
+            machine: each["url"]
+            for machine, each in agents.items()
+            if machine != own.disk.machine
+        }
+        # By url, the certificate that the agent announced.
+        self._agents: dict[str, str | None] = {
+            agents[machine]["url"]: agents[machine].get("certificate_sha256")
+            for machine in self._urls
+        }
+        for url in config.peer_tier.known:
+            self._agents.setdefault(url, None)
+        self.mail: mailbox.Mail = mailbox.Mailbox(
+            own.disk,
+            slot=own.slot,
+            hosts=hosts,
+            endpoint=lambda machine: self._endpoint(self._urls[machine]),
+        )
 
     @property
     def tiers(self) -> list[Tier]:
@@ -107,11 +127,43 @@ class HostWorld:
     @property
     def ram_tiers(self) -> list[Tier]:
         """The tiers in the memory of this machine and of others, as `tiers`."""
-        others = [
-            peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
-            for url, certificate in self._agents.items()
-        ]
-        return [self.disk, peer.Peers(others)]
+        return [self.disk, peer.Peers([self._peer(url) for url in self._agents])]
+
+    @property
+    def idle_peers(self) -> list[peer.Peer]:
+        """Machines that no host of the world is on, for which this host answers.
+
+        As `tiers`: ask again for what is new.
+        """
+        machines = {host.id.rpartition(".")[0] for host in self.hosts}
+        present = {url for machine, url in self._urls.items() if machine in machines}
+        idle = sorted(self._agents.keys() - present)
+        return [self._peer(url) for url in idle[self.number :: len(self.hosts)]]
+
+    def source(self, host: Host, url: str, step: int, save: str) -> Source:
+        """Where to read what a host holds of a save of a step.
+
+        Args:
+          host: the holder.
+          url: of its agent; empty if its machine is one of the world.
+          step: the training step.
+          save: which save of it.
+
+        Raises:
+          CheckpointError: if nothing is known of its machine.
+        """
+        machine, _, slot = host.id.rpartition(".")
+        if not url and machine == self.disk.machine and slot.isdecimal():
+            directory = self.disk.step_directory(int(slot), step, save)
+            return ram_disk.StepFiles(directory)
+        url = url or self._urls.get(machine, "")
+        if not url:
+            raise errors.CheckpointError(
+                f"no agent is known of the machine of host {host.id}, which lists parts"
+                f" of step {step}; start the world anew"
+            )
+        directory_name = layout.step_directory(step, save)
+        return peer.PeerSource(self._endpoint(url), f"{slot}/{directory_name}")
 
     def in_ram(self, step: int, save: str) -> tuple[dict[Offer, Source], list[str]]:
         """Returns the offers in RAM of one save of a step, and read problems.
@@ -144,6 +196,15 @@ class HostWorld:
         # The time, in milliseconds, but never back: clocks of machines differ.
         known = [self._newest_save(), int(after) if after.isdecimal() else 0]
         return f"{max(time.time_ns() // 1_000_000, max(known) + 1):015d}"
+
+    def _peer(self, url: str) -> peer.Peer:
+        certificate = self._agents[url]
+        return peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
+
+    def _endpoint(self, url: str) -> peer_endpoint.Endpoint:
+        # Agents of idle machines that others have asked may be unknown here.
+        certificate = self._agents.get(url)
+        return self._client.endpoint(url, certificate_sha256=certificate)
 
     def _newest_save(self) -> int:
         saves = [save for *_, save in self.disk.all_saves() if save.isdecimal()]

@@ -55,6 +55,11 @@ def file_name(host_id: str) -> str:
     return f"manifest-{host_id}.json"
 
 
+def is_host_id(host_id: str) -> bool:
+    """Whether a text can be the id of a host."""
+    return bool(_ID.fullmatch(host_id))
+
+
 def is_file_name(name: str) -> bool:
     """Whether `name` has the form of `file_name`."""
     return bool(_FILE_NAME.fullmatch(name))
@@ -187,7 +192,7 @@ def _fragments_to_json(
 
 def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
     host = content["host"]
-    _require(bool(_ID.fullmatch(host["id"])), "the host's id")
+    _require(is_host_id(host["id"]), "the host's id")
     _require(content["values_digest"] == VALUES_DIGEST, "the name of the digest")
     listed = [content["leaves"], content["components"]]
     # The first manifests lack the time: the save is named after it.
@@ -205,7 +210,7 @@ def _manifest(content: Mapping[str, Any], *, stores: bool) -> Manifest:
         contents=contents,
         fragments=_fragments(content["fragments"], contents, stores=stores),
         component_files=tuple(
-            _component_file(each, contents) for each in content["component_files"]
+            component_file(each, contents) for each in content["component_files"]
         ),
     )
 
@@ -278,7 +283,13 @@ def _fragments(
     return fragments
 
 
-def _component_file(each: Mapping[str, Any], contents: Contents) -> ComponentFile:
+def component_file(each: Mapping[str, Any], contents: Contents) -> ComponentFile:
+    """A file of a component, of its fields in a manifest.
+
+    Raises:
+      ValueError, KeyError, TypeError: if it is not one of such a step, or leads to
+        another directory.
+    """
     first, end = each["parts"]
     num_parts = contents.components[each["component"]]
     _require(0 <= first <= end <= num_parts, "the parts of a component")

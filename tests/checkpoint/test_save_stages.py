@@ -10,13 +10,15 @@ from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.host import answers, backup_requests, save_requests
 from elastic_ckpt.host.answers import HostsFailedError
 from elastic_ckpt.host.backup_requests import BackUpStep
-from elastic_ckpt.host.save_requests import CollectSteps, ReplicateStep, WriteStep
+from elastic_ckpt.host.copy_requests import PlaceCopies, ReplicateStep
+from elastic_ckpt.host.save_requests import CollectSteps, WriteStep
 
 SAVE = "7"
 TIERS = ("local", "peer", "persistent")
 COPIES = answers.Replicated(
-    copies=1, num_bytes=10, problems=(), diverged=(), failed=False, preserved=(2,)
+    copies=1, num_bytes=10, problems=(), failed=False, preserved=(2,)
 )
+PLACED = answers.Placed(problems=(), diverged=(), failed=False)
 WRITTEN = answers.Written(files={}, time_ms=0)
 BACKED_UP = answers.BackedUp(num_bytes=0, bad=())
 
@@ -66,7 +68,8 @@ def stages(emitted):
         host = OneHost(
             {
                 save_requests.WriteStep: WRITTEN,
-                save_requests.ReplicateStep: COPIES,
+                PlaceCopies: PLACED,
+                ReplicateStep: COPIES,
                 backup_requests.GetChunkShapes: {"n": ()},
                 backup_requests.BackUpStep: BACKED_UP,
                 backup_requests.CleanUploads: (),
@@ -152,8 +155,8 @@ def test_a_step_without_copies_is_not_kept_for_want_of_room(stages, emitted):
 def test_a_step_whose_replicas_differ_replaces_none(stages):
     made, host = stages(
         {
-            ReplicateStep: lambda request: dataclasses.replace(
-                COPIES, diverged=("w",) if request.step == 2 else ()
+            PlaceCopies: lambda request: dataclasses.replace(
+                PLACED, diverged=("w",) if request.step == 2 else ()
             )
         }
     )

@@ -50,8 +50,13 @@ class _Listing(NamedTuple):
     is_refused: bool = False
 
 
-class _PeerSource:
-    """The files of one step in one slot of a peer's RAM disk."""
+class PeerSource:
+    """The files of one step in one slot of a peer's RAM disk, a `source.Source`.
+
+    Args:
+      endpoint: of its agent.
+      directory: `<slot>/<step>-<save>`.
+    """
 
     def __init__(self, endpoint: Endpoint, directory: str) -> None:
         self._endpoint = endpoint
@@ -155,7 +160,7 @@ class Peer:
                         source.LaterManifest(problem, listed.save, is_stored=False)
                     )
             else:
-                sources[offer] = _PeerSource(self._endpoint, listed.directory)
+                sources[offer] = PeerSource(self._endpoint, listed.directory)
         return source.Offered(sources, problems, tuple(later))
 
     @functools.cached_property

@@ -207,8 +207,8 @@ class LocalHost:
         """Removes leftovers of dead processes of the machine.
 
         In all slots whose process is dead, and in this one, these are steps without a
-        readable manifest, files that no manifest names, and files that a restore
-        unpacked. Steps that are being written stay.
+        readable manifest, files that no manifest names, files that a restore unpacked,
+        and messages. Steps that are being written stay.
 
         Returns:
           The paths that were removed.
@@ -224,10 +224,11 @@ class LocalHost:
 
     def _clean(self, slot: int) -> list[str]:
         removed = []
-        unpacked = self.disk.host_directory(slot) / ram_disk.RESTORED
-        if unpacked.exists():
-            storage.remove(unpacked)
-            removed.append(os.fspath(unpacked))
+        for name in (ram_disk.RESTORED, ram_disk.MESSAGES):
+            leftover = self.disk.host_directory(slot) / name
+            if leftover.exists():
+                storage.remove(leftover)
+                removed.append(os.fspath(leftover))
         for step, save in self.disk.saves(slot):
             if slot != self.slot or (step, save) not in self.in_flight:
                 path = self.disk.manifest_path(slot, step, save)

@@ -2,6 +2,7 @@
 
     machine                        the id of this machine's memory, made once
     hosts/<slot>/lock              held by the process whose steps these are
+    hosts/<slot>/messages/         messages to other hosts, as long as they need them
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
                                    `preserve` in it keeps it, regardless of policies
 
@@ -15,7 +16,7 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from etils import epath
 
@@ -40,6 +41,8 @@ from elastic_ckpt.tiers.source import (
 RESERVED = "reserved"
 # The directory of a slot into which a restore unpacks files.
 RESTORED = "restored"
+# The directory of a slot with messages to other hosts (`peers.mailbox`).
+MESSAGES = "messages"
 _BLOCK_BYTES = 512
 
 
@@ -109,16 +112,20 @@ class RamDisk:
             }
         )
 
-    def offers(self, step: int) -> Offered:
-        """The parts of a step in all slots, of all its saves.
+    def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
+        """The parts of a step, of all its saves.
 
         Manifests of another machine are problems.
+
+        Args:
+          step: the training step.
+          slots: to look at; None for all.
         """
         sources: dict[Offer, Source] = {}
         problems = []
         later = []
         for slot, number, save in self.all_saves():
-            if number != step:
+            if number != step or not (slots is None or slot in slots):
                 continue
             directory = self.step_directory(slot, step, save)
             names = _manifest_names(directory)

@@ -1,0 +1,160 @@
+"""A host's part in making copies: host 0 places them, and each host takes its own.
+
+Copies of a step go through `offer`, `merge`, `place`, `pass_on` (see `part_exchange`),
+and `take`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from elastic_ckpt.core import checked_json, errors
+from elastic_ckpt.host import part_offers, replication, verified_read
+from elastic_ckpt.host.answers import Placed, Replicated
+from elastic_ckpt.host.part_exchange import PartExchange
+from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.manifests import part_choices, placement
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.manifests.part_message import PartMessage
+from elastic_ckpt.manifests.part_table import PartTable
+from elastic_ckpt.tiers.source import ReadError
+
+
+class HostCopies:
+    """Makes the copies that one host takes.
+
+    Args:
+      world: the host among the others.
+    """
+
+    def __init__(self, world: HostWorld) -> None:
+        self._world = world
+
+    def offer(self, step: int, save: str) -> None:
+        """Offers what this host has of a step."""
+        self._exchange.offer(part_offers.of_save(self._world, step, save))
+
+    def merge(self, level: int) -> None:
+        """Offers what the hosts below this one have, too, if it is on that level."""
+        self._exchange.merge(level)
+
+    def place(self, step: int, save: str) -> Placed:
+        """Places the copies of a step, and compares replicas; host 0 does it.
+
+        Raises:
+          CheckpointError: if nothing of the step can be read.
+        """
+        message = self._exchange.merged()
+        if not _of_save(message.tables, step, save):
+            reasons = "; ".join(message.problems) or "no host has a manifest of it"
+            raise errors.CheckpointError(
+                f"step {step} cannot be read in RAM ({reasons}); save another one"
+            )
+        world = self._world
+        policy = placement.Policy(
+            copies=world.peers.copies if len(world.hosts) > 1 else 0,
+            domain=world.peers.domain,
+            assume_data_parallelism=world.peers.assume_data_parallelism,
+        )
+        placed, tables = placed_parts(message, world.hosts, policy)
+        self._exchange.deal(tables)
+        return placed
+
+    def pass_on(self, level: int) -> None:
+        """Passes on what hosts below this one take, if it is on that level."""
+        self._exchange.pass_on(level)
+
+    def take(self, step: int, save: str) -> Replicated:
+        """Takes the copies that placement gives this host.
+
+        Raises:
+          CheckpointError: if copies do not fit.
+        """
+        taken = replication.Taken(copies=0, num_bytes=0, problems=())
+        problems: tuple[str, ...] = ()
+        try:
+            taken = self._take(_of_save(self._exchange.received(), step, save))
+        except (ReadError, checked_json.UnreadableError) as error:
+            problems = (f"step {step}: the list of copies to take {error}",)
+        return Replicated(
+            copies=taken.copies,
+            num_bytes=taken.num_bytes,
+            problems=(*problems, *taken.problems),
+            preserved=tuple(self._world.disk.preserved()),
+            failed=bool(problems or taken.problems),
+        )
+
+    def _take(self, tables: Sequence[PartTable]) -> replication.Taken:
+        sources = part_offers.sources(self._world, tables)
+        if not sources:
+            return replication.Taken(copies=0, num_bytes=0, problems=())
+        holdings = Holdings.from_offers(list(sources))
+        items = [(item, _sender(holdings, item)) for item in range(holdings.num_items)]
+        manifest = holdings.offers[0].manifest
+        writer = self._world.own.copy_writer(
+            manifest.step,
+            manifest.save,
+            manifest.contents,
+            num_bytes=int(holdings.stored_bytes.sum()),
+        )
+        reader = verified_read.VerifiedReader(sources)
+        taken = replication.take(holdings, items, reader, writer)
+        writer.commit()
+        return taken
+
+    @functools.cached_property
+    def _exchange(self) -> PartExchange:
+        world = self._world
+        return PartExchange(
+            world.mail, "copies", host=world.number, num_hosts=len(world.hosts)
+        )
+
+
+def placed_parts(
+    message: PartMessage, hosts: Sequence[Host], policy: placement.Policy
+) -> tuple[Placed, tuple[PartTable, PartTable]]:
+    """Places the copies of a step; returns the result, and what each host takes.
+
+    Args:
+      message: the parts of the step at all hosts, of one step.
+      hosts: of the world, by number.
+      policy: how many copies, and where.
+
+    Raises:
+      CheckpointError: if hosts list different contents of the step.
+    """
+    offers = [
+        Offer(tier="local", manifest=manifest)
+        for table in message.tables
+        for manifest in table.manifests()
+    ]
+    holdings = Holdings.from_offers(offers)
+    (table,) = message.tables
+    diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
+    placed = placement.place(holdings, hosts, policy)
+    problems = [each.why for each in placed.shortfalls if each.lacks != "agreement"]
+    summary = Placed(
+        problems=(*message.problems, *diverged, *problems),
+        diverged=tuple(diverged),
+        failed=bool(message.problems),
+    )
+    return summary, part_choices.of_copies(table, holdings, placed, hosts)
+
+
+def _of_save(tables: Sequence[PartTable], step: int, save: str) -> list[PartTable]:
+    return [each for each in tables if each.saved[1:3] == (step, save)]
+
+
+def _sender(holdings: Holdings, item: int) -> Host:
+    # The tables of senders come before those of other holders.
+    return holdings.offers[holdings.holder[holdings.first_row[item]]].host
+
+
+def _diverged(holdings: Holdings, item: int) -> str:
+    hosts = ", ".join(sorted(offer.host.id for offer in holdings.holders(item)))
+    return (
+        f"{holdings.name(item)} has different values at the hosts {hosts}: a device or"
+        " memory of one of them is faulty, and the step does not count as complete"
+    )

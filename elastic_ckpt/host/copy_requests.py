@@ -1,0 +1,66 @@
+"""Requests by which hosts copy parts of a step from each other."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from elastic_ckpt.host.answers import Placed, Replicated
+from elastic_ckpt.host.step_notes import OfStep
+from elastic_ckpt.host.world_requests import AnyHost
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfferParts(OfStep):
+    """Offers what a host has of a step."""
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostCopies.offer`."""
+        host.tiers.copies.offer(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeParts:
+    """Merges what is offered below the hosts of a level.
+
+    Attributes:
+      level: of the tree of hosts.
+    """
+
+    level: int
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostCopies.merge`."""
+        host.tiers.copies.merge(self.level)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlaceCopies(OfStep):
+    """Places the copies of a step."""
+
+    def run(self, host: AnyHost) -> Placed:
+        """See `HostCopies.place`."""
+        return host.tiers.copies.place(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassParts:
+    """Passes on what the hosts below those of a level take.
+
+    Attributes:
+      level: of the tree of hosts.
+    """
+
+    level: int
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostCopies.pass_on`."""
+        host.tiers.copies.pass_on(self.level)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicateStep(OfStep):
+    """Takes the copies that placement gives a host."""
+
+    def run(self, host: AnyHost) -> Replicated:
+        """See `HostCopies.take`."""
+        return host.tiers.copies.take(self.step, self.save)

@@ -1,0 +1,257 @@
+"""Parts of one save of a step at their holders, as columns: what hosts send each other.
+
+A host that decides for all hosts needs the manifests of all, and each host needs only
+the parts that were given to it. Both are tables of the same columns. Names of files are
+not in them: on RAM disks the file of a box follows from its leaf (`layout.chunk_file`).
+
+Glossary: n parts that are boxes, each at one holder; r the most dims of a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from elastic_ckpt.core import boxes
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.manifests.manifest import (
+    ComponentFile,
+    Contents,
+    Fragments,
+    Host,
+    Manifest,
+)
+
+# The target of parts that are for no host in particular.
+NO_TARGET = -1
+
+
+class SavedStep(NamedTuple):
+    """One save of one step of a run, with its contents."""
+
+    run: str
+    step: int
+    save: str
+    contents: Contents
+
+
+class Holder(NamedTuple):
+    """A host that holds parts.
+
+    Attributes:
+      host: as its manifest names it.
+      url: of its agent; empty if its machine is one of the world.
+    """
+
+    host: Host
+    url: str
+
+
+class HeldFile(NamedTuple):
+    """A file of a component at a holder.
+
+    Attributes:
+      holder: its number.
+      target: the host that the part is for; `NO_TARGET` if for none.
+      file: the file.
+    """
+
+    holder: int
+    target: int
+    file: ComponentFile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PartTable:
+    """Parts of one save of a step at their holders.
+
+    Attributes:
+      saved: the step.
+      holders: that have parts.
+      holder: of each box, its number in `holders`, int32 `[n]`.
+      target: of each box, the number of the host that it is for, int32 `[n]`.
+      leaf: int32 `[n]`.
+      boxes: `[n, r]`, padded as in `Fragments`.
+      digest: uint64 `[n, 2]`.
+      stored_bytes: int64 `[n]`.
+      files: of components.
+    """
+
+    saved: SavedStep
+    holders: tuple[Holder, ...]
+    holder: np.ndarray
+    target: np.ndarray
+    leaf: np.ndarray
+    boxes: boxes.Boxes
+    digest: np.ndarray
+    stored_bytes: np.ndarray
+    files: tuple[HeldFile, ...]
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest, *, url: str = "") -> PartTable:
+        """The parts that one holder lists, for no host in particular."""
+        listed = manifest.fragments
+        saved = SavedStep(manifest.run, manifest.step, manifest.save, manifest.contents)
+        return cls(
+            saved=saved,
+            holders=(Holder(manifest.host, url),),
+            holder=np.zeros(len(listed), np.int32),
+            target=np.full(len(listed), NO_TARGET, np.int32),
+            leaf=listed.leaf,
+            boxes=listed.boxes,
+            digest=listed.digest,
+            stored_bytes=listed.stored_bytes,
+            files=tuple(HeldFile(0, NO_TARGET, f) for f in manifest.component_files),
+        )
+
+    def __len__(self) -> int:
+        return len(self.holder)
+
+    def take(
+        self,
+        rows: np.ndarray,
+        files: Sequence[HeldFile],
+        *,
+        target: np.ndarray | None = None,
+    ) -> PartTable:
+        """Some boxes and files; holders that none of them is at are left out.
+
+        Args:
+          rows: of the boxes; one may be taken several times.
+          files: at holders of this table.
+          target: of the boxes; None for those that they have.
+        """
+        of_files = [each.holder for each in files]
+        numbers = np.unique(np.append(self.holder[rows], of_files).astype(np.int64))
+        new_number = np.full(len(self.holders), -1, np.int32)
+        new_number[numbers] = np.arange(len(numbers))
+        return PartTable(
+            saved=self.saved,
+            holders=tuple(self.holders[number] for number in numbers.tolist()),
+            holder=new_number[self.holder[rows]],
+            target=self.target[rows] if target is None else target,
+            leaf=self.leaf[rows],
+            boxes=self.boxes.take(rows),
+            digest=self.digest[rows],
+            stored_bytes=self.stored_bytes[rows],
+            files=tuple(
+                each._replace(holder=int(new_number[each.holder])) for each in files
+            ),
+        )
+
+    def for_targets(self, targets: Sequence[int]) -> PartTable:
+        """The parts for some hosts, by number."""
+        rows = np.flatnonzero(np.isin(self.target, np.array(targets, np.int32)))
+        chosen = set(targets)
+        return self.take(rows, [each for each in self.files if each.target in chosen])
+
+    def rows_of(self, holder: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """The rows of fragments in `manifests`, by holder and number there."""
+        order, bounds = self._by_holder()
+        return order[bounds[holder] + number]
+
+    def manifests(self) -> list[Manifest]:
+        """A manifest of each holder, in their order, with its parts alone."""
+        order, bounds = self._by_holder()
+        of_holder: list[list[ComponentFile]] = [[] for _ in self.holders]
+        for each in self.files:
+            of_holder[each.holder].append(each.file)
+        return [
+            Manifest(
+                run=self.saved.run,
+                step=self.saved.step,
+                save=self.saved.save,
+                host=holder.host,
+                contents=self.saved.contents,
+                fragments=self._fragments(order[bounds[number] : bounds[number + 1]]),
+                component_files=tuple(of_holder[number]),
+            )
+            for number, holder in enumerate(self.holders)
+        ]
+
+    def with_files(self) -> PartTable:
+        """The same; `manifests` of it name the files of boxes."""
+        return _Named(**vars(self))
+
+    def _by_holder(self) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(self.holder, kind="stable")
+        numbers = np.arange(len(self.holders) + 1)
+        return order, np.searchsorted(self.holder[order], numbers)
+
+    def _fragments(self, rows: np.ndarray) -> Fragments:
+        # Decisions need no files, whose names would take more memory than all the rest.
+        return Fragments(
+            leaf=self.leaf[rows],
+            boxes=self.boxes.take(rows),
+            digest=self.digest[rows],
+            file=np.zeros(len(rows), np.int32),
+            offset=np.zeros(len(rows), np.int64),
+            stored_bytes=self.stored_bytes[rows],
+            files=("",),
+        )
+
+
+class _Named(PartTable):
+    # A table of few parts, which are read.
+
+    def _fragments(self, rows: np.ndarray) -> Fragments:
+        leaves = self.saved.contents.leaves
+        files = []
+        for row in rows.tolist():
+            leaf = leaves[self.leaf[row]]
+            box = self.boxes.box(row, rank=len(leaf.shape))
+            files.append(layout.chunk_file(leaf.path, box, box.shape))
+        return dataclasses.replace(
+            super()._fragments(rows),
+            file=np.arange(len(rows), dtype=np.int32),
+            files=tuple(files),
+        )
+
+
+def joined(tables: Sequence[PartTable]) -> list[PartTable]:
+    """One table for each step that some tables are of, in the order of the tables."""
+    alike: list[list[PartTable]] = []
+    for table in tables:
+        group = next((each for each in alike if _is_alike(each[0], table)), None)
+        if group is None:
+            alike.append([table])
+        else:
+            group.append(table)
+    return [_joined(group) for group in alike]
+
+
+def _is_alike(first: PartTable, second: PartTable) -> bool:
+    a, b = first.saved, second.saved
+    # Contents that were parsed are mostly the same object.
+    alike = a.contents is b.contents or a.contents == b.contents
+    return a[:3] == b[:3] and alike
+
+
+def _joined(tables: Sequence[PartTable]) -> PartTable:
+    if len(tables) == 1:
+        return tables[0]
+    before = np.cumsum([0, *(len(table.holders) for table in tables)]).tolist()
+    shifted = list(zip(tables, before, strict=False))
+    return PartTable(
+        saved=tables[0].saved,
+        holders=tuple(holder for table in tables for holder in table.holders),
+        holder=np.concatenate(
+            [table.holder + np.int32(number) for table, number in shifted]
+        ),
+        target=np.concatenate([table.target for table in tables]),
+        leaf=np.concatenate([table.leaf for table in tables]),
+        boxes=boxes.Boxes(
+            start=np.concatenate([table.boxes.start for table in tables]),
+            stop=np.concatenate([table.boxes.stop for table in tables]),
+        ),
+        digest=np.concatenate([table.digest for table in tables]),
+        stored_bytes=np.concatenate([table.stored_bytes for table in tables]),
+        files=tuple(
+            each._replace(holder=each.holder + number)
+            for table, number in shifted
+            for each in table.files
+        ),
+    )

@@ -1,0 +1,88 @@
+"""Messages that hosts leave in their RAM disks, where other hosts read them.
+
+They are files in `hosts/<slot>/messages/`, which agents serve as they serve steps. A
+host reads those of its own machine from the RAM disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from elastic_ckpt.core import storage
+from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.tiers.peers.peer_endpoint import Endpoint
+from elastic_ckpt.tiers.ram.ram_disk import MESSAGES, RamDisk
+from elastic_ckpt.tiers.source import ReadError
+
+MOST_BYTES = 2**31
+
+
+class Mail(Protocol):
+    """Passes messages between the hosts of a world."""
+
+    def post(self, name: str, content: bytes) -> None:
+        """Leaves a message, in place of one of that name."""
+        ...
+
+    def read(self, host: int, name: str) -> bytes:
+        """The message that a host has left.
+
+        Raises:
+          ReadError: if there is none, or the host cannot be reached.
+        """
+        ...
+
+    def remove(self, prefix: str) -> None:
+        """Removes the messages of this host whose names begin so."""
+        ...
+
+
+class Mailbox:
+    """The mail of one host.
+
+    Args:
+      disk: of its machine.
+      slot: of the host.
+      hosts: of the world, by number.
+      endpoint: the agent of a machine of the world, by the id of the machine.
+    """
+
+    def __init__(
+        self,
+        disk: RamDisk,
+        *,
+        slot: int,
+        hosts: Sequence[Host],
+        endpoint: Callable[[str], Endpoint],
+    ) -> None:
+        self._disk = disk
+        self._slot = slot
+        self._hosts = hosts
+        self._endpoint = endpoint
+
+    def post(self, name: str, content: bytes) -> None:
+        """See `Mail`."""
+        directory = self._disk.host_directory(self._slot) / MESSAGES
+        storage.write_atomic(directory / name, content)
+
+    def read(self, host: int, name: str) -> bytes:
+        """See `Mail`."""
+        machine, _, slot = self._hosts[host].id.rpartition(".")
+        if machine != self._disk.machine:
+            path = f"/v1/hosts/{slot}/{MESSAGES}/{name}"
+            return self._endpoint(machine).read(path, most_bytes=MOST_BYTES)
+        path = self._disk.host_directory(int(slot)) / MESSAGES / name
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise ReadError(f"cannot be read: {path} is missing") from None
+
+    def remove(self, prefix: str) -> None:
+        """See `Mail`."""
+        directory = self._disk.host_directory(self._slot) / MESSAGES
+        if directory.exists():
+            for name in os.listdir(directory):
+                if name.startswith(prefix):
+                    storage.remove(directory / name)
