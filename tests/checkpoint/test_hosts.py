@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import pathlib
 import threading
+import types
 from concurrent import futures
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
-from elastic_ckpt.checkpoint import hosts, rendezvous
+from elastic_ckpt.checkpoint import hosts, rendezvous, stage_work
 from elastic_ckpt.core import storage
 from elastic_ckpt.host import read_requests, save_requests, world_requests
 from elastic_ckpt.host.answers import HostsFailedError, Readiness
@@ -174,3 +176,35 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         assert paths == ["state/n"]
         assert jax.tree.structure(restored) == jax.tree.structure(trees)
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
+
+
+def test_a_host_takes_the_copies_that_host_0_gives_it(drive):
+    trees = {"state": {"n": np.arange(6.0)}}
+    one = {"step": 1, "save": "5"}
+    emitted = []
+
+    def save(driver):
+        directory = pathlib.Path(driver.capture(**one, trees=trees), "data")
+        directory.mkdir(parents=True)
+        if driver.own == 0:
+            (directory / "cursors.json").write_text("{}")
+        write = save_requests.WriteStep(**one, components=("data",), problem=None)
+        driver.all(write)
+        parts = {"data": {"cursors.json": 0}}
+        driver.all(save_requests.CommitStep(**one, parts=parts, notes=NOTES))
+        work = stage_work.StageWork(
+            driver, world=1, emit=lambda name, **fields: emitted.append((name, fields))
+        )
+        committed = types.SimpleNamespace(**one)
+        return work.replicate(committed), work.replicate(committed)
+
+    drive(join)
+    first, again = same(drive(save))
+    assert first == again
+    assert not first.has_diverged
+    assert not first.has_failed
+    copied = [fields["copies"] for name, fields in emitted if name == "replicated"]
+    num_drivers = len(copied) // 2
+    # Under one controller the tree has one holder, too.
+    assert min(copied[:num_drivers]) >= 1
+    assert copied[num_drivers:] == [0] * num_drivers

@@ -32,7 +32,7 @@ def offers_of(num_hosts):
     ]
 
 
-def exchanged(num_hosts, *, lose=lambda office: None):
+def exchanged(num_hosts, *, lost=()):
     """What host 0 decides, what each host receives, and the mail of all that."""
     office = PostOffice()
     exchanges = [
@@ -43,7 +43,8 @@ def exchanged(num_hosts, *, lose=lambda office: None):
     for exchange, offer in zip(exchanges, offers, strict=True):
         table = PartTable.from_manifest(offer.manifest)
         exchange.offer(PartMessage(tables=(table,)))
-    lose(office)
+    for each in lost:
+        del office.posted[each]
     depth = part_exchange.tree_of(num_hosts).depth
     for level in range(depth - 1, 0, -1):
         for exchange in exchanges:
@@ -116,9 +117,7 @@ def test_no_messages_are_left_but_those_that_hosts_below_have_read():
 
 
 def test_a_host_whose_offer_is_lost_is_named_and_the_rest_is_placed():
-    placed, received, _ = exchanged(
-        60, lose=lambda office: office.posted.pop((40, "copies-offered"))
-    )
+    placed, received, _ = exchanged(60, lost=[(40, "copies-offered")])
     assert placed.failed
     assert placed.problems[0].startswith("the parts of host 40: the list cannot be")
     assert sum(len(tables[0]) for tables in received) == 2 * 59
