@@ -26,7 +26,7 @@ import multiprocessing
 import pathlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -119,36 +119,39 @@ def _contents(num_hosts: int) -> manifest.Contents:
     return manifest.Contents(leaves=tuple(leaves), components={"data": num_hosts})
 
 
-def _world(num_hosts: int, *, step: int) -> list[holdings.Offer]:
+def manifests(num_hosts: int, *, step: int) -> Iterator[manifest.Manifest]:
+    """The manifests that hosts write when they save, by number."""
     contents = _contents(num_hosts)
     slice_hosts = max(10, num_hosts // 100)
     generator = np.random.default_rng(step)
-    return [
-        holdings.Offer(
-            tier="local",
-            manifest=manifest.Manifest(
-                run="scale",
-                step=step,
-                save="0",
-                host=manifest.Host(
-                    id=f"host-{number:05d}",
-                    number=number,
-                    domains={"slice": str(number // slice_hosts)},
-                ),
-                contents=contents,
-                fragments=_fragments(number, generator),
-                component_files=(
-                    manifest.ComponentFile(
-                        component="data",
-                        parts=(number, number + 1),
-                        path=f"data/shards-{number:05d}-{number:05d}.json",
-                        digest=generator.bytes(16),
-                        stored_bytes=150,
-                    ),
+    for number in range(num_hosts):
+        yield manifest.Manifest(
+            run="scale",
+            step=step,
+            save="0",
+            host=manifest.Host(
+                id=f"host-{number:05d}.0",
+                number=number,
+                domains={"slice": str(number // slice_hosts)},
+            ),
+            contents=contents,
+            fragments=_fragments(number, generator),
+            component_files=(
+                manifest.ComponentFile(
+                    component="data",
+                    parts=(number, number + 1),
+                    path=f"data/shards-{number:05d}-{number:05d}.json",
+                    digest=generator.bytes(16),
+                    stored_bytes=150,
                 ),
             ),
         )
-        for number in range(num_hosts)
+
+
+def _world(num_hosts: int, *, step: int) -> list[holdings.Offer]:
+    return [
+        holdings.Offer(tier="local", manifest=each)
+        for each in manifests(num_hosts, step=step)
     ]
 
 

@@ -75,7 +75,7 @@ class HostCopies:
         taken = replication.Taken(copies=0, num_bytes=0, problems=())
         problems: tuple[str, ...] = ()
         try:
-            taken = self._take(_of_save(self._exchange.received(), step, save))
+            taken = self.fetch(_of_save(self._exchange.received(), step, save))
         except (ReadError, checked_json.UnreadableError) as error:
             problems = (f"step {step}: the list of copies to take {error}",)
         return Replicated(
@@ -86,7 +86,15 @@ class HostCopies:
             failed=bool(problems or taken.problems),
         )
 
-    def _take(self, tables: Sequence[PartTable]) -> replication.Taken:
+    def fetch(self, tables: Sequence[PartTable]) -> replication.Taken:
+        """Fetches copies of parts, and writes them to this host's RAM disk.
+
+        Args:
+          tables: of one step, those at the senders first.
+
+        Raises:
+          CheckpointError: if they do not fit.
+        """
         sources = part_offers.sources(self._world, tables)
         if not sources:
             return replication.Taken(copies=0, num_bytes=0, problems=())

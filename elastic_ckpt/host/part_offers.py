@@ -47,12 +47,10 @@ def sources(world: HostWorld, tables: Sequence[PartTable]) -> dict[Offer, Source
 
 
 def _slots(world: HostWorld) -> set[int]:
-    slots = {world.own.slot}
-    if world.own.slot == 0:
-        ids = {host.id for host in world.hosts}
-        disk = world.disk
-        slots |= {slot for slot in disk.slots() if disk.host_id(slot) not in ids}
-    return slots
+    own, disk = world.own.slot, world.disk
+    others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
+    ids = {host.id for host in world.hosts} if others else set()
+    return {own, *(slot for slot in others if disk.host_id(slot) not in ids)}
 
 
 def _source(world: HostWorld, holder: Holder, table: PartTable) -> Source:

@@ -135,6 +135,8 @@ class HostWorld:
 
         As `tiers`: ask again for what is new.
         """
+        if not self._agents:
+            return []
         machines = {host.id.rpartition(".")[0] for host in self.hosts}
         present = {url for machine, url in self._urls.items() if machine in machines}
         idle = sorted(self._agents.keys() - present)

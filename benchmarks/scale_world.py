@@ -1,0 +1,302 @@
+"""A world of simulated hosts in one process, which pass messages as real ones do.
+
+Each host has the product's own part of an exchange (`host.copies`), a RAM disk with its
+manifest, mail and a share of the coordination service that count, and no devices. A
+request runs on one host after the other; the time that it takes is that of the slowest
+host, because real ones run at the same time.
+"""
+
+from __future__ import annotations
+
+import collections
+import pathlib
+import tempfile
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from elastic_ckpt.checkpoint.hosts import HostRequest
+from elastic_ckpt.core import codec, host_tree, tree_allgather
+from elastic_ckpt.core.tree_allgather import TreeAllgather
+from elastic_ckpt.host import copies, replication
+from elastic_ckpt.host.answers import Written
+from elastic_ckpt.host.phases import decode_answer
+from elastic_ckpt.host.step_notes import OfStep
+from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.manifests import layout, manifest_file
+from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.manifest import Host, Manifest
+from elastic_ckpt.manifests.part_table import PartTable
+from elastic_ckpt.tiers.choices import Peers
+from elastic_ckpt.tiers.ram.ram_disk import RamDisk
+from elastic_ckpt.tiers.source import ReadError
+
+AnswerT = TypeVar("AnswerT")
+_BRIEF_SECS = 60.0
+
+
+class Traffic:
+    """The messages and bytes of each host.
+
+    A message counts at the host that reads it and, if another host has left it in its
+    RAM disk, at that host too. A request to the coordination service counts at the host
+    that makes it.
+    """
+
+    def __init__(self) -> None:
+        self.messages: collections.Counter[int] = collections.Counter()
+        self.num_bytes: collections.Counter[int] = collections.Counter()
+
+    def add(self, host: int, num_bytes: int) -> None:
+        """Counts a message of a host."""
+        self.messages[host] += 1
+        self.num_bytes[host] += num_bytes
+
+
+class CountedStore:
+    """The coordination service as one host after the other uses it.
+
+    Attributes:
+      host: that uses it now.
+    """
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.host = 0
+        self._traffic = traffic
+        self._values: dict[str, bytes] = {}
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        """See `tree_allgather.KeyValueStore`."""
+        self._traffic.add(self.host, len(value))
+        self._values[key] = value
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """See `tree_allgather.KeyValueStore`; all values are there when it is asked."""
+        del timeout_in_ms
+        self._traffic.add(self.host, len(self._values[key]))
+        return self._values[key]
+
+    def key_value_delete(self, key: str) -> None:
+        """See `tree_allgather.KeyValueStore`."""
+        self._traffic.add(self.host, 0)
+        for each in [each for each in self._values if each.startswith(key)]:
+            del self._values[each]
+
+
+class PostOffice:
+    """The messages that hosts leave in their RAM disks."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._posted: dict[int, dict[str, bytes]] = collections.defaultdict(dict)
+
+    def box(self, host: int) -> _Box:
+        """The mail of a host."""
+        return _Box(self, host)
+
+    def post(self, host: int, name: str, content: bytes) -> None:
+        """Leaves a message of a host."""
+        self._posted[host][name] = content
+
+    def read(self, reader: int, host: int, name: str) -> bytes:
+        """Reads a message that a host has left."""
+        content = self._posted[host].get(name)
+        if content is None:
+            raise ReadError(f"cannot be read: host {host} has no {name}")
+        self._traffic.add(reader, len(content))
+        self._traffic.add(host, len(content))
+        return content
+
+    def remove(self, host: int, prefix: str) -> None:
+        """Removes messages of a host."""
+        of_host = self._posted[host]
+        for name in [name for name in of_host if name.startswith(prefix)]:
+            del of_host[name]
+
+
+class _Box:
+    def __init__(self, office: PostOffice, host: int) -> None:
+        self._office = office
+        self._host = host
+
+    def post(self, name: str, content: bytes) -> None:
+        self._office.post(self._host, name, content)
+
+    def read(self, host: int, name: str) -> bytes:
+        return self._office.read(self._host, host, name)
+
+    def remove(self, prefix: str) -> None:
+        self._office.remove(self._host, prefix)
+
+
+class _CopiesAlone(copies.HostCopies):
+    # Takes copies without their values: what a host fetches does not depend on how many
+    # other hosts there are.
+
+    def fetch(self, tables: Sequence[PartTable]) -> replication.Taken:
+        offers = [
+            Offer(tier="local", manifest=each)
+            for table in tables
+            for each in table.with_files().manifests()
+        ]
+        if not offers:
+            return replication.Taken(copies=0, num_bytes=0, problems=())
+        held = Holdings.from_offers(offers)
+        num_bytes = int(held.stored_bytes.sum())
+        return replication.Taken(
+            copies=held.num_items, num_bytes=num_bytes, problems=()
+        )
+
+
+class _SaverAlone:
+    # Writes nothing: the manifest of the step is there already.
+
+    def __init__(self, number: int) -> None:
+        name = f"shards-{number:05d}-{number:05d}.json"
+        self._written = Written(files={"data": (name,)}, time_ms=number)
+
+    def write(self, *request: Any) -> Written:
+        """See `HostSaver.write`."""
+        del request
+        return self._written
+
+    def commit(self, written: OfStep) -> None:
+        """See `HostSaver.commit`."""
+
+    def collect(self, *request: Any) -> None:
+        """See `HostSaver.collect`."""
+
+
+class SimulatedHosts:
+    """All hosts of a simulated world; a `checkpoint.hosts.Hosts` for saves.
+
+    Args:
+      directory: of the RAM disks.
+      manifests: of each host, by number, of a step that is committed.
+      num_hosts: of the world.
+
+    Attributes:
+      own: the number of the host whose driver this is.
+      traffic: the messages so far.
+      secs: the time that the requests so far took, of the slowest host each.
+    """
+
+    own = 0
+
+    def __init__(
+        self, directory: pathlib.Path, manifests: Iterator[Manifest], num_hosts: int
+    ) -> None:
+        self.traffic = Traffic()
+        self.secs = 0.0
+        self._store = CountedStore(self.traffic)
+        office = PostOffice(self.traffic)
+        hosts: list[Host] = []
+        self._hosts = []
+        for number, manifest in enumerate(manifests):
+            hosts.append(manifest.host)
+            world = _world(directory / str(number), manifest, hosts, number)
+            world.mail = office.box(number)
+            self._hosts.append(_endpoint(world))
+        assert len(hosts) == num_hosts
+        self._allgathers = [
+            TreeAllgather(self._store, "scale", host=number, num_hosts=num_hosts)
+            for number in range(num_hosts)
+        ]
+        self._turns: collections.Counter[str] = collections.Counter()
+
+    def all(self, request: HostRequest[AnswerT]) -> list[AnswerT]:
+        """See `Hosts`."""
+        name = type(request).__name__
+        answers = self._gather(name, [self._run(request, h) for h in self._hosts])
+        began = time.perf_counter()
+        distinct = {id(each): each for each in answers}
+        decoded = {n: decode_answer(request, each) for n, each in distinct.items()}
+        self.secs += time.perf_counter() - began
+        return [decoded[id(each)] for each in answers]
+
+    def first(self, request: HostRequest[AnswerT]) -> AnswerT:
+        """See `Hosts`."""
+        outcome = self._run(request, self._hosts[0])
+        others = [(None, 0.0)] * (len(self._hosts) - 1)
+        name = f"first/{type(request).__name__}"
+        return decode_answer(request, self._gather(name, [outcome, *others])[0])
+
+    def share(self, value: AnswerT) -> list[AnswerT]:
+        """See `Hosts`; all drivers have the same value."""
+        name = f"share/{type(value).__name__}"
+        answers = self._gather(name, [(codec.encode(value), 0.0)] * len(self._hosts))
+        return [value for _ in answers]
+
+    def _run(self, request: HostRequest[Any], host: Any) -> tuple[Any, float]:
+        # The answer, and the time that it took.
+        began = time.perf_counter()
+        answer = codec.encode(request.run(host))
+        return answer, time.perf_counter() - began
+
+    def _gather(self, kind: str, outcomes: Sequence[tuple[Any, float]]) -> list[Any]:
+        # Each request ends when the slowest host has answered; then hosts pass answers
+        # up their tree, those of one level at the same time.
+        turn = self._turns[kind]
+        self._turns[kind] += 1
+        tree = host_tree.HostTree(
+            num_hosts=len(self._hosts), fan_in=tree_allgather.FAN_IN
+        )
+        of_level: dict[int, float] = collections.defaultdict(float)
+        for number in range(len(self._hosts) - 1, -1, -1):
+            began = time.perf_counter()
+            self._store.host = number
+            value = {"answer": outcomes[number][0]}
+            self._allgathers[number].pass_up(
+                kind, turn, value, timeout_secs=_BRIEF_SECS
+            )
+            level, secs = tree.level(number), time.perf_counter() - began
+            of_level[level] = max(of_level[level], secs)
+        for number in range(1, len(self._hosts)):
+            self._store.host = number
+            key = f"scale/{kind}/{turn}/all"
+            self._store.blocking_key_value_get_bytes(key, 0)
+        self._store.host = 0
+        began = time.perf_counter()
+        values = self._allgathers[0].take(kind, turn, timeout_secs=_BRIEF_SECS)
+        self.secs += max(secs for _, secs in outcomes) + sum(of_level.values())
+        self.secs += time.perf_counter() - began
+        return [each["answer"] for each in values]
+
+
+def directory() -> tempfile.TemporaryDirectory[str]:
+    """A directory in memory for the RAM disks of a world."""
+    return tempfile.TemporaryDirectory(prefix="elastic-ckpt-scale-", dir="/dev/shm")
+
+
+def _world(
+    root: pathlib.Path, manifest: Manifest, hosts: Sequence[Host], number: int
+) -> HostWorld:
+    step = root / "hosts" / "0" / layout.step_directory(manifest.step, manifest.save)
+    step.mkdir(parents=True)
+    machine, _, _ = manifest.host.id.rpartition(".")
+    (root / "machine").write_text(machine)
+    manifest_file.write(step, manifest)
+    disk = RamDisk(root, run=manifest.run)
+    config = types.SimpleNamespace(
+        run=manifest.run,
+        number=number,
+        peer_tier=Peers(copies=2),
+        chosen=types.SimpleNamespace(local=None, persistent=None),
+    )
+    own = types.SimpleNamespace(slot=0, host=manifest.host, disk=disk)
+    agents: Mapping[str, Any] = {}
+    return HostWorld(
+        cast(Any, config),
+        own=cast(Any, own),
+        hosts=hosts,
+        client=cast(Any, None),
+        agents=agents,
+    )
+
+
+def _endpoint(world: HostWorld) -> Any:
+    tiers = types.SimpleNamespace(
+        world=world, saver=_SaverAlone(world.number), copies=_CopiesAlone(world)
+    )
+    return types.SimpleNamespace(tiers=tiers)
