@@ -6,10 +6,11 @@ import dataclasses
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from benchmarks import scale_world
 from elastic_ckpt.checkpoint import save_stages
+from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.manifests.manifest import Manifest
@@ -48,7 +49,8 @@ def save(
             pathlib.Path(directory), manifests(), num_hosts
         )
         stages = save_stages.SaveStages(
-            hosts, emit=lambda name, **fields: events.append((name, fields))
+            cast(Hosts, hosts),
+            emit=lambda name, **fields: events.append((name, fields)),
         )
         stages.begin(_saving(step)).result()
         stages.wait()

@@ -21,7 +21,7 @@ from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.components import state_numbers
 from elastic_ckpt.core import digest, errors, storage
 from elastic_ckpt.host import verified_read
-from elastic_ckpt.host.backup import chunk_shapes
+from elastic_ckpt.host.upload_share import chunk_shapes
 from elastic_ckpt.manifests import layout, uploads
 from elastic_ckpt.manifests import line as line_of
 from elastic_ckpt.manifests.holdings import Holdings

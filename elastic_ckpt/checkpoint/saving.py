@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from absl import logging
 from etils import epath
 
-from elastic_ckpt.checkpoint import components
+from elastic_ckpt.checkpoint import components, part_passes
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.components.component import Component
@@ -128,7 +128,13 @@ class Saving:
           HostsFailedError: if it is not committed.
         """
         step, save, description = self.step, self.save, self.description
-        chunks = hosts.first(backup_requests.GetChunkShapes(step=step, save=save))
+        chunks = part_passes.exchanged(
+            hosts,
+            offer=backup_requests.OfferToBackUp(step=step, save=save),
+            merge=lambda level: backup_requests.MergeToBackUp(level=level),
+            decide=backup_requests.GetChunkShapes(step=step, save=save),
+            pass_on=lambda level: backup_requests.PassToBackUp(level=level),
+        )
         names = description.names(chunks)
         share = backup_requests.BackUpStep(step=step, save=save, names=names)
         answers = hosts.all(share)

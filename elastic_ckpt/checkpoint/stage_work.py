@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from absl import logging
 
+from elastic_ckpt.checkpoint import part_passes
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.core import events, metrics
 from elastic_ckpt.host import backup_requests, copy_requests
 from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Placed
-from elastic_ckpt.host.part_exchange import tree_of
 
 
 class Copies(NamedTuple):
@@ -94,15 +94,13 @@ class StageWork:
         )
 
     def _place(self, step: int, save: str) -> Placed:
-        # What hosts hold passes up a tree, and what they take passes down.
-        offered = self._hosts.all(copy_requests.OfferParts(step=step, save=save))
-        depth = tree_of(len(offered)).depth
-        for level in range(depth - 1, 0, -1):
-            self._hosts.all(copy_requests.MergeParts(level=level))
-        placed = self._hosts.first(copy_requests.PlaceCopies(step=step, save=save))
-        for level in range(1, depth):
-            self._hosts.all(copy_requests.PassParts(level=level))
-        return placed
+        return part_passes.exchanged(
+            self._hosts,
+            offer=copy_requests.OfferParts(step=step, save=save),
+            merge=lambda level: copy_requests.MergeParts(level=level),
+            decide=copy_requests.PlaceCopies(step=step, save=save),
+            pass_on=lambda level: copy_requests.PassParts(level=level),
+        )
 
     def upload(self, saving: Saving) -> bool:
         """Uploads a step; returns whether it was committed to storage."""

@@ -8,41 +8,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from concurrent import futures
-
-import numpy as np
+from collections.abc import Mapping
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import backlog, backup_collector, recovery, verified_read
+from elastic_ckpt.host import (
+    backlog,
+    backup_collector,
+    part_offers,
+    recovery,
+    upload_share,
+    verified_read,
+)
 from elastic_ckpt.host.answers import BackedUp
-from elastic_ckpt.host.captured_step import CapturedStep
+from elastic_ckpt.host.part_exchange import PartExchange
 from elastic_ckpt.host.step_notes import OfBackup
 from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests import layout, uploads
+from elastic_ckpt.manifests import part_choices, uploads
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
-from elastic_ckpt.manifests.manifest import ComponentFile, Contents, Fragment, Host
+from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.manifests.part_message import PartMessage
 from elastic_ckpt.tiers.persistent import (
     arrange,
     claims,
     commit,
     ocdbt,
     persistent_root,
-    progress,
     upload,
     writers,
 )
 from elastic_ckpt.tiers.persistent.persistent_root import PersistentRoot
 from elastic_ckpt.tiers.persistent.retries import PATIENT
 from elastic_ckpt.tiers.source import Source
-
-# Each thread has one batch in memory, and what TensorStore makes of it: with them a
-# backup takes at most 2 * _THREADS * _BATCH_BYTES = 512 MiB, whatever it backs up.
-_THREADS = 4
-_BATCH_BYTES = layout.CHUNK_BYTES
-# Small items are written together, but all threads have some of them.
-_BATCH_ITEMS = 2048
 
 
 class HostBackup:
@@ -57,9 +54,8 @@ class HostBackup:
         self._arranged: tuple[int, str] | None = None
         # The claim of this world; None if its run claims none.
         self._claim: claims.Claim | None = None
-        # The holdings of the step that is being backed up: large manifests are read
-        # once.
-        self._holdings: tuple[dict[Offer, Source], Holdings] | None = None
+        # On host 0, the holdings of the step that is being backed up.
+        self._holdings: Holdings | None = None
 
     def clean(self, save: str) -> list[tuple[int, str]]:
         """Removes leftovers of crashed uploads; host 0 does it (see `writers`).
@@ -109,6 +105,23 @@ class HostBackup:
         )
         return self._claim.number
 
+    def offer(self, step: int, save: str) -> None:
+        """Offers what this host has of a step in RAM."""
+        is_captured = (step, save) in self._world.captured
+        self._exchange.offer(
+            PartMessage(tables=())
+            if is_captured
+            else part_offers.of_save(self._world, step, save)
+        )
+
+    def merge(self, level: int) -> None:
+        """Offers what the hosts below this one have, too, if it is on that level."""
+        self._exchange.merge(level)
+
+    def pass_on(self, level: int) -> None:
+        """Passes on what hosts below this one upload, if it is on that level."""
+        self._exchange.pass_on(level)
+
     def contents(self, step: int, save: str) -> Contents:
         """The contents of a step in RAM.
 
@@ -124,7 +137,7 @@ class HostBackup:
         """
         self._check_claim()
         self._writing.be_present()
-        self._holdings = _, holdings = self._read(step, save)
+        self._holdings = holdings = self._dealt(step, save)
         if self._root().in_place:
             # The upload would overwrite the present files.
             PATIENT.call(
@@ -139,24 +152,18 @@ class HostBackup:
         The host's bad copies are read from another holder, and repaired.
 
         Raises:
-          CheckpointError: if holders disagree about values, or storage fails.
+          CheckpointError: if this host's share is unknown, or storage fails.
         """
         step, save = backup.step, backup.save
-        sources, holdings = self._holdings or self._read(step, save)
-        if len(holdings.diverged):
-            # A later reader could not detect the wrong one.
-            raise errors.CheckpointError(
-                f"step {step} has different values at different hosts, such as"
-                f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
-            )
+        sources, share = self._share(step, save)
+        holdings = share.holdings
         uploading = upload.Upload(
             self._root(), self._saved_step(holdings, backup), self._world.own.host
         )
         reader = verified_read.VerifiedReader(sources)
         own = self._world.own
-        num_bytes = upload_share(
-            holdings,
-            self._world.hosts,
+        num_bytes = upload_share.upload_share(
+            share,
             uploading,
             reader,
             host=own.host,
@@ -178,7 +185,7 @@ class HostBackup:
           ReplacedError: if another start has continued the run.
         """
         step, save = backup.step, backup.save
-        _, holdings = self._holdings or self._read(step, save)
+        holdings = self._holdings or self._read(step, save)[1]
         self._holdings = None
         self._check_claim()
         with self._writing.committing():
@@ -234,6 +241,45 @@ class HostBackup:
         sources, _ = self._world.in_ram(step, save)
         return sources, Holdings.from_offers(list(sources))
 
+    def _dealt(self, step: int, save: str) -> Holdings:
+        # The holdings of a step, whose parts host 0 deals to all hosts.
+        if (step, save) in self._world.captured:
+            # Each host uploads what it has captured itself.
+            self._exchange.deal([])
+            return self._read(step, save)[1]
+        message = self._exchange.merged()
+        table = message.of_save(step, save)
+        if table is None:
+            raise errors.CheckpointError(part_offers.nothing_of(step, message.problems))
+        holdings = Holdings.from_offers(table.offers())
+        if len(holdings.diverged):
+            # A later reader could not detect the wrong one.
+            raise errors.CheckpointError(
+                f"step {step} has different values at different hosts, such as"
+                f" {holdings.name(int(holdings.diverged[0]))}; a later one is backed up"
+            )
+        hosts = self._world.hosts
+        shared = uploads.of_all_items(holdings, hosts)
+        self._exchange.deal(part_choices.of_uploads(table, holdings, shared, hosts))
+        return holdings
+
+    def _share(
+        self, step: int, save: str
+    ) -> tuple[Mapping[Offer, Source], upload_share.Share]:
+        own, hosts = self._world.own.host, self._world.hosts
+        tables = part_offers.received(self._exchange, step, save)
+        if (step, save) in self._world.captured:
+            sources, holdings = self._read(step, save)
+            return sources, upload_share.Share.of_step(holdings, hosts)
+        sources = part_offers.sources(self._world, tables)
+        offers = list(sources) or [part_offers.nothing(own, tables)]
+        holdings = Holdings.from_offers(offers)
+        return sources, upload_share.Share(
+            holdings=holdings,
+            uploads=uploads.of_given_items(holdings, own),
+            step_parts=lambda: upload_share.parts_of(self._read(step, save)[1]),
+        )
+
     def _make_way(self, contents: Contents, step: int, save: str) -> None:
         self._check_claim()
         self._arrange(contents, step, save)
@@ -257,6 +303,13 @@ class HostBackup:
         return self._world.root
 
     @functools.cached_property
+    def _exchange(self) -> PartExchange:
+        world = self._world
+        return PartExchange(
+            world.mail, "backup", host=world.number, num_hosts=len(world.hosts)
+        )
+
+    @functools.cached_property
     def collector(self) -> backup_collector.BackupCollector:
         """Removes the steps that are not kept, and records what ranks them."""
         return backup_collector.BackupCollector(self._world)
@@ -269,7 +322,11 @@ class HostBackup:
         self, holdings: Holdings, step: int, save: str
     ) -> dict[str, tuple[int, ...]]:
         captured = self._world.captured.get((step, save))
-        return chunk_shapes(holdings) if captured is None else captured.chunk_shapes
+        return (
+            upload_share.chunk_shapes(holdings)
+            if captured is None
+            else captured.chunk_shapes
+        )
 
     def _saved_step(self, holdings: Holdings, backup: OfBackup) -> upload.SavedStep:
         chunks = self._chunks(holdings, backup.step, backup.save)
@@ -285,89 +342,3 @@ class HostBackup:
                 for path, (checkpointable, name) in backup.names.items()
             },
         )
-
-
-def upload_share(
-    holdings: Holdings,
-    hosts: Sequence[Host],
-    uploading: upload.Upload,
-    reader: verified_read.VerifiedReader,
-    *,
-    host: Host,
-    captured: CapturedStep | None,
-) -> int:
-    """Uploads a host's share of a step, and returns the bytes that it wrote.
-
-    Everything is verified before the upload: a bad copy in RAM is read elsewhere.
-    Captured values are uploaded from where they are, without a copy. An upload that was
-    cut short is continued.
-
-    Args:
-      holdings: of the step.
-      hosts: that take part, the same list everywhere.
-      uploading: of this host.
-      reader: of the step.
-      host: this one.
-      captured: the step, if it is uploaded from the memory that it was captured in.
-
-    Raises:
-      CheckpointError: if no good copy of a part is left, or storage fails.
-    """
-    shared = uploads.of_all_items(holdings, hosts)
-    part = functools.partial(_part, holdings, shared)
-
-    def write(batch: np.ndarray) -> int:
-        chunks = []
-        for item in batch.tolist():
-            fragment = part(item)
-            if isinstance(fragment, ComponentFile):
-                content = reader.file(fragment, holdings.holders(item))
-                uploading.write_file(fragment, content)
-                continue
-            if captured is not None:
-                values = captured.values(fragment)
-            else:
-                values = verified_read.read_item(holdings, item, reader, first=host.id)
-            chunks.append(
-                upload.Chunk(fragment.leaf, fragment.box, values, fragment.digest)
-            )
-        uploading.write_chunks(chunks)
-        return int(holdings.stored_bytes[batch].sum())
-
-    everything = range(holdings.num_items)
-    uploading.begin(lambda: {progress.part_of(part(item)) for item in everything})
-    items = shared.items_of(host.id)
-    if uploading.is_continued:
-        items = np.array([i for i in items.tolist() if not uploading.has(part(i))], int)
-    sizes = holdings.stored_bytes[items]
-    batches = uploads.batches(
-        items, sizes, most_bytes=_BATCH_BYTES, most_items=_BATCH_ITEMS
-    )
-    with futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="upload") as pool:
-        num_bytes = sum(pool.map(write, batches))
-    uploading.finish()
-    return num_bytes
-
-
-def _part(
-    holdings: Holdings, shared: uploads.Uploads, item: int
-) -> Fragment | ComponentFile:
-    if item >= len(holdings.leaf):
-        return holdings.files[item - len(holdings.leaf)]
-    return holdings.fragment(int(shared.row[item]))
-
-
-def chunk_shapes(holdings: Holdings) -> dict[str, tuple[int, ...]]:
-    """The shapes of the chunks of each leaf of a step, by its path.
-
-    All chunks of a leaf are of one shape; a leaf without elements has none.
-    """
-    leaves = holdings.contents.leaves
-    first = np.searchsorted(holdings.leaf, np.arange(len(leaves) + 1))
-    sizes = (holdings.boxes.stop - holdings.boxes.start).tolist()
-    return {
-        leaf.path: tuple(sizes[begin][: len(leaf.shape)])
-        if begin < end
-        else tuple(max(1, size) for size in leaf.shape)
-        for leaf, begin, end in zip(leaves, first[:-1], first[1:], strict=True)
-    }

@@ -80,8 +80,47 @@ class GetSavedContents(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OfferToBackUp(OfStep):
+    """Offers what a host has of a step in RAM."""
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostBackup.offer`."""
+        host.tiers.backup.offer(self.step, self.save)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeToBackUp:
+    """Merges what is offered below the hosts of a level.
+
+    Attributes:
+      level: of the tree of hosts.
+    """
+
+    level: int
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostBackup.merge`."""
+        host.tiers.backup.merge(self.level)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassToBackUp:
+    """Passes on what the hosts below those of a level upload.
+
+    Attributes:
+      level: of the tree of hosts.
+    """
+
+    level: int
+
+    def run(self, host: AnyHost) -> None:
+        """See `HostBackup.pass_on`."""
+        host.tiers.backup.pass_on(self.level)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GetChunkShapes(OfStep):
-    """Asks for the shapes of the chunks of each leaf of a step, by its path."""
+    """Deals a step to all hosts; the answer has the shape of each leaf's chunks."""
 
     def run(self, host: AnyHost) -> Mapping[str, tuple[int, ...]]:
         """See `HostBackup.chunk_shapes`."""

@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from elastic_ckpt.core import checked_json, errors
+from elastic_ckpt.core import errors
 from elastic_ckpt.host import part_offers, replication, verified_read
 from elastic_ckpt.host.answers import Placed, Replicated
 from elastic_ckpt.host.part_exchange import PartExchange
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import part_choices, placement
-from elastic_ckpt.manifests.holdings import Holdings, Offer
+from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.manifests.part_message import PartMessage
 from elastic_ckpt.manifests.part_table import PartTable
-from elastic_ckpt.tiers.source import ReadError
 
 
 class HostCopies:
@@ -47,11 +46,8 @@ class HostCopies:
           CheckpointError: if nothing of the step can be read.
         """
         message = self._exchange.merged()
-        if not _of_save(message.tables, step, save):
-            reasons = "; ".join(message.problems) or "no host has a manifest of it"
-            raise errors.CheckpointError(
-                f"step {step} cannot be read in RAM ({reasons}); save another one"
-            )
+        if message.of_save(step, save) is None:
+            raise errors.CheckpointError(part_offers.nothing_of(step, message.problems))
         world = self._world
         policy = placement.Policy(
             copies=world.peers.copies if len(world.hosts) > 1 else 0,
@@ -75,9 +71,11 @@ class HostCopies:
         taken = replication.Taken(copies=0, num_bytes=0, problems=())
         problems: tuple[str, ...] = ()
         try:
-            taken = self.fetch(_of_save(self._exchange.received(), step, save))
-        except (ReadError, checked_json.UnreadableError) as error:
-            problems = (f"step {step}: the list of copies to take {error}",)
+            tables = part_offers.received(self._exchange, step, save)
+        except errors.CheckpointError as error:
+            problems = (str(error),)
+        else:
+            taken = self.fetch(tables)
         return Replicated(
             copies=taken.copies,
             num_bytes=taken.num_bytes,
@@ -133,11 +131,7 @@ def placed_parts(
     Raises:
       CheckpointError: if hosts list different contents of the step.
     """
-    offers = [
-        Offer(tier="local", manifest=manifest)
-        for table in message.tables
-        for manifest in table.manifests()
-    ]
+    offers = [offer for table in message.tables for offer in table.offers()]
     holdings = Holdings.from_offers(offers)
     (table,) = message.tables
     diverged = [_diverged(holdings, int(item)) for item in holdings.diverged]
@@ -149,10 +143,6 @@ def placed_parts(
         failed=bool(message.problems),
     )
     return summary, part_choices.of_copies(table, holdings, placed, hosts)
-
-
-def _of_save(tables: Sequence[PartTable], step: int, save: str) -> list[PartTable]:
-    return [each for each in tables if each.saved[1:3] == (step, save)]
 
 
 def _sender(holdings: Holdings, item: int) -> Host:

@@ -6,13 +6,21 @@ lies in slots that no host of the world has, too, and idle machines are dealt to
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
+from elastic_ckpt.core import checked_json, errors
+from elastic_ckpt.host.part_exchange import PartExchange
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.manifests.part_message import PartMessage
 from elastic_ckpt.manifests.part_table import Holder, PartTable, joined
-from elastic_ckpt.tiers.source import Source
+from elastic_ckpt.tiers.source import ReadError, Source
+
+_NO_ROWS = np.empty(0, np.int64)
 
 
 def of_save(world: HostWorld, step: int, save: str) -> PartMessage:
@@ -23,27 +31,67 @@ def of_save(world: HostWorld, step: int, save: str) -> PartMessage:
     problems += offered.problems
     for offer in offered.sources:
         if offer.manifest.save == save:
-            tables.append(PartTable.from_manifest(offer.manifest))
+            tables.append(PartTable.from_offer(offer))
     for peer in world.idle_peers:
         offered = peer.offers(step)
         problems += offered.problems
         tables += [
-            PartTable.from_manifest(offer.manifest, url=peer.url)
+            PartTable.from_offer(offer, url=peer.url)
             for offer in offered.sources
             if offer.manifest.save == save
         ]
     return PartMessage(tables=tuple(joined(tables)), problems=tuple(problems))
 
 
+def received(exchange: PartExchange, step: int, save: str) -> list[PartTable]:
+    """The parts of a save of a step that this host has received.
+
+    Raises:
+      CheckpointError: if they cannot be had.
+    """
+    try:
+        tables = exchange.received()
+    except (ReadError, checked_json.UnreadableError) as error:
+        why = f"step {step}: the list of this host's parts {error}"
+        raise errors.CheckpointError(why) from None
+    return [each for each in tables if each.saved[1:3] == (step, save)]
+
+
 def sources(world: HostWorld, tables: Sequence[PartTable]) -> dict[Offer, Source]:
-    """What the holders in some tables offer, in their order, and where to read it."""
-    found_sources: dict[Offer, Source] = {}
+    """What the holders in some tables offer, in their order, and where to read it.
+
+    Raises:
+      CheckpointError: if the address of a holder is unknown.
+    """
+    by_offer: dict[Offer, Source] = {}
     for table in tables:
-        manifests = table.with_files().manifests()
-        for holder, manifest in zip(table.holders, manifests, strict=True):
-            offer = Offer(tier="local", manifest=manifest)
-            found_sources[offer] = _source(world, holder, table)
-    return found_sources
+        saved = table.saved
+        offers = table.with_files().offers()
+        for holder, offer in zip(table.holders, offers, strict=True):
+            by_offer[offer] = world.source(
+                holder.host, holder.url, saved.step, saved.save
+            )
+    return by_offer
+
+
+def nothing(host: Host, tables: Sequence[PartTable]) -> Offer:
+    """The offer of a host that has received nothing of a step.
+
+    Raises:
+      CheckpointError: if it has not even received the contents of the step.
+    """
+    if not tables:
+        raise errors.CheckpointError(
+            "the list of this host's parts is of another step; the next one is tried"
+        )
+    empty = dataclasses.replace(tables[0].take(_NO_ROWS, []), holders=(Holder(host),))
+    return empty.offers()[0]
+
+
+def nothing_of(step: int, problems: Sequence[str]) -> str:
+    """Why a step cannot be read, if no host offers anything of it."""
+    reasons = "; ".join(problems) or "no host has a manifest of it"
+    return f"step {step} cannot be read in RAM ({reasons}); save another one"
 
 
 def _slots(world: HostWorld) -> set[int]:
@@ -51,7 +99,3 @@ def _slots(world: HostWorld) -> set[int]:
     others = [slot for slot in disk.slots() if slot != own] if own == 0 else []
     ids = {host.id for host in world.hosts} if others else set()
     return {own, *(slot for slot in others if disk.host_id(slot) not in ids)}
-
-
-def _source(world: HostWorld, holder: Holder, table: PartTable) -> Source:
-    return world.source(holder.host, holder.url, table.saved.step, table.saved.save)

@@ -134,6 +134,8 @@ class HostInSlot:
             max_bytes_per_sec=peers.max_bytes_per_sec,
         )
         self.resources.callback(client.close)
-        return HostWorld(
+        world = HostWorld(
             config, own=self.own, hosts=hosts, client=client, agents=agents
         )
+        self.resources.callback(world.mail.remove, "")
+        return world

@@ -39,11 +39,11 @@ from elastic_ckpt.checkpoint import (
 from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import allgather, errors, host_memory
 from elastic_ckpt.host import (
-    backup,
     capture,
     captured_step,
     recovery,
     trees,
+    upload_share,
     verified_read,
     views,
 )
@@ -299,9 +299,8 @@ def _upload(
     saved = upload.SavedStep(
         run=run, step=step, save=save, contents=contents, arrays=arrays
     )
-    backup.upload_share(
-        Holdings.from_offers([source.offer]),
-        [host],
+    upload_share.upload_share(
+        upload_share.Share.of_step(Holdings.from_offers([source.offer]), [host]),
         upload.Upload(steps.item_root(directory), saved, host),
         verified_read.VerifiedReader({}),
         host=host,

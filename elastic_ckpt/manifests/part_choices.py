@@ -15,6 +15,7 @@ from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.manifests.part_table import HeldFile, PartTable
 from elastic_ckpt.manifests.placement import Placement
+from elastic_ckpt.manifests.uploads import Uploads
 
 # Holders of an item besides its sender, which are asked if that one fails.
 _OTHERS = 2
@@ -27,7 +28,7 @@ def of_copies(
 
     Args:
       table: of all parts.
-      holdings: of `table.manifests()`, in their order.
+      holdings: of `table.offers()`.
       placed: the copies.
       hosts: of the world, by number.
     """
@@ -42,6 +43,31 @@ def of_copies(
     return (
         _given(table, holdings, row[sends], target[copy[sends]]),
         _given(table, holdings, row[others], target[copy[others]]),
+    )
+
+
+def of_uploads(
+    table: PartTable, holdings: Holdings, shared: Uploads, hosts: Sequence[Host]
+) -> tuple[PartTable, PartTable]:
+    """The parts that each host uploads: where it reads them, and a few other holders.
+
+    Args:
+      table: of all parts.
+      holdings: of `table.offers()`.
+      shared: which host uploads which item.
+      hosts: of the world, by number.
+    """
+    numbers = {host.id: number for number, host in enumerate(hosts)}
+    number_of = np.array([numbers[host.id] for host in shared.hosts], np.int64)
+    item = np.flatnonzero(shared.host >= 0)
+    first = holdings.first_row
+    part, within = columns.runs(first[item + 1] - first[item])
+    row = first[item][part] + within
+    others = (row != shared.row[item][part]) & (within <= _OTHERS)
+    target = number_of[shared.host[item]]
+    return (
+        _given(table, holdings, shared.row[item], target),
+        _given(table, holdings, row[others], target[part[others]]),
     )
 
 

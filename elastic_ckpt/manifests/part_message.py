@@ -20,6 +20,7 @@ import numpy as np
 
 from elastic_ckpt.core import boxes, checked_json, digest, storage
 from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.manifests.holdings import Tier
 from elastic_ckpt.manifests.manifest import (
     Contents,
     Fragments,
@@ -30,6 +31,7 @@ from elastic_ckpt.manifests.part_table import HeldFile, Holder, PartTable, Saved
 
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
+_TIERS: dict[str, Tier] = {"local": "local", "persistent": "persistent"}
 _NOBODY = Host(id="nobody", number=0, domains={})
 # Errors that other content raises when it is decoded.
 _NOT_A_MESSAGE = (
@@ -54,6 +56,11 @@ class PartMessage:
 
     tables: tuple[PartTable, ...]
     problems: tuple[str, ...] = ()
+
+    def of_save(self, step: int, save: str) -> PartTable | None:
+        """The first table of a save of a step; None if there is none."""
+        of_save = (each for each in self.tables if each.saved[1:3] == (step, save))
+        return next(of_save, None)
 
 
 def to_bytes(message: PartMessage) -> bytes:
@@ -129,7 +136,7 @@ def _to_json(table: PartTable) -> dict[str, storage.Json]:
         "manifest": manifest_file.to_bytes(nothing).decode(),
         "num_rows": len(table),
         "holders": [
-            [each.host.id, each.host.number, dict(each.host.domains), each.url]
+            [each.host.id, each.host.number, dict(each.host.domains), *each[1:]]
             for each in table.holders
         ],
         "files": [
@@ -160,8 +167,8 @@ def _from_json(
         begin = end
     start, stop = columns.pop("start"), columns.pop("stop")
     holders = tuple(
-        Holder(_host(host_id, number, domains), str(url))
-        for host_id, number, domains, url in fields["holders"]
+        Holder(_host(host_id, number, domains), str(url), _TIERS[tier])
+        for host_id, number, domains, url, tier in fields["holders"]
     )
     table = PartTable(
         saved=SavedStep(nothing.run, nothing.step, nothing.save, contents),

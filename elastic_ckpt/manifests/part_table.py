@@ -17,6 +17,7 @@ import numpy as np
 
 from elastic_ckpt.core import boxes
 from elastic_ckpt.manifests import layout
+from elastic_ckpt.manifests.holdings import Offer, Tier
 from elastic_ckpt.manifests.manifest import (
     ComponentFile,
     Contents,
@@ -44,10 +45,12 @@ class Holder(NamedTuple):
     Attributes:
       host: as its manifest names it.
       url: of its agent; empty if its machine is one of the world.
+      tier: in which it keeps them.
     """
 
     host: Host
-    url: str
+    url: str = ""
+    tier: Tier = "local"
 
 
 class HeldFile(NamedTuple):
@@ -91,13 +94,19 @@ class PartTable:
     files: tuple[HeldFile, ...]
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest, *, url: str = "") -> PartTable:
-        """The parts that one holder lists, for no host in particular."""
+    def from_offer(cls, offer: Offer, *, url: str = "") -> PartTable:
+        """The parts that one holder offers, for no host in particular.
+
+        Args:
+          offer: of the holder.
+          url: see `Holder`.
+        """
+        manifest = offer.manifest
         listed = manifest.fragments
         saved = SavedStep(manifest.run, manifest.step, manifest.save, manifest.contents)
         return cls(
             saved=saved,
-            holders=(Holder(manifest.host, url),),
+            holders=(Holder(manifest.host, url, offer.tier),),
             holder=np.zeros(len(listed), np.int32),
             target=np.full(len(listed), NO_TARGET, np.int32),
             leaf=listed.leaf,
@@ -170,6 +179,13 @@ class PartTable:
                 component_files=tuple(of_holder[number]),
             )
             for number, holder in enumerate(self.holders)
+        ]
+
+    def offers(self) -> list[Offer]:
+        """What each holder offers, in their order, as `manifests`."""
+        return [
+            Offer(tier=holder.tier, manifest=manifest)
+            for holder, manifest in zip(self.holders, self.manifests(), strict=True)
         ]
 
     def with_files(self) -> PartTable:

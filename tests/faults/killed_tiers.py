@@ -28,6 +28,7 @@ STORAGE = "elastic_ckpt.core.storage"
 MANIFEST = "elastic_ckpt.manifests.manifest_file"
 
 SAVER = f"{HOST}.saver:HostSaver"
+COPIES = f"{HOST}.copies:HostCopies"
 READER = f"{HOST}.reader:HostReader"
 BACKUP = f"{HOST}.backup:HostBackup"
 LOCAL = f"{RAM}.local:LocalHost"
@@ -90,19 +91,21 @@ SAVE = {
     ),
 }
 REPLICATE = {
-    "before_the_copies": Point(at=f"{SAVER}.replicate", before=True),
-    "placed": Point(at="elastic_ckpt.manifests.placement:place"),
+    "with_its_parts_offered": Point(at=f"{COPIES}.offer"),
+    "placed": Point(at="elastic_ckpt.manifests.placement:place", host=0),
+    "with_the_copies_dealt": Point(at=f"{COPIES}.place", host=0),
+    "before_the_copies": Point(at=f"{COPIES}.take", before=True),
     "with_room_for_copies": Point(at=f"{LOCAL}.copy_writer"),
     "with_the_first_copy_read": Point(at="elastic_ckpt.host.verified_read:read_item"),
     "with_the_first_copy_written": Point(at=f"{WRITER}.put"),
     "with_a_copy_of_a_file_written": Point(at=f"{WRITER}.put_file"),
     "before_the_manifest_with_copies": Point(
-        at=f"{MANIFEST}:write", within=f"{SAVER}.replicate", before=True
+        at=f"{MANIFEST}:write", within=f"{COPIES}.take", before=True
     ),
     "with_the_manifest_with_copies_half_written": Point(
         at="os:replace", within=f"{MANIFEST}:write", call=2, before=True
     ),
-    "with_copies": Point(at=f"{SAVER}.replicate"),
+    "with_copies": Point(at=f"{COPIES}.take"),
 }
 COLLECT = {
     "before_the_older_step_goes": Point(at=f"{SAVER}.collect", before=True),

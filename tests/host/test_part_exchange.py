@@ -41,7 +41,7 @@ def exchanged(num_hosts, *, lost=()):
     ]
     offers = offers_of(num_hosts)
     for exchange, offer in zip(exchanges, offers, strict=True):
-        table = PartTable.from_manifest(offer.manifest)
+        table = PartTable.from_offer(offer)
         exchange.offer(PartMessage(tables=(table,)))
     for each in lost:
         del office.posted[each]
@@ -128,7 +128,7 @@ def test_other_holders_of_an_item_are_those_that_its_sender_is_not():
     boxes = saved_worlds.grid([2, 2], [1, 1])
     hosts = [saved_worlds.host(number, 4, 4) for number in range(4)]
     offers = [saved_worlds.offer(host, whole, [(0, boxes[0])]) for host in hosts[:2]]
-    tables = [PartTable.from_manifest(offer.manifest) for offer in offers]
+    tables = [PartTable.from_offer(offer) for offer in offers]
     exchange = PartExchange(PostOffice().box(0), "copies", host=0, num_hosts=1)
     exchange.offer(PartMessage(tables=tuple(tables)))
     message = PartMessage(tables=tuple(part_table.joined(tables)))

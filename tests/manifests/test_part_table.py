@@ -7,6 +7,7 @@ import pytest
 
 from elastic_ckpt.core import checked_json, digest
 from elastic_ckpt.manifests import manifest_file, part_message, part_table
+from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.part_message import PartMessage
 from elastic_ckpt.manifests.part_table import PartTable
 from tests.manifests import test_search
@@ -17,7 +18,8 @@ def manifests(**options):
 
 
 def tables(listed):
-    return part_table.joined([PartTable.from_manifest(each) for each in listed])
+    offers = [Offer(tier="local", manifest=each) for each in listed]
+    return part_table.joined([PartTable.from_offer(offer) for offer in offers])
 
 
 def without_places(manifest):

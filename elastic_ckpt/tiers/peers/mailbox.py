@@ -82,7 +82,10 @@ class Mailbox:
     def remove(self, prefix: str) -> None:
         """See `Mail`."""
         directory = self._disk.host_directory(self._slot) / MESSAGES
-        if directory.exists():
-            for name in os.listdir(directory):
-                if name.startswith(prefix):
-                    storage.remove(directory / name)
+        if not directory.exists():
+            return
+        for name in os.listdir(directory):
+            if name.startswith(prefix):
+                storage.remove(directory / name)
+        if not os.listdir(directory):
+            storage.remove(directory)
