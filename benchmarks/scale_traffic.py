@@ -1,66 +1,107 @@
-"""A save of a simulated world, driven by the product's own stages (`scale_world`)."""
+"""A save and a restore of a simulated world, driven by the product's own stages."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 from benchmarks import scale_world
-from elastic_ckpt.checkpoint import save_stages
+from elastic_ckpt.checkpoint import save_stages, shared_step
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.core import boxes
+from elastic_ckpt.host import read_requests
+from elastic_ckpt.host.trees import WantedLeaf
+from elastic_ckpt.manifests.manifest import Contents, Manifest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of a save.
+    """The cost of a save or a restore.
 
     Attributes:
       messages: of the host that passes the most of them.
       num_bytes: of the host that sends and receives the most of them.
-      secs: from the first request to the last answer, without what is written.
-      copies: that hosts would have fetched.
+      secs: from the first request to the last answer, without what is written and read.
     """
 
     messages: int
     num_bytes: int
     secs: float
-    copies: int
 
 
-def save(
-    num_hosts: int, manifests: Callable[[], Iterator[Manifest]], *, step: int
-) -> Cost:
-    """Saves a step in a simulated world, to RAM and with copies.
+def measure(
+    num_hosts: int, manifests: Callable[[], Iterator[Manifest]]
+) -> tuple[Cost, Cost]:
+    """Saves a step with copies, and restores it when hosts have changed places.
 
     Args:
       num_hosts: of the world.
-      manifests: of all hosts, by number.
-      step: that they are of.
+      manifests: of all hosts, by number, without copies.
     """
-    events: list[tuple[str, dict[str, Any]]] = []
     with scale_world.directory() as directory:
         hosts = scale_world.SimulatedHosts(
             pathlib.Path(directory), manifests(), num_hosts
         )
-        stages = save_stages.SaveStages(
-            cast(Hosts, hosts),
-            emit=lambda name, **fields: events.append((name, fields)),
-        )
-        stages.begin(_saving(step)).result()
-        stages.wait()
+        saved = _save(hosts)
+        hosts.forget_costs()
+        return saved, _restore(hosts, num_hosts)
+
+
+def _save(hosts: scale_world.SimulatedHosts) -> Cost:
+    events: list[tuple[str, dict[str, Any]]] = []
+    stages = save_stages.SaveStages(
+        cast(Hosts, hosts),
+        emit=lambda name, **fields: events.append((name, fields)),
+    )
+    stages.begin(_saving(hosts.step)).result()
+    stages.wait()
     names = [name for name, _ in events]
     assert names == ["saved", "replicated"], events
+    return _cost(hosts)
+
+
+def _restore(hosts: scale_world.SimulatedHosts, num_hosts: int) -> Cost:
+    driver = cast(Hosts, hosts)
+    request = read_requests.FindStep(
+        step=None, save="", without=(), own_line=None, is_shared=True
+    )
+    outcome, shared_with = shared_step.find(driver, request)
+    step = outcome.complete_step
+    assert step is not None
+    assert shared_with == num_hosts
+    shared_step.open_step(driver, step, num_hosts)
+    contents = hosts.opened()
+    hosts.select(lambda number: _wanted(contents, number, num_hosts))
+    shared_step.deal(driver, step, num_hosts, [])
+    answers = hosts.all(read_requests.ReadStep())
+    assert {each["planned"] for each in answers} == {len(contents.leaves)}
+    hosts.all(read_requests.CloseStep())
+    return _cost(hosts)
+
+
+def _wanted(contents: Contents, number: int, num_hosts: int) -> Sequence[WantedLeaf]:
+    # The rows that the next host saved.
+    wanted = []
+    for leaf in contents.leaves:
+        rows = leaf.shape[0] // num_hosts
+        start = (number + 1) % num_hosts * rows
+        box = boxes.Box(start=(start, 0), stop=(start + rows, leaf.shape[1]))
+        wanted.append(
+            WantedLeaf(path=leaf.path, shape=leaf.shape, boxes=(box,), make=list)
+        )
+    return wanted
+
+
+def _cost(hosts: scale_world.SimulatedHosts) -> Cost:
     return Cost(
         messages=max(hosts.traffic.messages.values()),
         num_bytes=max(hosts.traffic.num_bytes.values()),
         secs=hosts.secs,
-        copies=events[1][1]["copies"],
     )
 
 

@@ -9,28 +9,31 @@ host, because real ones run at the same time.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import pathlib
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from elastic_ckpt.checkpoint.hosts import HostRequest
-from elastic_ckpt.core import codec, host_tree, tree_allgather
+from elastic_ckpt.core import boxes, codec, host_tree, tree_allgather
 from elastic_ckpt.core.tree_allgather import TreeAllgather
-from elastic_ckpt.host import copies, replication
+from elastic_ckpt.host import copies, reader, recovery, replication, trees
 from elastic_ckpt.host.answers import Written
 from elastic_ckpt.host.phases import decode_answer
 from elastic_ckpt.host.step_notes import OfStep
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import layout, manifest_file
-from elastic_ckpt.manifests.holdings import Holdings, Offer
-from elastic_ckpt.manifests.manifest import Host, Manifest
+from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.manifest import Contents, Fragments, Host, Manifest
 from elastic_ckpt.manifests.part_table import PartTable
 from elastic_ckpt.tiers.choices import Peers
 from elastic_ckpt.tiers.ram.ram_disk import RamDisk
-from elastic_ckpt.tiers.source import ReadError
+from elastic_ckpt.tiers.source import ReadError, Source
 
 AnswerT = TypeVar("AnswerT")
 _BRIEF_SECS = 60.0
@@ -130,23 +133,86 @@ class _Box:
         self._office.remove(self._host, prefix)
 
 
+class _WorldAlone(HostWorld):
+    # Without addresses: no values are read.
+
+    def source(self, host: Host, url: str, step: int, save: str) -> Source:
+        del host, url, step, save
+        return cast(Any, None)
+
+
 class _CopiesAlone(copies.HostCopies):
     # Takes copies without their values: what a host fetches does not depend on how many
     # other hosts there are.
 
+    def __init__(self, world: HostWorld) -> None:
+        super().__init__(world)
+        self._disk = world.disk
+
     def fetch(self, tables: Sequence[PartTable]) -> replication.Taken:
-        offers = [
-            Offer(tier="local", manifest=each)
-            for table in tables
-            for each in table.with_files().manifests()
-        ]
+        offers = [each for table in tables for each in table.with_files().offers()]
         if not offers:
             return replication.Taken(copies=0, num_bytes=0, problems=())
         held = Holdings.from_offers(offers)
+        _, step, save, _ = tables[0].saved
+        own = self._disk.manifest(0, step, save)
+        copied = _with_copies(own, [offer.manifest for offer in offers])
+        manifest_file.write(self._disk.step_directory(0, step, save), copied)
         num_bytes = int(held.stored_bytes.sum())
         return replication.Taken(
             copies=held.num_items, num_bytes=num_bytes, problems=()
         )
+
+
+class _ReaderAlone(reader.HostReader):
+    # Plans its reads, and reads no values.
+
+    def __init__(self, world: HostWorld) -> None:
+        super().__init__(world)
+        self._simulated = world
+        self.wanted: Sequence[trees.WantedLeaf] = ()
+        self.open: tuple[int, str] = (0, "")
+
+    def open_step(self, step: int, save: str, *, is_shared: bool) -> None:
+        super().open_step(step, save, is_shared=is_shared)
+        self.open = (step, save)
+
+    def read(self) -> dict[str, int]:
+        world = self._simulated
+        plan = recovery.planned(
+            self.sharing.parts(*self.open).step,
+            self.wanted,
+            host=world.own.host,
+            domain=world.peers.domain,
+        )
+        return {"planned": len(plan)}
+
+
+def _with_copies(own: Manifest, copied: Sequence[Manifest]) -> Manifest:
+    parts = [own.fragments, *(each.fragments for each in copied)]
+    before = np.cumsum([0, *(len(part.files) for part in parts)])
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("leaf", "digest", "offset", "stored_bytes")
+    }
+    return dataclasses.replace(
+        own,
+        fragments=Fragments(
+            boxes=boxes.Boxes(
+                start=np.concatenate([part.boxes.start for part in parts]),
+                stop=np.concatenate([part.boxes.stop for part in parts]),
+            ),
+            file=np.concatenate(
+                [part.file + n for part, n in zip(parts, before, strict=False)]
+            ),
+            files=tuple(file for part in parts for file in part.files),
+            **columns,
+        ),
+        component_files=(
+            *own.component_files,
+            *(file for each in copied for file in each.component_files),
+        ),
+    )
 
 
 class _SaverAlone:
@@ -180,6 +246,7 @@ class SimulatedHosts:
       own: the number of the host whose driver this is.
       traffic: the messages so far.
       secs: the time that the requests so far took, of the slowest host each.
+      step: that the manifests are of.
     """
 
     own = 0
@@ -193,8 +260,10 @@ class SimulatedHosts:
         office = PostOffice(self.traffic)
         hosts: list[Host] = []
         self._hosts = []
+        self.step = 0
         for number, manifest in enumerate(manifests):
             hosts.append(manifest.host)
+            self.step = manifest.step
             world = _world(directory / str(number), manifest, hosts, number)
             world.mail = office.box(number)
             self._hosts.append(_endpoint(world))
@@ -209,10 +278,10 @@ class SimulatedHosts:
         """See `Hosts`."""
         name = type(request).__name__
         answers = self._gather(name, [self._run(request, h) for h in self._hosts])
-        began = time.perf_counter()
+        began = time.process_time()
         distinct = {id(each): each for each in answers}
         decoded = {n: decode_answer(request, each) for n, each in distinct.items()}
-        self.secs += time.perf_counter() - began
+        self.secs += time.process_time() - began
         return [decoded[id(each)] for each in answers]
 
     def first(self, request: HostRequest[AnswerT]) -> AnswerT:
@@ -228,11 +297,32 @@ class SimulatedHosts:
         answers = self._gather(name, [(codec.encode(value), 0.0)] * len(self._hosts))
         return [value for _ in answers]
 
+    def opened(self) -> Contents:
+        """See `Hosts`."""
+        return self._hosts[0].tiers.reader.opened()
+
+    def forget_costs(self) -> None:
+        """Begins to count messages and time anew."""
+        self.traffic.messages.clear()
+        self.traffic.num_bytes.clear()
+        self.secs = 0.0
+
+    def select(self, wanted: Callable[[int], Sequence[trees.WantedLeaf]]) -> None:
+        """Selects what the hosts read of the step that is open.
+
+        Args:
+          wanted: returns the leaves that a host needs, by its number.
+        """
+        for number, host in enumerate(self._hosts):
+            host.tiers.reader.wanted = wanted(number)
+            host.tiers.reader.select(host.tiers.reader.wanted, ())
+        self._gather("check", [(None, 0.0)] * len(self._hosts))
+
     def _run(self, request: HostRequest[Any], host: Any) -> tuple[Any, float]:
         # The answer, and the time that it took.
-        began = time.perf_counter()
+        began = time.process_time()
         answer = codec.encode(request.run(host))
-        return answer, time.perf_counter() - began
+        return answer, time.process_time() - began
 
     def _gather(self, kind: str, outcomes: Sequence[tuple[Any, float]]) -> list[Any]:
         # Each request ends when the slowest host has answered; then hosts pass answers
@@ -244,23 +334,23 @@ class SimulatedHosts:
         )
         of_level: dict[int, float] = collections.defaultdict(float)
         for number in range(len(self._hosts) - 1, -1, -1):
-            began = time.perf_counter()
+            began = time.process_time()
             self._store.host = number
             value = {"answer": outcomes[number][0]}
             self._allgathers[number].pass_up(
                 kind, turn, value, timeout_secs=_BRIEF_SECS
             )
-            level, secs = tree.level(number), time.perf_counter() - began
+            level, secs = tree.level(number), time.process_time() - began
             of_level[level] = max(of_level[level], secs)
         for number in range(1, len(self._hosts)):
             self._store.host = number
             key = f"scale/{kind}/{turn}/all"
             self._store.blocking_key_value_get_bytes(key, 0)
         self._store.host = 0
-        began = time.perf_counter()
+        began = time.process_time()
         values = self._allgathers[0].take(kind, turn, timeout_secs=_BRIEF_SECS)
         self.secs += max(secs for _, secs in outcomes) + sum(of_level.values())
-        self.secs += time.perf_counter() - began
+        self.secs += time.process_time() - began
         return [each["answer"] for each in values]
 
 
@@ -286,7 +376,7 @@ def _world(
     )
     own = types.SimpleNamespace(slot=0, host=manifest.host, disk=disk)
     agents: Mapping[str, Any] = {}
-    return HostWorld(
+    return _WorldAlone(
         cast(Any, config),
         own=cast(Any, own),
         hosts=hosts,
@@ -297,6 +387,9 @@ def _world(
 
 def _endpoint(world: HostWorld) -> Any:
     tiers = types.SimpleNamespace(
-        world=world, saver=_SaverAlone(world.number), copies=_CopiesAlone(world)
+        world=world,
+        saver=_SaverAlone(world.number),
+        copies=_CopiesAlone(world),
+        reader=_ReaderAlone(world),
     )
     return types.SimpleNamespace(tiers=tiers)

@@ -37,10 +37,51 @@ def exchanged(
     Raises:
       HostsFailedError: if any of it failed.
     """
-    depth = tree_of(len(hosts.all(offer))).depth
-    for level in range(depth - 1, 0, -1):
+    num_hosts = gathered(hosts, offer=offer, merge=merge)
+    return dealt(hosts, num_hosts, decide=decide, pass_on=pass_on)
+
+
+def gathered(
+    hosts: Hosts,
+    *,
+    offer: HostRequest[None],
+    merge: Callable[[int], HostRequest[None]],
+) -> int:
+    """Passes what all hosts offer to host 0; returns the number of hosts.
+
+    Args:
+      hosts: of the world.
+      offer: see `exchanged`.
+      merge: see `exchanged`.
+
+    Raises:
+      HostsFailedError: if any of it failed.
+    """
+    num_hosts = len(hosts.all(offer))
+    for level in range(tree_of(num_hosts).depth - 1, 0, -1):
         hosts.all(merge(level))
+    return num_hosts
+
+
+def dealt(
+    hosts: Hosts,
+    num_hosts: int,
+    *,
+    decide: HostRequest[AnswerT],
+    pass_on: Callable[[int], HostRequest[None]],
+) -> AnswerT:
+    """Passes what host 0 deals to all hosts; returns its answer.
+
+    Args:
+      hosts: of the world.
+      num_hosts: of the world.
+      decide: see `exchanged`.
+      pass_on: see `exchanged`.
+
+    Raises:
+      HostsFailedError: if any of it failed.
+    """
     decision = hosts.first(decide)
-    for level in range(1, depth):
+    for level in range(1, tree_of(num_hosts).depth):
         hosts.all(pass_on(level))
     return decision

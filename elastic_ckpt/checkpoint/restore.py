@@ -15,7 +15,12 @@ from typing import Any, Protocol
 import jax
 from absl import logging
 
-from elastic_ckpt.checkpoint import asked_trees, components, foreign_steps
+from elastic_ckpt.checkpoint import (
+    asked_trees,
+    components,
+    foreign_steps,
+    shared_step,
+)
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.core import errors, events, metrics
 from elastic_ckpt.core.errors import MOST_NAMED
@@ -92,10 +97,12 @@ class Search:
     Attributes:
       checkpoint: None if no step is complete.
       newest_save: of all existing steps; empty if there are none.
+      num_hosts: with which host 0 can share the step; 0 if it cannot.
     """
 
     checkpoint: CheckpointMetadata | None
     newest_save: str
+    num_hosts: int
 
 
 def find(
@@ -105,6 +112,7 @@ def find(
     emit: events.Emit,
     without: Sequence[tuple[int, str]] = (),
     own_line: Line | None = None,
+    is_shared: bool = False,
 ) -> Search:
     """Looks for the newest complete step, or for a certain one.
 
@@ -114,6 +122,7 @@ def find(
       emit: called when newer steps are passed over, and for peers that refuse.
       without: steps and saves that proved to be unreadable.
       own_line: the line that the caller has saved to.
+      is_shared: whether hosts will read the step.
 
     Raises:
       CheckpointError: if a certain step is not complete, there may be one in storage
@@ -124,10 +133,15 @@ def find(
     if step is not None:
         number = step if isinstance(step, int) else step.step
         save = getattr(step, "save", "")
-    outcome = hosts.first(
+    outcome, num_hosts = shared_step.find(
+        hosts,
         read_requests.FindStep(
-            step=number, save=save, without=tuple(without), own_line=own_line
-        )
+            step=number,
+            save=save,
+            without=tuple(without),
+            own_line=own_line,
+            is_shared=is_shared,
+        ),
     )
     for passed_over, why in outcome.passed_over:
         emit("step_passed_over", step=passed_over, why=why)
@@ -143,7 +157,11 @@ def find(
                 f"no step is complete in RAM, and {outcome.out_of_reach}"
             )
         emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
-    return Search(checkpoint=outcome.complete_step, newest_save=outcome.newest_save)
+    return Search(
+        checkpoint=outcome.complete_step,
+        newest_save=outcome.newest_save,
+        num_hosts=num_hosts,
+    )
 
 
 def restore(
@@ -250,7 +268,7 @@ def _read_newest(
         emit(name, **fields)
 
     while True:
-        search = find(hosts, step, without=without, emit=noted)
+        search = find(hosts, step, without=without, emit=noted, is_shared=True)
         checkpoint = search.checkpoint
         if checkpoint is None:
             listed = "; ".join(list(reasons.values())[:MOST_NAMED]) or "there is none"
@@ -261,7 +279,7 @@ def _read_newest(
         if not checkpoint.save:
             return search, None
         try:
-            return search, _read(hosts, checkpoint, requested)
+            return search, _read(hosts, checkpoint, requested, search.num_hosts)
         except HostsFailedError as error:
             if step is not None:
                 raise
@@ -269,8 +287,10 @@ def _read_newest(
             noted("step_passed_over", step=checkpoint.step, why=str(error))
 
 
-def _read(hosts: Hosts, checkpoint: CheckpointMetadata, requested: _Wanted) -> _Read:
-    hosts.all(read_requests.OpenStep(step=checkpoint.step, save=checkpoint.save))
+def _read(
+    hosts: Hosts, checkpoint: CheckpointMetadata, requested: _Wanted, num_hosts: int
+) -> _Read:
+    shared_step.open_step(hosts, checkpoint, num_hosts)
     contents = hosts.opened()
     others: Mapping[str, TreeReading] = {}
     if requested.rules is not None:
@@ -287,6 +307,7 @@ def _read(hosts: Hosts, checkpoint: CheckpointMetadata, requested: _Wanted) -> _
     except HostsFailedError as error:
         # An older step would not have it either: the request is wrong.
         raise errors.CheckpointError(next(iter(error.of_host.values()))) from None
+    shared_step.deal(hosts, checkpoint, num_hosts, stateful)
     answers = hosts.all(read_requests.ReadStep())
     directories = {
         name: hosts.all(read_requests.MaterialiseComponent(component=name))[hosts.own]

@@ -65,7 +65,7 @@ class StageWork:
             not reported, and no copies are no event.
 
         Returns:
-          What was made; None if a host failed.
+          The copies that were made; None if a host failed.
         """
         step, began_secs = committed.step, time.monotonic()
         request = copy_requests.ReplicateStep(step=step, save=committed.save)

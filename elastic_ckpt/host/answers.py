@@ -250,6 +250,9 @@ class SearchOutcome:
       refusing: peers that may have steps and refuse this host, a sentence each.
       refusal: why the run must not continue from `complete_step`, or begin anew; None
         if it may.
+      needs: a step whose parts all hosts have to report first; None if the search is
+        done.
+      is_shared: whether host 0 keeps the parts of the step, and can deal them.
     """
 
     complete_step: CheckpointMetadata | None
@@ -258,6 +261,8 @@ class SearchOutcome:
     out_of_reach: str | None
     refusing: tuple[str, ...]
     refusal: str | None = None
+    needs: int | None = None
+    is_shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

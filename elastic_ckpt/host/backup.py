@@ -109,7 +109,7 @@ class HostBackup:
         """Offers what this host has of a step in RAM."""
         is_captured = (step, save) in self._world.captured
         self._exchange.offer(
-            PartMessage(tables=())
+            PartMessage()
             if is_captured
             else part_offers.of_save(self._world, step, save)
         )

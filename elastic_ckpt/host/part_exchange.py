@@ -23,7 +23,7 @@ from elastic_ckpt.core import checked_json
 from elastic_ckpt.core.host_tree import HostTree
 from elastic_ckpt.manifests import part_message
 from elastic_ckpt.manifests.part_message import PartMessage
-from elastic_ckpt.manifests.part_table import PartTable, joined
+from elastic_ckpt.manifests.part_table import PartTable
 from elastic_ckpt.tiers.peers.mailbox import Mail
 from elastic_ckpt.tiers.source import ReadError
 
@@ -51,32 +51,30 @@ class PartExchange:
         self._kind = kind
         self._host = host
         self._tree = tree_of(num_hosts)
-        self._offered = PartMessage(tables=())
+        self._offered = PartMessage()
         self._own: PartMessage | None = None
 
     def offer(self, message: PartMessage) -> None:
-        """Offers the parts that this host holds; forgets the exchange before."""
-        self._own, self._offered = None, message
-        self._mail.remove(f"{self._kind}-")
-        if not self._tree.children(self._host):
+        """Offers the parts that this host holds; drops the exchange before."""
+        self.end()
+        self._offered = message
+        if self._host and not self._tree.children(self._host):
             self._post("offered", message)
 
     def merge(self, level: int) -> None:
         """Offers what is offered below this host, too, if it is on that level."""
         if self._tree.level(self._host) == level and self._tree.children(self._host):
             self._post("offered", self.merged())
-            self._offered = PartMessage(tables=())
+            self._offered = PartMessage()
 
     def merged(self) -> PartMessage:
-        """What this host and those below it offer."""
+        """The parts that this host and those below it offer."""
         children = self._tree.children(self._host)
         if not children:
             return self._offered
         with futures.ThreadPoolExecutor(_THREADS, "offers") as pool:
             messages = [self._offered, *pool.map(self._offered_by, children)]
-        tables = joined([table for each in messages for table in each.tables])
-        problems = [problem for each in messages for problem in each.problems]
-        return PartMessage(tables=tuple(tables), problems=tuple(problems))
+        return PartMessage.merged(messages)
 
     def deal(self, tables: Sequence[PartTable]) -> None:
         """Gives the hosts below this one their parts, and keeps those of this host."""
@@ -106,6 +104,11 @@ class PartExchange:
         own, self._own = self._own, None
         return (self._from_parent() if own is None else own).tables
 
+    def end(self) -> None:
+        """Removes the messages of this host."""
+        self._own, self._offered = None, PartMessage()
+        self._mail.remove(f"{self._kind}-")
+
     def _offered_by(self, child: int) -> PartMessage:
         try:
             content = self._mail.read(child, f"{self._kind}-offered")
@@ -114,7 +117,7 @@ class PartExchange:
             below = len(self._tree.below(child)) - 1
             more = f" and of the {below} below it" if below else ""
             problem = f"the parts of host {child}{more}: the list {error}"
-            return PartMessage(tables=(), problems=(problem,))
+            return PartMessage(problems=(problem,), is_partial=True)
 
     def _from_parent(self) -> PartMessage:
         parent = self._tree.parent(self._host)

@@ -16,7 +16,7 @@ from elastic_ckpt.host.part_exchange import PartExchange
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
-from elastic_ckpt.manifests.part_message import PartMessage
+from elastic_ckpt.manifests.part_message import LaterSave, PartMessage
 from elastic_ckpt.manifests.part_table import Holder, PartTable, joined
 from elastic_ckpt.tiers.source import ReadError, Source
 
@@ -25,32 +25,54 @@ _NO_ROWS = np.empty(0, np.int64)
 
 def of_save(world: HostWorld, step: int, save: str) -> PartMessage:
     """The parts of a save of a step for which a host answers."""
+    message = of_step(world, step)
+    tables = [each for each in message.tables if each.saved.save == save]
+    return dataclasses.replace(message, tables=tuple(tables))
+
+
+def of_step(world: HostWorld, step: int) -> PartMessage:
+    """The parts of all saves of a step for which a host answers."""
     tables: list[PartTable] = []
     problems: list[str] = []
-    offered = world.disk.offers(step, slots=_slots(world))
-    problems += offered.problems
-    for offer in offered.sources:
-        if offer.manifest.save == save:
-            tables.append(PartTable.from_offer(offer))
-    for peer in world.idle_peers:
-        offered = peer.offers(step)
+    later: list[LaterSave] = []
+    own = world.disk.offers(step, slots=_slots(world))
+    for url, offered in [
+        ("", own),
+        *((peer.url, peer.offers(step)) for peer in world.idle_peers),
+    ]:
+        tables += [PartTable.from_offer(offer, url=url) for offer in offered.sources]
         problems += offered.problems
-        tables += [
-            PartTable.from_offer(offer, url=peer.url)
-            for offer in offered.sources
-            if offer.manifest.save == save
-        ]
-    return PartMessage(tables=tuple(joined(tables)), problems=tuple(problems))
+        later += [LaterSave(step, each.save, each.problem) for each in offered.later]
+    return PartMessage(
+        tables=tuple(joined(tables)), problems=tuple(problems), later=tuple(later)
+    )
 
 
-def received(exchange: PartExchange, step: int, save: str) -> list[PartTable]:
+def of_all(world: HostWorld) -> PartMessage:
+    """The steps, with their saves, for which a host answers."""
+    slots, peers = _slots(world), world.idle_peers
+    saves = world.disk.listed_saves(slots)
+    for peer in peers:
+        saves.update(peer.known_saves())
+    return PartMessage(
+        saves=tuple(saves),
+        refusing=tuple(peer.url for peer in peers if peer.is_refused),
+    )
+
+
+def received(parts: PartExchange, step: int, save: str) -> list[PartTable]:
     """The parts of a save of a step that this host has received.
+
+    Args:
+      parts: the exchange that they passed through.
+      step: the training step.
+      save: which save of it.
 
     Raises:
       CheckpointError: if they cannot be had.
     """
     try:
-        tables = exchange.received()
+        tables = parts.received()
     except (ReadError, checked_json.UnreadableError) as error:
         why = f"step {step}: the list of this host's parts {error}"
         raise errors.CheckpointError(why) from None
@@ -58,7 +80,7 @@ def received(exchange: PartExchange, step: int, save: str) -> list[PartTable]:
 
 
 def sources(world: HostWorld, tables: Sequence[PartTable]) -> dict[Offer, Source]:
-    """What the holders in some tables offer, in their order, and where to read it.
+    """The offers of the holders in some tables, in their order, with their sources.
 
     Raises:
       CheckpointError: if the address of a holder is unknown.

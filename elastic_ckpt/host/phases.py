@@ -19,6 +19,7 @@ from elastic_ckpt.host import (
     copy_requests,
     read_requests,
     save_requests,
+    sharing_requests,
     world_requests,
 )
 
@@ -103,6 +104,11 @@ def limits_secs(*modules: types.ModuleType) -> dict[type[Any], float]:
 
 PHASES = Phases(
     limits_secs(
-        world_requests, save_requests, copy_requests, backup_requests, read_requests
+        world_requests,
+        save_requests,
+        copy_requests,
+        backup_requests,
+        read_requests,
+        sharing_requests,
     )
 )

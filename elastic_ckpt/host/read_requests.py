@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from elastic_ckpt.host.answers import BadCopyReport, CheckpointMetadata, SearchOutcome
 from elastic_ckpt.host.step_notes import OfStep
+from elastic_ckpt.host.step_search import Query
 from elastic_ckpt.host.world_requests import AnyHost
 from elastic_ckpt.manifests.line import Line
 from elastic_ckpt.manifests.manifest import Contents
@@ -21,16 +22,21 @@ class FindStep:
       save: which save of the step; empty for the newest.
       without: steps and saves that proved to be unreadable.
       own_line: that the driver is on, if it has saved something; else None.
+      is_shared: whether host 0 keeps the parts of the step, to deal them.
+      surveyed: see `HostReader.find`.
     """
 
     step: int | None
     save: str
     without: tuple[tuple[int, str], ...]
     own_line: Line | None
+    is_shared: bool = False
+    surveyed: tuple[int, ...] | None = None
 
     def run(self, host: AnyHost) -> SearchOutcome:
         """See `HostReader.find`."""
-        return host.tiers.reader.find(self.step, self.without, self.save, self.own_line)
+        query = Query(self.step, self.without, self.save, self.own_line, self.is_shared)
+        return host.tiers.reader.find(query, self.surveyed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +50,17 @@ class ListSteps:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenStep(OfStep):
-    """Opens a step that is to be read."""
+    """Opens a step that is to be read.
+
+    Attributes:
+      is_shared: whether host 0 has passed its contents down.
+    """
+
+    is_shared: bool = False
 
     def run(self, host: AnyHost) -> None:
         """See `HostReader.open_step`."""
-        host.tiers.reader.open_step(self.step, self.save)
+        host.tiers.reader.open_step(self.step, self.save, is_shared=self.is_shared)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

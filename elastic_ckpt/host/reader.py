@@ -7,25 +7,30 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from absl import logging
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.host import recovery, trees, verified_read
+from elastic_ckpt.host import (
+    recovery,
+    step_search,
+    step_sharing,
+    trees,
+    verified_read,
+)
 from elastic_ckpt.host.answers import BadCopyReport, CheckpointMetadata, SearchOutcome
 from elastic_ckpt.host.step_boxes import StepBoxes, TreeReading
 from elastic_ckpt.host.world import HostWorld
-from elastic_ckpt.manifests import line, read_plan
+from elastic_ckpt.manifests import read_plan
 from elastic_ckpt.manifests.manifest import Contents
+from elastic_ckpt.manifests.part_table import SavedStep
 from elastic_ckpt.tiers import find
 from elastic_ckpt.tiers.find import FoundStep
-from elastic_ckpt.tiers.peers import peer, secret
 from elastic_ckpt.tiers.ram import ram_disk
-from elastic_ckpt.tiers.source import Tier
 
 
 class HostReader:
@@ -33,92 +38,74 @@ class HostReader:
 
     Args:
       world: the host among the others.
+
+    Attributes:
+      sharing: of steps with the other hosts.
     """
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._restoring: _Restoring | None = None
+        self.sharing = step_sharing.StepSharing(world)
+        self._search = step_search.StepSearch(world, self.sharing)
 
     def find(
-        self,
-        step: int | None,
-        without: Collection[tuple[int, str]],
-        save: str,
-        own_line: line.Line | None,
+        self, query: step_search.Query, surveyed: Sequence[int] | None
     ) -> SearchOutcome:
         """Finds the newest complete step, or a certain one, without some saves.
 
         Args:
-          step: None for the newest.
-          without: steps and saves that proved to be unreadable.
-          save: which save of the step; empty for the newest.
-          own_line: the line of the caller, if it has saved something.
+          query: the step.
+          surveyed: the steps whose parts all hosts have reported, after the steps that
+            they have; None if this host asks each of the others.
 
         Raises:
           CheckpointError: if a certain step is not complete.
         """
-        tiers, foreign, recorded, out_of_reach = self._within_reach()
-        own = [] if own_line is None else [own_line]
-        looking = find.Search(tiers, lines=[*own, *recorded], without=set(without))
-        passed_over: Mapping[int, str] = {}
-        refusal: str | None = None
-        if step is None:
-            outcome = looking.newest()
-            passed_over = outcome.passed_over
-            newest = (
-                None
-                if outcome.found_step is None
-                else self._complete(outcome.found_step)
-            )
-            counted = _counted(looking, foreign)
-            if counted and (newest is None or counted[-1] > newest.step):
-                newest = self._foreign_step(counted[-1], foreign)
-            refusal = outcome.refusal(None if newest is None else newest.step)
-        elif step in foreign:
-            newest = self._foreign_step(step, foreign)
-        elif save:
-            newest = self._complete(find.of_save(tiers, step, save))
-        else:
-            newest = self._complete(looking.of_step(step))
-        return SearchOutcome(
-            complete_step=newest,
-            newest_save=looking.line.save,
-            passed_over=tuple(passed_over.items()),
-            out_of_reach=out_of_reach,
-            refusing=tuple(self._refusing(tiers)),
-            refusal=refusal,
-        )
+        return self._search.find(query, surveyed)
 
     def complete_steps(self) -> list[CheckpointMetadata]:
         """The steps that are complete, ascending, without those that are abandoned.
 
         Those that Orbax alone saved are among them.
         """
-        tiers, foreign, recorded, _ = self._within_reach()
-        looking = find.Search(tiers, lines=recorded)
-        complete = [self._complete(each) for each in looking.complete_steps()]
-        others = {each.step for each in complete}
-        complete += [
-            self._foreign_step(step, foreign)
-            for step in _counted(looking, foreign)
-            if step not in others
-        ]
-        return sorted(complete, key=lambda each: each.step)
+        return self._search.complete_steps()
 
-    def open_step(self, step: int, save: str) -> None:
+    def open_step(self, step: int, save: str, *, is_shared: bool) -> None:
         """Opens a step for reading.
+
+        Args:
+          step: the training step.
+          save: which save of it.
+          is_shared: whether host 0 has passed its contents down.
 
         Raises:
           CheckpointError: if it is not complete in the tiers that this host can reach.
         """
-        step_found = find.of_save(self._world.tiers, step, save)
-        reader = verified_read.VerifiedReader(step_found.sources)
-        self.close_step()
-        self._restoring = _Restoring(step_found=step_found, reader=reader)
+        self._release()
+        whole: FoundStep | None = None
+        try:
+            contents = self.sharing.contents(step, save) if is_shared else None
+        except errors.CheckpointError as error:
+            logging.warning("%s; this host reads the manifests of all", error)
+            contents = None
+        if contents is None:
+            whole = find.of_save(self._world.tiers, step, save)
+            contents = whole.step.holdings.contents
+        saved = SavedStep(self._world.run, step, save, contents)
+        self._restoring = _Restoring(saved=saved, whole=whole)
+
+    def offer_wanted(self) -> None:
+        """Offers a list of the boxes that this host needs of the step that is open."""
+        restoring = self._opened()
+        wanted = None
+        if restoring.whole is None and not restoring.others:
+            wanted = recovery.wanted_boxes(restoring.wanted, restoring.saved.contents)
+        self.sharing.offer_wanted(restoring.saved, wanted)
 
     def opened(self) -> Contents:
         """The contents of the step that was opened."""
-        return self._opened().step_found.step.holdings.contents
+        return self._opened().saved.contents
 
     def check(
         self,
@@ -150,12 +137,11 @@ class HostReader:
           components: that are wanted.
         """
         restoring = self._opened()
-        held = restoring.step_found.step
-        contents = held.holdings.contents
+        contents = restoring.saved.contents
         missing = sorted(set(components) - contents.components.keys())
         if missing:
             raise errors.CheckpointError(
-                f"step {held.step} has no parts {missing}; it has"
+                f"step {restoring.saved.step} has no parts {missing}; it has"
                 f" {sorted(contents.components)}: restore what it has"
             )
         restoring.wanted = wanted
@@ -172,38 +158,48 @@ class HostReader:
           CheckpointError: if no good copy of a part is left.
         """
         restoring = self._opened()
+        if restoring.whole is None and not restoring.others:
+            try:
+                _, step, save, _ = restoring.saved
+                return self._read(restoring, self.sharing.parts(step, save))
+            except errors.CheckpointError as error:
+                logging.warning("%s; this host reads the manifests of all", error)
+        return self._read(restoring, self._whole(restoring))
+
+    def _whole(self, restoring: _Restoring) -> FoundStep:
+        # The open step with all of its holders, which most hosts do not need.
+        if restoring.whole is None:
+            _, step, save, _ = restoring.saved
+            restoring.whole = find.of_save(self._world.tiers, step, save)
+        return restoring.whole
+
+    def _read(self, restoring: _Restoring, step_found: FoundStep) -> dict[str, int]:
+        host, domain = self._world.own.host, self._world.peers.domain
+        reader = verified_read.VerifiedReader(step_found.sources)
+        restoring.readers.append(reader)
         restoring.values = recovery.read_leaves(
-            restoring.step_found,
-            restoring.wanted,
-            restoring.reader,
-            host=self._world.own.host,
-            domain=self._world.peers.domain,
+            step_found, restoring.wanted, reader, host=host, domain=domain
         )
         if restoring.others:
-            saved = StepBoxes(
-                restoring.step_found,
-                restoring.reader,
-                host=self._world.own.host,
-                domain=self._world.peers.domain,
-            )
+            saved = StepBoxes(step_found, reader, host=host, domain=domain)
             restoring.others_made = {
                 name: each.of_boxes(saved) for name, each in restoring.others.items()
             }
-        near = read_plan.nearness(
-            restoring.step_found.step.holdings,
-            self._world.own.host,
-            domain=self._world.peers.domain,
-        )
+        restoring.step_read = step_found
+        near = read_plan.nearness(step_found.step.holdings, host, domain=domain)
         total: collections.Counter[str] = collections.Counter()
-        for offer, num_bytes in restoring.reader.read_bytes.items():
+        for offer, num_bytes in reader.read_bytes.items():
             total[near[offer]] += num_bytes
         return dict(total)
 
     def materialise(self, component: str) -> str:
         """Writes the verified files of a component; returns the directory."""
         restoring = self._opened()
+        step_read = restoring.step_read or self._whole(restoring)
+        reader = verified_read.VerifiedReader(step_read.sources)
+        restoring.readers.append(reader)
         files = read_plan.files(
-            restoring.step_found.step,
+            step_read.step,
             self._world.own.host,
             component,
             domain=self._world.peers.domain,
@@ -211,9 +207,7 @@ class HostReader:
         directory = str(storage.make_directory(self._files() / component))
         for file, offers in files:
             _, _, name = file.path.partition("/")
-            storage.write_atomic(
-                f"{directory}/{name}", restoring.reader.file(file, offers)
-            )
+            storage.write_atomic(f"{directory}/{name}", reader.file(file, offers))
         return directory
 
     def arrays(self, of_trees: Mapping[str, Any]) -> dict[str, Any]:
@@ -234,7 +228,8 @@ class HostReader:
 
     def bad_copies(self) -> list[BadCopyReport]:
         """The bad copies that this host detected while it read."""
-        return [recovery.report(bad) for bad in self._opened().reader.bad]
+        bad = [each for reader in self._opened().readers for each in reader.bad]
+        return list(dict.fromkeys(map(recovery.report, bad)))
 
     def repair(self, bad: Sequence[BadCopyReport]) -> list[str]:
         """Repairs this host's bad copies of the step that was read.
@@ -245,67 +240,21 @@ class HostReader:
         Returns:
           The names of the repaired parts.
         """
-        restoring = self._opened()
-        return recovery.put_right(
-            restoring.step_found.step.holdings, restoring.reader, self._world.own, bad
-        )
+        own = self._world.own
+        if not any((each.tier, each.host) == ("local", own.host.id) for each in bad):
+            return []
+        whole = self._whole(self._opened())
+        reader = verified_read.VerifiedReader(whole.sources)
+        return recovery.put_right(whole.step.holdings, reader, own, bad)
 
     def close_step(self) -> None:
-        """Releases the step that is open, and its values."""
+        """Releases the step that is open, its values and messages."""
+        self._release()
+        self.sharing.end()
+
+    def _release(self) -> None:
         self._restoring = None
         storage.remove(self._files())
-
-    def _within_reach(self) -> _Reach:
-        storage_tier = self._world.persistent
-        if storage_tier is None:
-            return _Reach(self._world.tiers, {}, [], None)
-        try:
-            foreign = storage_tier.foreign_saves()
-        except errors.CheckpointError as error:
-            in_ram = [tier for tier in self._world.tiers if tier is not storage_tier]
-            return _Reach(in_ram, {}, [], str(error))
-        recorded = storage_tier.recorded_lines()
-        return _Reach(self._world.tiers, foreign, recorded, None)
-
-    def _refusing(self, tiers: Sequence[Tier]) -> list[str]:
-        known = secret.path(self._world.disk.root)
-        return [
-            f"{url} does not take the secret in {known}, so nothing that it may hold of"
-            " this run is restored; copy that file from a machine of the run, for"
-            " example the agent's, and start again"
-            for tier in tiers
-            if isinstance(tier, peer.Peers)
-            for url in tier.refusing()
-        ]
-
-    def _foreign_step(
-        self, step: int, foreign: Mapping[int, str]
-    ) -> CheckpointMetadata:
-        assert self._world.persistent is not None
-        return CheckpointMetadata(
-            step=step,
-            save="",
-            line=line.after(step, foreign[step], ()),
-            path=self._path(step),
-            **self._world.persistent.notes(step),
-        )
-
-    def _complete(self, step_found: FoundStep) -> CheckpointMetadata:
-        step = step_found.step
-        contents = step.holdings.contents
-        return CheckpointMetadata(
-            step=step.step,
-            save=step.save,
-            line=line.after(step.step, step.save, contents.parents),
-            path=self._path(step.step),
-            metrics=json.loads(contents.metrics or "null"),
-            custom_metadata=json.loads(contents.custom_metadata or "null"),
-            commit_timestamp_nsecs=1_000_000 * contents.time_ms,
-        )
-
-    def _path(self, step: int) -> epath.Path | None:
-        root = self._world.root
-        return None if root is None else root.final(step)
 
     def _files(self) -> epath.Path:
         # Under one controller the path has to be the same on all machines.
@@ -317,34 +266,16 @@ class HostReader:
         return self._restoring
 
 
-class _Reach(NamedTuple):
-    """The tiers and steps that can be searched.
-
-    Attributes:
-      tiers: those that answer.
-      foreign: the steps that Orbax alone saved, with the saves that they count as.
-      recorded: lines that are recorded in storage.
-      out_of_reach: why storage does not answer; None if it does, or there is none.
-    """
-
-    tiers: list[Tier]
-    foreign: dict[int, str]
-    recorded: list[line.Line]
-    out_of_reach: str | None
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class _Restoring:
-    step_found: find.FoundStep
-    reader: verified_read.VerifiedReader
+    saved: SavedStep
+    # With all holders, once they were asked for; and as it was read.
+    whole: FoundStep | None
+    step_read: FoundStep | None = None
+    readers: list[verified_read.VerifiedReader] = dataclasses.field(
+        default_factory=list
+    )
     wanted: Sequence[trees.WantedLeaf] = ()
     values: dict[str, list[np.ndarray]] = dataclasses.field(default_factory=dict)
     others: Mapping[str, TreeReading] = dataclasses.field(default_factory=dict)
     others_made: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def _counted(looking: find.Search, foreign: Mapping[int, str]) -> list[int]:
-    # The steps of Orbax alone that are not abandoned, ascending.
-    return sorted(
-        step for step, save in foreign.items() if not looking.line.abandons(step, save)
-    )

@@ -10,9 +10,9 @@ import numpy as np
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import trees, verified_read
 from elastic_ckpt.host.answers import BadCopyReport
-from elastic_ckpt.manifests import read_plan
+from elastic_ckpt.manifests import read_plan, search
 from elastic_ckpt.manifests.holdings import Holdings
-from elastic_ckpt.manifests.manifest import Host
+from elastic_ckpt.manifests.manifest import Contents, Host
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.ram import local
 from elastic_ckpt.tiers.ram.chunk_writer import WRITE_ERRORS
@@ -36,22 +36,58 @@ def read_leaves(
       domain: the kind of failure domain inside of which a peer is close.
 
     Raises:
-      CheckpointError: if no good copy of a part is left.
+      CheckpointError: if no good copy of a part is left, or `step_found` lacks one.
     """
-    contents = step_found.step.holdings.contents
+    plan = planned(step_found.step, wanted, host=host, domain=domain)
+    values = iter(verified_read.read_boxes(plan, reader))
+    return {leaf.path: [next(values) for _ in leaf.boxes] for leaf in wanted}
+
+
+def planned(
+    step: search.Step,
+    wanted: Sequence[trees.WantedLeaf],
+    *,
+    host: Host,
+    domain: str,
+) -> read_plan.ReadPlan:
+    """Plans the reads of a host; its boxes are those of the leaves in their order.
+
+    Args:
+      step: complete, at least in the parts that the host needs.
+      wanted: the leaves that this host needs.
+      host: this one.
+      domain: the kind of failure domain inside of which a peer is close.
+
+    Raises:
+      CheckpointError: if `step` lacks an element that the host needs.
+    """
+    boxes = wanted_boxes(wanted, step.holdings.contents)
+    plan = read_plan.plan(step, [host], boxes, domain=domain)
+    volumes = np.bincount(plan.of_wanted, plan.pieces.volumes, len(boxes.leaf))
+    lacking = int((volumes != boxes.boxes.volumes).sum())
+    if lacking:
+        raise errors.CheckpointError(
+            f"step {step.step}: {lacking} of {len(volumes)} boxes that this host needs"
+            " are not all in the parts that it received; restore an older step"
+        )
+    return plan
+
+
+def wanted_boxes(
+    wanted: Sequence[trees.WantedLeaf], contents: Contents
+) -> read_plan.Wanted:
+    """The requested boxes of one host as columns, in the order of the leaves.
+
+    Args:
+      wanted: the leaves that this host needs.
+      contents: of the step.
+    """
     listed = [
         (0, contents.listed_path(leaf.path), box)
         for leaf in wanted
         for box in leaf.boxes
     ]
-    plan = read_plan.plan(
-        step_found.step,
-        [host],
-        read_plan.Wanted.from_boxes(listed, contents=contents),
-        domain=domain,
-    )
-    values = iter(verified_read.read_boxes(plan, reader))
-    return {leaf.path: [next(values) for _ in leaf.boxes] for leaf in wanted}
+    return read_plan.Wanted.from_boxes(listed, contents=contents)
 
 
 def report(bad: verified_read.BadCopy) -> BadCopyReport:

@@ -143,7 +143,7 @@ class HostWorld:
         return [self._peer(url) for url in idle[self.number :: len(self.hosts)]]
 
     def source(self, host: Host, url: str, step: int, save: str) -> Source:
-        """Where to read what a host holds of a save of a step.
+        """The source of the parts that a host holds of a save of a step.
 
         Args:
           host: the holder.

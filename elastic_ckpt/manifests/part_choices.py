@@ -6,15 +6,16 @@ it: what it takes or reads, at the holders to ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import columns
 from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
-from elastic_ckpt.manifests.part_table import HeldFile, PartTable
+from elastic_ckpt.manifests.part_table import ALL_HOSTS, HeldFile, PartTable
 from elastic_ckpt.manifests.placement import Placement
+from elastic_ckpt.manifests.read_plan import ReadPlan
 from elastic_ckpt.manifests.uploads import Uploads
 
 # Holders of an item besides its sender, which are asked if that one fails.
@@ -69,6 +70,43 @@ def of_uploads(
         _given(table, holdings, shared.row[item], target),
         _given(table, holdings, row[others], target[part[others]]),
     )
+
+
+def of_reads(
+    table: PartTable, plan: ReadPlan, components: Collection[str]
+) -> PartTable:
+    """The parts that each reader of a plan reads, and all files of some components.
+
+    Each part is at its nearest holders, in persistent storage only if in no other tier.
+
+    Args:
+      table: of all parts.
+      plan: for readers that are numbered as the hosts of the world; its holdings are
+        those of `table.offers()`.
+      components: that all readers read.
+    """
+    holdings = plan.holdings
+    piece, within = columns.runs(np.diff(plan.first_choice))
+    near = within <= _OTHERS
+    row, piece = plan.choice[near], piece[near]
+    target = plan.wanted.reader[plan.of_wanted[piece]].astype(np.int64)
+    # Pieces that are cut out of one box are one part.
+    pairs = columns.distinct(target * np.int64(len(holdings.holder)) + row)
+    target, row = np.divmod(pairs, np.int64(max(1, len(holdings.holder))))
+    is_wanted = np.array(
+        [file.component in components for file in holdings.files], bool
+    )
+    first = holdings.first_row[len(holdings.leaf)]
+    file = holdings.item[first:] - len(holdings.leaf)
+    files = first + np.flatnonzero(is_wanted[file])
+    everyone = np.full(len(files), ALL_HOSTS, np.int64)
+    is_stored = np.array([offer.tier != "local" for offer in holdings.offers], bool)
+    rows, targets = np.append(row, files), np.append(target, everyone)
+    item = holdings.item
+    in_ram = np.zeros(holdings.num_items, bool)
+    in_ram[item[~is_stored[holdings.holder]]] = True
+    needed = ~(is_stored[holdings.holder[rows]] & in_ram[item[rows]])
+    return _given(table, holdings, rows[needed], targets[needed])
 
 
 def _given(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,18 @@ from elastic_ckpt.manifests.manifest import (
     Host,
     Manifest,
 )
-from elastic_ckpt.manifests.part_table import HeldFile, Holder, PartTable, SavedStep
+from elastic_ckpt.manifests.part_table import (
+    HeldFile,
+    Holder,
+    PartTable,
+    SavedStep,
+    joined,
+)
 
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 _TIERS: dict[str, Tier] = {"local": "local", "persistent": "persistent"}
-_NOBODY = Host(id="nobody", number=0, domains={})
+_NO_HOST = Host(id="none", number=0, domains={})
 # Errors that other content raises when it is decoded.
 _NOT_A_MESSAGE = (
     AttributeError,
@@ -45,6 +51,20 @@ _NOT_A_MESSAGE = (
 )
 
 
+class LaterSave(NamedTuple):
+    """A manifest of a later version of the format, which a newer program wrote.
+
+    Attributes:
+      step: that it is of.
+      save: that it is of; None if that is unknown.
+      problem: a sentence that names the file and its version.
+    """
+
+    step: int
+    save: str | None
+    problem: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PartMessage:
     """Parts of steps, and what could not be read.
@@ -52,10 +72,30 @@ class PartMessage:
     Attributes:
       tables: of the steps; in an answer, the senders' before those of other holders.
       problems: manifests and messages that could not be read, a sentence each.
+      saves: steps with their saves that hosts have.
+      later: manifests that a newer program wrote.
+      refusing: the urls of agents that do not take the run's secret.
+      is_partial: whether the message of a host could not be read.
     """
 
-    tables: tuple[PartTable, ...]
+    tables: tuple[PartTable, ...] = ()
     problems: tuple[str, ...] = ()
+    saves: tuple[tuple[int, str], ...] = ()
+    later: tuple[LaterSave, ...] = ()
+    refusing: tuple[str, ...] = ()
+    is_partial: bool = False
+
+    @classmethod
+    def merged(cls, messages: Sequence[PartMessage]) -> PartMessage:
+        """All that several messages contain."""
+        return cls(
+            tables=tuple(joined([each for m in messages for each in m.tables])),
+            problems=tuple(each for m in messages for each in m.problems),
+            saves=tuple(sorted({each for m in messages for each in m.saves})),
+            later=tuple(each for m in messages for each in m.later),
+            refusing=tuple(each for m in messages for each in m.refusing),
+            is_partial=any(m.is_partial for m in messages),
+        )
 
     def of_save(self, step: int, save: str) -> PartTable | None:
         """The first table of a save of a step; None if there is none."""
@@ -68,6 +108,10 @@ def to_bytes(message: PartMessage) -> bytes:
     header = storage.canonical_json(
         {
             "problems": list(message.problems),
+            "saves": [list(each) for each in message.saves],
+            "later": [list(each) for each in message.later],
+            "refusing": list(message.refusing),
+            "is_partial": message.is_partial,
             "tables": [_to_json(table) for table in message.tables],
         }
     )
@@ -99,10 +143,19 @@ def parse(content: bytes) -> PartMessage:
         for fields in header["tables"]:
             table, end = _from_json(fields, body, end)
             tables.append(table)
-        problems = tuple(map(str, header["problems"]))
+        return PartMessage(
+            tables=tuple(tables),
+            problems=tuple(map(str, header["problems"])),
+            saves=tuple((int(step), str(save)) for step, save in header["saves"]),
+            later=tuple(
+                LaterSave(int(step), None if save is None else str(save), str(problem))
+                for step, save, problem in header["later"]
+            ),
+            refusing=tuple(map(str, header["refusing"])),
+            is_partial=bool(header["is_partial"]),
+        )
     except _NOT_A_MESSAGE as error:
         raise checked_json.UnreadableError(f"is not a message ({error!r})") from None
-    return PartMessage(tables=tuple(tables), problems=problems)
 
 
 def _columns(num_rows: int, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -127,7 +180,7 @@ def _to_json(table: PartTable) -> dict[str, storage.Json]:
         run=run,
         step=step,
         save=save,
-        host=_NOBODY,
+        host=_NO_HOST,
         contents=contents,
         fragments=Fragments.from_rows([], contents=contents),
         component_files=(),

@@ -26,8 +26,8 @@ from elastic_ckpt.manifests.manifest import (
     Manifest,
 )
 
-# The target of parts that are for no host in particular.
-NO_TARGET = -1
+# The target of parts that are for no host in particular, and of those for all hosts.
+NO_TARGET, ALL_HOSTS = -1, -2
 
 
 class SavedStep(NamedTuple):
@@ -58,7 +58,7 @@ class HeldFile(NamedTuple):
 
     Attributes:
       holder: its number.
-      target: the host that the part is for; `NO_TARGET` if for none.
+      target: the host that the part is for; `NO_TARGET` or `ALL_HOSTS`.
       file: the file.
     """
 
@@ -152,10 +152,16 @@ class PartTable:
         )
 
     def for_targets(self, targets: Sequence[int]) -> PartTable:
-        """The parts for some hosts, by number."""
-        rows = np.flatnonzero(np.isin(self.target, np.array(targets, np.int32)))
-        chosen = set(targets)
+        """The parts for some hosts, by number, and those for all."""
+        chosen = {*targets, ALL_HOSTS}
+        rows = np.flatnonzero(np.isin(self.target, np.array(list(chosen), np.int32)))
         return self.take(rows, [each for each in self.files if each.target in chosen])
+
+    def of_tier(self, tier: Tier) -> PartTable:
+        """The parts that are held in a tier."""
+        is_in = np.array([holder.tier == tier for holder in self.holders], bool)
+        files = [each for each in self.files if is_in[each.holder]]
+        return self.take(np.flatnonzero(is_in[self.holder]), files)
 
     def rows_of(self, holder: np.ndarray, number: np.ndarray) -> np.ndarray:
         """The rows of fragments in `manifests`, by holder and number there."""
@@ -182,7 +188,7 @@ class PartTable:
         ]
 
     def offers(self) -> list[Offer]:
-        """What each holder offers, in their order, as `manifests`."""
+        """The offer of each holder, in their order, as `manifests`."""
         return [
             Offer(tier=holder.tier, manifest=manifest)
             for holder, manifest in zip(self.holders, self.manifests(), strict=True)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from elastic_ckpt_sidecar import remote_hosts
 
-from elastic_ckpt.checkpoint import hosts, rendezvous, stage_work
-from elastic_ckpt.core import storage
+from elastic_ckpt.checkpoint import hosts, rendezvous, shared_step, stage_work
+from elastic_ckpt.core import checked_json, storage
 from elastic_ckpt.host import read_requests, save_requests, world_requests
 from elastic_ckpt.host.answers import HostsFailedError, Readiness
 from elastic_ckpt.host.endpoint import HostEndpoint, HostTiers
 from elastic_ckpt.host.step_notes import StepNotes
+from elastic_ckpt.manifests import part_message
+from elastic_ckpt.tiers import find
 from tests.sidecar import simulated_hosts
 
 NUM_HOSTS = 2
@@ -176,6 +178,58 @@ def test_what_is_captured_and_committed_is_found_and_read(drive):
         assert paths == ["state/n"]
         assert jax.tree.structure(restored) == jax.tree.structure(trees)
         np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_hosts_read_what_host_0_deals_them_or_else_ask_all_others(
+    drive, monkeypatch, lost
+):
+    trees = {"state": {"n": np.arange(6.0)}}
+    one = {"step": 1, "save": "5"}
+    read_alone = []
+    of_save = find.of_save
+
+    def noted(tiers, step, save):
+        read_alone.append(step)
+        return of_save(tiers, step, save)
+
+    def save(driver):
+        driver.capture(**one, trees=trees)
+        driver.all(save_requests.WriteStep(**one, components=(), problem=None))
+        driver.all(save_requests.CommitStep(**one, parts={}, notes=NOTES))
+
+    def restore(driver):
+        outcome, num_hosts = shared_step.find(
+            driver,
+            read_requests.FindStep(
+                step=None, save="", without=(), own_line=None, is_shared=True
+            ),
+        )
+        step = outcome.complete_step
+        shared_step.open_step(driver, step, num_hosts)
+        contents = driver.opened()
+        driver.check(trees, [], {})
+        if lost:
+            monkeypatch.setattr(part_message, "parse", refuse)
+        shared_step.deal(driver, step, num_hosts, [])
+        driver.all(read_requests.ReadStep())
+        restored = driver.arrays(trees)
+        driver.all(read_requests.CloseStep())
+        return num_hosts, [leaf.path for leaf in contents.leaves], restored
+
+    def refuse(content):
+        del content
+        raise checked_json.UnreadableError("was cut short or altered")
+
+    drive(join)
+    drive(save)
+    monkeypatch.setattr(find, "of_save", noted)
+    for num_hosts, paths, restored in drive(restore):
+        assert num_hosts == NUM_HOSTS
+        assert paths == ["state/n"]
+        np.testing.assert_array_equal(restored["state"]["n"], trees["state"]["n"])
+    # The messages of host 0 stay in its memory.
+    assert read_alone == [1] * lost
 
 
 def test_a_host_takes_the_copies_that_host_0_gives_it(drive):

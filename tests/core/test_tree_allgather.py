@@ -46,7 +46,7 @@ class Store:
 
 
 def gathered(num_hosts, value_of, *, absent=(), rounds=1, timeout_secs=60):
-    """What each host that is not absent gets or raises, and the store."""
+    """The result or error of each host that is not absent, and the store."""
     store = Store()
 
     def drive(host):

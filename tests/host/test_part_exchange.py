@@ -1,4 +1,4 @@
-"""What hosts offer reaches the one that decides, and its answers reach each host."""
+"""Parts of all hosts reach the one that decides, and its answers reach each host."""
 
 import functools
 
@@ -33,30 +33,30 @@ def offers_of(num_hosts):
 
 
 def exchanged(num_hosts, *, lost=()):
-    """What host 0 decides, what each host receives, and the mail of all that."""
+    """The decision of host 0, the parts that each host receives, and the mail."""
     office = PostOffice()
-    exchanges = [
+    all_parts = [
         PartExchange(office.box(host), "copies", host=host, num_hosts=num_hosts)
         for host in range(num_hosts)
     ]
     offers = offers_of(num_hosts)
-    for exchange, offer in zip(exchanges, offers, strict=True):
+    for parts, offer in zip(all_parts, offers, strict=True):
         table = PartTable.from_offer(offer)
-        exchange.offer(PartMessage(tables=(table,)))
+        parts.offer(PartMessage(tables=(table,)))
     for each in lost:
         del office.posted[each]
     depth = part_exchange.tree_of(num_hosts).depth
     for level in range(depth - 1, 0, -1):
-        for exchange in exchanges:
-            exchange.merge(level)
-    message = exchanges[0].merged()
+        for parts in all_parts:
+            parts.merge(level)
+    message = all_parts[0].merged()
     hosts = [offer.host for offer in offers]
     placed, tables = copies.placed_parts(message, hosts, POLICY)
-    exchanges[0].deal(tables)
+    all_parts[0].deal(tables)
     for level in range(1, depth):
-        for exchange in exchanges:
-            exchange.pass_on(level)
-    return placed, [exchange.received() for exchange in exchanges], office
+        for parts in all_parts:
+            parts.pass_on(level)
+    return placed, [parts.received() for parts in all_parts], office
 
 
 def listed(tables):
@@ -129,8 +129,8 @@ def test_other_holders_of_an_item_are_those_that_its_sender_is_not():
     hosts = [saved_worlds.host(number, 4, 4) for number in range(4)]
     offers = [saved_worlds.offer(host, whole, [(0, boxes[0])]) for host in hosts[:2]]
     tables = [PartTable.from_offer(offer) for offer in offers]
-    exchange = PartExchange(PostOffice().box(0), "copies", host=0, num_hosts=1)
-    exchange.offer(PartMessage(tables=tuple(tables)))
+    parts = PartExchange(PostOffice().box(0), "copies", host=0, num_hosts=1)
+    parts.offer(PartMessage(tables=tuple(tables)))
     message = PartMessage(tables=tuple(part_table.joined(tables)))
     _, (senders, others) = copies.placed_parts(message, hosts, POLICY)
     assert len(senders) == len(others) == 1

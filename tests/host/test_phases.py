@@ -17,7 +17,7 @@ from elastic_ckpt.host import phases
 MODULES = [
     *(
         f"elastic_ckpt.host.{part}_requests"
-        for part in ("world", "save", "copy", "backup", "read")
+        for part in ("world", "save", "copy", "backup", "read", "sharing")
     ),
     array_requests.__name__,
 ]

@@ -1,7 +1,7 @@
 """Messages that hosts leave in their RAM disks, where other hosts read them.
 
 They are files in `hosts/<slot>/messages/`, which agents serve as they serve steps. A
-host reads those of its own machine from the RAM disk.
+host reads those of the same machine from the RAM disk.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import tensorstore as ts
@@ -118,14 +118,23 @@ class PersistentTier:
             "commit_timestamp_nsecs": metadata.get("commit_timestamp_nsecs"),
         }
 
-    def offers(self, step: int) -> Offered:
-        """See `source.Tier`; empty if the step is not committed, or not reachable."""
+    def offers(self, step: int, *, hosts: Collection[str] | None = None) -> Offered:
+        """See `source.Tier`; empty if the step is not committed, or not reachable.
+
+        Args:
+          step: the training step.
+          hosts: the ids of those whose manifests are read; None for all.
+        """
         offered: list[Offered] = []
         try:
             for directory in self._directories(step):
                 offered.append(
                     offers_in(
-                        directory, run=self._run, step=step, context=self._context
+                        directory,
+                        run=self._run,
+                        step=step,
+                        context=self._context,
+                        hosts=hosts,
                     )
                 )
         except (errors.CheckpointError, *bucket_clients.failures()) as error:
@@ -250,7 +259,12 @@ def _save_of(directory: epath.Path) -> str | None:
 
 
 def offers_in(
-    directory: epath.Path, *, run: str, step: int, context: ts.Context
+    directory: epath.Path,
+    *,
+    run: str,
+    step: int,
+    context: ts.Context,
+    hosts: Collection[str] | None = None,
 ) -> Offered:
     """The offers of the manifests in the directory of a committed step.
 
@@ -259,8 +273,12 @@ def offers_in(
       run: that it has to be of.
       step: that it has to be of.
       context: of TensorStore, for the stores of all steps (`ocdbt.new_context`).
+      hosts: the ids of those whose manifests are read; None for all.
     """
-    names = manifest_names(directory)
+    if hosts is None:
+        names = manifest_names(directory)
+    else:
+        names = sorted(map(manifest_file.file_name, hosts))
     manifests = read_manifests(directory, names, run=run, step=step)
     source = StepSource(directory, context)
     return Offered(

@@ -112,6 +112,14 @@ class RamDisk:
             }
         )
 
+    def listed_saves(self, slots: Collection[int]) -> set[tuple[int, str]]:
+        """The steps and saves of some slots that have a manifest, readable or not."""
+        return {
+            (step, save)
+            for slot, step, save in self.all_saves()
+            if slot in slots and _manifest_names(self.step_directory(slot, step, save))
+        }
+
     def offers(self, step: int, *, slots: Collection[int] | None = None) -> Offered:
         """The parts of a step, of all its saves.
 

@@ -1,0 +1,112 @@
+"""Sharing a step: hosts report what they have, and host 0 deals them what they read.
+
+See `host.step_sharing`. A host that cannot be reached by its neighbours in the tree
+asks all others itself, as the only host of a world does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from absl import logging
+
+from elastic_ckpt.checkpoint import part_passes
+from elastic_ckpt.checkpoint.hosts import Hosts
+from elastic_ckpt.host import read_requests, sharing_requests
+from elastic_ckpt.host.answers import (
+    CheckpointMetadata,
+    HostsFailedError,
+    SearchOutcome,
+)
+
+
+def _merge(level: int) -> sharing_requests.MergeShared:
+    return sharing_requests.MergeShared(level=level)
+
+
+def _pass_on(level: int) -> sharing_requests.PassShared:
+    return sharing_requests.PassShared(level=level)
+
+
+def find(hosts: Hosts, request: read_requests.FindStep) -> tuple[SearchOutcome, int]:
+    """Has host 0 search what all hosts have.
+
+    Args:
+      hosts: of the world.
+      request: for the step.
+
+    Returns:
+      The outcome, and the number of hosts that the step can be shared with; 0 if it
+      cannot.
+
+    Raises:
+      HostsFailedError: if a certain step is not complete.
+    """
+    num_hosts = part_passes.gathered(
+        hosts, offer=sharing_requests.OfferSaves(), merge=_merge
+    )
+    if num_hosts == 1:
+        return hosts.first(request), 0
+    surveyed: tuple[int, ...] = ()
+    while True:
+        outcome = hosts.first(dataclasses.replace(request, surveyed=surveyed))
+        if outcome.needs is None:
+            break
+        part_passes.gathered(
+            hosts, offer=sharing_requests.OfferStep(step=outcome.needs), merge=_merge
+        )
+        surveyed = (*surveyed, outcome.needs)
+    if outcome.is_shared:
+        return outcome, num_hosts
+    hosts.all(sharing_requests.EndSharing())
+    return outcome, 0
+
+
+def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, num_hosts: int) -> None:
+    """Opens a step on all hosts.
+
+    Args:
+      hosts: of the world.
+      checkpoint: the step.
+      num_hosts: with which it can be shared; 0 if it cannot.
+
+    Raises:
+      HostsFailedError: if a host cannot open it.
+    """
+    step, save = checkpoint.step, checkpoint.save
+    if num_hosts:
+        decide = sharing_requests.ShareStep(step=step, save=save)
+        part_passes.dealt(hosts, num_hosts, decide=decide, pass_on=_pass_on)
+    hosts.all(read_requests.OpenStep(step=step, save=save, is_shared=num_hosts > 0))
+
+
+def deal(
+    hosts: Hosts,
+    checkpoint: CheckpointMetadata,
+    num_hosts: int,
+    components: Sequence[str],
+) -> None:
+    """Deals each host the parts that it reads; those that get none ask all others.
+
+    Args:
+      hosts: of the world; they have selected what they read.
+      checkpoint: the step that is open.
+      num_hosts: with which it is shared; 0 if it is not.
+      components: that all hosts read.
+    """
+    if not num_hosts:
+        return
+    step, save = checkpoint.step, checkpoint.save
+    try:
+        part_passes.exchanged(
+            hosts,
+            offer=sharing_requests.OfferWanted(),
+            merge=_merge,
+            decide=sharing_requests.PlanReads(
+                step=step, save=save, components=tuple(components)
+            ),
+            pass_on=_pass_on,
+        )
+    except HostsFailedError as error:
+        logging.warning("step %d: each host plans its reads: %s", step, error)
