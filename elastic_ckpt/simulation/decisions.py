@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -118,6 +119,7 @@ class Decisions:
         self._held: collections.OrderedDict[Shape, Held] = collections.OrderedDict()
         self._complete: dict[tuple[int, bool], bool] = {}
         self._nearness: dict[int, int] = {}
+        self._last: tuple[tuple[Any, ...], search.Step | None] | None = None
 
     def held(self, shape: Shape) -> Held:
         """A save of a world with the copies that placement gives it."""
@@ -208,11 +210,17 @@ class Decisions:
     def _newest(
         self, held: Held, dead: Collection[int], *, is_stored: bool
     ) -> search.Step | None:
-        gone = set(dead)
+        gone = frozenset(dead)
+        key = (held.shape, len(held.offers), gone, is_stored)
+        if self._last is not None and self._last[0] == key:
+            # The step that was searched for is read.
+            return self._last[1]
         offers = [offer for number, offer in held.offers if number not in gone]
         if is_stored:
             offers.append(self._layout.stored(held.shape))
-        return search.search(offers).newest
+        step = search.search(offers).newest
+        self._last = (key, step)
+        return step
 
     def _cached_nearness(
         self, held: Held, dead: Collection[int], readers: Readers, *, is_stored: bool

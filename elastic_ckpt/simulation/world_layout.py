@@ -11,6 +11,7 @@ Glossary: s slices, h hosts of a slice, n hosts of the world.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -130,6 +131,10 @@ class WorldLayout:
 
     def saved(self, shape: Shape) -> list[Offer]:
         """The manifests of the hosts of a world that has saved a step."""
+        return _saved(self, shape)
+
+    def saved_anew(self, shape: Shape) -> list[Offer]:
+        """As `saved`, which keeps those of the last shapes."""
         contents = self.contents(shape)
         parts = [
             self._fragments(
@@ -198,6 +203,11 @@ class WorldLayout:
             stored_bytes=np.full(len(items), size),
             files=("values",),
         )
+
+
+@functools.lru_cache(maxsize=4)
+def _saved(layout: WorldLayout, shape: Shape) -> list[Offer]:
+    return layout.saved_anew(shape)
 
 
 def _file(number: int) -> ComponentFile:
