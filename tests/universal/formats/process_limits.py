@@ -55,6 +55,9 @@ def limited():
         for each, limit in limits.items():
             resource.setrlimit(each, (limit, before[each][1]))
         yield
+    except TooLongError as error:
+        # It may come between lines, which pytest cannot show.
+        raise TooLongError(str(error)) from None
     finally:
         for each, previous in before.items():
             resource.setrlimit(each, previous)
