@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import corpora, runs
-from tests.faults.test_bad_input import files, refuse
+from tests.faults.test_bad_input import files, refuse, wrong
 
 
 def write(directory, name, numbers):
@@ -46,13 +46,13 @@ def trained(tmp_path_factory):
 def test_weights_that_cannot_be_meant(trained, weights, message):
     file = trained.parent / "a.parquet"
     listed = f"{trained.parent}/x.parquet,{weights.format(file)}"
-    assert message in refuse(trained, f"grain_train_files={listed}")
+    assert message in wrong(trained, f"grain_train_files={listed}")
 
 
 def test_a_mixture_file_with_a_wrong_entry(trained, tmp_path):
     path = tmp_path / "mixture.json"
     path.write_text('{"web": {"files": "a", "weight": 1}}')
-    message = refuse(trained, f"grain_train_mixture_config_path={path}")
+    message = wrong(trained, f"grain_train_mixture_config_path={path}")
     assert f"{path}: web has ['files', 'weight']; give it weight, and path" in message
 
 
@@ -67,7 +67,7 @@ def test_a_changed_list_of_files_is_named(trained):
 
 
 def test_a_pipeline_that_needs_logical_shards_says_so(trained):
-    message = refuse(trained, "num_logical_shards=0")
+    message = wrong(trained, "num_logical_shards=0")
     assert "grain_file_type=parquet needs logical shards; set num_logical" in message
 
 
