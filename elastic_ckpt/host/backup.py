@@ -244,8 +244,6 @@ class HostBackup:
     def _dealt(self, step: int, save: str) -> Holdings:
         # The holdings of a step, whose parts host 0 deals to all hosts.
         if (step, save) in self._world.captured:
-            # Each host uploads what it has captured itself.
-            self._exchange.deal([])
             return self._read(step, save)[1]
         message = self._exchange.merged()
         table = message.of_save(step, save)
@@ -266,11 +264,12 @@ class HostBackup:
     def _share(
         self, step: int, save: str
     ) -> tuple[Mapping[Offer, Source], upload_share.Share]:
-        own, hosts = self._world.own.host, self._world.hosts
-        tables = part_offers.received(self._exchange, step, save)
+        own = self._world.own.host
         if (step, save) in self._world.captured:
+            # Each host uploads what it has captured itself.
             sources, holdings = self._read(step, save)
-            return sources, upload_share.Share.of_step(holdings, hosts)
+            return sources, upload_share.Share.of_step(holdings, self._world.hosts)
+        tables = part_offers.received(self._exchange, step, save)
         sources = part_offers.sources(self._world, tables)
         offers = list(sources) or [part_offers.nothing(own, tables)]
         holdings = Holdings.from_offers(offers)

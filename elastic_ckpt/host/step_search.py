@@ -64,8 +64,9 @@ class StepSearch:
         Raises:
           CheckpointError: if a certain step is not complete.
         """
-        if surveyed is None:
-            return self._find(query, self._world.ram_tiers)
+        if surveyed is None or not self._world.is_connected:
+            alone = query._replace(is_shared=False)
+            return self._find(alone, self._world.ram_tiers)
         ram = self._sharing.survey(surveyed)
         try:
             outcome = self._find(query, [ram])

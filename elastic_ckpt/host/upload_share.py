@@ -61,8 +61,8 @@ class Share:
 
 def parts_of(holdings: Holdings) -> set[progress.Part]:
     """All parts of a step, without their places."""
-    boxes = [holdings.fragment(row) for row in holdings.first_row[:-1].tolist()]
-    held = [*boxes[: len(holdings.leaf)], *holdings.files]
+    rows = holdings.first_row[: len(holdings.leaf)].tolist()
+    held = [*map(holdings.fragment, rows), *holdings.files]
     return {progress.part_of(each) for each in held}
 
 

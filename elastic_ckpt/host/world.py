@@ -18,7 +18,7 @@ from elastic_ckpt.tiers.choices import Chosen, Peers
 from elastic_ckpt.tiers.peers import mailbox, peer, peer_client, peer_endpoint
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
-from elastic_ckpt.tiers.source import Source, Tier, merged
+from elastic_ckpt.tiers.source import ReadError, Source, Tier, merged
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class HostWorld:
             own.disk,
             slot=own.slot,
             hosts=hosts,
-            endpoint=lambda machine: self._endpoint(self._urls[machine]),
+            endpoint=self._endpoint_of,
         )
 
     @property
@@ -128,6 +128,15 @@ class HostWorld:
     def ram_tiers(self) -> list[Tier]:
         """The tiers in the memory of this machine and of others, as `tiers`."""
         return [self.disk, peer.Peers([self._peer(url) for url in self._agents])]
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the machines of all hosts of the world have agents, or are this one.
+
+        Hosts that keep nothing in RAM have none.
+        """
+        machines = {host.id.rpartition(".")[0] for host in self.hosts}
+        return machines <= {self.disk.machine, *self._urls}
 
     @property
     def idle_peers(self) -> list[peer.Peer]:
@@ -202,6 +211,11 @@ class HostWorld:
     def _peer(self, url: str) -> peer.Peer:
         certificate = self._agents[url]
         return peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
+
+    def _endpoint_of(self, machine: str) -> peer_endpoint.Endpoint:
+        if machine not in self._urls:
+            raise ReadError(f"cannot be read: no agent is known of machine {machine}")
+        return self._endpoint(self._urls[machine])
 
     def _endpoint(self, url: str) -> peer_endpoint.Endpoint:
         # Agents of idle machines that others have asked may be unknown here.
