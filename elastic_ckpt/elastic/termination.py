@@ -41,15 +41,16 @@ class Notice:
     def __enter__(self) -> Notice:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._handler = signal.signal(signal.SIGTERM, _do_nothing)
+        # One that arrives between these two goes to the handler of before, not to none.
         self._wakeup = signal.set_wakeup_fd(
             self._writer.fileno(), warn_on_full_buffer=False
         )
+        self._handler = signal.signal(signal.SIGTERM, _do_nothing)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
         signal.signal(signal.SIGTERM, self._handler)
+        self.stop()
         self._writer.close()
         self._reader.close()
 

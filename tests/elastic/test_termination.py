@@ -51,6 +51,24 @@ def test_a_wait_ends_with_the_notice():
     assert answers == [False]
 
 
+def test_no_signal_is_lost_while_a_notice_opens_and_closes(monkeypatch):
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+    set_descriptor = signal.set_wakeup_fd
+
+    def signalled(*args, **options):
+        end()
+        previous = set_descriptor(*args, **options)
+        end()
+        return previous
+
+    monkeypatch.setattr(signal, "set_wakeup_fd", signalled)
+    with termination.Notice():
+        assert len(received) == 2
+    assert len(received) == 4
+    signal.signal(signal.SIGTERM, before)
+
+
 class Calls:
     def __init__(self):
         self.requested = threading.Event()
