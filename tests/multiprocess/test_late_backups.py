@@ -14,7 +14,7 @@ import pytest
 from elastic_ckpt.application import local_world
 from elastic_ckpt.config import load
 from elastic_ckpt.core import events
-from elastic_ckpt.host import backup
+from elastic_ckpt.host import upload_share
 from elastic_ckpt.tiers.persistent import upload
 from tests import runs, shared_memory
 
@@ -27,7 +27,7 @@ ALONE_STEP, ALONE_SECS = 320, 0.3
 
 def train(config, world, *, counts):
     """Trains; a host of an early world uploads a few items, and then hangs in that."""
-    backup._BATCH_ITEMS = 1
+    upload_share._BATCH_ITEMS = 1
     upload._PROGRESS_SECS, upload._PROGRESS_SHARE = 0.0, 0
     lock, done = threading.Lock(), [0]
 
