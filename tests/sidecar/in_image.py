@@ -48,7 +48,7 @@ def work(pickled: bytes) -> str:
 
 
 def keep(agent_class: type, choice: object) -> str:
-    """The digest of an array that an agent saved, found, and restored."""
+    """The digest of an array that an agent restored from RAM, and from storage."""
     import jax
     import numpy as np
     from elastic_ckpt_sidecar import (
@@ -60,6 +60,7 @@ def keep(agent_class: type, choice: object) -> str:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     from elastic_ckpt.host import (
+        backup_requests,
         phases,
         read_requests,
         save_requests,
@@ -86,7 +87,7 @@ def keep(agent_class: type, choice: object) -> str:
     secret = ask(world_requests.Introduce()).fresh_secret
     joined = ask(world_requests.JoinWorld(slots=(0,), secret=secret))
     ask(world_requests.ConnectHosts(hosts=(joined.host,), agents={}))
-    leaf = array_layout.PlacedLeaf(path="w", shape=(8,), dtype="float32", spec=())
+    leaf = array_layout.PlacedLeaf(path="state/w", shape=(8,), dtype="float32", spec=())
     group = array_layout.Group(mesh=over.mesh, leaves=(leaf,))
     ask(array_requests.DescribeLayout(layout=0, groups=(group.describe(),)))
     array = jax.device_put(np.arange(8, dtype=np.float32), group.sharding(leaf))
@@ -99,17 +100,29 @@ def keep(agent_class: type, choice: object) -> str:
         metrics=None, custom_metadata=None, trees=None, parents=()
     )
     ask(save_requests.CommitStep(**vars(one), parts={}, notes=notes))
-    outcome = ask(read_requests.FindStep(step=None, save="", without=(), own_line=None))
-    ask(
-        read_requests.OpenStep(
-            step=outcome.complete_step.step, save=outcome.complete_step.save
+
+    def restored(tier: str) -> str:
+        outcome = ask(
+            read_requests.FindStep(step=None, save="", without=(), own_line=None)
         )
-    )
-    ask(array_requests.SelectArrays(layout=0, components=()))
-    ask(read_requests.ReadStep())
-    (restored,) = agent.arrays(messages.encode(called, over))
+        assert outcome.complete_step.step == one.step
+        ask(read_requests.OpenStep(**vars(one)))
+        ask(array_requests.SelectArrays(layout=0, components=()))
+        assert ask(read_requests.ReadStep()).keys() == {tier}
+        (array,) = agent.arrays(messages.encode(called, over))
+        ask(read_requests.CloseStep())
+        return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()
+
+    digest = restored("local")
+    ask(backup_requests.OfferToBackUp(**vars(one)))
+    ask(backup_requests.GetChunkShapes(**vars(one)))
+    share = {**vars(one), "names": {leaf.path: ("state", "w")}}
+    ask(backup_requests.BackUpStep(**share))
+    ask(backup_requests.CommitBackup(**share, orbax_files={}))
+    ask(save_requests.RemoveStep(step=one.step))
+    assert restored("persistent") == digest
     ask(world_requests.CloseHost())
-    return hashlib.sha256(np.asarray(restored).tobytes()).hexdigest()
+    return digest
 
 
 def read(data: object) -> str:
