@@ -259,15 +259,16 @@ class SimulatedHosts:
         self._store = CountedStore(self.traffic)
         office = PostOffice(self.traffic)
         hosts: list[Host] = []
-        self._hosts = []
+        worlds = []
         self.step = 0
         for number, manifest in enumerate(manifests):
             hosts.append(manifest.host)
             self.step = manifest.step
             world = _world(directory / str(number), manifest, hosts, number)
             world.mail = office.box(number)
-            self._hosts.append(_endpoint(world))
+            worlds.append(world)
         assert len(hosts) == num_hosts
+        self._hosts = [_endpoint(world) for world in worlds]
         self._allgathers = [
             TreeAllgather(self._store, "scale", host=number, num_hosts=num_hosts)
             for number in range(num_hosts)

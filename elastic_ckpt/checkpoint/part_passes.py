@@ -5,31 +5,25 @@ See `host.part_exchange`: all hosts end a pass before any begins the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 from elastic_ckpt.checkpoint.hosts import HostRequest, Hosts
-from elastic_ckpt.host.part_exchange import tree_of
+from elastic_ckpt.host import part_requests
+from elastic_ckpt.host.part_exchange import Kind, tree_of
 
 AnswerT = TypeVar("AnswerT")
 
 
 def exchanged(
-    hosts: Hosts,
-    *,
-    offer: HostRequest[None],
-    merge: Callable[[int], HostRequest[None]],
-    decide: HostRequest[AnswerT],
-    pass_on: Callable[[int], HostRequest[None]],
+    hosts: Hosts, kind: Kind, *, offer: HostRequest[None], decide: HostRequest[AnswerT]
 ) -> AnswerT:
     """Has host 0 decide by what all hosts offer, and deal each host its parts.
 
     Args:
       hosts: of the world.
+      kind: of the exchange.
       offer: has a host offer what it has.
-      merge: has the hosts of a level merge what is offered below them.
       decide: has host 0 decide.
-      pass_on: has the hosts of a level pass on what is for hosts below them.
 
     Returns:
       The answer of host 0.
@@ -37,51 +31,42 @@ def exchanged(
     Raises:
       HostsFailedError: if any of it failed.
     """
-    num_hosts = gathered(hosts, offer=offer, merge=merge)
-    return dealt(hosts, num_hosts, decide=decide, pass_on=pass_on)
+    num_hosts = gathered(hosts, kind, offer)
+    return dealt(hosts, kind, decide, num_hosts=num_hosts)
 
 
-def gathered(
-    hosts: Hosts,
-    *,
-    offer: HostRequest[None],
-    merge: Callable[[int], HostRequest[None]],
-) -> int:
+def gathered(hosts: Hosts, kind: Kind, offer: HostRequest[None]) -> int:
     """Passes what all hosts offer to host 0; returns the number of hosts.
 
     Args:
       hosts: of the world.
+      kind: of the exchange.
       offer: see `exchanged`.
-      merge: see `exchanged`.
 
     Raises:
       HostsFailedError: if any of it failed.
     """
     num_hosts = len(hosts.all(offer))
     for level in range(tree_of(num_hosts).depth - 1, 0, -1):
-        hosts.all(merge(level))
+        hosts.all(part_requests.MergeParts(kind=kind, level=level))
     return num_hosts
 
 
 def dealt(
-    hosts: Hosts,
-    num_hosts: int,
-    *,
-    decide: HostRequest[AnswerT],
-    pass_on: Callable[[int], HostRequest[None]],
+    hosts: Hosts, kind: Kind, decide: HostRequest[AnswerT], *, num_hosts: int
 ) -> AnswerT:
     """Passes what host 0 deals to all hosts; returns its answer.
 
     Args:
       hosts: of the world.
-      num_hosts: of the world.
+      kind: of the exchange.
       decide: see `exchanged`.
-      pass_on: see `exchanged`.
+      num_hosts: of the world.
 
     Raises:
       HostsFailedError: if any of it failed.
     """
     decision = hosts.first(decide)
     for level in range(1, tree_of(num_hosts).depth):
-        hosts.all(pass_on(level))
+        hosts.all(part_requests.PassParts(kind=kind, level=level))
     return decision

@@ -130,10 +130,9 @@ class Saving:
         step, save, description = self.step, self.save, self.description
         chunks = part_passes.exchanged(
             hosts,
+            "backup",
             offer=backup_requests.OfferToBackUp(step=step, save=save),
-            merge=lambda level: backup_requests.MergeToBackUp(level=level),
             decide=backup_requests.GetChunkShapes(step=step, save=save),
-            pass_on=lambda level: backup_requests.PassToBackUp(level=level),
         )
         names = description.names(chunks)
         share = backup_requests.BackUpStep(step=step, save=save, names=names)

@@ -21,14 +21,6 @@ from elastic_ckpt.host.answers import (
 )
 
 
-def _merge(level: int) -> sharing_requests.MergeShared:
-    return sharing_requests.MergeShared(level=level)
-
-
-def _pass_on(level: int) -> sharing_requests.PassShared:
-    return sharing_requests.PassShared(level=level)
-
-
 def find(hosts: Hosts, request: read_requests.FindStep) -> tuple[SearchOutcome, int]:
     """Has host 0 search what all hosts have.
 
@@ -43,9 +35,8 @@ def find(hosts: Hosts, request: read_requests.FindStep) -> tuple[SearchOutcome, 
     Raises:
       HostsFailedError: if a certain step is not complete.
     """
-    num_hosts = part_passes.gathered(
-        hosts, offer=sharing_requests.OfferSaves(), merge=_merge
-    )
+    offer = sharing_requests.OfferSaves()
+    num_hosts = part_passes.gathered(hosts, "restore", offer)
     if num_hosts == 1:
         return hosts.first(request), 0
     surveyed: tuple[int, ...] = ()
@@ -53,9 +44,8 @@ def find(hosts: Hosts, request: read_requests.FindStep) -> tuple[SearchOutcome, 
         outcome = hosts.first(dataclasses.replace(request, surveyed=surveyed))
         if outcome.needs is None:
             break
-        part_passes.gathered(
-            hosts, offer=sharing_requests.OfferStep(step=outcome.needs), merge=_merge
-        )
+        offer_step = sharing_requests.OfferStep(step=outcome.needs)
+        part_passes.gathered(hosts, "restore", offer_step)
         surveyed = (*surveyed, outcome.needs)
     if outcome.is_shared:
         return outcome, num_hosts
@@ -77,7 +67,7 @@ def open_step(hosts: Hosts, checkpoint: CheckpointMetadata, num_hosts: int) -> N
     step, save = checkpoint.step, checkpoint.save
     if num_hosts:
         decide = sharing_requests.ShareStep(step=step, save=save)
-        part_passes.dealt(hosts, num_hosts, decide=decide, pass_on=_pass_on)
+        part_passes.dealt(hosts, "restore", decide, num_hosts=num_hosts)
     hosts.all(read_requests.OpenStep(step=step, save=save, is_shared=num_hosts > 0))
 
 
@@ -101,12 +91,11 @@ def deal(
     try:
         part_passes.exchanged(
             hosts,
+            "restore",
             offer=sharing_requests.OfferWanted(),
-            merge=_merge,
             decide=sharing_requests.PlanReads(
                 step=step, save=save, components=tuple(components)
             ),
-            pass_on=_pass_on,
         )
     except HostsFailedError as error:
         logging.warning("step %d: each host plans its reads: %s", step, error)

@@ -96,10 +96,9 @@ class StageWork:
     def _place(self, step: int, save: str) -> Placed:
         return part_passes.exchanged(
             self._hosts,
+            "copies",
             offer=copy_requests.OfferParts(step=step, save=save),
-            merge=lambda level: copy_requests.MergeParts(level=level),
             decide=copy_requests.PlaceCopies(step=step, save=save),
-            pass_on=lambda level: copy_requests.PassParts(level=level),
         )
 
     def upload(self, saving: Saving) -> bool:

@@ -20,7 +20,6 @@ from elastic_ckpt.host import (
     verified_read,
 )
 from elastic_ckpt.host.answers import BackedUp
-from elastic_ckpt.host.part_exchange import PartExchange
 from elastic_ckpt.host.step_notes import OfBackup
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import part_choices, uploads
@@ -51,6 +50,7 @@ class HostBackup:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
+        self._exchange = world.exchanges["backup"]
         self._arranged: tuple[int, str] | None = None
         # The claim of this world; None if its run claims none.
         self._claim: claims.Claim | None = None
@@ -113,14 +113,6 @@ class HostBackup:
             if is_captured
             else part_offers.of_save(self._world, step, save)
         )
-
-    def merge(self, level: int) -> None:
-        """Offers what the hosts below this one have, too, if it is on that level."""
-        self._exchange.merge(level)
-
-    def pass_on(self, level: int) -> None:
-        """Passes on what hosts below this one upload, if it is on that level."""
-        self._exchange.pass_on(level)
 
     def contents(self, step: int, save: str) -> Contents:
         """The contents of a step in RAM.
@@ -300,13 +292,6 @@ class HostBackup:
     def _root(self) -> PersistentRoot:
         assert self._world.root is not None
         return self._world.root
-
-    @functools.cached_property
-    def _exchange(self) -> PartExchange:
-        world = self._world
-        return PartExchange(
-            world.mail, "backup", host=world.number, num_hosts=len(world.hosts)
-        )
 
     @functools.cached_property
     def collector(self) -> backup_collector.BackupCollector:

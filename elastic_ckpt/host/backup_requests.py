@@ -89,36 +89,6 @@ class OfferToBackUp(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MergeToBackUp:
-    """Merges what is offered below the hosts of a level.
-
-    Attributes:
-      level: of the tree of hosts.
-    """
-
-    level: int
-
-    def run(self, host: AnyHost) -> None:
-        """See `HostBackup.merge`."""
-        host.tiers.backup.merge(self.level)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassToBackUp:
-    """Passes on what the hosts below those of a level upload.
-
-    Attributes:
-      level: of the tree of hosts.
-    """
-
-    level: int
-
-    def run(self, host: AnyHost) -> None:
-        """See `HostBackup.pass_on`."""
-        host.tiers.backup.pass_on(self.level)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class GetChunkShapes(OfStep):
     """Deals a step to all hosts; the answer has the shape of each leaf's chunks."""
 

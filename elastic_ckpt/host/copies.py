@@ -6,13 +6,11 @@ and `take`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import part_offers, replication, verified_read
 from elastic_ckpt.host.answers import Placed, Replicated
-from elastic_ckpt.host.part_exchange import PartExchange
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import part_choices, placement
 from elastic_ckpt.manifests.holdings import Holdings
@@ -30,14 +28,11 @@ class HostCopies:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
+        self._exchange = world.exchanges["copies"]
 
     def offer(self, step: int, save: str) -> None:
         """Offers what this host has of a step."""
         self._exchange.offer(part_offers.of_save(self._world, step, save))
-
-    def merge(self, level: int) -> None:
-        """Offers what the hosts below this one have, too, if it is on that level."""
-        self._exchange.merge(level)
 
     def place(self, step: int, save: str) -> Placed:
         """Places the copies of a step, and compares replicas; host 0 does it.
@@ -57,10 +52,6 @@ class HostCopies:
         placed, tables = placed_parts(message, world.hosts, policy)
         self._exchange.deal(tables)
         return placed
-
-    def pass_on(self, level: int) -> None:
-        """Passes on what hosts below this one take, if it is on that level."""
-        self._exchange.pass_on(level)
 
     def take(self, step: int, save: str) -> Replicated:
         """Takes the copies that placement gives this host.
@@ -109,13 +100,6 @@ class HostCopies:
         taken = replication.take(holdings, items, reader, writer)
         writer.commit()
         return taken
-
-    @functools.cached_property
-    def _exchange(self) -> PartExchange:
-        world = self._world
-        return PartExchange(
-            world.mail, "copies", host=world.number, num_hosts=len(world.hosts)
-        )
 
 
 def placed_parts(

@@ -19,42 +19,12 @@ class OfferParts(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MergeParts:
-    """Merges what is offered below the hosts of a level.
-
-    Attributes:
-      level: of the tree of hosts.
-    """
-
-    level: int
-
-    def run(self, host: AnyHost) -> None:
-        """See `HostCopies.merge`."""
-        host.tiers.copies.merge(self.level)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlaceCopies(OfStep):
     """Places the copies of a step."""
 
     def run(self, host: AnyHost) -> Placed:
         """See `HostCopies.place`."""
         return host.tiers.copies.place(self.step, self.save)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassParts:
-    """Passes on what the hosts below those of a level take.
-
-    Attributes:
-      level: of the tree of hosts.
-    """
-
-    level: int
-
-    def run(self, host: AnyHost) -> None:
-        """See `HostCopies.pass_on`."""
-        host.tiers.copies.pass_on(self.level)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from concurrent import futures
+from typing import Literal
 
 from elastic_ckpt.core import checked_json
 from elastic_ckpt.core.host_tree import HostTree
@@ -28,6 +29,10 @@ from elastic_ckpt.tiers.peers.mailbox import Mail
 from elastic_ckpt.tiers.source import ReadError
 
 FAN_IN = 22
+# What is exchanged: the copies that hosts take, their shares of a backup, and the parts
+# that they read in a restore.
+Kind = Literal["copies", "backup", "restore"]
+KINDS: tuple[Kind, ...] = ("copies", "backup", "restore")
 _THREADS = 8
 
 
@@ -46,7 +51,7 @@ class PartExchange:
       num_hosts: of the world.
     """
 
-    def __init__(self, mail: Mail, kind: str, *, host: int, num_hosts: int) -> None:
+    def __init__(self, mail: Mail, kind: Kind, *, host: int, num_hosts: int) -> None:
         self._mail = mail
         self._kind = kind
         self._host = host

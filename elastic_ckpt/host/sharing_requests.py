@@ -66,36 +66,6 @@ class PlanReads(OfStep):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MergeShared:
-    """Merges what is offered below the hosts of a level.
-
-    Attributes:
-      level: of the tree of hosts.
-    """
-
-    level: int
-
-    def run(self, host: AnyHost) -> None:
-        """See `StepSharing.merge`."""
-        host.tiers.reader.sharing.merge(self.level)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PassShared:
-    """Passes on what is for the hosts below those of a level.
-
-    Attributes:
-      level: of the tree of hosts.
-    """
-
-    level: int
-
-    def run(self, host: AnyHost) -> None:
-        """See `StepSharing.pass_on`."""
-        host.tiers.reader.sharing.pass_on(self.level)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class EndSharing:
     """Removes the messages of a search after which no step is read."""
 

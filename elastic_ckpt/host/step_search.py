@@ -68,19 +68,13 @@ class StepSearch:
             alone = query._replace(is_shared=False)
             return self._find(alone, self._world.ram_tiers)
         ram = self._sharing.survey(surveyed)
+        if ram.is_partial:
+            # Hosts whose reports are missing may have newer steps: this one asks all.
+            return self._find(query, self._world.ram_tiers)
         try:
-            outcome = self._find(query, [ram])
-            if not ram.is_partial or (
-                outcome.complete_step is not None and not outcome.passed_over
-            ):
-                return outcome
+            return self._find(query, [ram])
         except surveyed_ram.UnreportedStepError as error:
             return dataclasses.replace(_NOTHING, needs=error.step)
-        except errors.CheckpointError:
-            if not ram.is_partial:
-                raise
-        # The report of a host is missing: the others can be asked one by one.
-        return self._find(query, self._world.ram_tiers)
 
     def _find(self, query: Query, ram_tiers: Sequence[Tier]) -> SearchOutcome:
         step, without, save, own_line, is_shared = query

@@ -14,14 +14,12 @@ Between two of these, hosts `merge` and `pass_on` level by level.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import part_offers
-from elastic_ckpt.host.part_exchange import PartExchange
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import part_choices, read_plan, search
 from elastic_ckpt.manifests.holdings import Holdings
@@ -43,6 +41,7 @@ class StepSharing:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
+        self._exchange = world.exchanges["restore"]
         # On host 0, what hosts have reported, and the step that it chose.
         self._ram: SurveyedRam | None = None
         self._chosen: FoundStep | None = None
@@ -78,14 +77,6 @@ class StepSharing:
             files=(),
         )
         self._exchange.offer(PartMessage(tables=(table,)))
-
-    def merge(self, level: int) -> None:
-        """Offers what the hosts below this one have, too, if it is on that level."""
-        self._exchange.merge(level)
-
-    def pass_on(self, level: int) -> None:
-        """Passes on what is for hosts below this one, if it is on that level."""
-        self._exchange.pass_on(level)
 
     def survey(self, steps: Sequence[int]) -> SurveyedRam:
         """The RAM of all hosts as far as they have reported it; on host 0.
@@ -207,10 +198,3 @@ class StepSharing:
             ]
         )
         return table
-
-    @functools.cached_property
-    def _exchange(self) -> PartExchange:
-        world = self._world
-        return PartExchange(
-            world.mail, "restore", host=world.number, num_hosts=len(world.hosts)
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors
 from elastic_ckpt.host.captured_step import CapturedStep
+from elastic_ckpt.host.part_exchange import KINDS, Kind, PartExchange
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
@@ -128,6 +130,15 @@ class HostWorld:
     def ram_tiers(self) -> list[Tier]:
         """The tiers in the memory of this machine and of others, as `tiers`."""
         return [self.disk, peer.Peers([self._peer(url) for url in self._agents])]
+
+    @functools.cached_property
+    def exchanges(self) -> Mapping[Kind, PartExchange]:
+        """This host's part in the exchanges of each kind."""
+        number, num_hosts = self.number, len(self.hosts)
+        return {
+            kind: PartExchange(self.mail, kind, host=number, num_hosts=num_hosts)
+            for kind in KINDS
+        }
 
     @property
     def is_connected(self) -> bool:
