@@ -50,7 +50,7 @@ class HostBackup:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._exchange = world.exchanges["backup"]
+        self._part_exchange = world.exchanges["backup"]
         self._arranged: tuple[int, str] | None = None
         # The claim of this world; None if its run claims none.
         self._claim: claims.Claim | None = None
@@ -108,7 +108,7 @@ class HostBackup:
     def offer(self, step: int, save: str) -> None:
         """Offers what this host has of a step in RAM."""
         is_captured = (step, save) in self._world.captured
-        self._exchange.offer(
+        self._part_exchange.offer(
             PartMessage()
             if is_captured
             else part_offers.of_save(self._world, step, save)
@@ -237,7 +237,7 @@ class HostBackup:
         # The holdings of a step, whose parts host 0 deals to all hosts.
         if (step, save) in self._world.captured:
             return self._read(step, save)[1]
-        message = self._exchange.merged()
+        message = self._part_exchange.merged()
         table = message.of_save(step, save)
         if table is None:
             raise errors.CheckpointError(part_offers.nothing_of(step, message.problems))
@@ -250,7 +250,9 @@ class HostBackup:
             )
         hosts = self._world.hosts
         shared = uploads.of_all_items(holdings, hosts)
-        self._exchange.deal(part_choices.of_uploads(table, holdings, shared, hosts))
+        self._part_exchange.deal(
+            part_choices.of_uploads(table, holdings, shared, hosts)
+        )
         return holdings
 
     def _share(
@@ -261,7 +263,7 @@ class HostBackup:
             # Each host uploads what it has captured itself.
             sources, holdings = self._read(step, save)
             return sources, upload_share.Share.of_step(holdings, self._world.hosts)
-        tables = part_offers.received(self._exchange, step, save)
+        tables = part_offers.received(self._part_exchange, step, save)
         sources = part_offers.sources(self._world, tables)
         offers = list(sources) or [part_offers.nothing(own, tables)]
         holdings = Holdings.from_offers(offers)

@@ -28,11 +28,11 @@ class HostCopies:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._exchange = world.exchanges["copies"]
+        self._part_exchange = world.exchanges["copies"]
 
     def offer(self, step: int, save: str) -> None:
         """Offers what this host has of a step."""
-        self._exchange.offer(part_offers.of_save(self._world, step, save))
+        self._part_exchange.offer(part_offers.of_save(self._world, step, save))
 
     def place(self, step: int, save: str) -> Placed:
         """Places the copies of a step, and compares replicas; host 0 does it.
@@ -40,7 +40,7 @@ class HostCopies:
         Raises:
           CheckpointError: if nothing of the step can be read.
         """
-        message = self._exchange.merged()
+        message = self._part_exchange.merged()
         if message.of_save(step, save) is None:
             raise errors.CheckpointError(part_offers.nothing_of(step, message.problems))
         world = self._world
@@ -50,7 +50,7 @@ class HostCopies:
             assume_data_parallelism=world.peers.assume_data_parallelism,
         )
         placed, tables = placed_parts(message, world.hosts, policy)
-        self._exchange.deal(tables)
+        self._part_exchange.deal(tables)
         return placed
 
     def take(self, step: int, save: str) -> Replicated:
@@ -62,7 +62,7 @@ class HostCopies:
         taken = replication.Taken(copies=0, num_bytes=0, problems=())
         problems: tuple[str, ...] = ()
         try:
-            tables = part_offers.received(self._exchange, step, save)
+            tables = part_offers.received(self._part_exchange, step, save)
         except errors.CheckpointError as error:
             problems = (str(error),)
         else:

@@ -41,18 +41,18 @@ class StepSharing:
 
     def __init__(self, world: HostWorld) -> None:
         self._world = world
-        self._exchange = world.exchanges["restore"]
+        self._part_exchange = world.exchanges["restore"]
         # On host 0, what hosts have reported, and the step that it chose.
         self._ram: SurveyedRam | None = None
         self._chosen: FoundStep | None = None
 
     def offer_saves(self) -> None:
         """Offers the steps that this host has."""
-        self._exchange.offer(part_offers.of_all(self._world))
+        self._part_exchange.offer(part_offers.of_all(self._world))
 
     def offer_step(self, step: int) -> None:
         """Offers what this host has of a step."""
-        self._exchange.offer(part_offers.of_step(self._world, step))
+        self._part_exchange.offer(part_offers.of_step(self._world, step))
 
     def offer_wanted(self, saved: SavedStep, wanted: read_plan.Wanted | None) -> None:
         """Offers a list of the boxes that this host needs of a step.
@@ -62,7 +62,7 @@ class StepSharing:
           wanted: the boxes; None if this host reads all manifests itself.
         """
         if wanted is None:
-            self._exchange.offer(PartMessage())
+            self._part_exchange.offer(PartMessage())
             return
         num_boxes = len(wanted.leaf)
         table = PartTable(
@@ -76,7 +76,7 @@ class StepSharing:
             stored_bytes=np.zeros(num_boxes, np.int64),
             files=(),
         )
-        self._exchange.offer(PartMessage(tables=(table,)))
+        self._part_exchange.offer(PartMessage(tables=(table,)))
 
     def survey(self, steps: Sequence[int]) -> SurveyedRam:
         """The RAM of all hosts as far as they have reported it; on host 0.
@@ -85,7 +85,7 @@ class StepSharing:
           steps: of which they have reported the parts, the last one just now; none if
             they have just reported which steps they have.
         """
-        message = self._exchange.merged()
+        message = self._part_exchange.merged()
         if not steps:
             self._ram = SurveyedRam(message)
             return self._ram
@@ -106,7 +106,7 @@ class StepSharing:
           CheckpointError: if another step was chosen.
         """
         table = self._table(step, save).take(_NO_ROWS, [])
-        self._exchange.deal([table])
+        self._part_exchange.deal([table])
 
     def contents(self, step: int, save: str) -> Contents:
         """The contents that this host has received.
@@ -114,7 +114,7 @@ class StepSharing:
         Raises:
           CheckpointError: if they cannot be had.
         """
-        tables = part_offers.received(self._exchange, step, save)
+        tables = part_offers.received(self._part_exchange, step, save)
         if not tables:
             raise errors.CheckpointError(f"step {step}: its contents were not received")
         return tables[0].saved.contents
@@ -132,14 +132,16 @@ class StepSharing:
         """
         table = self._table(step, save)
         assert self._chosen is not None
-        asked = self._exchange.merged().of_save(step, save) or table.take(_NO_ROWS, [])
+        asked = self._part_exchange.merged().of_save(step, save) or table.take(
+            _NO_ROWS, []
+        )
         plan = read_plan.plan(
             self._chosen.step,
             self._world.hosts,
             read_plan.Wanted(reader=asked.target, leaf=asked.leaf, boxes=asked.boxes),
             domain=self._world.peers.domain,
         )
-        self._exchange.deal([part_choices.of_reads(table, plan, components)])
+        self._part_exchange.deal([part_choices.of_reads(table, plan, components)])
         # The holdings of all hosts are large.
         self._ram = self._chosen = None
 
@@ -150,7 +152,7 @@ class StepSharing:
           CheckpointError: if they cannot be had.
         """
         world = self._world
-        tables = part_offers.received(self._exchange, step, save)
+        tables = part_offers.received(self._part_exchange, step, save)
         in_ram = [table.of_tier("local") for table in tables]
         sources = part_offers.sources(world, in_ram)
         stored = {
@@ -182,7 +184,7 @@ class StepSharing:
 
     def end(self) -> None:
         """Removes the messages of this host, which all hosts have read."""
-        self._exchange.end()
+        self._part_exchange.end()
 
     def _table(self, step: int, save: str) -> PartTable:
         chosen = self._chosen
