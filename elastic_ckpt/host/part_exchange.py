@@ -29,8 +29,7 @@ from elastic_ckpt.tiers.peers.mailbox import Mail
 from elastic_ckpt.tiers.source import ReadError
 
 FAN_IN = 22
-# Of the copies that hosts take, their shares of a backup, and the parts that they read
-# in a restore.
+# Exchanges are about copies that hosts take, shares of a backup, or reads of a restore.
 Kind = Literal["copies", "backup", "restore"]
 KINDS: tuple[Kind, ...] = ("copies", "backup", "restore")
 _THREADS = 8
