@@ -153,11 +153,10 @@ def alone(config: schema.Config, emit: events.Emit) -> Iterator[World]:
 
 
 def _at(config: schema.Config, world: World) -> schema.Config:
-    # The configuration for the slices of a world, and for the memory of this one.
-    tiers = config.tiers
-    if world.ram_directory is not None:
-        tiers = dataclasses.replace(
-            tiers, local_checkpoint_directory=world.ram_directory
-        )
-    section = dataclasses.replace(config.world, slices=len(world.slices))
-    return dataclasses.replace(config, world=section, tiers=tiers)
+    # The configuration for the memory of a world.
+    if world.ram_directory is None:
+        return config
+    tiers = dataclasses.replace(
+        config.tiers, local_checkpoint_directory=world.ram_directory
+    )
+    return dataclasses.replace(config, tiers=tiers)
