@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator
 from elastic_ckpt.universal.formats.format_error import FormatError
 
 # So many opcodes take less than 1 GiB and 10 seconds.
-MOST_OPERATIONS = 6_000_000
+MOST_OPERATIONS = 4_000_000
 # The metadata of an empty tensor have so many for each opcode that they take.
 _BYTES_PER_OPERATION = 4
 # Names, values, ranges and fragments that readers make of what was decoded.
