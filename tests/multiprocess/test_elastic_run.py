@@ -97,6 +97,8 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
         *(tmp_path / "faults", corpus, ram),
         faults=faults,
         learning_rate=1e-4,
+        # Both slices that return do so in one change.
+        elastic_settle_seconds=2,
         **anew(tmp_path),
     )
     run = trained_until(config, "world 3 starts")
