@@ -31,7 +31,6 @@ from elastic_ckpt.tiers import choices
 
 _RUN = "benchmark"
 _TIMEOUT_MS = 600_000
-_WARM_SECS = 0.4
 _barriers = itertools.count()
 
 State = dict[str, jax.Array]
@@ -137,8 +136,7 @@ def timed(place: Place, work: Callable[[], Any]) -> tuple[float, Any]:
     # Garbage of one side is not collected in the turn of another.
     gc.collect()
     meet()
-    num_bytes = 2 * place.num_bytes // jax.process_count()
-    free_memory.touch(num_bytes, warm_secs=_WARM_SECS)
+    free_memory.touch(place.num_bytes // jax.process_count())
     meet()
     began = time.perf_counter()
     result = work()

@@ -15,7 +15,6 @@ import numpy as np
 
 from benchmarks import free_memory
 
-_WARM_SECS_PER_GIB = 0.25
 # The allocator of C keeps what a side has freed, and each side frees other sizes.
 _MALLOC_TRIM = ctypes.CDLL(None).malloc_trim
 
@@ -47,9 +46,7 @@ def timed(
         for name in names:
             gc.collect()
             _MALLOC_TRIM(0)
-            free_memory.touch(
-                num_bytes, warm_secs=_WARM_SECS_PER_GIB * num_bytes / 2**30
-            )
+            free_memory.touch(num_bytes)
             began = time.perf_counter()
             state = jax.block_until_ready(sides[name]())
             if number:
