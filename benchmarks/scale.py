@@ -23,15 +23,13 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import multiprocessing
-import pathlib
-import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import process_memory, report
 from elastic_ckpt.core import boxes
 from elastic_ckpt.manifests import (
     holdings,
@@ -102,7 +100,7 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
     assert not len(chosen.missing)
     measured["retention_secs"], deleted = _timed(lambda: _retained(num_hosts))
     assert len(deleted) > num_hosts // 2
-    measured["peak_gib"] = [_peak_gib()]
+    measured["peak_gib"] = [process_memory.resident_bytes("VmHWM") / 2**30]
     texts = [manifest_file.to_bytes(offer.manifest) for offer in copied]
     measured["manifests_secs"], _ = _timed(
         lambda: [manifest_file.parse(text) for text in texts]
@@ -259,9 +257,3 @@ def _timed(function: Callable[[], Any]) -> tuple[list[float], Any]:
         result = function()
         samples.append(time.perf_counter() - began)
     return samples, result
-
-
-def _peak_gib() -> float:
-    status = pathlib.Path("/proc/self/status").read_text()
-    (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
-    return int(kib) / 2**20

@@ -10,7 +10,6 @@ import argparse
 import gc
 import itertools
 import json
-import pathlib
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report
+from benchmarks import process_memory, report
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.tiers import choices
 
@@ -107,8 +106,8 @@ def _huge_leaf(sides: _Sides, num_mib: int, rounds: int) -> Iterator[_Sample]:
                 gc.collect()
                 for _ in range(2):
                     leaf = jax.block_until_ready(step(leaf))
-                resident = resident_bytes("VmRSS")
-                reset_peak()
+                resident = process_memory.resident_bytes("VmRSS")
+                process_memory.reset_peak()
                 began = time.perf_counter()
                 wait = sides.begin(side, {"w": leaf})
                 blocked = time.perf_counter() - began
@@ -118,22 +117,8 @@ def _huge_leaf(sides: _Sides, num_mib: int, rounds: int) -> Iterator[_Sample]:
                 if turn >= 2:
                     yield f"huge_block_{name}_{side}", blocked
                     yield f"huge_{name}_{side}", stepped
-                    peak = resident_bytes("VmHWM") - resident
+                    peak = process_memory.resident_bytes("VmHWM") - resident
                     yield f"huge_bytes_{name}_{side}", peak
-
-
-def resident_bytes(kind: str) -> int:
-    """Bytes of this process that Linux calls `VmRSS`, or `VmHWM`, the most so far."""
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(kind)
-
-
-def reset_peak() -> None:
-    """Resets `VmHWM`, the peak of this process's memory."""
-    # If the system refuses, the peak is that of the whole process.
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(directory: str, *, leaves: int, mib: int, rounds: int) -> dict[str, Any]:

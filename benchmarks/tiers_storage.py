@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from benchmarks import report, tiers_alone
+from benchmarks import process_memory, report
 from elastic_ckpt.checkpoint import factory
 from elastic_ckpt.tiers import choices
 
@@ -158,7 +158,7 @@ def _samples(
         )
     steps = itertools.count(1)
     state = make(0.5)
-    resident = tiers_alone.resident_bytes("VmRSS")
+    resident = process_memory.resident_bytes("VmRSS")
     for _ in range(rounds + 1):
         for side, checkpointer in sides.items():
             step = next(steps)
@@ -166,7 +166,7 @@ def _samples(
             del state
             state = make(step + 0.5)
             gc.collect()
-            tiers_alone.reset_peak()
+            process_memory.reset_peak()
             began = time.perf_counter()
             response = checkpointer.save_async(step, state, force=True)
             blocked = time.perf_counter() - began
@@ -174,7 +174,7 @@ def _samples(
             assert response.durable() if side == "staged" else response.result()
             yield f"durable_{side}", time.perf_counter() - began
             yield f"block_{side}", blocked
-            yield f"bytes_{side}", tiers_alone.resident_bytes("VmHWM") - resident
+            yield f"bytes_{side}", process_memory.resident_bytes("VmHWM") - resident
         views = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
         began = time.perf_counter()
         copies = [view.copy() for view in views]

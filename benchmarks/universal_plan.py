@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import pathlib
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks import dcp_writer, report
+from benchmarks import dcp_writer, process_memory, report
 from elastic_ckpt.core import boxes
 from elastic_ckpt.universal import opening
 from elastic_ckpt.universal.moves import TargetTensor
@@ -79,11 +78,10 @@ def _opened(path: pathlib.Path) -> tuple[float, float, float]:
     began, processor_began = time.perf_counter(), time.process_time()
     tensors = opening.open_checkpoint(path).tensors
     _match_and_plan(tensors, (_SMALL_ROWS, _SMALL_COLUMNS), hosts=(8,))
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     return (
         time.perf_counter() - began,
         time.process_time() - processor_began,
-        peak_bytes / 2**30,
+        process_memory.resident_bytes("VmHWM") / 2**30,
     )
 
 
