@@ -68,7 +68,7 @@ UNITS = {
 def test_as_many_opcodes_as_are_read_take_no_more_than_the_limits(unit):
     begin, repeated, operations = UNITS[unit]
     times = int(0.95 * MOST_OPERATIONS) // operations
-    # Other limits may refuse it. What counts is that the process stays within its own.
+    # Other limits may refuse it; the process stays within its own.
     with contextlib.suppress(FormatError):
         decoded(b"(" + begin + repeated * times + b"t")
 
