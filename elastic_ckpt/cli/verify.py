@@ -1,9 +1,12 @@
 """`elastic-ckpt verify PATH...`: reads every copy of every part, and compares digests.
 
+With --repair, copies that are bad are then put right from good ones, in RAM and in
+storage, and read once more; the problems are those that are left.
 The run may continue meanwhile. Steps that it removes during the verification count as
 missing, so name its newest step with --step. The JSON has a stable shape: `run`,
 `passed`, `steps` and `problems`, with the fields of `inspect.verification.VerifiedStep`
-and `inspect.problem.Problem`.
+and `inspect.problem.Problem`; with --repair also `repairs`, as `inspect.copy_repair`
+has them.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="fail also for steps without digests, which Orbax alone saved",
     )
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="put bad copies right from good ones; nothing else is written",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -55,11 +63,16 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             )
         progress = progress_line.ProgressLine("read")
-        result = verification.verify(tiers, steps, progress=progress)
+        result = verification.verify(
+            tiers, steps, progress=progress, repair=arguments.repair
+        )
         progress.end()
     passed = result.passed(strict=arguments.strict)
     if arguments.json:
-        print(json.dumps(_content(name, result, passed), indent=2))
+        content = _content(name, result, passed)
+        if arguments.repair:
+            content["repairs"] = [dataclasses.asdict(each) for each in result.repairs]
+        print(json.dumps(content, indent=2))
     else:
         print(describe(result, passed=passed))
     return 0 if passed else 1
@@ -76,6 +89,7 @@ def describe(result: verification.Verification, *, passed: bool) -> str:
         )
         for each in result.steps
     ]
+    lines += [f"  {each}" for each in result.repairs[:_SHOWN]]
     lines += [f"  {each}" for each in result.problems[:_SHOWN]]
     if result.problems[_SHOWN:]:
         more = len(result.problems) - _SHOWN

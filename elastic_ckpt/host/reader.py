@@ -16,6 +16,7 @@ from etils import epath
 
 from elastic_ckpt.core import errors, storage
 from elastic_ckpt.host import (
+    idle_repair,
     recovery,
     step_search,
     step_sharing,
@@ -232,7 +233,9 @@ class HostReader:
         return list(dict.fromkeys(map(recovery.report, bad)))
 
     def repair(self, bad: Sequence[BadCopyReport]) -> list[str]:
-        """Repairs this host's bad copies of the step that was read.
+        """Repairs bad copies of the step that was read: this host's, and idle ones.
+
+        Each bad copy of no host of the world is repaired by one host of it.
 
         Args:
           bad: copies that any host detected.
@@ -240,12 +243,21 @@ class HostReader:
         Returns:
           The names of the repaired parts.
         """
-        own = self._world.own
-        if not any((each.tier, each.host) == ("local", own.host.id) for each in bad):
+        world, own = self._world, self._world.own
+        is_own = any((each.tier, each.host) == ("local", own.host.id) for each in bad)
+        idle = idle_repair.dealt(bad, world.hosts, world.number)
+        if not (is_own or idle):
             return []
-        whole = self._whole(self._opened())
+        try:
+            whole = self._whole(self._opened())
+        except errors.CheckpointError as error:
+            # The step was read; it is not given up for copies that stay bad.
+            logging.warning("bad copies are not repaired: %s", error)
+            return []
+        holdings = whole.step.holdings
         reader = verified_read.VerifiedReader(whole.sources)
-        return recovery.put_right(whole.step.holdings, reader, own, bad)
+        mended = recovery.put_right(holdings, reader, own, bad)
+        return mended + idle_repair.put_right(holdings, whole.sources, idle)
 
     def close_step(self) -> None:
         """Releases the step that is open, its values and messages."""

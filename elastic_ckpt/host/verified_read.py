@@ -19,7 +19,7 @@ import numpy as np
 from elastic_ckpt.core import boxes, digest, errors, host_memory
 from elastic_ckpt.manifests import layout, read_plan
 from elastic_ckpt.manifests.holdings import Holdings, Offer
-from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
+from elastic_ckpt.manifests.manifest import ComponentFile, Fragment, Leaf
 from elastic_ckpt.tiers.source import ReadError, Source
 
 _REMEDY = (
@@ -165,11 +165,32 @@ def read_item(
         (holdings.offers[holdings.holder[row]], holdings.fragment(row)) for row in rows
     ]
     choices.sort(key=lambda each: each[0].host.id != first)
-    fragment = choices[0][1]
-    dtype = np.dtype(holdings.contents.leaves[fragment.leaf].dtype)
-    memory = host_memory.allocate(layout.num_bytes(fragment.box, dtype.name))
-    reader.fragment(choices, memory, name=holdings.name(item))
-    return memory.view(dtype).reshape(fragment.box.shape)
+    leaf = holdings.contents.leaves[choices[0][1].leaf]
+    return read_choices(choices, leaf, reader, name=holdings.name(item))
+
+
+def read_choices(
+    choices: Sequence[tuple[Offer, Fragment]],
+    leaf: Leaf,
+    reader: VerifiedReader,
+    *,
+    name: str,
+) -> np.ndarray:
+    """Reads the values of a saved box from one of some holders; as `read_item`.
+
+    Args:
+      choices: the holders in the order to ask them.
+      leaf: that the box is of.
+      reader: of the step.
+      name: of the box, for messages.
+
+    Raises:
+      CheckpointError: if none of them has a good copy.
+    """
+    box, dtype = choices[0][1].box, np.dtype(leaf.dtype)
+    memory = host_memory.allocate(layout.num_bytes(box, dtype.name))
+    reader.fragment(choices, memory, name=name)
+    return memory.view(dtype).reshape(box.shape)
 
 
 def read_boxes(

@@ -10,22 +10,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 
-import google_crc32c
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import digest, host_memory
+from elastic_ckpt.core import host_memory
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.inspect.problem import Kind, Problem
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.manifest import ComponentFile, Fragment
+from elastic_ckpt.tiers import stored_part
 from elastic_ckpt.tiers.persistent import orbax_view
 from elastic_ckpt.tiers.source import ReadError, Source
 
 # Each thread holds one chunk in memory, and some copies of it while reading as Orbax.
 _THREADS = 8
-_DIFFERS = "is not what was saved: its digest differs"
 _ORBAX_REMEDY = (
     "Orbax alone cannot load the step; restore it with elastic_ckpt, and save it anew"
 )
@@ -40,6 +39,8 @@ class AllCopies:
       progress: called with the bytes read and the total, from any thread.
 
     Attributes:
+      holdings: of the save.
+      copies: the files of each holder.
       num_bytes: that were read, with the checksums behind values.
     """
 
@@ -49,8 +50,8 @@ class AllCopies:
         copies: Mapping[Offer, Source],
         progress: Callable[[int, int], None],
     ) -> None:
-        self._holdings = holdings
-        self._copies = copies
+        self.holdings = holdings
+        self.copies = copies
         self._progress = progress
         self._item = holdings.item
         # All hosts wrote into one directory.
@@ -80,6 +81,16 @@ class AllCopies:
             for done in pool.map(self._read_share, shares):
                 del done
 
+    @property
+    def damaged(self) -> dict[int, str]:
+        """The rows of copies that cannot be used, and what is wrong with each."""
+        return dict(self._damaged)
+
+    @property
+    def repairable(self) -> list[int]:
+        """The rows of copies that differ in any way from what was saved."""
+        return sorted({*self._damaged, *self._longer, *self._hidden})
+
     def problems(self) -> Iterator[Problem]:
         """The problems, by item and holder."""
         for row in sorted(self._damaged):
@@ -93,9 +104,9 @@ class AllCopies:
             yield self._problem(row, "damaged", why, remedy)
         for row in sorted(self._hidden):
             yield self._problem(row, "orbax", self._hidden[row], _ORBAX_REMEDY)
-        for item in self._holdings.diverged.tolist():
+        for item in self.holdings.diverged.tolist():
             yield self._diverged(item)
-        held = self._holdings.offers[0].manifest
+        held = self.holdings.offers[0].manifest
         for directory, view in self._views.items():
             for file, why in view.metadata_problems():
                 yield Problem(
@@ -130,10 +141,10 @@ class AllCopies:
         self, row: int, memory: np.ndarray
     ) -> tuple[str | None, str | None, int]:
         # The problem of the copy, that of Orbax's view of it, and the surplus bytes.
-        offer, part = self._offer(row), self._part(row)
+        offer, part = self.offer(row), self.part(row)
         is_chunk = isinstance(part, Fragment)
         place = (part.file, part.offset) if is_chunk else (part.path, 0)
-        source, surplus = self._copies[offer], 0
+        source, surplus = self.copies[offer], 0
         damage = hidden = None
         try:
             source.read_into(*place, memory.data)
@@ -142,8 +153,8 @@ class AllCopies:
         except ReadError as error:
             damage = str(error)
         else:
-            damage = _damage(memory, part)
-        view = self._views.get(self._copies[offer].directory)
+            damage = stored_part.damage(memory, part)
+        view = self._views.get(self.copies[offer].directory)
         if is_chunk and view is not None:
             hidden = view.chunk_problem(part)
         return damage, hidden, surplus
@@ -152,44 +163,44 @@ class AllCopies:
         # The index of a store gives the end of values; its files may hold more.
         if isinstance(part, ComponentFile):
             return True
-        offer = self._offer(row)
+        offer = self.offer(row)
         held = offer.manifest.fragments
         return offer.tier == "local" and len(held.files) == len(held)
 
     def _problem(self, row: int, kind: Kind, why: str, remedy: str) -> Problem:
-        offer, part = self._offer(row), self._part(row)
+        offer, part = self.offer(row), self.part(row)
         file = part.file if isinstance(part, Fragment) else part.path
         item = int(self._item[row])
         return Problem(
             kind=kind,
             step=offer.manifest.step,
             save=offer.manifest.save,
-            part=self._holdings.name(item),
+            part=self.holdings.name(item),
             tier=offer.tier,
             holder=offer.host.id,
-            path=f"{self._copies[offer].directory}/{file}",
+            path=f"{self.copies[offer].directory}/{file}",
             why=why,
             remedy=remedy,
         )
 
     def _remedy(self, row: int) -> str:
         item = int(self._item[row])
-        first, end = self._holdings.first_row[item : item + 2].tolist()
+        first, end = self.holdings.first_row[item : item + 2].tolist()
         good = [each for each in range(first, end) if each not in self._damaged]
         if not good:
             return "no good copy is left: restore an older step, and remove this one"
-        other = self._offer(good[0])
+        other = self.offer(good[0])
         holder = f"host {other.host.id}"
         if other.tier == "persistent":
             holder = "the persistent tier"
-        if self._offer(row).tier == "persistent":
-            return f"{holder} has a good copy: save a newer step before that is lost"
+        if self.offer(row).tier == "persistent":
+            return f"{holder} has a good copy: `elastic-ckpt verify --repair` takes it"
         return (
             f"{holder} has a good copy, and a restore that reads the bad one repairs it"
         )
 
     def _diverged(self, item: int) -> Problem:
-        holders = self._holdings.holders(item)
+        holders = self.holdings.holders(item)
         hosts = ", ".join(each.host.id for each in holders[:MOST_NAMED])
         more = f" and {len(holders) - MOST_NAMED} more" if holders[MOST_NAMED:] else ""
         held = holders[0].manifest
@@ -197,19 +208,21 @@ class AllCopies:
             kind="diverged",
             step=held.step,
             save=held.save,
-            part=self._holdings.name(item),
+            part=self.holdings.name(item),
             why=f"the hosts {hosts}{more} saved different values",
             remedy="a device or memory of one of them is faulty: find it, and restore"
             " an older step",
         )
 
-    def _offer(self, row: int) -> Offer:
-        return self._holdings.offers[self._holdings.holder[row]]
+    def offer(self, row: int) -> Offer:
+        """The holder of a row of the holdings."""
+        return self.holdings.offers[self.holdings.holder[row]]
 
-    def _part(self, row: int) -> Fragment | ComponentFile:
-        if self._item[row] < len(self._holdings.leaf):
-            return self._holdings.fragment(row)
-        return self._offer(row).manifest.component_files[self._holdings.number[row]]
+    def part(self, row: int) -> Fragment | ComponentFile:
+        """The part of a row of the holdings, as its holder lists it."""
+        if self._item[row] < len(self.holdings.leaf):
+            return self.holdings.fragment(row)
+        return self.offer(row).manifest.component_files[self.holdings.number[row]]
 
 
 def _stored_bytes(holdings: Holdings) -> np.ndarray:
@@ -221,16 +234,3 @@ def _stored_bytes(holdings: Holdings) -> np.ndarray:
     return np.concatenate(
         [of_boxes + layout.CHECKSUM_BYTES, np.array(of_files, np.int64)]
     )
-
-
-def _damage(stored: np.ndarray, part: Fragment | ComponentFile) -> str | None:
-    if isinstance(part, ComponentFile):
-        return None if digest.values_digest(stored) == part.digest else _DIFFERS
-    values, checksum = np.split(stored, [len(stored) - layout.CHECKSUM_BYTES])
-    if digest.values_digest(values) != part.digest:
-        return _DIFFERS
-    if google_crc32c.value(values) != int.from_bytes(checksum.tobytes(), "little"):
-        return (
-            "has right values, and a wrong CRC-32C behind them: zarr readers refuse it"
-        )
-    return None

@@ -7,13 +7,17 @@ holder, with the CRC-32C behind its values, because a bad copy is lost redundanc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from elastic_ckpt.inspect import all_copies
+from elastic_ckpt.inspect.copy_repair import CopyRepair, Repair
 from elastic_ckpt.inspect.problem import Problem
 from elastic_ckpt.inspect.tier_locations import Locations
 from elastic_ckpt.manifests import search
+from elastic_ckpt.manifests.holdings import Offer
+from elastic_ckpt.tiers.persistent.persistent_tier import StepSource
+from elastic_ckpt.tiers.source import Source
 
 State = Literal["complete", "incomplete", "unverifiable"]
 
@@ -43,11 +47,14 @@ class Verification:
 
     Attributes:
       steps: that were read, ascending by step and save.
-      problems: in the order of the steps; what does not matter for `passed` is here.
+      problems: in the order of the steps; what does not matter for `passed` is here. If
+        copies were repaired, those that are left.
+      repairs: the copies that were repaired, or could not be; none without `repair`.
     """
 
     steps: tuple[VerifiedStep, ...]
     problems: tuple[Problem, ...]
+    repairs: tuple[Repair, ...] = ()
 
     def passed(self, *, strict: bool) -> bool:
         """Whether all is well.
@@ -63,6 +70,7 @@ def verify(
     steps: Collection[int],
     *,
     progress: Callable[[int, int], None],
+    repair: bool = False,
 ) -> Verification:
     """Reads and compares all copies of some steps in some locations.
 
@@ -70,7 +78,9 @@ def verify(
       locations: together.
       steps: their numbers.
       progress: called with the bytes of a step read and the total, from any thread.
+      repair: whether bad copies are put right from good ones, and read once more.
     """
+    repairs: list[Repair] = []
     verified: list[VerifiedStep] = []
     problems: list[Problem] = []
     for number in sorted(steps):
@@ -82,14 +92,51 @@ def verify(
         groups = [search.Step.from_offers(each) for each in search.saves(list(copies))]
         whole = any(step.complete for step in groups)
         for step in reversed(groups):
-            reading = all_copies.AllCopies(step.holdings, copies, progress)
-            reading.read()
+            reading = _read(step, copies, progress)
+            if repair:
+                reading = _repaired(step, reading, repairs, progress)
             problems += reading.problems()
             verified.append(_summary(step, num_bytes=reading.num_bytes))
         # One complete save is enough; without one, the last save counts.
         if groups and not whole:
             problems += _incomplete(groups[0])
-    return Verification(steps=tuple(verified), problems=tuple(problems))
+    return Verification(
+        steps=tuple(verified), problems=tuple(problems), repairs=tuple(repairs)
+    )
+
+
+def _read(
+    step: search.Step,
+    copies: Mapping[Offer, Source],
+    progress: Callable[[int, int], None],
+) -> all_copies.AllCopies:
+    reading = all_copies.AllCopies(step.holdings, copies, progress)
+    reading.read()
+    return reading
+
+
+def _repaired(
+    step: search.Step,
+    reading: all_copies.AllCopies,
+    repairs: list[Repair],
+    progress: Callable[[int, int], None],
+) -> all_copies.AllCopies:
+    # Reads again what was repaired: it passes as any other copy, or stays a problem.
+    outcomes: dict[tuple[str, str], Repair] = {}
+    for rewrite in (False, True):
+        if not reading.repairable:
+            break
+        done = list(CopyRepair(reading).run(rewrite=rewrite))
+        outcomes.update({(each.tier, each.path): each for each in done})
+        if all(each.problem for each in done):
+            break
+        copies = {
+            offer: source.reopened() if isinstance(source, StepSource) else source
+            for offer, source in reading.copies.items()
+        }
+        reading = _read(step, copies, progress)
+    repairs += outcomes.values()
+    return reading
 
 
 def _summary(step: search.Step, *, num_bytes: int) -> VerifiedStep:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from etils import epath
 
@@ -26,6 +26,10 @@ class ReadError(Exception):
 
 class RefusedError(ReadError):
     """The holder does not take the run's secret; as `ReadError`."""
+
+
+class RepairError(Exception):
+    """A bad copy was not replaced; the message has no subject."""
 
 
 def ignored(piece: memoryview) -> None:
@@ -63,6 +67,23 @@ class Source(Protocol):
 
         Raises:
           ReadError: if the file is missing, or the holder does not answer.
+        """
+        ...
+
+
+@runtime_checkable
+class RepairableSource(Source, Protocol):
+    """A source in a slot of a RAM disk that this process does not own."""
+
+    def put_right(self, file: str, content: bytes) -> None:
+        """Replaces a bad copy by what was saved, atomically.
+
+        Args:
+          file: as a manifest names it.
+          content: all bytes of the file; they are compared with its manifest first.
+
+        Raises:
+          RepairError: if it was not replaced.
         """
         ...
 

@@ -2,9 +2,9 @@
 
 It is a separate process (`elastic-ckpt agent DIRECTORY`; where that is not installed,
 `python -m elastic_ckpt.tiers.peers.agent_command DIRECTORY`), so that a new world can
-read the machine's steps before, while and after a training process runs there. It only
-serves bytes, has no policy, and writes only `<root>/agent.json`, which holds its
-address.
+read the machine's steps before, while and after a training process runs there. It
+serves bytes and has no policy. It writes `<root>/agent.json`, which holds its address,
+and bad files that a client replaces by what was saved (`agent_repairs`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Answers the requests to an agent: bytes of files, and the list of manifests.
+"""Answers the requests to an agent: bytes of files, the list of manifests, repairs.
 
     GET       /v1/steps                                  manifests, as JSON
     GET       /v1/machine                                the machine, as JSON
     GET, HEAD /v1/hosts/<slot>/<step>-<save>/<path>      a file, or a range of its bytes
+    PUT       /v1/hosts/<slot>/<step>-<save>/<path>      see `agent_repairs`
 
 Everything needs the run's secret (`Authorization: Bearer ...`), and all else is 404.
 """
@@ -23,7 +24,13 @@ from aiohttp import http, web
 from etils import epath
 
 from elastic_ckpt.core import storage
-from elastic_ckpt.tiers.peers import agent_connections, agent_tree, bandwidth, secret
+from elastic_ckpt.tiers.peers import (
+    agent_connections,
+    agent_repairs,
+    agent_tree,
+    bandwidth,
+    secret,
+)
 
 VERSION = 1
 _FILES = "/v1/hosts/"
@@ -75,12 +82,15 @@ class Answers:
         self._machine = machine
         self._known = known
         self._bandwidth = bandwidth_bound
+        self._repairs = agent_repairs.Repairs(root)
         self.on_secret: Callable[[asyncio.BaseProtocol], None] = lambda _: None
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """The response, sent when this returns."""
         response = self._response(request)
         try:
+            if isinstance(response, agent_repairs.Sent):
+                response = await self._repairs.take(request, response)
             if isinstance(response, io.FileIO):
                 with response as file:
                     return await self._send_file(request, file)
@@ -95,12 +105,17 @@ class Answers:
                 request.transport.abort()
             return web.Response()
 
-    def _response(self, request: web.BaseRequest) -> web.Response | io.FileIO:
+    def _response(
+        self, request: web.BaseRequest
+    ) -> web.Response | io.FileIO | agent_repairs.Sent:
         if not self._is_authorized(request.headers.get("Authorization", "")):
             return _refusal(401, {"WWW-Authenticate": "Bearer"})
         self.on_secret(request.protocol)
         path = request.raw_path
-        if request.method not in ("GET", "HEAD") or request.body_exists:
+        is_sent = request.method == "PUT" and path.startswith(_FILES)
+        if not is_sent and (
+            request.method not in ("GET", "HEAD") or request.body_exists
+        ):
             return _refusal(404)
         if path == "/v1/steps":
             return _json(agent_tree.manifests(self._root))
@@ -112,6 +127,8 @@ class Answers:
             if not path.startswith(_FILES):
                 raise agent_tree.NotServedError
             names = agent_tree.parts(path.removeprefix(_FILES))
+            if is_sent:
+                return agent_repairs.sent(request, names)
             return agent_tree.open_file(self._root, names)
         except agent_tree.NotServedError:
             return _refusal(404)

@@ -78,6 +78,10 @@ class PeerSource:
         """See `source.Source`."""
         return self._endpoint.size(_path(f"{self._directory}/{file}"))
 
+    def put_right(self, file: str, content: bytes) -> None:
+        """Has the agent replace a bad copy; see `source.RepairableSource`."""
+        self._endpoint.put(_path(f"{self._directory}/{file}"), content)
+
 
 class Peer:
     """The RAM disk of one other machine at one moment, a `source.Tier`.

@@ -31,6 +31,9 @@ SKIPPED_SECS = 30.0
 _RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/[0-9]{1,18}")
 _SIZE = re.compile(r"[0-9]{1,18}")
 _REFUSED = 401
+# An agent has taken a repair, or does not and explains why.
+_DONE, _CONFLICT = 204, 409
+_MOST_REASON_BYTES = 1000
 _STATUS = {
     404: "has no such file",
     416: "has a shorter file",
@@ -157,6 +160,42 @@ class Endpoint:
 
         return self._persistently(look, lambda: 0)
 
+    def put(self, path: str, content: bytes) -> None:
+        """Sends a file that replaces a bad copy at `path`; tried once.
+
+        Raises:
+          RepairError: if the agent does not take it.
+        """
+        problem = self._problem()
+        if problem is not None:
+            raise source.RepairError(problem)
+        with self._free:
+            connection = self._new_connection()
+            try:
+                connection.request(
+                    "PUT", path, body=content, headers=self._authorization()
+                )
+                response = connection.getresponse()
+                reason = response.read(_MOST_REASON_BYTES).decode(errors="replace")
+            except (
+                OSError,
+                peer_connection.UntrustedError,
+                http.client.HTTPException,
+            ) as error:
+                # An agent of an earlier version ends the connection.
+                raise source.RepairError(
+                    f"was not repaired: {self.url} does not take it"
+                    f" ({type(error).__name__})"
+                ) from None
+            finally:
+                connection.close()
+        if response.status == _CONFLICT:
+            raise source.RepairError(reason)
+        if response.status != _DONE:
+            raise source.RepairError(
+                f"was not repaired: {self.url} answers with status {response.status}"
+            )
+
     def close(self) -> None:
         """Closes the idle connections."""
         with self._lock:
@@ -197,34 +236,34 @@ class Endpoint:
         self._skipped = (time.monotonic() + SKIPPED_SECS, reason)
         return source.ReadError(f"cannot be read: {self.url} fails ({reason})")
 
-    def _check_not_skipped(self) -> None:
+    def _problem(self) -> str | None:
+        # Why the peer is not asked now.
+        if self._terms.needs_tls and not self.url.startswith("https://"):
+            return f"was not asked for: {self.url} does not encrypt, and this run does"
         skipped = self._skipped
         if skipped and skipped[0] > time.monotonic():
-            raise source.ReadError(
+            return (
                 f"was not asked for: {self.url} has failed ({skipped[1]}), and is left"
                 f" alone for {SKIPPED_SECS:.0f} s"
             )
+        return None
+
+    def _authorization(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._terms.secret()}"}
 
     @contextlib.contextmanager
     def _answer(
         self, method: str, path: str, headers: dict[str, str], *, status: int
     ) -> Iterator[peer_connection.Response]:
         """The response to a request; its connection is kept if its body was read."""
-        if self._terms.needs_tls and not self.url.startswith("https://"):
-            raise source.ReadError(
-                f"was not asked for: {self.url} does not encrypt, and this run does"
-            )
         with self._free:
-            self._check_not_skipped()
+            problem = self._problem()
+            if problem is not None:
+                raise source.ReadError(problem)
             connection = self._connection()
             try:
                 connection.request(
-                    method,
-                    path,
-                    headers={
-                        **headers,
-                        "Authorization": f"Bearer {self._terms.secret()}",
-                    },
+                    method, path, headers={**headers, **self._authorization()}
                 )
                 response = connection.getresponse()
                 assert isinstance(response, peer_connection.Response)
@@ -250,6 +289,9 @@ class Endpoint:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
+        return self._new_connection()
+
+    def _new_connection(self) -> http.client.HTTPConnection:
         return peer_connection.connection(
             self.url,
             timeout_secs=self._terms.timeout_secs,

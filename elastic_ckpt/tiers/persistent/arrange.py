@@ -120,9 +120,11 @@ def save_of(root: PersistentRoot, step: int, *, run: str) -> str | None:
     committed = committed_save(directory)
     for name in names:
         try:
-            save = manifest_file.read(directory / name, run=run, step=step).save
+            manifest = manifest_file.read(
+                directory / name, run=run, step=step, stores=True
+            )
         except errors.CheckpointError:
             continue
-        if committed in (None, save):
-            return save
+        if committed in (None, manifest.save):
+            return manifest.save
     return None

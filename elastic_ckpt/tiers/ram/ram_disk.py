@@ -25,6 +25,7 @@ from elastic_ckpt.manifests import layout, manifest_file
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers import no_follow, preserved
+from elastic_ckpt.tiers.ram import file_repair
 from elastic_ckpt.tiers.ram.machine import FILE, machine_id
 from elastic_ckpt.tiers.source import (
     PIECE_BYTES,
@@ -242,6 +243,10 @@ class StepFiles:
         """See `source.Source`."""
         with _read_errors(), _opened(self.directory, file) as descriptor:
             return os.fstat(descriptor).st_size
+
+    def put_right(self, file: str, content: bytes) -> None:
+        """Replaces a bad copy whose process is gone; see `source.RepairableSource`."""
+        file_repair.replace(self.directory, file, content)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,113 @@
+"""Bad files of committed steps in a RAM disk, replaced though their process is gone.
+
+A process alone writes its slot, and puts its bad copies right. A slot whose process
+has ended - that of an idle machine, or of a slot that the present world does not use -
+is repaired by the machine's agent, or by a person's `elastic-ckpt verify --repair`.
+Both come here: a file is replaced only by the bytes that the manifest beside it lists,
+so a repair cannot make a good copy bad.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+import numpy as np
+from etils import epath
+
+from elastic_ckpt.core import checked_json, errors, storage
+from elastic_ckpt.manifests import manifest_file
+from elastic_ckpt.manifests.manifest import Manifest
+from elastic_ckpt.tiers import no_follow, stored_part
+from elastic_ckpt.tiers.ram import machine
+from elastic_ckpt.tiers.source import RepairError
+
+
+def replace(directory: epath.PathLike, file: str, content: bytes) -> None:
+    """Replaces a file of a committed step by what was saved, atomically.
+
+    Args:
+      directory: of the step, `<root>/hosts/<slot>/<step>-<save>`.
+      file: as the manifest of the slot lists it.
+      content: all bytes of the file.
+
+    Raises:
+      RepairError: if the manifest cannot be read or does not list these bytes, a live
+        process has the slot, or the file cannot be written.
+    """
+    slot, step = os.path.split(os.fspath(directory))
+    root = os.path.dirname(os.path.dirname(slot))
+    try:
+        host = f"{machine.find(root)}.{os.path.basename(slot)}"
+    except errors.CheckpointError as error:
+        raise RepairError(f"was not repaired: {error}") from None
+    below = [os.path.basename(slot), step]
+    name = manifest_file.file_name(host)
+    _check(_manifest(root, [*below, name]), file, content)
+    try:
+        with storage.exclusive_lock(os.path.join(slot, "lock")):
+            # No process removes the step meanwhile, or has begun to.
+            if not _is_file(root, [*below, name]):
+                raise RepairError("was not repaired: its step is gone")
+            _is_file(root, [*below, *file.split("/")])
+            storage.write_atomic(os.path.join(directory, file), content)
+    except errors.RunError:
+        raise RepairError(
+            "was not repaired: a live process has the slot, and repairs its own copies"
+            " when the step is restored"
+        ) from None
+    except OSError as error:
+        raise RepairError(f"cannot be written ({error.strerror})") from None
+
+
+def _manifest(root: str, names: Sequence[str]) -> Manifest:
+    try:
+        descriptor = no_follow.open_file(os.path.join(root, "hosts"), names)
+        with os.fdopen(descriptor, "rb") as opened:
+            return manifest_file.parse(opened.read())
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    except checked_json.UnreadableError as error:
+        problem = str(error)
+    raise RepairError(f"was not repaired: the manifest of its host {problem}")
+
+
+def _check(manifest: Manifest, file: str, content: bytes) -> None:
+    part = _listed(manifest, file)
+    if part is None:
+        raise RepairError("was not repaired: its manifest lists no such file")
+    stored = np.frombuffer(content, np.uint8)
+    if len(stored) != stored_part.num_bytes(part, manifest.contents):
+        raise RepairError(
+            f"was not repaired: the copy has {len(stored)} bytes, and"
+            f" {stored_part.num_bytes(part, manifest.contents)} were saved"
+        )
+    damage = stored_part.damage(stored, part)
+    if damage is not None:
+        raise RepairError(f"was not repaired: the copy {damage}")
+
+
+def _listed(manifest: Manifest, file: str) -> stored_part.Part | None:
+    # The part that is the whole of a file.
+    for each in manifest.component_files:
+        if each.path == file:
+            return each
+    fragments = manifest.fragments
+    if file not in fragments.files:
+        return None
+    rows = np.flatnonzero(fragments.file == fragments.files.index(file))
+    if len(rows) != 1 or fragments.offset[rows[0]]:
+        return None
+    return fragments.row(int(rows[0]), contents=manifest.contents)
+
+
+def _is_file(root: str, names: Sequence[str]) -> bool:
+    # Raises an OSError for a link, or for something else than a file.
+    try:
+        os.close(no_follow.open_file(os.path.join(root, "hosts"), names))
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        return False
+    return True
