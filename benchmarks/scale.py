@@ -13,6 +13,12 @@ makes, the other decisions see three holders of each box.
 * `uploads_secs`: which host uploads which box and file of the complete step.
 * `retention_secs`: which of as many steps as there are hosts are removed.
 * `peak_gib`: of a process that makes the world and decides all this.
+* `messages_per_host_10k`, `bytes_per_host_10k`: of a save to RAM with copies, at the
+  host that passes the most messages of decisions; requests for values are not among
+  them.
+* `decision_secs_10k`: of that save and of a restore, from manifests on disks to the
+  reads of all hosts: processor time of the slowest host in each pass (`scale_world`).
+* `traffic_peak_gib_10k`: of the process that simulates all hosts, not of one of them.
 * `manifests_secs`: 1e4 manifests of 300 fragments from their bytes, not in the others.
 
 Each size runs in a separate process; `_100`, `_1000` are those of fewer hosts.
@@ -24,12 +30,12 @@ import dataclasses
 import datetime
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from benchmarks import process_memory, report
+from benchmarks import process_memory, report, scale_manifests, scale_traffic
 from elastic_ckpt.core import boxes
 from elastic_ckpt.manifests import (
     holdings,
@@ -43,11 +49,7 @@ from elastic_ckpt.manifests import (
 )
 
 _SIZES = (100, 1000, 10_000)
-_LEAVES = 100
-_BOXES_A_HOST = 100
-_ROWS = 16
 _ROUNDS = 3
-_BOX_BYTES = 2**20
 
 
 def measure() -> dict[str, report.Figure]:
@@ -57,12 +59,34 @@ def measure() -> dict[str, report.Figure]:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             measured = pool.apply(_measured, (num_hosts,))
         ending = "" if num_hosts == max(_SIZES) else f"_{num_hosts}"
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            costs = pool.apply(scale_traffic.measure, (num_hosts,))
+        figures |= _traffic(costs, num_hosts)
         for name, samples in measured.items():
             bound = _BOUNDS.get(name, "no bound") if not ending else "growth"
             figures[name + ending] = report.Figure(
                 unit=name.rpartition("_")[2], against=bound, samples=tuple(samples)
             )
     return figures
+
+
+def _traffic(
+    costs: tuple[scale_traffic.Cost, scale_traffic.Cost], num_hosts: int
+) -> dict[str, report.Figure]:
+    saved, restored = costs
+    values = {
+        "messages_per_host": (saved.messages, "messages", "at most 200"),
+        "bytes_per_host": (saved.num_bytes, "bytes", "no bound"),
+        "restore_messages_per_host": (restored.messages, "messages", "no bound"),
+        "restore_bytes_per_host": (restored.num_bytes, "bytes", "no bound"),
+        "decision_secs": (saved.secs + restored.secs, "secs", "at most 10"),
+        "traffic_peak_gib": (restored.peak_gib, "gib", "no bound"),
+    }
+    ending = "10k" if num_hosts == max(_SIZES) else str(num_hosts)
+    return {
+        f"{name}_{ending}": report.Figure(unit=unit, against=bound, samples=(value,))
+        for name, (value, unit, bound) in values.items()
+    }
 
 
 _BOUNDS = {
@@ -82,7 +106,7 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
         lambda: placement.place(holdings.Holdings.from_offers(offers), hosts)
     )
     measured = {"placement_secs": samples}
-    assert len(placed.item) == 2 * num_hosts * (_BOXES_A_HOST + 1)
+    assert len(placed.item) == 2 * num_hosts * (scale_manifests.LEAVES + 1)
     assert not placed.shortfalls
     copied = _with_copies(offers, placed)
     newer = _world(num_hosts, step=40)[1:]
@@ -93,7 +117,7 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
     readers = hosts[: num_hosts // 2]
     step = searched.newest
     measured["plan_secs"], plan = _timed(lambda: read_plan.plan(step, readers, wanted))
-    assert len(plan) == num_hosts * _BOXES_A_HOST
+    assert len(plan) == num_hosts * scale_manifests.LEAVES
     measured["uploads_secs"], chosen = _timed(
         lambda: uploads.uploads(step.holdings, hosts)
     )
@@ -108,62 +132,11 @@ def _measured(num_hosts: int) -> dict[str, list[float]]:
     return measured
 
 
-def _contents(num_hosts: int) -> manifest.Contents:
-    shape = (num_hosts * _ROWS, 512)
-    leaves = [
-        manifest.Leaf(path=f"params/layer_{number:03d}/w", shape=shape, dtype="float32")
-        for number in range(_LEAVES)
-    ]
-    return manifest.Contents(leaves=tuple(leaves), components={"data": num_hosts})
-
-
-def manifests(num_hosts: int, *, step: int) -> Iterator[manifest.Manifest]:
-    """The manifests that hosts write when they save, by number."""
-    contents = _contents(num_hosts)
-    slice_hosts = max(10, num_hosts // 100)
-    generator = np.random.default_rng(step)
-    for number in range(num_hosts):
-        yield manifest.Manifest(
-            run="scale",
-            step=step,
-            save="0",
-            host=manifest.Host(
-                id=f"host-{number:05d}.0",
-                number=number,
-                domains={"slice": str(number // slice_hosts)},
-            ),
-            contents=contents,
-            fragments=_fragments(number, generator),
-            component_files=(
-                manifest.ComponentFile(
-                    component="data",
-                    parts=(number, number + 1),
-                    path=f"data/shards-{number:05d}-{number:05d}.json",
-                    digest=generator.bytes(16),
-                    stored_bytes=150,
-                ),
-            ),
-        )
-
-
 def _world(num_hosts: int, *, step: int) -> list[holdings.Offer]:
     return [
         holdings.Offer(tier="local", manifest=each)
-        for each in manifests(num_hosts, step=step)
+        for each in scale_manifests.manifests(num_hosts, step=step)
     ]
-
-
-def _fragments(number: int, generator: np.random.Generator) -> manifest.Fragments:
-    start = np.tile([number * _ROWS, 0], (_LEAVES, 1))
-    return manifest.Fragments(
-        leaf=np.arange(_LEAVES, dtype=np.int32),
-        boxes=boxes.Boxes(start=start, stop=start + np.array([_ROWS, 512])),
-        digest=generator.integers(0, 2**64, (_LEAVES, 2), np.uint64),
-        file=np.zeros(_LEAVES, np.int32),
-        offset=np.arange(_LEAVES) * _BOX_BYTES,
-        stored_bytes=np.full(_LEAVES, _BOX_BYTES),
-        files=("arrays.bin",),
-    )
 
 
 def _with_copies(
@@ -214,12 +187,14 @@ def _joined(
 
 def _halved(num_hosts: int) -> read_plan.Wanted:
     # Half as many hosts, each with parts twice as long.
-    reader = np.repeat(np.arange(num_hosts // 2), _LEAVES)
-    start = np.stack([reader * 2 * _ROWS, np.zeros_like(reader)], axis=1)
+    reader = np.repeat(np.arange(num_hosts // 2), scale_manifests.LEAVES)
+    start = np.stack([reader * 2 * scale_manifests.ROWS, np.zeros_like(reader)], axis=1)
     return read_plan.Wanted(
         reader=reader.astype(np.int32),
-        leaf=np.tile(np.arange(_LEAVES, dtype=np.int32), num_hosts // 2),
-        boxes=boxes.Boxes(start=start, stop=start + np.array([2 * _ROWS, 512])),
+        leaf=np.tile(np.arange(scale_manifests.LEAVES, dtype=np.int32), num_hosts // 2),
+        boxes=boxes.Boxes(
+            start=start, stop=start + np.array([2 * scale_manifests.ROWS, 512])
+        ),
     )
 
 

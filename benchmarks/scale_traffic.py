@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
-from benchmarks import scale_world
+from benchmarks import process_memory, scale_manifests, scale_world
 from elastic_ckpt.checkpoint import save_stages, shared_step
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
@@ -16,7 +16,9 @@ from elastic_ckpt.checkpoint.step_description import StepDescription
 from elastic_ckpt.core import boxes
 from elastic_ckpt.host import read_requests
 from elastic_ckpt.host.trees import WantedLeaf
-from elastic_ckpt.manifests.manifest import Contents, Manifest
+from elastic_ckpt.manifests.manifest import Contents
+
+_STEP = 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,25 +29,26 @@ class Cost:
       messages: of the host that passes the most of them.
       num_bytes: of the host that sends and receives the most of them.
       secs: from the first request to the last answer, without what is written and read.
+      peak_gib: of the process that simulates all hosts, until then.
     """
 
     messages: int
     num_bytes: int
     secs: float
+    peak_gib: float
 
 
-def measure(
-    num_hosts: int, manifests: Callable[[], Iterator[Manifest]]
-) -> tuple[Cost, Cost]:
+def measure(num_hosts: int) -> tuple[Cost, Cost]:
     """Saves a step with copies, and restores it when hosts have changed places.
 
     Args:
       num_hosts: of the world.
-      manifests: of all hosts, by number, without copies.
     """
     with scale_world.directory() as directory:
         hosts = scale_world.SimulatedHosts(
-            pathlib.Path(directory), manifests(), num_hosts
+            pathlib.Path(directory),
+            scale_manifests.manifests(num_hosts, step=_STEP),
+            num_hosts,
         )
         saved = _save(hosts)
         hosts.forget_costs()
@@ -102,6 +105,7 @@ def _cost(hosts: scale_world.SimulatedHosts) -> Cost:
         messages=max(hosts.traffic.messages.values()),
         num_bytes=max(hosts.traffic.num_bytes.values()),
         secs=hosts.secs,
+        peak_gib=process_memory.resident_bytes("VmHWM") / 2**30,
     )
 
 

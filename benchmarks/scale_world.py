@@ -134,7 +134,11 @@ class _Box:
 
 
 class _WorldAlone(HostWorld):
-    # Without addresses: no values are read.
+    # Without agents: messages pass through a `PostOffice`, and no values are read.
+
+    @property
+    def is_connected(self) -> bool:
+        return True
 
     def source(self, host: Host, url: str, step: int, save: str) -> Source:
         del host, url, step, save
