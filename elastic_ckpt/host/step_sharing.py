@@ -105,8 +105,8 @@ class StepSharing:
         Raises:
           CheckpointError: if another step was chosen.
         """
-        table = self._table(step, save).take(_NO_ROWS, [])
-        self._part_exchange.deal([table])
+        offer = self._chosen_step(step, save).holdings.offers[0]
+        self._part_exchange.deal([PartTable.from_offer(offer).take(_NO_ROWS, [])])
 
     def contents(self, step: int, save: str) -> Contents:
         """The contents that this host has received.
@@ -130,13 +130,13 @@ class StepSharing:
         Raises:
           CheckpointError: if another step was chosen, or it is of another model.
         """
-        table = self._table(step, save)
-        assert self._chosen is not None
+        chosen = self._chosen_step(step, save)
+        table = self._table(chosen)
         asked = self._part_exchange.merged().of_save(step, save) or table.take(
             _NO_ROWS, []
         )
         plan = read_plan.plan(
-            self._chosen.step,
+            chosen,
             self._world.hosts,
             read_plan.Wanted(reader=asked.target, leaf=asked.leaf, boxes=asked.boxes),
             domain=self._world.peers.domain,
@@ -186,17 +186,20 @@ class StepSharing:
         """Removes the messages of this host, which all hosts have read."""
         self._part_exchange.end()
 
-    def _table(self, step: int, save: str) -> PartTable:
+    def _chosen_step(self, step: int, save: str) -> search.Step:
         chosen = self._chosen
         if chosen is None or (chosen.step.step, chosen.step.save) != (step, save):
             raise errors.CheckpointError(
                 f"step {step}, save {save}, is not the one that host 0 has found"
             )
+        return chosen.step
+
+    def _table(self, chosen: search.Step) -> PartTable:
         ram = self._ram
         (table,) = joined(
             [
                 PartTable.from_offer(offer, url=ram.url(offer.host.id) if ram else "")
-                for offer in chosen.step.holdings.offers
+                for offer in chosen.holdings.offers
             ]
         )
         return table
