@@ -25,7 +25,7 @@ from elastic_ckpt.core import boxes, errors, topology
 from elastic_ckpt.data import pipeline
 from elastic_ckpt.elastic import decision
 from elastic_ckpt.host import trees
-from elastic_ckpt.manifests import placement, read_plan, search
+from elastic_ckpt.manifests import failure_domains, placement, read_plan, search
 from elastic_ckpt.manifests.holdings import Offer, Tier
 from elastic_ckpt.manifests.manifest import (
     Contents,
@@ -246,7 +246,7 @@ class _State:
                 hosts,
                 placement.Policy(
                     copies=tiers.peer_copies,
-                    domain=tiers.peer_domain,
+                    domain=failure_domains.kind_of(hosts, tiers.peer_domain),
                     assume_data_parallelism=tiers.peer_assume_data_parallelism,
                 ),
             )

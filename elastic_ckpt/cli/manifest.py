@@ -15,16 +15,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slurm", action="store_true", help="write a batch script for Slurm instead"
     )
+    parser.add_argument(
+        "--nodes",
+        action="store_true",
+        help="write what nodes need once so that their memory outlives pods, instead",
+    )
     parser.add_argument("--output", help="the file to write; without it, print")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints or writes the manifest."""
-    from elastic_ckpt.deploy import manifest, slurm
+    from elastic_ckpt.deploy import manifest, nodes, slurm
 
     config = load.load(arguments.config, arguments.overrides)
     if arguments.slurm:
         text = slurm.script(config)
+    elif arguments.nodes:
+        text = manifest.to_yaml(nodes.documents(config))
     else:
         text = manifest.to_yaml(manifest.documents(config))
     if arguments.output:

@@ -53,10 +53,55 @@ class DeploySection:
         " the bucket; empty takes the namespace's default, or a new one in the manifest"
         " if JAX queries the Kubernetes API for the hosts.",
     )
+    local_checkpoint_volume: str = key(
+        "empty_dir",
+        "The volume of local_checkpoint_directory: `empty_dir` is lost with the pod;"
+        " `node_agent` belongs to the node, whose agent `elastic-ckpt manifest"
+        " --nodes` deploys; `gke_multitier` to GKE's multi-tier checkpointing.",
+        choices=("empty_dir", "node_agent", "gke_multitier"),
+    )
+    node_agent_directory: str = key(
+        "/dev/shm/elastic-ckpt",
+        "node_agent: the directory of the node, on a file system in its memory.",
+    )
+    node_agent_image: str = key(
+        "", "node_agent: the image of the agent; empty takes docker_image."
+    )
+    node_agent_size_limit: str = key(
+        "",
+        "node_agent: the memory of all runs of a node together, such as 256Gi; above it"
+        " those that were unused the longest are removed. Empty sets no limit.",
+    )
+    node_agent_hours_unused: float = key(
+        24.0,
+        "node_agent: hours after which the memory of a run that no process uses is"
+        " freed; 0 keeps it.",
+        at_least=0,
+    )
+    node_agent_domain_labels: str = key(
+        "",
+        "node_agent: labels of the nodes that name failure domains, by kind:"
+        " rack=example.com/rack;row=example.com/row. Region, zone, and on GKE block and"
+        " rack are known without.",
+    )
     shared_memory_size_limit: str = key(
         "16Gi",
         "Size of /dev/shm on each host, and with Pathways also of the memory that a"
         " host's server and sidecar share to pass batches.",
+    )
+    restart_strategy: str = key(
+        "recreate",
+        "The way JobSet restarts after failures: `recreate` makes all pods anew;"
+        " `in_place` restarts the containers of healthy pods and replaces failed ones"
+        " (JobSet 0.11 with the gate InPlaceRestart, Kubernetes 1.35); `restart_job`"
+        " makes the pods of the failed slice anew (JobSet 0.12 with the gate of its"
+        " action RestartJob). See elastic_ckpt/deploy/README.md.",
+        choices=("recreate", "in_place", "restart_job"),
+    )
+    in_place_restart_image: str = key(
+        "",
+        "in_place: the image of JobSet's agent, which restarts pods in place, built"
+        " from cmd/in-place-restart-agent of JobSet.",
     )
     max_restarts: int = key(
         10,

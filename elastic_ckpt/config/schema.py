@@ -231,9 +231,11 @@ class TiersSection:
         "Copy nothing to peers, for a model whose copies do not fit into memory.",
     )
     peer_domain: str = key(
-        "slice",
-        "The failure domain that is lost as a whole: one copy is outside of it, the"
-        " others inside. `slice`, or a kind of `peer_domains`.",
+        "zone;block;slice",
+        "Kinds of failure domains that are lost as a whole, from large to small:"
+        " `slice`, and kinds of `peer_domains` or of the agent of a node. The first"
+        " counts among which the hosts of a world are spread evenly, or else the last:"
+        " one copy is outside of it, the others inside.",
     )
     peer_domains: str = key(
         "",

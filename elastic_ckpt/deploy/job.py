@@ -6,11 +6,13 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import topology
 from elastic_ckpt.data import batch_size
 from elastic_ckpt.deploy import (
+    failure_policy,
     gpu_network,
     machine,
     monitoring,
     names,
     program,
+    ram_disk,
     resources,
     scheduling,
 )
@@ -37,12 +39,8 @@ def check(config: schema.Config) -> machine.Machine:
     names.check_name("namespace", deploy.namespace)
     if deploy.service_account:
         names.check_name("service_account", deploy.service_account, dots=True)
-    tiers = config.tiers
-    if tiers.local_checkpoint_directory:
-        path = tiers.local_checkpoint_directory
-        names.check_mount("local_checkpoint_directory", path)
-        size = tiers.local_checkpoint_size_limit
-        names.check_size("local_checkpoint_size_limit", size)
+    ram_disk.check(config)
+    failure_policy.check(config)
     names.check_size("shared_memory_size_limit", deploy.shared_memory_size_limit)
     program.check(config)
     resources.check(config)
@@ -77,19 +75,13 @@ def host_memory(config: schema.Config) -> tuple[list[Object], list[Object]]:
 
     They are the RAM disk, if configured, and the shared memory of its processes.
     """
-    tiers = config.tiers
-    ram_disk = (
-        "local-checkpoints",
-        tiers.local_checkpoint_directory,
-        tiers.local_checkpoint_size_limit,
+    size = config.deploy.shared_memory_size_limit
+    shared = {"name": "dshm", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    mount = {"name": "dshm", "mountPath": "/dev/shm"}
+    return (
+        [*ram_disk.volumes(config), shared],
+        [*ram_disk.mounts(config), mount],
     )
-    shared = ("dshm", "/dev/shm", config.deploy.shared_memory_size_limit)
-    parts = [ram_disk, shared] if tiers.local_checkpoint_directory else [shared]
-    volumes: list[Object] = [
-        {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": size}}
-        for name, _, size in parts
-    ]
-    return volumes, [{"name": name, "mountPath": path} for name, path, _ in parts]
 
 
 def config_map(config: schema.Config) -> Object:

@@ -48,7 +48,7 @@ def completed(
         if role != "worker":
             with_metrics += monitoring.documents(config, replicated["name"])
     added = labels.jobset_fields(config)
-    added["spec"]["failurePolicy"] = {"rules": failure_policy.rules()}
+    added["spec"]["failurePolicy"] = failure_policy.jobset_policy(config)
     addition.merge(jobset, added)
     return [jobset, *with_metrics]
 
@@ -65,4 +65,4 @@ def _add(config: schema.Config, pods: addition.Pods) -> None:
         pods.add(each)
     # When all volumes are there.
     pods.add(resources.addition_for(config, pods))
-    failure_policy.add(pods)
+    failure_policy.add(config, pods)

@@ -14,6 +14,7 @@ from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import (
     environment,
     gpu_network,
+    in_place,
     job,
     jobset,
     machine,
@@ -41,8 +42,7 @@ def documents(config: schema.Config) -> list[Object]:
     before = [job.config_map(config)]
     if config.world.hardware == "tpu":
         name, replicas, pods = "slice", slices, host.hosts_per_slice
-    else:
-        before += _access(config)
+    before += _access(config)
     names.check_jobset_name(config.run.run_name, {name: (replicas, pods)})
     replicated = {
         "name": name,
@@ -132,7 +132,10 @@ def _job_template(config: schema.Config, host: machine.Machine, pods: int) -> Ob
 
 
 def _access(config: schema.Config) -> list[Object]:
-    """The permission of the pods to look up their Job in the Kubernetes API."""
+    """The permission of the pods to use the Kubernetes API, if they do."""
+    rules = _access_rules(config)
+    if not rules:
+        return []
     account: Object = {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -144,10 +147,7 @@ def _access(config: schema.Config) -> list[Object]:
         "apiVersion": f"{_RBAC}/v1",
         "kind": "Role",
         "metadata": job.metadata(config),
-        "rules": [
-            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
-            {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]},
-        ],
+        "rules": rules,
     }
     binding = {
         "apiVersion": f"{_RBAC}/v1",
@@ -161,7 +161,20 @@ def _access(config: schema.Config) -> list[Object]:
     return [account, role, binding]
 
 
+def _access_rules(config: schema.Config) -> list[Object]:
+    rules: list[Object] = []
+    if config.world.hardware != "tpu":
+        # JAX looks up the Job of its pod.
+        rules += [
+            {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
+            {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list"]},
+        ]
+    if config.deploy.restart_strategy == "in_place":
+        rules += in_place.access_rules()
+    return rules
+
+
 def _account(config: schema.Config) -> str:
-    if config.world.hardware == "tpu":
+    if not _access_rules(config):
         return config.deploy.service_account
     return config.deploy.service_account or config.run.run_name

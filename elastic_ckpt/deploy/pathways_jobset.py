@@ -16,6 +16,13 @@ from elastic_ckpt.deploy.addition import Object
 
 _HEAD, _WORKER = "pathways-head", "pathways-worker"
 _SIDECAR = "colocated-python-sidecar"
+# The fields of volumes, as the client of Kubernetes names them.
+_FIELDS = {
+    "name": "name",
+    "emptyDir": "empty_dir",
+    "hostPath": "host_path",
+    "csi": "csi",
+}
 
 
 def documents(config: schema.Config) -> list[Object]:
@@ -98,7 +105,7 @@ def _jobset(config: schema.Config) -> Object:
     workers = {
         **pod,
         "volumes": [
-            client.V1Volume(name=volume["name"], empty_dir=volume["emptyDir"])
+            client.V1Volume(**{_FIELDS[key]: value for key, value in volume.items()})
             for volume in volumes
         ],
     }

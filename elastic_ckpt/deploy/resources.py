@@ -9,7 +9,7 @@ needs itself, and the scheduler places no other pod into their memory.
 from __future__ import annotations
 
 from elastic_ckpt.config import schema
-from elastic_ckpt.deploy import addition, names, quantity
+from elastic_ckpt.deploy import addition, names, quantity, ram_disk
 
 
 def check(config: schema.Config) -> None:
@@ -31,7 +31,7 @@ def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Additio
     resources = {"requests": requests}
     if cpus:
         requests["cpu"] = quantity.of_cpus(cpus)
-    total = sum(map(quantity.to_bytes, memory_volumes(pods).values()))
+    total = sum(map(quantity.to_bytes, memory_volumes(config, pods).values()))
     if memory:
         total += quantity.to_bytes(memory)
         resources["limits"] = {"memory": quantity.of_bytes(total)}
@@ -40,13 +40,17 @@ def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Additio
     return addition.Addition(container={"resources": resources} if requests else {})
 
 
-def memory_volumes(pods: addition.Pods) -> dict[str, str]:
+def memory_volumes(config: schema.Config, pods: addition.Pods) -> dict[str, str]:
     """The size of each memory-backed volume that the container mounts, by its name."""
     mounted = {mount["name"] for mount in pods.program().get("volumeMounts", [])}
-    return {
+    sizes = {
         volume["name"]: volume["emptyDir"]["sizeLimit"]
         for volume in pods.template["spec"].get("volumes", [])
         if volume["name"] in mounted
         and volume.get("emptyDir", {}).get("medium") == "Memory"
         and "sizeLimit" in volume["emptyDir"]
     }
+    if ram_disk.VOLUME in mounted:
+        # Also in a volume of the node the memory counts as that of the pod which wrote.
+        sizes[ram_disk.VOLUME] = config.tiers.local_checkpoint_size_limit
+    return sizes

@@ -18,6 +18,7 @@ from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,
     known_agents,
+    node_record,
     peer_client,
     secret,
 )
@@ -69,6 +70,7 @@ class UnjoinedHost:
         domains = {
             "host": disk.machine,
             "slice": config.slice_name,
+            **self._node_domains(),
             **failure_domains.of_environment(),
             **config.peer_tier.domains,
         }
@@ -83,6 +85,10 @@ class UnjoinedHost:
         return HostInSlot(
             config=config, own=own, address=address, resources=self._resources
         )
+
+    def _node_domains(self) -> Mapping[str, str]:
+        record = node_record.find(self._disk.root)
+        return {} if record is None else record.domains
 
     def _service(self) -> agent.Service:
         peers = self._config.peer_tier

@@ -13,7 +13,7 @@ from etils import epath
 from elastic_ckpt.core import errors
 from elastic_ckpt.host.captured_step import CapturedStep
 from elastic_ckpt.host.part_exchange import KINDS, Kind, PartExchange
-from elastic_ckpt.manifests import layout
+from elastic_ckpt.manifests import failure_domains, layout
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.choices import Chosen, Peers
@@ -65,7 +65,7 @@ class HostWorld:
       disk: the RAM disk of this machine.
       hosts: all of the world, by number.
       local_tier: the local tier.
-      peers: the peer tier.
+      peers: the peer tier; its `domain` is the kind that this world has.
       storage: the persistent tier as it was chosen; None if there is none.
       root: of persistent storage; None if there is none.
       persistent: the steps there; None if there is none.
@@ -89,7 +89,8 @@ class HostWorld:
         self.disk = own.disk
         self.hosts = hosts
         self.local_tier = config.chosen.local
-        self.peers = config.peer_tier
+        domain = failure_domains.kind_of(hosts, config.peer_tier.domain)
+        self.peers = dataclasses.replace(config.peer_tier, domain=domain)
         self.storage = config.chosen.persistent
         self.root: persistent_root.PersistentRoot | None = None
         self.persistent: persistent_tier.PersistentTier | None = None

@@ -10,7 +10,7 @@ from elastic_ckpt.application import elastic_run
 from elastic_ckpt.checkpoint import configured_tiers
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import placement
+from elastic_ckpt.manifests import failure_domains, placement
 from elastic_ckpt.simulation.costs import Costs
 from elastic_ckpt.simulation.hardware import Hardware
 from elastic_ckpt.simulation.run_plan import RunPlan
@@ -103,7 +103,7 @@ def plan(
     config = on_cluster(config, cluster)
     groups = elastic_run.groups(config)
     local, peers, persistent = _tiers(config)
-    by_racks = peers is not None and peers.domain != "slice"
+    by_racks = peers is not None and failure_domains.smallest(peers.domain) != "slice"
     if by_racks and not cluster.hosts_per_rack:
         raise errors.ConfigError(
             f"peer_domain={config.tiers.peer_domain}: name the hosts of each with"
@@ -142,7 +142,7 @@ def copies(config: schema.Config) -> placement.Policy:
         return placement.Policy(copies=0)
     return placement.Policy(
         copies=peers.copies,
-        domain=peers.domain,
+        domain=failure_domains.smallest(peers.domain),
         assume_data_parallelism=peers.assume_data_parallelism,
     )
 

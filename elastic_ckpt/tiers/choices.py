@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from etils import epath
 
 from elastic_ckpt.core import errors, storage
+from elastic_ckpt.manifests import failure_domains
 from elastic_ckpt.manifests.retention import PreservationPolicy
 from elastic_ckpt.tiers import working_directory
 from elastic_ckpt.tiers.peers import agent_url
@@ -69,7 +70,8 @@ class Peers:
     Attributes:
       copies: holders of everything besides the host that saved it.
       assume_data_parallelism: copies nothing, for models of which no copy fits.
-      domain: the kind of failure domain that may be lost as a whole.
+      domain: the kinds of failure domain that may be lost as a whole, from large to
+        small, separated by `;`; `manifests.failure_domains` chooses one for each world.
       domains: this host's failure domains by kind, such as `{"rack": "r7"}`; `slice`
         and `host` are known without, and what the host's environment names (see
         `manifests.failure_domains`).
@@ -86,7 +88,7 @@ class Peers:
 
     copies: int = 2
     assume_data_parallelism: bool = False
-    domain: str = "slice"
+    domain: str = failure_domains.DEFAULT
     domains: Mapping[str, str] = dataclasses.field(default_factory=dict)
     interface: str | None = None
     port: int = 0

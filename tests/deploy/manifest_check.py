@@ -33,13 +33,18 @@ FREE_KEYS = {
     },
     "data": {"config.yml", "maxtext.yml"},
     "labels": {
+        "app.kubernetes.io/name",
         "kueue.x-k8s.io/queue-name",
         "team",
         f"{_OF_JOBSET}/jobset-name",
         f"{_OF_JOBSET}/replicatedjob-name",
     },
     "limits": {"cpu", "memory", "google.com/tpu", "nvidia.com/gpu"},
-    "matchLabels": {f"{_OF_JOBSET}/jobset-name", f"{_OF_JOBSET}/replicatedjob-name"},
+    "matchLabels": {
+        "app.kubernetes.io/name",
+        f"{_OF_JOBSET}/jobset-name",
+        f"{_OF_JOBSET}/replicatedjob-name",
+    },
     "nodeSelector": {
         "cloud.google.com/gke-accelerator",
         "cloud.google.com/gke-nodepool",
@@ -75,12 +80,23 @@ JOBSET_VALUES = {
     "restartStrategy": {"BlockingRecreate", "InPlaceRestart", "Recreate"},
 }
 RULE_NAME = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
-# The fields of kinds of which no package has a model: of prometheus-engine 0.17 and of
-# prometheus-operator 0.89, as far as manifests use them. Values are types, or fields.
+# The fields of kinds of which no package has a model: of GKE 1.32.4-gke.1415000, of
+# prometheus-engine 0.17 and of prometheus-operator 0.89, as far as manifests use them.
+# Values are types, or fields.
 _NAMED = {"metadata": {"name": str, "namespace": str}}
 _SELECTOR = {"matchLabels": dict}
 _ENDPOINT = {"port": str, "interval": str, "path": str}
 OTHER_KINDS = {
+    ("checkpointing.gke.io/v1", "CheckpointConfiguration"): {
+        "metadata": {"name": str},
+        "spec": {
+            "cloudStorageBucketName": str,
+            "nodeSelector": dict,
+            "tolerations": [{"key": str, "operator": str, "value": str, "effect": str}],
+            "inMemoryVolumeSize": str,
+            "gcsFuseMountOptions": [str],
+        },
+    },
     ("monitoring.googleapis.com/v1", "PodMonitoring"): {
         **_NAMED,
         "spec": {"selector": _SELECTOR, "endpoints": [_ENDPOINT]},

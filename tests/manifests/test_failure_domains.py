@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import pytest
 
 from elastic_ckpt.checkpoint import factory
+from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import failure_domains
+from elastic_ckpt.manifests import failure_domains, manifest
 from elastic_ckpt.tiers.choices import Local, Peers
 from elastic_ckpt.tiers.ram import ram_disk
 
@@ -51,3 +52,45 @@ def test_an_environment_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(failure_domains.VARIABLE, "z1")
     with pytest.raises(errors.CheckpointError, match="ELASTIC_CKPT_DOMAINS='z1'"):
         saved(tmp_path)
+
+
+def world(*domains):
+    """A world of hosts, each in some domains."""
+    return [
+        manifest.Host(
+            id=f"{number:016x}.0",
+            number=number,
+            domains=failure_domains.parse(each, what="x"),
+        )
+        for number, each in enumerate(domains)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("domains", "kind"),
+    [
+        # One zone and one block: slices count.
+        (["zone=z;block=b;slice=0", "zone=z;block=b;slice=1"], "slice"),
+        # The largest kind that parts the hosts.
+        (["zone=z;block=b;slice=0", "zone=z;block=c;slice=1"], "block"),
+        (["zone=y;block=b;slice=0", "zone=z;block=c;slice=1"], "zone"),
+        # Without a label of one host there is no guarantee.
+        (["zone=y;slice=0", "slice=1"], "slice"),
+        # One host outside could not take the copies of all others.
+        (["zone=y;slice=0"] * 3 + ["zone=z;slice=1"], "slice"),
+        (["zone=y;slice=0"] * 3 + ["zone=z;slice=1"] * 2, "zone"),
+        ([], "slice"),
+        (["rack=r"], "slice"),
+    ],
+)
+def test_the_largest_kind_counts_among_which_hosts_are_spread_evenly(domains, kind):
+    assert failure_domains.kind_of(world(*domains), failure_domains.DEFAULT) == kind
+
+
+def test_a_kind_that_is_named_alone_counts_always():
+    hosts = world("rack=r", "rack=r", "")
+    assert failure_domains.kind_of(hosts, "rack") == "rack"
+
+
+def test_the_default_of_the_configuration_is_that_of_the_tier():
+    assert schema.TiersSection().peer_domain == Peers().domain

@@ -23,7 +23,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
 
 from etils import epath
 
@@ -51,6 +52,12 @@ class Address:
     pid: int
     machine: str
     certificate_sha256: str | None = None
+
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any]) -> Address:
+        """The address that an agent wrote; fields of a later version are ignored."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: fields[name] for name in known & fields.keys()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +94,7 @@ def find(root: epath.PathLike) -> Address | None:
         fields = json.loads(pathlib.Path(root, ADDRESS_FILE).read_bytes())
     except FileNotFoundError:
         return None
-    return Address(**fields)
+    return Address.of_json(fields)
 
 
 def is_alive(root: epath.PathLike) -> bool:
@@ -135,6 +142,17 @@ def run(
         port or the certificate cannot be had, or the secret is not private.
     """
 
+    async def serving(ended: asyncio.Event) -> None:
+        await serve(service, announce=announce, ended=ended)
+
+    run_until_signal(serving, until_stdin_closes=until_stdin_closes)
+
+
+def run_until_signal(
+    serving: Callable[[asyncio.Event], Awaitable[None]], *, until_stdin_closes: bool
+) -> None:
+    """Runs `serving`, whose event is set when this process is to end; see `run`."""
+
     async def main() -> None:
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -144,7 +162,7 @@ def run(
             threading.Thread(
                 target=_at_end_of_stdin, args=(loop, ended), daemon=True
             ).start()
-        await serve(service, announce=announce, ended=ended)
+        await serving(ended)
 
     asyncio.run(main())
 

@@ -1,6 +1,7 @@
 """The command line of the agent, as `elastic-ckpt agent` and as a module.
 
     python -m elastic_ckpt.tiers.peers.agent_command /dev/shm/run --interface 10.0.0.7
+    elastic-ckpt agent --node /mnt/runs --interface 10.0.0.7 --kubernetes-node node-7
 
 The secret is in a file, never on a command line: others on the machine could read it.
 """
@@ -8,10 +9,21 @@ The secret is in a file, never on a command line: others on the machine could re
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 
 from elastic_ckpt.core import errors
+from elastic_ckpt.manifests import failure_domains
+from elastic_ckpt.tiers.peers import agent
+
+_OF_NODE = (
+    "domains",
+    "kubernetes_node",
+    "domain_labels",
+    "remove_unused_after",
+    "max_bytes",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,22 +51,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="end with the program that holds the other end of the standard input",
     )
+    node = parser.add_argument_group("the agent of a node")
+    node.add_argument(
+        "--node",
+        action="store_true",
+        help="serve the RAM disks of all runs below the directory, also of later pods",
+    )
+    node.add_argument(
+        "--domains", default="", help="of the node, such as rack=r7;zone=us-east5-a"
+    )
+    node.add_argument(
+        "--kubernetes-node",
+        metavar="NAME",
+        help="a node whose labels name its domains, read from the Kubernetes API",
+    )
+    node.add_argument(
+        "--domain-labels",
+        default="",
+        help="further labels of nodes by the kind of domain: rack=example.com/rack",
+    )
+    node.add_argument(
+        "--remove-unused-after",
+        type=float,
+        metavar="SECS",
+        help="remove a run's directory that no process has used for so long",
+    )
+    node.add_argument(
+        "--max-bytes",
+        type=int,
+        help="of all runs; above it, remove those that were unused the longest",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the agent's address, and serves until a signal ends it."""
-    from elastic_ckpt.tiers.peers import agent
-
+    service = agent.Service(
+        root=arguments.directory,
+        interface=arguments.interface,
+        port=arguments.port,
+        secret_file=arguments.secret_file,
+        tls_certificate=arguments.tls_certificate,
+        tls_key=arguments.tls_key,
+        max_bytes_per_sec=arguments.max_bytes_per_sec,
+    )
+    if arguments.node:
+        _run_of_node(arguments, service)
+        return 0
+    given = [name for name in _OF_NODE if getattr(arguments, name)]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise errors.ConfigError(f"{option} is for the agent of a node; add --node")
     agent.run(
-        agent.Service(
-            root=arguments.directory,
-            interface=arguments.interface,
-            port=arguments.port,
-            secret_file=arguments.secret_file,
-            tls_certificate=arguments.tls_certificate,
-            tls_key=arguments.tls_key,
-            max_bytes_per_sec=arguments.max_bytes_per_sec,
-        ),
+        service,
         announce=lambda address: print(
             f"serving {arguments.directory} at {address.url}", flush=True
         ),
@@ -72,6 +120,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except errors.ElasticCkptError as error:
         print(f"agent: {error}", file=sys.stderr)
         return 1
+
+
+def _run_of_node(arguments: argparse.Namespace, service: agent.Service) -> None:
+    # Hosts import this module, and start no agent of a node.
+    from elastic_ckpt.tiers.peers import kubernetes_node, node_agent, node_runs
+
+    if service.port:
+        raise errors.ConfigError(
+            "--port is for the agent of one run; that of a node has a port for each"
+            " run, which the system picks"
+        )
+    further = failure_domains.parse(arguments.domain_labels, what="--domain-labels")
+    domains = failure_domains.parse(arguments.domains, what="--domains")
+    if arguments.kubernetes_node:
+        labels = kubernetes_node.read_labels(arguments.kubernetes_node)
+        known = kubernetes_node.LABELS | further
+        domains = kubernetes_node.domains(labels, known) | domains
+    node_agent.run(
+        node_agent.NodeService(
+            service=service,
+            domains=domains,
+            lifetime=node_runs.Lifetime(
+                unused_secs=arguments.remove_unused_after,
+                limit_bytes=arguments.max_bytes,
+            ),
+        ),
+        announce=functools.partial(print, flush=True),
+        until_stdin_closes=arguments.until_stdin_closes,
+    )
 
 
 def _port(text: str) -> int:

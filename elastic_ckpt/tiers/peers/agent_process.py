@@ -1,4 +1,7 @@
-"""The agent of this machine: a running one, or one that ends with this process."""
+"""The agent of this machine: a running one, or one that ends with this process.
+
+If the agent of a node runs (`node_agent`), it serves the RAM disk.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import subprocess
 import sys
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import agent, agent_command
+from elastic_ckpt.tiers.peers import agent, agent_command, node_record
 
 
 class AgentProcess:
@@ -26,8 +29,15 @@ class AgentProcess:
     """
 
     def __init__(self, service: agent.Service) -> None:
-        self._process = None if agent.is_alive(service.root) else _start(service)
-        self.address = agent.wait_for(service.root)
+        self._process = None
+        of_node = node_record.find(service.root)
+        if agent.is_alive(service.root):
+            self.address = agent.wait_for(service.root)
+        elif of_node is not None:
+            self.address = node_record.attach(service.root)
+        else:
+            self._process = _start(service)
+            self.address = agent.wait_for(service.root)
 
     def close(self) -> None:
         """Ends the agent, if it was started here."""

@@ -6,6 +6,7 @@
     PUT       /v1/hosts/<slot>/<step>-<save>/<path>      see `agent_repairs`
 
 Everything needs the run's secret (`Authorization: Bearer ...`), and all else is 404.
+Clients whose version of the protocol is too far away get 426 (`protocol`).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from elastic_ckpt.tiers.peers import (
     agent_repairs,
     agent_tree,
     bandwidth,
+    protocol,
     secret,
 )
 
-VERSION = 1
 _FILES = "/v1/hosts/"
 # Enough that the loop is not in the way, and little enough that also a slow client gets
 # it within the patience that there is.
@@ -43,6 +44,8 @@ _MOST_HEADER_BYTES = 8190
 _MOST_HEADERS = 64
 # Clients go on elsewhere with what is cut off.
 _ENDING_SECS = 0.1
+
+_VERSION = {protocol.HEADER: str(protocol.VERSION)}
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +114,8 @@ class Answers:
         if not self._is_authorized(request.headers.get("Authorization", "")):
             return _refusal(401, {"WWW-Authenticate": "Bearer"})
         self.on_secret(request.protocol)
+        if protocol.problem(request.headers.get(protocol.HEADER)):
+            return _refusal(protocol.STATUS)
         path = request.raw_path
         is_sent = request.method == "PUT" and path.startswith(_FILES)
         if not is_sent and (
@@ -121,7 +126,11 @@ class Answers:
             return _json(agent_tree.manifests(self._root))
         if path == "/v1/machine":
             return _json(
-                {"machine": self._machine, "time": time.time(), "version": VERSION}
+                {
+                    "machine": self._machine,
+                    "time": time.time(),
+                    "version": protocol.VERSION,
+                }
             )
         try:
             if not path.startswith(_FILES):
@@ -144,7 +153,11 @@ class Answers:
         self, request: web.BaseRequest, file: io.FileIO
     ) -> web.StreamResponse:
         size = os.fstat(file.fileno()).st_size
-        headers = {"Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        headers = {
+            "Accept-Ranges": "bytes",
+            "Content-Type": "application/octet-stream",
+            **_VERSION,
+        }
         ranged = "Range" in request.headers
         try:
             start, stop, _ = request.http_range.indices(size)
@@ -239,12 +252,14 @@ async def serve(
 
 def _json(value: storage.Json) -> web.Response:
     return web.Response(
-        body=storage.canonical_json(value), content_type="application/json"
+        body=storage.canonical_json(value),
+        content_type="application/json",
+        headers=_VERSION,
     )
 
 
 def _refusal(status: int, headers: dict[str, str] | None = None) -> web.Response:
-    response = web.Response(status=status, headers=headers)
+    response = web.Response(status=status, headers=_VERSION | (headers or {}))
     # A client that guesses secrets has to reconnect for each attempt.
     response.force_close()
     return response

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from elastic_ckpt.tiers import source
-from elastic_ckpt.tiers.peers import bandwidth, peer_connection
+from elastic_ckpt.tiers.peers import bandwidth, peer_connection, protocol
 
 # The waits before a transfer without any progress is tried again. Not before the first:
 # a connection that was kept may have been closed long ago.
@@ -173,7 +173,7 @@ class Endpoint:
             connection = self._new_connection()
             try:
                 connection.request(
-                    "PUT", path, body=content, headers=self._authorization()
+                    "PUT", path, body=content, headers=self._own_headers()
                 )
                 response = connection.getresponse()
                 reason = response.read(_MOST_REASON_BYTES).decode(errors="replace")
@@ -248,8 +248,11 @@ class Endpoint:
             )
         return None
 
-    def _authorization(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._terms.secret()}"}
+    def _own_headers(self) -> dict[str, str]:
+        return {
+            protocol.HEADER: str(protocol.VERSION),
+            "Authorization": f"Bearer {self._terms.secret()}",
+        }
 
     @contextlib.contextmanager
     def _answer(
@@ -263,10 +266,12 @@ class Endpoint:
             connection = self._connection()
             try:
                 connection.request(
-                    method, path, headers={**headers, **self._authorization()}
+                    method, path, headers={**headers, **self._own_headers()}
                 )
                 response = connection.getresponse()
                 assert isinstance(response, peer_connection.Response)
+                if problem := protocol.problem(response.getheader(protocol.HEADER)):
+                    raise source.ReadError(f"cannot be read: {self.url} {problem}")
                 if response.status == _REFUSED:
                     raise source.RefusedError(
                         f"cannot be read: {self.url} does not take the run's secret"

@@ -198,7 +198,7 @@ class RamDisk:
         used = promised = 0
         for each in self.all_saves():
             directory = self.step_directory(*each)
-            written = _blocks_bytes(os.fspath(directory))
+            written = used_bytes(os.fspath(directory))
             used += written
             promised += max(written, _reserved_bytes(directory))
         system = os.statvfs(self.root)
@@ -289,13 +289,14 @@ def _reserved_bytes(directory: epath.Path) -> int:
     return 0
 
 
-def _blocks_bytes(directory: str) -> int:
+def used_bytes(directory: str) -> int:
+    """The bytes that the files below a directory take on their file system."""
     total = 0
     # Steps may be removed by their own process meanwhile.
     with contextlib.suppress(FileNotFoundError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                total += _blocks_bytes(entry.path)
+                total += used_bytes(entry.path)
                 continue
             with contextlib.suppress(FileNotFoundError):
                 total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES

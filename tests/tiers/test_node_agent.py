@@ -1,0 +1,251 @@
+import contextlib
+import os
+import shutil
+import time
+
+import pytest
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.tiers import source
+from elastic_ckpt.tiers.peers import (
+    agent,
+    agent_process,
+    node_agent,
+    node_record,
+    node_runs,
+    peer_client,
+    protocol,
+    secret,
+)
+from elastic_ckpt.tiers.ram import machine
+from tests.tiers import served, served_nodes
+from tests.tiers.scripted_peer import ScriptedPeer, answer
+from tests.tiers.served_nodes import PART
+
+LIMIT_SECS = 600
+
+
+@contextlib.contextmanager
+def attached(root):
+    """The address of the agent that serves a program, which may start one."""
+    with contextlib.closing(
+        agent_process.AgentProcess(agent.Service(root=str(root)))
+    ) as process:
+        yield process.address.url
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("path", ["run", "slice-3/run"])
+def test_programs_attach_to_the_agent_of_their_node(tmp_path, path):
+    with served_nodes.serving(tmp_path):
+        root = served_nodes.save_run(tmp_path, path)
+        for _ in range(2):
+            with attached(root) as url:
+                assert node_record.find(root).agents[path].url == url
+                known = secret.read_or_create(root)
+                assert served.ask(url, PART, known) == (200, b"part")
+        # Another program has ended, and the agent serves a later one's secret.
+        secret.adopt(root, "the-secret-of-a-later-world")
+        later = served.ask(url, PART, "the-secret-of-a-later-world")
+        assert later == (200, b"part")
+        assert served.ask(url, PART, known)[0] == 401
+
+
+def test_each_run_has_a_secret_that_opens_no_other(tmp_path):
+    with served_nodes.serving(tmp_path):
+        roots = [served_nodes.save_run(tmp_path, name) for name in ("a", "b")]
+        urls = [node_record.attach(root).url for root in roots]
+        secrets = [secret.read_or_create(root) for root in roots]
+        for one, url in enumerate(urls):
+            for other, known in enumerate(secrets):
+                status = 200 if one == other else 401
+                assert served.ask(url, PART, known)[0] == status
+
+
+def test_a_new_agent_has_the_addresses_of_the_one_before(tmp_path):
+    root = served_nodes.save_run(tmp_path)
+    urls = []
+    for _ in range(2):
+        with served_nodes.serving(tmp_path):
+            urls.append(node_record.attach(root).url)
+            known = secret.read_or_create(root)
+            assert served.ask(urls[-1], PART, known) == (200, b"part")
+        assert node_record.find(root) is None
+    assert urls[0] == urls[1]
+
+
+def test_without_the_agent_of_its_node_a_program_starts_one_that_is_replaced_later(
+    tmp_path,
+):
+    root = served_nodes.save_run(tmp_path)
+    with (
+        attached(root) as started,
+        served_nodes.serving(tmp_path),
+        attached(root) as again,
+    ):
+        assert again == started
+    with served_nodes.serving(tmp_path), attached(root) as again:
+        assert again == node_record.attach(root).url
+        assert again != started
+
+
+def test_a_directory_that_takes_the_place_of_another_is_served_in_its_turn(tmp_path):
+    with served_nodes.serving(tmp_path):
+        root = served_nodes.save_run(tmp_path)
+        node_record.attach(root)
+        shutil.rmtree(root)
+        served_nodes.save_run(tmp_path)
+        (root / machine.FILE).write_text("f" * machine.ID_LENGTH)
+        until(lambda: node_record.attach(root).machine == "f" * machine.ID_LENGTH)
+        known = secret.read_or_create(root)
+        assert served.ask(node_record.attach(root).url, PART, known)[0] == 200
+
+
+def test_two_agents_of_one_node_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_agent, "_LOCK_SECS", 0)
+    with (
+        served_nodes.serving(tmp_path),
+        pytest.raises(errors.RunError, match="another agent serves the runs"),
+        served_nodes.serving(tmp_path),
+    ):
+        pass
+
+
+def test_a_missing_directory_is_an_error(tmp_path):
+    with (
+        pytest.raises(errors.RunError, match="no such directory"),
+        served_nodes.serving(tmp_path / "none"),
+    ):
+        pass
+
+
+def test_directories_that_are_no_runs_are_not_served(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "elsewhere").symlink_to(tmp_path)
+    root = served_nodes.save_run(tmp_path)
+    with served_nodes.serving(tmp_path):
+        node_record.attach(root)
+        assert list(node_record.read(str(tmp_path)).agents) == ["run"]
+        shutil.rmtree(root)
+        until(lambda: not node_record.read(str(tmp_path)).agents)
+
+
+class TestVersions:
+    @pytest.mark.parametrize("distance", [-1, 0, 1])
+    def test_one_version_older_or_newer_works(self, distance):
+        assert protocol.problem(str(protocol.VERSION + distance)) is None
+
+    @pytest.mark.parametrize("version", ["0", "4", "17", "-2", "2.1", "x", ""])
+    def test_others_are_one_error_that_names_both(self, version):
+        problem = protocol.problem(version)
+        assert f"version {version} of" in problem
+        assert "version 2, which works with 1 to 3" in problem
+
+    def test_a_side_without_the_header_has_the_first(self):
+        assert protocol.problem(None) == protocol.problem("1")
+
+    def test_an_agent_refuses_clients_that_are_too_new(self, tmp_path):
+        served.save(tmp_path, 30, served_nodes.FILES)
+        with served.serving(agent.Service(root=str(tmp_path))) as address:
+            known = secret.read_or_create(tmp_path)
+            for version, status in ((1, 200), (3, 200), (4, 426)):
+                header = f"{protocol.HEADER}: {version}"
+                assert served.ask(address.url, PART, known, header)[0] == status
+
+    def test_a_client_takes_nothing_from_agents_that_are_too_new(self):
+        def respond(version):
+            headers = [f"{protocol.HEADER}: {version}"]
+            return lambda connection, _: connection.sendall(
+                answer(b"part", headers=headers)
+            )
+
+        with contextlib.closing(peer_client.PeerClient("the-secret-of-it")) as client:
+            with ScriptedPeer(respond(3)) as peer:
+                read = client.endpoint(peer.url).read(PART, most_bytes=9)
+                assert read == b"part"
+            with (
+                ScriptedPeer(respond(4)) as peer,
+                pytest.raises(source.ReadError, match="speaks version 4"),
+            ):
+                client.endpoint(peer.url).read(PART, most_bytes=9)
+
+    def test_a_program_does_not_start_beside_an_agent_that_is_too_new(self, tmp_path):
+        root = served_nodes.save_run(tmp_path)
+        record = {"protocol": protocol.VERSION + 2, "domains": {}, "agents": {}}
+        (tmp_path / node_record.FILE).write_bytes(storage.canonical_json(record))
+        lock = tmp_path / node_record.LOCK_FILE
+        with (
+            storage.exclusive_lock(lock),
+            pytest.raises(errors.RunError, match=r"speaks version 4.*upgrade"),
+            attached(root),
+        ):
+            pass
+
+    def test_fields_of_a_later_version_are_ignored(self, tmp_path):
+        address = {"url": "http://10.0.0.7:1", "pid": 7, "machine": served.MACHINE}
+        record = {
+            "protocol": protocol.VERSION + 1,
+            "domains": {"rack": "r7"},
+            "agents": {"run": address | {"later": 1}},
+            "later": {},
+        }
+        (tmp_path / node_record.FILE).write_bytes(storage.canonical_json(record))
+        read = node_record.read(str(tmp_path))
+        assert read.domains == {"rack": "r7"}
+        assert read.agents == {"run": agent.Address(**address)}
+
+
+class TestRunsThatEnded:
+    def test_they_are_removed_after_a_while(self, tmp_path):
+        root = served_nodes.save_run(tmp_path)
+        lifetime = node_runs.Lifetime(unused_secs=0.5)
+        with served_nodes.serving(
+            tmp_path, lifetime=lifetime, sweep_secs=0.05
+        ) as lines:
+            until(lambda: not root.exists())
+            until(lambda: not node_record.read(str(tmp_path)).agents)
+        assert [line for line in lines if line.startswith("removed run")]
+        assert sorted(os.listdir(tmp_path)) == ["node.json", "node.lock"]
+
+    def test_a_run_that_a_process_has_is_not_removed(self, tmp_path):
+        root = served_nodes.save_run(tmp_path)
+        with storage.exclusive_lock(root / "hosts" / "0" / "lock"):
+            assert node_runs.unused_secs(str(root)) == 0
+            assert not node_runs.remove(str(root))
+        assert (root / "hosts" / "0" / "30-0").is_dir()
+        assert node_runs.remove(str(root))
+        assert os.listdir(tmp_path) == []
+
+    def test_a_removal_that_was_cut_short_is_finished(self, tmp_path):
+        served_nodes.save_run(tmp_path, ".removed-run")
+        served_nodes.save_run(tmp_path, "slice-1/.removed-run")
+        kept = served_nodes.save_run(tmp_path, "slice-1/run")
+        node_runs.remove_leftovers(str(tmp_path))
+        assert os.listdir(tmp_path) == ["slice-1"]
+        assert list((tmp_path / "slice-1").iterdir()) == [kept]
+
+    def test_the_time_since_the_last_change_counts(self, tmp_path):
+        root = served_nodes.save_run(tmp_path)
+        for path in (root, *root.rglob("*")):
+            os.utime(path, (1, 1))
+        assert node_runs.unused_secs(str(root)) > 10**9
+        served.save(root, 31, served_nodes.FILES)
+        assert node_runs.unused_secs(str(root)) < LIMIT_SECS
+
+    @pytest.mark.parametrize(
+        ("limit_bytes", "removed"),
+        [(None, ["a"]), (30, ["a"]), (19, ["a", "b"]), (0, ["a", "b"])],
+    )
+    def test_the_limit_removes_those_that_were_unused_the_longest(
+        self, limit_bytes, removed
+    ):
+        unused = {"a": 5000.0, "b": 900.0, "c": 30.0}
+        lifetime = node_runs.Lifetime(unused_secs=3600, limit_bytes=limit_bytes)
+        sizes = dict.fromkeys(unused, 10)
+        assert node_runs.to_remove(unused, sizes, lifetime) == removed
