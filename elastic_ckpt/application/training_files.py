@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +31,10 @@ def prepare(
     directories = [part for part in data.text_directory.split(";") if part]
     keys = ["grain_train_files"] + ["grain_eval_files"] * bool(data.eval_interval)
     if data.grain_train_mixture_config_path:
-        path = os.path.abspath(data.grain_train_mixture_config_path)
-        data = dataclasses.replace(data, grain_train_mixture_config_path=path)
+        path = storage.absolute(data.grain_train_mixture_config_path)
+        data = dataclasses.replace(
+            data, grain_train_mixture_config_path=os.fspath(path)
+        )
         keys.remove("grain_train_files")
     for key in keys:
         with_files = []
@@ -52,12 +53,11 @@ def prepare(
 def _write(
     patterns: str, directory: str, file_type: str, report: Callable[[str], None]
 ) -> None:
-    # Nothing to write if the patterns are not one local file, or it exists.
+    # Nothing to write if the patterns are not one file, or it exists.
     from elastic_ckpt.data import text
+    from elastic_ckpt.data.sources import files
 
-    file = pathlib.Path(patterns)
-    is_one_file = not set("*?[,") & set(patterns) and storage.is_local(patterns)
-    if not is_one_file or file.exists():
+    if set("*?[,") & set(patterns) or files.exists(patterns):
         return
     named_type = text.file_type(patterns) or file_type
     if named_type != file_type:
@@ -66,5 +66,5 @@ def _write(
             f" {named_type}, as grain_file_type={file_type}; set"
             f" grain_file_type={named_type} or another name"
         )
-    written = text.write(directory, str(file), file_type=file_type)
-    report(f"wrote {file}: {written.num_documents:,} documents")
+    written = text.write(directory, patterns, file_type=file_type)
+    report(f"wrote {patterns}: {written.num_documents:,} documents")

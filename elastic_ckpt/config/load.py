@@ -10,15 +10,16 @@ import contextlib
 import dataclasses
 import difflib
 import json
-import pathlib
+import os
 import typing
 from collections.abc import Collection, Sequence
 
 import yaml
+from etils import epath
 
 from elastic_ckpt.config import keys, schema
 from elastic_ckpt.config.key import Value
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import bucket_clients, errors, storage
 
 # The base with every key's default, which need not exist as a file.
 DEFAULTS = "base.yml"
@@ -32,13 +33,13 @@ class _Setting:
     place: str
 
 
-def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Config:
+def load(path: epath.PathLike, overrides: Sequence[str] = ()) -> schema.Config:
     """The configuration in `path`, with `overrides` on top.
 
     Args:
-      path: a YAML file of `key: value` lines; `base_config:` names another file,
-        relative to this one, for the settings that this one lacks. `base_config:
-        base.yml` means the defaults if there is no such file.
+      path: a YAML file of `key: value` lines, local or in a bucket; `base_config:`
+        names another file, relative to this one, for the settings that this one lacks.
+        `base_config: base.yml` means the defaults if there is no such file.
       overrides: `key=value` texts, as on a command line; later ones take precedence.
 
     Raises:
@@ -49,7 +50,7 @@ def load(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> schema.Conf
 
 def of_keys(
     wanted: Collection[str],
-    path: str | pathlib.Path | None,
+    path: epath.PathLike | None,
     overrides: Sequence[str] = (),
 ) -> tuple[schema.Config, dict[str, object]]:
     """The configuration of some keys, in a file that has those of another program too.
@@ -76,7 +77,7 @@ def of_keys(
     return config, {key: each.value for key, each in chosen.items()}
 
 
-def origins(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str, str]:
+def origins(path: epath.PathLike, overrides: Sequence[str] = ()) -> dict[str, str]:
     """The origin of each key that is set: file and line, or the override.
 
     Raises:
@@ -88,9 +89,9 @@ def origins(path: str | pathlib.Path, overrides: Sequence[str] = ()) -> dict[str
 
 
 def _settings(
-    path: str | pathlib.Path | None, overrides: Sequence[str]
+    path: epath.PathLike | None, overrides: Sequence[str]
 ) -> dict[str, _Setting]:
-    settings = {} if path is None else _read_file(pathlib.Path(path), below=())
+    settings = {} if path is None else _read_file(storage.absolute(path), below=())
     for override in overrides:
         key, equals, text = override.partition("=")
         place = f"command line, {override!r}"
@@ -118,9 +119,10 @@ def from_values(values: dict[str, Value], *, place: str) -> schema.Config:
 
 
 def _read_file(
-    path: pathlib.Path, *, below: tuple[pathlib.Path, ...]
+    path: epath.Path, *, below: tuple[epath.Path, ...]
 ) -> dict[str, _Setting]:
-    path = path.resolve()
+    if storage.is_local(path):
+        path = epath.Path(os.path.realpath(path))
     if path in below:
         raise errors.ConfigError(
             f"{path}: base_config leads back to this file; remove it"
@@ -130,7 +132,7 @@ def _read_file(
     except FileNotFoundError:
         by = f" (base_config of {below[-1]})" if below else ""
         raise errors.ConfigError(f"{path}: no such configuration file{by}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (UnicodeDecodeError, *bucket_clients.failures()) as error:
         raise errors.ConfigError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise errors.ConfigError(f"{path}: not YAML: {error}") from None

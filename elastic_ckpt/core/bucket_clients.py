@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib.util
+import os
 import sys
 
 from elastic_ckpt.core import errors
 
 # The client package of each protocol, and the extra that installs it.
-_CLIENTS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
+_CLIENTS = {
+    "gs": ("gcsfs", "gcs"),
+    "s3": ("s3fs", "s3"),
+    "az": ("adlfs", "azure"),
+    "abfs": ("adlfs", "azure"),
+    "abfss": ("adlfs", "azure"),
+}
+
+# The protocols of checkpoints: TensorStore has a driver for each.
+_OF_CHECKPOINTS = ("gs", "s3")
 
 # The exceptions that clients raise besides OSErrors, by module.
 _FAILURES = {
+    "aiohttp.client_exceptions": ("ClientError",),
+    "azure.core.exceptions": ("AzureError",),
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    "gcsfs.retry": ("HttpError",),
+    "gcsfs.retry": ("HttpError", "ChecksumError", "NonRetryableError"),
+    "google.api_core.exceptions": ("GoogleAPIError",),
     "google.auth.exceptions": ("GoogleAuthError",),
+}
+
+# TensorStore ends a transfer that stands still this long, and tries again. By default
+# it waits for ever.
+_STALLED = {
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
 }
 
 
@@ -34,15 +55,50 @@ def failures() -> tuple[type[Exception], ...]:
     return (OSError, *client_errors)
 
 
-def prepare(url: str) -> None:
-    """Sets up the client for `url`; does nothing for other protocols than gs and s3.
+def prepare(url: str, *, is_data: bool = False) -> None:
+    """Sets up the client for `url`; does nothing for other protocols than these.
+
+    Args:
+      url: of a file or directory.
+      is_data: whether it is training data, which may be in more stores than files of
+        runs and checkpoints.
 
     Raises:
-      ConfigError: if it is not installed.
+      ConfigError: if the client is not installed, or no checkpoint can be there.
     """
     protocol = url.partition("://")[0]
-    if protocol in _CLIENTS:
-        _prepare_protocol(protocol)
+    if protocol not in _CLIENTS:
+        return
+    if not is_data and protocol not in _OF_CHECKPOINTS:
+        raise errors.ConfigError(
+            f"{url}: {protocol}:// holds training data alone, as TensorStore has no"
+            " driver for it; name a directory in gs:// or s3://, or a mounted one, for"
+            " runs and checkpoints"
+        )
+    _prepare_protocol(protocol)
+
+
+def last_written(url: str) -> float | None:
+    """When the newest object below a directory was written.
+
+    Returns:
+      The seconds since the epoch, by the store's clock; None if there is no object, or
+      it has no time.
+
+    Raises:
+      OSError: if storage is unavailable, or another of `failures`.
+    """
+    import fsspec
+
+    prepare(url)
+    filesystem, path = fsspec.url_to_fs(url)
+    times = [
+        each.get("mtime") or each.get("LastModified")
+        for each in filesystem.find(path, detail=True).values()
+    ]
+    if not times or not all(isinstance(each, datetime.datetime) for each in times):
+        return None
+    return max(each.timestamp() for each in times)
 
 
 @functools.cache
@@ -59,3 +115,5 @@ def _prepare_protocol(protocol: str) -> None:
     # Clients cache listings, which would hide files that other processes write.
     settings = fsspec.config.conf.setdefault(protocol, {})
     settings.setdefault("use_listings_cache", False)
+    for name, value in _STALLED.items():
+        os.environ.setdefault(name, value)

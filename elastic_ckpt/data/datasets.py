@@ -17,7 +17,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import errors
+from elastic_ckpt.core import errors, storage
 from elastic_ckpt.data import mixing
 
 # The name of the only dataset.
@@ -73,7 +73,7 @@ def from_file(path: epath.PathLike) -> list[Dataset]:
       ConfigError: names the file, the invalid entry and the problem.
     """
     try:
-        content = json.loads(epath.Path(path).read_text())
+        content = json.loads(storage.absolute(path).read_text())
     except FileNotFoundError:
         raise errors.ConfigError(f"{path}: no such mixture file") from None
     except ValueError as error:

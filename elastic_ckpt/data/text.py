@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 import pathlib
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 
-from elastic_ckpt.core import errors, storage
-from elastic_ckpt.data.sources import parquet, tfrecord
+from elastic_ckpt.core import errors, staged_file, storage
+from elastic_ckpt.data.sources import files, parquet, tfrecord
 
 PYTHON_STDLIB = "python-stdlib"
 
 # Directories below the standard library's that are not part of it.
 _NOT_STDLIB = ("site-packages", "dist-packages")
 _ROW_GROUP_DOCUMENTS = 100
+# Files that are read from a bucket at once.
+_READERS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,9 +36,11 @@ def write_arrayrecord(directory: str, file: str) -> Written:
     same file. Files that are not UTF-8 are regarded as binary and skipped.
 
     Args:
-      directory: any directory, or `python-stdlib` for the `.py` files of the standard
-        library of the running Python, or `python-stdlib/email` for a part of it.
-      file: the ArrayRecord file to write; it appears whole or not at all.
+      directory: any directory, also in a bucket, or `python-stdlib` for the `.py` files
+        of the standard library of the running Python, or `python-stdlib/email` for a
+        part of it.
+      file: the ArrayRecord file to write, local or in a bucket; it appears whole or not
+        at all.
 
     Raises:
       DataError: if there is no such directory, or no text in it.
@@ -45,8 +50,11 @@ def write_arrayrecord(directory: str, file: str) -> Written:
 
 def write(directory: str, file: str, *, file_type: str) -> Written:
     """Like `write_arrayrecord`, for any of the file types that can be read."""
-    counted = _Counted(map(pathlib.Path.read_bytes, _documents(directory)))
-    with storage.atomic_path(file) as temporary:
+    if storage.is_local(directory):
+        counted = _Counted(map(pathlib.Path.read_bytes, _documents(directory)))
+    else:
+        counted = _Counted(_stored_contents(directory))
+    with staged_file.staged_path(file) as temporary:
         _WRITERS[file_type](temporary, counted)
         if not counted.num_documents:
             raise errors.DataError(
@@ -130,6 +138,23 @@ def _documents(directory: str) -> list[pathlib.Path]:
         if not hidden and not foreign and path.is_file():
             documents.append(path)
     return sorted(documents, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _stored_contents(directory: str) -> Iterator[bytes]:
+    # The content of each file below a directory in a bucket, likewise.
+    names = [
+        name
+        for name in files.below(directory)
+        if not any(part.startswith(".") for part in name.split("/"))
+    ]
+    if not names:
+        raise errors.DataError(
+            f"{directory}: no file below it; give a directory that has text files"
+        )
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as readers:
+        for some in range(0, len(names), _READERS):
+            paths = [f"{directory}/{name}" for name in names[some : some + _READERS]]
+            yield from readers.map(files.read, paths)
 
 
 def _is_text(content: bytes) -> bool:

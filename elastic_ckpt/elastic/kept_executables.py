@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from elastic_ckpt.tiers import working_directory
+from elastic_ckpt.core import working_directory
 
 _RAM_DISK = "/dev/shm"
 

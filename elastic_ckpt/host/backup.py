@@ -71,7 +71,9 @@ class HostBackup:
         return [
             (each.step, str(each.path))
             for each in self._writing.discard_dead(
-                before=save, is_needed=functools.partial(backlog.is_held, self._world)
+                before=save,
+                is_needed=functools.partial(backlog.is_held, self._world),
+                is_claimed=self._claim is not None,
             )
             if each.save != persistent_root.REMOVED
         ]

@@ -8,12 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from elastic_ckpt.core import addresses
+from elastic_ckpt.core import addresses, working_directory
 from elastic_ckpt.host.answers import Introduction, JoinedHost
 from elastic_ckpt.host.world import HostConfig, HostWorld
 from elastic_ckpt.manifests import failure_domains
 from elastic_ckpt.manifests.manifest import Host
-from elastic_ckpt.tiers import working_directory
 from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,

@@ -9,10 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 from etils import epath
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import errors, storage, working_directory
 from elastic_ckpt.manifests import failure_domains
 from elastic_ckpt.manifests.retention import PreservationPolicy
-from elastic_ckpt.tiers import working_directory
 from elastic_ckpt.tiers.peers import agent_url
 
 T = TypeVar("T")
@@ -54,6 +53,9 @@ class Local:
         Steps that are due in storage stay until they are there or a later one is.
       limit_bytes: the most that the directory may hold; by default what the file system
         has.
+
+    Raises:
+      ConfigError: if the directory is in a bucket.
     """
 
     directory: str | os.PathLike[str]
@@ -61,6 +63,15 @@ class Local:
     every: int = 1
     keep: PreservationPolicy | None = None
     limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not storage.is_local(self.directory):
+            raise errors.ConfigError(
+                f"the RAM disk of a host is on its machine, not at {self.directory};"
+                " set Local(directory), which is local_checkpoint_directory in a"
+                " configuration, to a path such as /dev/shm/run, and name buckets as"
+                " persistent storage"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

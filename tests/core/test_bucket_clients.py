@@ -1,5 +1,6 @@
 """Clients of object stores: set up once, and their failures known for what they are."""
 
+import aiohttp
 import botocore.exceptions
 import gcsfs.retry
 import google.auth.exceptions
@@ -14,6 +15,7 @@ FAILURES = [
     botocore.exceptions.EndpointConnectionError(endpoint_url="http://store"),
     botocore.exceptions.NoCredentialsError(),
     gcsfs.retry.HttpError({"code": 503, "message": "later"}),
+    aiohttp.ServerDisconnectedError(),
     google.auth.exceptions.DefaultCredentialsError("none"),
     PermissionError(13, "Permission denied"),
 ]

@@ -12,8 +12,8 @@ import subprocess
 import time
 
 from elastic_ckpt.application import run_directory
+from elastic_ckpt.core import working_directory
 from elastic_ckpt.manifests import layout
-from elastic_ckpt.tiers import working_directory
 from elastic_ckpt.training import step_log
 from tests import runs
 from tests.multiprocess import test_elastic_run

@@ -82,3 +82,8 @@ def test_a_persistent_tier_takes_a_policy_of_orbax():
     policy = ocp.training.save_decision_policies.FixedIntervalPolicy(5)
     tier = choices.Persistent("/steps", save_decision_policy=policy)
     assert tier.save_decision_policy is policy
+
+
+def test_a_ram_disk_is_not_in_a_bucket():
+    with pytest.raises(errors.ConfigError, match="not at gs://bucket/ram; set Local"):
+        choices.Local("gs://bucket/ram")

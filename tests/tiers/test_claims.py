@@ -155,3 +155,13 @@ def test_storage_out_of_reach_is_an_error_and_no_claim(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(errors.CheckpointError, match="out of reach"):
         claim(tmp_path / "file", "8")
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_list_that_lags_hides_no_claim(bucket, monkeypatch):
+    for save in ("5", "6", "7"):
+        newest = claim(bucket, save)
+    monkeypatch.setattr(
+        claims, "_numbers", lambda _: (storage.absolute(bucket) / "worlds", [1])
+    )
+    assert claims.newest(bucket) == newest

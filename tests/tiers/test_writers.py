@@ -126,3 +126,28 @@ def test_where_there_are_no_locks_nothing_is_removed():
     world = writers.WritingWorld(root, run=uploaded.RUN)
     assert world.discard_dead(before=NOW) == []
     world.close()
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.05))],
+    indirect=True,
+)
+def test_who_has_claimed_a_run_in_a_bucket_removes_what_is_long_dead(
+    bucket, monkeypatch
+):
+    root = persistent_root.PersistentRoot.from_path(bucket)
+    upload(root, 3, OLD, commit=True)
+    upload(root, 4, OLD)
+    upload(root, 5, LATER)
+    # The rest of a removal that was cut short.
+    storage.write_atomic(root.final(6) / "state" / "d" / "x", b"")
+    world = writers.WritingWorld(root, run=uploaded.RUN)
+    assert world.discard_dead(before=NOW, is_claimed=True) == []
+    monkeypatch.setattr(writers, "_QUIET_SECS", -60.0)
+    assert world.discard_dead(before=NOW) == []
+    removed = world.discard_dead(before=NOW, is_claimed=True)
+    assert [each.step for each in removed] == [4, 6]
+    assert left(root) == [5]
+    uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 3)
+    world.close()

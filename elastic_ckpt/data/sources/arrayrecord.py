@@ -72,9 +72,9 @@ class ArrayRecordFiles:
     def __init__(self, paths: Sequence[str]) -> None:
         self._indexes = source.current_indexes(ArrayRecord(files=tuple(paths)))
         self.records_per_file = tuple(index.num_records for index in self._indexes)
-        self._files = tuple(map(files.local_copy, paths))
+        self._files = tuple(paths)
         filled = [
-            file
+            files.local_copy(file)
             for file, count in zip(self._files, self.records_per_file, strict=True)
             if count
         ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import functools
 import glob
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, BinaryIO, TypeVar
 
 import fsspec
 from absl import logging
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
+from elastic_ckpt.data.sources import file_copies, remote_file
 
 T = TypeVar("T")
 
@@ -74,6 +78,11 @@ def find_files(patterns: str, *, key: str = "grain_train_files") -> tuple[str, .
     return tuple(paths)
 
 
+def exists(file: str) -> bool:
+    """Whether there is a file at a path or URI."""
+    return bool(_matches(file))
+
+
 def names(value: Any, *, argument: str, required: bool = False) -> tuple[str, ...]:
     """A tuple of names, such as `files` or `columns`, from a caller's argument.
 
@@ -118,16 +127,20 @@ def content(file: str) -> Content:
                 for start in _sample_starts(num_bytes)
             ]
     else:
-        system, path = fsspec.url_to_fs(file)
-        properties = {
-            name.lower().replace("-", "").replace("_", ""): value
-            for name, value in system.info(path).items()
-        }
+        system, path = _located(file)
+        with _store_errors():
+            properties = {
+                name.lower().replace("-", "").replace("_", ""): value
+                for name, value in system.info(path).items()
+            }
+            num_bytes = properties["size"]
+            starts = _sample_starts(num_bytes)
+            stops = [min(start + _SAMPLE_SPAN_BYTES, num_bytes) for start in starts]
+            spans = system.cat_ranges(
+                [path] * len(starts), starts, stops, on_error="raise"
+            )
         versions = [str(properties[name]) for name in _VERSIONS if properties.get(name)]
-        version, num_bytes = " ".join(versions), properties["size"]
-        starts = _sample_starts(num_bytes)
-        stops = [min(start + _SAMPLE_SPAN_BYTES, num_bytes) for start in starts]
-        spans = system.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
+        version = " ".join(versions)
     sample = hashlib.blake2b(b"".join(spans), digest_size=4).hexdigest()
     return Content(num_bytes=num_bytes, sample=sample, version=version)
 
@@ -154,18 +167,48 @@ def forget_all() -> None:
 
 
 def opened(file: str) -> AbstractContextManager[BinaryIO]:
-    """`file` open for reading, seekable."""
+    """`file` open for reading, seekable; in an object store, see `remote_file`."""
     if storage.is_local(file):
         return open(file, "rb")
-    system, path = fsspec.url_to_fs(file)
-    return system.open(path, "rb")
+    return remote_file.opened(_remote(file))
+
+
+def read(file: str) -> bytes:
+    """The content of a file in an object store.
+
+    Raises:
+      DataError: if it cannot be read, after several tries.
+    """
+    system, path = _located(file)
+
+    def read_once() -> bytes:
+        with _store_errors():
+            return system.cat_file(path)
+
+    return retried(read_once, file, at_start=True)
+
+
+def below(directory: str) -> list[str]:
+    """The files below a directory in an object store, by their path in it, sorted.
+
+    Raises:
+      DataError: if they cannot be listed, after several tries.
+    """
+    system, path = _located(directory)
+
+    def listed() -> list[str]:
+        with _store_errors():
+            return system.find(path)
+
+    files = retried(listed, directory, at_start=True)
+    return sorted(file.removeprefix(f"{path.rstrip('/')}/") for file in files)
 
 
 def local_copy(file: str) -> str:
     """A local path with the content of `file`, for readers that need one."""
     if storage.is_local(file):
         return file
-    return str(fsspec.open_local(f"simplecache::{file}"))
+    return file_copies.of_process().path(_remote(file))
 
 
 def retried(read: Callable[[], T], place: str, *, at_start: bool = False) -> T:
@@ -207,9 +250,45 @@ def _patterns(text: str) -> Iterable[str]:
 def _matches(pattern: str) -> list[str]:
     if storage.is_local(pattern):
         return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-    system, path = fsspec.url_to_fs(pattern)
-    paths = system.glob(path) if glob.has_magic(path) else [path] * system.exists(path)
+    system, path = _located(pattern)
+
+    def listed() -> list[str]:
+        with _store_errors():
+            if glob.has_magic(path):
+                return system.glob(path)
+            return [path] * system.exists(path)
+
+    paths = retried(listed, pattern, at_start=True)
     return sorted(system.unstrip_protocol(match) for match in paths)
+
+
+def _located(file: str) -> tuple[Any, str]:
+    # The file system of a remote file, and the path in it.
+    bucket_clients.prepare(file, is_data=True)
+    return fsspec.url_to_fs(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def _remote(file: str) -> remote_file.Object:
+    system, path = _located(file)
+    with _store_errors():
+        num_bytes = system.info(path)["size"]
+    return remote_file.Object(url=file, system=system, path=path, num_bytes=num_bytes)
+
+
+register_cache(_remote.cache_clear)
+register_cache(remote_file.forget)
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    # Clients of object stores raise other exceptions, too.
+    try:
+        yield
+    except OSError:
+        raise
+    except bucket_clients.failures() as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
 def _sample_starts(num_bytes: int) -> list[int]:

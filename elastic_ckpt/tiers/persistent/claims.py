@@ -75,7 +75,11 @@ def newest(steps: epath.PathLike) -> Claim | None:
       CheckpointError: if the storage is out of reach, or the record cannot be read.
     """
     directory, numbers = _numbers(steps)
-    return _read(directory, max(numbers)) if numbers else None
+    number = max(numbers, default=0)
+    # The list of an object store may lag behind its objects.
+    while not storage.is_local(directory) and _is_claimed(directory, number + 1):
+        number += 1
+    return _read(directory, number) if number else None
 
 
 def first(steps: epath.PathLike) -> Claim | None:
@@ -164,6 +168,13 @@ def _numbers(steps: epath.PathLike) -> tuple[epath.Path, list[int]]:
     except bucket_clients.failures() as error:
         raise _out_of_reach(directory, error) from error
     return directory, [int(m[1]) for m in map(_NAME.fullmatch, names) if m]
+
+
+def _is_claimed(directory: epath.Path, number: int) -> bool:
+    try:
+        return (directory / f"{number}.json").exists()
+    except bucket_clients.failures() as error:
+        raise _out_of_reach(directory, error) from error
 
 
 def _path(steps: epath.PathLike, number: int) -> epath.Path:

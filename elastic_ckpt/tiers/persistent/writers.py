@@ -5,8 +5,10 @@ process is alive. It holds a shared lock on `<root>/writers.lock` from before th
 upload until it ends. A world that starts and finds no other holder removes the
 leftovers of all earlier worlds; no other world can start meanwhile.
 
-Object stores have no locks. There this removes nothing: a new upload of the same step
-clears its directory, and `elastic-ckpt inspect` shows the rest.
+Object stores have no locks. There a new upload of the same step clears its directory,
+and a world that has claimed the run (see `claims`) removes other leftovers to which
+nothing was written for half an hour: a replaced start may still upload, but does not
+commit. Without claims they stay. `elastic-ckpt inspect` shows them.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import contextlib
 import errno
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers.persistent.persistent_root import (
     REMOVED,
@@ -29,6 +32,8 @@ from elastic_ckpt.tiers.source import Leftover
 
 LOCK = "writers.lock"
 _CLOSE_SECS = 1.0
+# An upload in an object store that was not written to for so long is dead.
+_QUIET_SECS = 1800.0
 # Those of our worlds (`HostWorld.new_save`); programs with Orbax alone use others.
 _SAVE = re.compile(r"\d{15}")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -66,18 +71,34 @@ class WritingWorld:
                     raise
 
     def discard_dead(
-        self, *, before: str, is_needed: Callable[[Leftover], bool] = lambda _: False
+        self,
+        *,
+        before: str,
+        is_needed: Callable[[Leftover], bool] = lambda _: False,
+        is_claimed: bool = False,
     ) -> list[Leftover]:
         """Removes the leftovers of uploads of crashed worlds.
 
         Args:
           before: the save of this world; younger leftovers stay.
           is_needed: whether a leftover stays, because its upload can be continued.
+          is_claimed: whether this world has claimed the run, so that no other commits.
 
         Returns:
           The leftovers that were removed.
+
+        Raises:
+          OSError: if storage is unavailable, or another of `bucket_clients.failures`.
         """
         with self._lock:
+            if not storage.is_local(self._root.path):
+                if self._closed or not is_claimed:
+                    return []
+                return [
+                    self._discard(each)
+                    for each in self._root.leftovers()
+                    if self._is_quiet(each, before) and not is_needed(each)
+                ]
             self.be_present()
             if self._closed or self._presence is None:
                 return []
@@ -138,6 +159,13 @@ class WritingWorld:
         return bool(saves) and all(
             _SAVE.fullmatch(save) and save < before for save in saves
         )
+
+    def _is_quiet(self, leftover: Leftover, before: str) -> bool:
+        # A removal that was cut short may have left no manifest.
+        if not all(save < before for save in self._saves(leftover)):
+            return False
+        written = bucket_clients.last_written(str(leftover.path))
+        return written is not None and written < time.time() - _QUIET_SECS
 
     def _saves(self, leftover: Leftover) -> set[str]:
         # If the name does not contain the save, manifests may; otherwise it is unknown.

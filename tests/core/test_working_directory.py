@@ -7,12 +7,11 @@ import tempfile
 
 import pytest
 
-from elastic_ckpt.core import storage
-from elastic_ckpt.tiers import working_directory
+from elastic_ckpt.core import storage, working_directory
 
 USE = """
 import sys
-from elastic_ckpt.tiers import working_directory
+from elastic_ckpt.core import working_directory
 used = working_directory.WorkingDirectory(working_directory.new_path())
 print(flush=True)
 sys.stdin.readline()

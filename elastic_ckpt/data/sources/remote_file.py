@@ -1,0 +1,190 @@
+"""Files in object stores: read ahead in blocks, by parallel ranged requests.
+
+The readers of a process share the blocks in memory, so a file that is opened again is
+read on from there. Each block of a file that is in memory before the one that is read
+has one more block requested ahead, up to a limit: a reader that goes through a file has
+many requests on their way, and one that jumps about requests little that it needs not.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import errno
+import functools
+import io
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+from elastic_ckpt.core import bucket_clients
+
+BLOCK_BYTES = 2**20
+# The most blocks in memory, and of these the most ahead of a reader.
+_MAX_BLOCKS = 256
+_MAX_AHEAD = 16
+# The most requests on their way at a time.
+_REQUESTS = 16
+_BUFFER_BYTES = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Object:
+    """A file in an object store, as fsspec finds it.
+
+    Attributes:
+      url: its address, which identifies it in this process.
+      system: fsspec's file system.
+      path: in the file system.
+      num_bytes: its size.
+    """
+
+    url: str
+    system: Any = dataclasses.field(compare=False)
+    path: str = dataclasses.field(compare=False)
+    num_bytes: int = dataclasses.field(compare=False)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks."""
+        return -(-self.num_bytes // BLOCK_BYTES)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` to `stop`, by one request.
+
+        Raises:
+          OSError: if the store does not return them; with an `errno` in any case.
+        """
+        try:
+            content = self.system.cat_file(self.path, start=start, end=stop)
+        except (FileNotFoundError, PermissionError):
+            raise
+        except bucket_clients.failures() as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+        if len(content) != stop - start:
+            raise OSError(
+                errno.EIO,
+                f"{len(content)} bytes instead of {stop - start} from byte {start} on",
+            )
+        return content
+
+
+class Blocks:
+    """The blocks of files that were read last, and those that are on their way.
+
+    Args:
+      max_blocks: the most in memory; those that were not used for longest go.
+    """
+
+    def __init__(self, max_blocks: int = _MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(
+            _REQUESTS, thread_name_prefix="remote-file"
+        )
+        self._blocks: collections.OrderedDict[
+            tuple[str, int], concurrent.futures.Future[bytes]
+        ] = collections.OrderedDict()
+
+    def get(self, remote: Object, first: int, last: int) -> Sequence[bytes]:
+        """The blocks of a file from the `first` to the `last`; requests more.
+
+        Raises:
+          OSError: if one cannot be read; it is requested again by the next call.
+        """
+        with self._lock:
+            before = 0
+            while before < _MAX_AHEAD and (remote.url, first - 1 - before) in (
+                self._blocks
+            ):
+                before += 1
+            end = min(last + before, remote.num_blocks - 1)
+            requested = [self._requested(remote, n) for n in range(first, end + 1)]
+            while len(self._blocks) > self._max_blocks:
+                self._blocks.popitem(last=False)
+        blocks = []
+        for number, block in enumerate(requested[: last + 1 - first], start=first):
+            try:
+                blocks.append(block.result())
+            except OSError:
+                with self._lock:
+                    if self._blocks.get((remote.url, number)) is block:
+                        del self._blocks[remote.url, number]
+                raise
+        return blocks
+
+    def _requested(
+        self, remote: Object, number: int
+    ) -> concurrent.futures.Future[bytes]:
+        key = (remote.url, number)
+        if key not in self._blocks:
+            start = number * BLOCK_BYTES
+            stop = min(start + BLOCK_BYTES, remote.num_bytes)
+            self._blocks[key] = self._pool.submit(remote.read, start, stop)
+        self._blocks.move_to_end(key)
+        return self._blocks[key]
+
+
+class _Reader(io.RawIOBase):
+    # A position in a file.
+    def __init__(self, remote: Object, blocks: Blocks) -> None:
+        self._remote = remote
+        self._blocks = blocks
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        ends = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._end}
+        self._at = max(0, ends[whence] + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")
+        # Large reads are parts of what is kept, so that their own blocks stay in it.
+        most = _MAX_AHEAD * BLOCK_BYTES
+        stop = min(self._at + min(len(into), most), self._end)
+        if stop <= self._at:
+            return 0
+        first, last = self._at // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        num_bytes = stop - self._at
+        done = 0
+        for block in self._blocks.get(self._remote, first, last):
+            inside = (self._at + done) % BLOCK_BYTES
+            part = memoryview(block)[inside : inside + num_bytes - done]
+            into[done : done + len(part)] = part
+            done += len(part)
+        self._at = stop
+        return num_bytes
+
+    @property
+    def _end(self) -> int:
+        return self._remote.num_bytes
+
+
+def opened(remote: Object) -> BinaryIO:
+    """The file open for reading, seekable."""
+    return io.BufferedReader(_Reader(remote, _blocks()), _BUFFER_BYTES)
+
+
+def forget() -> None:
+    """Drops all blocks of this process, after a file has changed."""
+    _blocks.cache_clear()
+
+
+@functools.cache
+def _blocks() -> Blocks:
+    return Blocks()
+
+
+# A forked process has none of the threads that answer the requests.
+os.register_at_fork(after_in_child=_blocks.cache_clear)

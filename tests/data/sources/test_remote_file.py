@@ -1,0 +1,205 @@
+"""Files in stores are read in blocks, ahead of the reader, by parallel requests."""
+
+import errno
+import os
+import pathlib
+import threading
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ckpt.core import errors, storage
+from elastic_ckpt.data import text
+from elastic_ckpt.data.sources import (
+    arrayrecord,
+    files,
+    parquet,
+    record_format,
+    remote_file,
+    source,
+    tfrecord,
+)
+
+BLOCK = remote_file.BLOCK_BYTES
+SIZE = 40 * BLOCK + 123
+CONTENT = np.random.default_rng(0).bytes(SIZE)
+
+
+class System:
+    """A store that counts requests, and fails where it is asked to."""
+
+    def __init__(self):
+        self.ranges = []
+        self.failures = []
+
+    def cat_file(self, path, start, end):
+        assert path == "name"
+        self.ranges.append((start, end))
+        if self.failures:
+            raise self.failures.pop()
+        return CONTENT[start:end]
+
+
+@pytest.fixture
+def system():
+    return System()
+
+
+@pytest.fixture
+def blocks():
+    return remote_file.Blocks(max_blocks=48)
+
+
+def opened(system, blocks):
+    remote = remote_file.Object(
+        url="store://name", system=system, path="name", num_bytes=SIZE
+    )
+    return remote_file._Reader(remote, blocks)
+
+
+def read_all(reader, num_bytes):
+    """Reads on from the reader's position, as a buffered reader does."""
+    parts = []
+    while num_bytes:
+        buffer = bytearray(num_bytes)
+        count = reader.readinto(buffer)
+        if not count:
+            break
+        parts.append(bytes(buffer[:count]))
+        num_bytes -= count
+    return b"".join(parts)
+
+
+@given(st.lists(st.tuples(st.integers(0, SIZE + 5), st.integers(0, 3 * BLOCK))))
+def test_any_reads_return_the_bytes_of_the_file(reads):
+    reader = opened(System(), remote_file.Blocks(max_blocks=20))
+    for at, num_bytes in reads:
+        assert reader.seek(at) == reader.tell() == at
+        assert read_all(reader, num_bytes) == CONTENT[at : at + num_bytes]
+
+
+def test_a_file_that_is_read_through_is_requested_once_in_order(system, blocks):
+    reader = opened(system, blocks)
+    assert read_all(reader, SIZE + 1) == CONTENT
+    ends = [*range(BLOCK, SIZE, BLOCK), SIZE]
+    assert sorted(system.ranges) == list(zip(range(0, SIZE, BLOCK), ends, strict=True))
+
+
+def test_a_reader_that_goes_on_has_more_and_more_requests_ahead(system, blocks):
+    num_ahead = []
+    for number in range(20):
+        # Opened anew for each read, as TFRecords are.
+        reader = opened(system, blocks)
+        reader.seek(number * BLOCK)
+        read_all(reader, 100)
+        num_ahead.append(max(each for _, each in blocks._blocks) - number)
+    assert num_ahead == [*range(17), 16, 16, 16]
+
+
+def test_a_reader_that_jumps_requests_one_block_each_time(system, blocks):
+    reader = opened(system, blocks)
+    for number in (30, 3, 21, 9):
+        reader.seek(number * BLOCK + 17)
+        read_all(reader, 100)
+    starts = [start // BLOCK for start, _ in system.ranges]
+    assert starts == [30, 3, 21, 9]
+
+
+def test_blocks_in_memory_are_bounded(system, blocks):
+    read_all(opened(system, blocks), SIZE)
+    few = remote_file.Blocks(max_blocks=4)
+    read_all(opened(system, few), SIZE)
+    assert len(few._blocks) <= 4
+
+
+def test_a_block_that_failed_is_requested_again(system, blocks):
+    system.failures = [PermissionError(errno.EACCES, "no"), OSError("reset")]
+    reader = opened(system, blocks)
+    with pytest.raises(OSError, match="OSError: reset") as raised:
+        reader.readinto(bytearray(10))
+    assert raised.value.errno == errno.EIO
+    with pytest.raises(PermissionError):
+        reader.readinto(bytearray(10))
+    assert read_all(reader, 10) == CONTENT[:10]
+
+
+def test_a_short_answer_is_an_error(blocks):
+    class Short(System):
+        def cat_file(self, path, start, end):
+            return super().cat_file(path, start, end)[:-1]
+
+    with pytest.raises(OSError, match="instead of 1048576 from byte 0 on"):
+        opened(Short(), blocks).readinto(bytearray(10))
+
+
+def test_many_threads_share_the_blocks(system, blocks):
+    def read():
+        contents.append(read_all(opened(system, blocks), 5 * BLOCK))
+
+    contents = []
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert contents == [CONTENT[: 5 * BLOCK]] * 8
+    assert len(system.ranges) == len(set(system.ranges))
+
+
+def test_a_copy_on_this_machine_ends_with_the_process(tmp_path):
+    url = f"memory://{tmp_path.name}/file"
+    with fsspec.open(url, "wb") as file:
+        file.write(CONTENT)
+    copy = pathlib.Path(files.local_copy(url))
+    assert copy.read_bytes() == CONTENT
+    assert files.local_copy(url) == str(copy)
+    assert copy.parent.name.startswith(f"elastic_ckpt-{os.getpid()}-")
+
+
+# The clients are those of the other tests, and slower for S3.
+one_store = pytest.mark.parametrize(
+    "bucket",
+    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.05))],
+    indirect=True,
+)
+
+
+@one_store
+@pytest.mark.parametrize("kind", ["arrayrecord", "parquet", "tfrecord"])
+def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
+    texts = tmp_path / "texts"
+    for number in range(30):
+        path = texts / f"{number % 3}/{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text {number} " * 100)
+        storage.write_atomic(
+            f"{bucket}/texts/{number % 3}/{path.name}", path.read_bytes()
+        )
+    local, remote = f"{tmp_path}/data", f"{bucket}/data"
+    assert text.write(str(texts), local, file_type=kind) == text.write(
+        f"{bucket}/texts", remote, file_type=kind
+    )
+    assert elements(kind, remote) == elements(kind, local)
+    assert len(elements(kind, remote)) == 30
+
+
+def elements(kind, file):
+    made = {
+        "arrayrecord": arrayrecord.ArrayRecord(files=(file,)),
+        "parquet": parquet.Parquet(files=(file,)),
+        "tfrecord": tfrecord.TFRecord(files=(file,), record_format=record_format.BYTES),
+    }[kind]
+    (unit,) = source.cut(made, 1)
+    return list(made.read(unit, 0))
+
+
+def test_containers_of_azure_hold_data_alone(monkeypatch):
+    for url in ("az://container/run", "abfs://container/run"):
+        with pytest.raises(errors.ConfigError, match="holds training data alone"):
+            storage.absolute(url)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(errors.ConfigError, match=r"'elastic-ckpt\[azure\]'"):
+        files.find_files("az://container/*.parquet")
