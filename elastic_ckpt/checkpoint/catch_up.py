@@ -131,11 +131,13 @@ class CatchUp:
             waits = BackupWaits(is_waiting=self._is_short or is_waiting())
             if newest is not None and self._hosts.share(waits)[0].is_waiting:
                 break
+            if newest is None:
+                self._work.due.add(each.step)
             try:
                 saving = self._saving(each)
             except HostsFailedError as error:
                 why = f"it was not backed up: {error}"
-                self._work.degraded("persistent", each.step, why)
+                self._work.not_taken("persistent", each.step, why)
                 break
             if not self._work.upload(saving):
                 late(saving)

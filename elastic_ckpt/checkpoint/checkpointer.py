@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -364,16 +365,15 @@ class Checkpointer:
         return self._chosen.local is not None and self._world.is_left()
 
     def close(self) -> None:
-        """Waits, or if it is left for the last save alone, and releases the hosts."""
-        try:
-            if self.is_left:
-                self._background.wait()
-                self._steps.stages.wait_for_commit()
-                self._events.flush()
-            else:
-                self.wait()
-        finally:
-            self._hosts.close()
+        """Waits, or if it is left for the last save alone, and releases the hosts.
+
+        Raises:
+          CheckpointError: if a step that was due is not in persistent storage.
+        """
+        with contextlib.closing(self._hosts), self._events.flushing():
+            self._background.wait()
+            stages = self._steps.stages
+            stages.wait_for_commit() if self.is_left else stages.end()
 
     def abandon(self) -> None:
         """Releases the hosts, some of which may be gone: waits for no save."""

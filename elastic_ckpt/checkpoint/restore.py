@@ -22,7 +22,7 @@ from elastic_ckpt.checkpoint import (
     shared_step,
 )
 from elastic_ckpt.checkpoint.hosts import Hosts
-from elastic_ckpt.core import errors, events, metrics
+from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.host import read_requests
 from elastic_ckpt.host.answers import (
@@ -150,13 +150,13 @@ def find(
     newest = 0 if outcome.complete_step is None else outcome.complete_step.step
     for why in outcome.refusing:
         logging.warning("%s", why)
-        emit("degraded", tier="peer", step=newest, why=why)
+        _degraded(emit, "peer", newest, why)
     if outcome.out_of_reach is not None:
         if outcome.complete_step is None:
             raise errors.CheckpointError(
                 f"no step is complete in RAM, and {outcome.out_of_reach}"
             )
-        emit("degraded", tier="persistent", step=newest, why=outcome.out_of_reach)
+        _degraded(emit, "persistent", newest, outcome.out_of_reach)
     return Search(
         checkpoint=outcome.complete_step,
         newest_save=outcome.newest_save,
@@ -330,7 +330,7 @@ def _restore_foreign(
     # Steps that Orbax alone saved have no digests.
     assert checkpoint.path is not None
     why = "plain Orbax saved it, and its values cannot be verified"
-    emit("degraded", tier="persistent", step=checkpoint.step, why=why)
+    _degraded(emit, "persistent", checkpoint.step, why)
     others: Mapping[str, Any] = {}
     if requested.rules is not None:
         others = requested.rules.of_orbax(checkpoint, requested.trees)
@@ -345,3 +345,8 @@ def _restore_foreign(
     read_bytes["persistent_bytes"] = num_bytes
     emit("restored_from", step=checkpoint.step, **read_bytes, bad_copies=0, repaired=0)
     return {name: parts[name] for name in wanted}
+
+
+def _degraded(emit: events.Emit, tier: str, step: int, why: str) -> None:
+    cause = storage_cause.of_message(why).name
+    emit("degraded", tier=tier, step=step, cause=cause, why=why)

@@ -18,7 +18,6 @@ whatever depends on time, such as whether a stage is idle.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -84,12 +83,7 @@ class SaveStages:
         # Finishes the work of the worlds before.
         self._catch_up_stage = Stage("catch-up")
         self._catch_up: CatchUp | None = None
-        # Whether a step that was due in storage reached neither storage nor RAM.
-        self._owed = False
-        # Backed up next, and now.
-        self._late: Saving | None = None
-        self._in_backup: int | None = None
-        self._lock = threading.Lock()
+        self._due = self._work.due
         # The last step that copies were started for, and the newest that has them.
         self._copied: CheckpointMetadata | None = None
         self._covered: int | None = None
@@ -103,6 +97,7 @@ class SaveStages:
         """Notes that a step was restored: it is kept until a newer one has copies."""
         self.committed, self._covered = None, step
         self._begins_line = True
+        self._due.drop_after(step)
 
     def claim(self, line: Line) -> int:
         """Claims the world, which will save to a line; returns its number."""
@@ -154,14 +149,19 @@ class SaveStages:
         run = functools.partial(
             self._catch_up.run,
             after=self._cleaned,
-            is_waiting=lambda: self._late is not None,
-            late=self._back_up_later,
+            is_waiting=lambda: self._due.is_late,
+            late=self._due.keep,
         )
         self._start(self._catch_up_stage, "persistent", restored.step, run)
 
     def wait_for_commit(self) -> None:
         """Returns when the step is committed, or was given up."""
         self._commit_stage.wait()
+
+    def end(self) -> None:
+        """Waits; raises a CheckpointError if storage lacks a step that was due."""
+        self.wait()
+        self._due.check()
 
     def wait(self) -> None:
         """Returns when all stages are done, with late copies and a late backup too."""
@@ -173,7 +173,7 @@ class SaveStages:
         self.check()
         if self._is_broken:  # Hosts may be gone.
             return
-        late, self._late = self._late, None
+        late = self._due.take()
         if late is not None:
             logging.warning("the backup of step %d is made now", late.step)
             work = functools.partial(self._back_up, late)
@@ -220,6 +220,8 @@ class SaveStages:
         # Hosts that share a machine leave its cores to those that still capture.
         saving = self._work.agreed(saving)
         notes, problem = saving.prepare()
+        if not self._in_ram:
+            self._due.add(saving.step)
         abandon = save_requests.AbandonStep(step=saving.step, save=saving.save)
         try:
             written = saving.write(self._hosts, problem)
@@ -234,7 +236,7 @@ class SaveStages:
             self._hosts.all(abandon)
             if not stored:
                 tier = "local" if self._in_ram else "persistent"
-                self._work.degraded(tier, saving.step, f"it was not saved: {error}")
+                self._work.not_taken(tier, saving.step, f"it was not saved: {error}")
             if self._in_ram:
                 self._make_room()
             return stored
@@ -255,9 +257,8 @@ class SaveStages:
             line = Line(save=saving.save, parents=tuple(saving.parents))
             self.claim(line)
         except HostsFailedError as error:
-            self._work.degraded(
-                "persistent", saving.step, f"old steps may count: {error}"
-            )
+            why = f"old steps may count: {error}"
+            self._work.degraded("persistent", saving.step, why)
 
     def _note_committed(self, saving: Saving, notes: StepNotes) -> None:
         self.committed = saving.committed(notes.time_ms)
@@ -272,18 +273,18 @@ class SaveStages:
         # Backs up a due step without RAM; whether that was done.
         is_time = self._share_readiness()[0].is_time
         is_due = saving.back_up or saving.is_last_of_world
-        if not (is_due or is_time or self._owed):
+        if not (is_due or is_time or self._due.is_owed):
             return False
-        self._owed = True
+        self._due.is_owed = True
+        self._due.add(saving.step)
         try:
             listing = save_requests.ListWritten(step=saving.step, save=saving.save)
             written = self._hosts.all(listing)
         except HostsFailedError:
             # A component could not be saved, as `why` reports: storage does not help.
             return False
-        self._work.degraded(
-            "local", saving.step, f"{why}; it goes to storage without RAM"
-        )
+        why += "; it goes to storage without RAM"
+        self._work.degraded("local", saving.step, why)
         return self._store(saving, committing(saving, written, notes))
 
     def _store(self, saving: Saving, commit: save_requests.CommitStep) -> bool:
@@ -295,13 +296,13 @@ class SaveStages:
         try:
             self._hosts.all(save_requests.HoldStep(**vars(commit)))
         except HostsFailedError as error:
-            self._work.degraded(
-                "persistent", saving.step, f"it was not backed up: {error}"
-            )
+            why = f"it was not backed up: {error}"
+            self._work.not_taken("persistent", saving.step, why)
             return False
         if not self._work.upload(saving):
             return False
-        self._owed, self._late = False, None
+        self._due.begin(saving.step)
+        self._due.end()
         self._clock.begin_again()
         self._note_committed(saving, commit.notes)
         # RAM holds nothing of it that could be copied.
@@ -315,20 +316,22 @@ class SaveStages:
         can_copy = all(each.can_copy for each in readiness)
         can_back_up = all(each.can_back_up for each in readiness)
         # Clocks differ: the clock of host 0 decides.
-        is_due = saving.back_up or readiness[0].is_time or self._owed
+        is_due = saving.back_up or readiness[0].is_time or self._due.is_owed
         copying = [self._copy()] if can_copy else []
         if not can_copy:
             why = "copies of an earlier step are not done; it gets none yet"
             self._work.degraded("peer", saving.step, why)
         # When their stages are idle, all hosts have the same late step.
-        if can_back_up and (is_due or self._late is not None):
-            self._late, self._in_backup, self._owed = None, saving.step, False
+        if is_due:
+            self._due.add(saving.step)
+        if can_back_up and (is_due or self._due.is_late):
+            self._due.begin(saving.step)
             self._clock.begin_again()
             after = [*self._cleaned, *copying]
             back_up = functools.partial(self._back_up, saving, after=after)
             self._start(self._backup_stage, "persistent", saving.step, back_up)
         elif is_due:
-            self._back_up_later(saving)
+            self._due.keep(saving)
             why = "the backup of an earlier step is not done; it comes next"
             self._work.degraded("persistent", saving.step, why)
 
@@ -366,10 +369,9 @@ class SaveStages:
     def _collect(self, committed: CheckpointMetadata) -> None:
         # Removes older steps if this one has its copies; otherwise keeps the newest of
         # them that has.
-        with self._lock:
-            late = None if self._late is None else self._late.step
-            needed = (self._in_backup, late, self._covered)
-        in_flight = [each for each in needed if each is not None]
+        in_flight = self._due.in_flight()
+        if self._covered is not None:
+            in_flight.append(self._covered)
         if self._catch_up is not None:
             in_flight += self._catch_up.in_flight
         collect = collecting(committed, in_flight, self._preserved)
@@ -378,12 +380,6 @@ class SaveStages:
         except HostsFailedError as error:
             why = f"older steps were not removed: {error}"
             self._work.degraded("local", committed.step, why)
-
-    def _back_up_later(self, saving: Saving) -> None:
-        # Keeps the newest waiting step, in any order of threads.
-        with self._lock:
-            if self._late is None or self._late.step < saving.step:
-                self._late = saving
 
     def _back_up(
         self, saving: Saving, *, after: Sequence[futures.Future[None]] = ()
@@ -395,6 +391,6 @@ class SaveStages:
                 self._work.collect_backups(saving)
             else:
                 # The next step that is committed is backed up in its place.
-                self._back_up_later(saving)
+                self._due.keep(saving)
         finally:
-            self._in_backup = None
+            self._due.end()

@@ -25,7 +25,14 @@ from elastic_ckpt.checkpoint.run_world import ALONE, RunWorld
 from elastic_ckpt.checkpoint.save_stages import SaveStages, Saving
 from elastic_ckpt.checkpoint.schedule import BackupClock, Schedule
 from elastic_ckpt.checkpoint.step_description import StepDescription
-from elastic_ckpt.core import errors, events, metrics, storage, user_json
+from elastic_ckpt.core import (
+    errors,
+    events,
+    metrics,
+    storage,
+    storage_cause,
+    user_json,
+)
 from elastic_ckpt.host import (
     backup_requests,
     read_requests,
@@ -122,7 +129,8 @@ class SavedSteps:
             )
         except HostsFailedError as error:
             why = f"its metrics were not recorded: {error}"
-            self._emit("degraded", tier="persistent", step=step, why=why)
+            cause = storage_cause.of_message(why).name
+            self._emit("degraded", tier="persistent", step=step, cause=cause, why=why)
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
         """The metrics that were recorded; see `Checkpointer.evaluations`."""

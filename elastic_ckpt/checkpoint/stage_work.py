@@ -9,9 +9,11 @@ from typing import NamedTuple
 from absl import logging
 
 from elastic_ckpt.checkpoint import part_passes
+from elastic_ckpt.checkpoint.due_steps import DueSteps
 from elastic_ckpt.checkpoint.hosts import Hosts
 from elastic_ckpt.checkpoint.saving import Saving
-from elastic_ckpt.core import events, metrics
+from elastic_ckpt.core import events, metrics, storage_cause
+from elastic_ckpt.core.errors import MOST_NAMED
 from elastic_ckpt.host import backup_requests, copy_requests
 from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Placed
 
@@ -37,6 +39,9 @@ class StageWork:
       hosts: of the world.
       world: its number in the run.
       emit: called for each event, in the threads of the stages.
+
+    Attributes:
+      due: the steps that persistent storage lacks.
     """
 
     def __init__(self, hosts: Hosts, *, world: int, emit: events.Emit) -> None:
@@ -44,6 +49,7 @@ class StageWork:
         self._world = world
         self._emit = emit
         self._lacking: list[str] = []
+        self.due = DueSteps(emit, is_first=hosts.own == 0)
 
     def agreed(self, saving: Saving) -> Saving:
         """The step as all hosts save it: with one set of notes and of components."""
@@ -107,17 +113,20 @@ class StageWork:
         try:
             num_bytes, bad = saving.upload(self._hosts)
         except HostsFailedError as error:
-            self.degraded("persistent", step, f"it was not backed up: {error}")
+            self.not_taken("persistent", step, f"it was not backed up: {error}")
             return False
         saving.stored.set()
+        self.due.store(step)
         secs = time.monotonic() - began_secs
         self._record(metrics.CHECKPOINT_BACKUP, num_bytes)
         self._record(metrics.CHECKPOINT_BACKUP_SECS, secs)
         self._emit(
             "backed_up", step=step, bytes=num_bytes, secs=secs, world=self._world
         )
-        for why in bad:
-            self.degraded("local", step, f"{why}; it was backed up from elsewhere")
+        if bad:
+            more = f", like {len(bad) - 1} more copies" if bad[1:] else ""
+            why = f"{bad[0]}; it was backed up from elsewhere{more}"
+            self.degraded("local", step, why)
         return True
 
     def collect_backups(self, saving: Saving) -> None:
@@ -138,17 +147,29 @@ class StageWork:
         for number, path in removed:
             self._emit("step_interrupted", step=number, path=path, resume_step=step)
 
+    def not_taken(self, tier: str, step: int, why: str) -> None:
+        """Reports that a tier has not taken a step that is due there."""
+        if tier == "persistent":
+            self.due.fail(why)
+        self.degraded(tier, step, why)
+
     def degraded(self, tier: str, step: int, why: str) -> None:
         """Reports a failure that the run survives."""
         logging.warning("step %d, %s tier: %s", step, tier, why)
-        self._emit("degraded", tier=tier, step=step, why=why)
+        cause = storage_cause.of_message(why).name
+        self._record(metrics.CHECKPOINT_FAILURES, 1)
+        self._emit("degraded", tier=tier, step=step, cause=cause, why=why)
 
     def _report_lacking(self, step: int, reasons: Sequence[str]) -> None:
         problems = list(dict.fromkeys(reasons))
-        for why in problems:
-            # A lack that persists is reported once.
-            if why not in self._lacking:
-                self.degraded("peer", step, why)
+        # A lack that persists is reported once.
+        fresh = [why for why in problems if why not in self._lacking]
+        for why in fresh[:MOST_NAMED]:
+            self.degraded("peer", step, why)
+        if fresh[MOST_NAMED:]:
+            more = len(fresh) - MOST_NAMED
+            self.degraded("peer", step, f"and {more} more, in the logs of hosts")
+            logging.warning("step %d: %s", step, "; ".join(fresh[MOST_NAMED:]))
         self._lacking = problems
 
     def _record(self, metric: metrics.Metric, value: float) -> None:

@@ -285,6 +285,9 @@ class Progress:
             self._saved = f"step {event['step']} is not in RAM"
         self._line(f"{event['tier']} tier, step {event['step']}: {event['why']}")
 
+    def _on_storage_recovered(self, **event: Any) -> None:
+        self._line(f"storage takes steps again, since step {event['step']}")
+
     def _on_replicated(self, **event: Any) -> None:
         pass
 

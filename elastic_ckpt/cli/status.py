@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import locations
-from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.core import bucket_clients, errors, storage_cause
 
 if TYPE_CHECKING:
-    from elastic_ckpt.inspect.status import Status
+    from elastic_ckpt.inspect.status import Backup, Status
 
 _WATCH_SECS = 5.0
 # The end of a log that is read first.
@@ -198,8 +198,17 @@ def _backup(content: Status) -> str:
     return _joined(
         behind,
         f"being written, or cut short: step {numbers}" if numbers else "",
-        f"FAILED: {backup.failed}" if backup.failed else "",
+        f"{backup.due_steps:,} steps due and not there" if backup.due_steps else "",
+        f"FAILED: {_failure(backup)}" if backup.failed else "",
     )
+
+
+def _failure(backup: Backup) -> str:
+    advice = storage_cause.of_message(backup.failed or "").advice
+    cause = f"{backup.cause}: " if backup.cause not in (None, "other") else ""
+    if not advice or advice in (backup.failed or ""):
+        return f"{cause}{backup.failed}"
+    return f"{cause}{backup.failed} ({advice})"
 
 
 def _event(event: Any, now: float) -> str:

@@ -160,6 +160,14 @@ CHECKPOINT_BACKUP_SECS = _metric(
     "duration",
     "until a step was committed in persistent storage",
 )
+CHECKPOINT_BACKLOG = _metric(
+    "checkpoint/backlog_steps",
+    "gauge",
+    "steps that were due in persistent storage and are not there",
+)
+CHECKPOINT_FAILURES = _metric(
+    "checkpoint/tier_failures", "counter", "times that a tier did not take a step"
+)
 VALIDATION = _metric(
     "validation/check_secs", "duration", "copies of the state were compared"
 )

@@ -293,8 +293,11 @@ class HostsFailedError(errors.CheckpointError):
 
     def __init__(self, of_host: Mapping[int, str]) -> None:
         self.of_host = dict(of_host)
-        problems = "; ".join(f"host {n}: {why}" for n, why in sorted(of_host.items()))
-        super().__init__(problems)
+        failed = sorted(of_host.items())
+        problems = [f"host {n}: {why}" for n, why in failed[: errors.MOST_NAMED]]
+        if more := failed[errors.MOST_NAMED :]:
+            problems.append(f"and {len(more)} more hosts")
+        super().__init__("; ".join(problems))
 
 
 def failure(

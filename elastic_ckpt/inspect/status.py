@@ -92,11 +92,16 @@ class Backup:
         there is none in memory.
       being_written: steps that are not committed yet, or were cut short.
       failed: why the newest backup failed; None if one has succeeded since.
+      cause: of that, as in events; None likewise.
+      due_steps: steps that were due in storage and are not there, as the run counts
+        them; None if that is not known.
     """
 
     steps_behind: int | None
     being_written: tuple[int, ...]
     failed: str | None
+    cause: str | None
+    due_steps: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +165,7 @@ def status(
         progress=_progress(files, events),
         tiers=tuple(tiers),
         losses=tuple(losses),
-        backup=_backup(events, tiers, uncommitted),
+        backup=_backup(events, files, tiers, uncommitted),
         replicas=replica_findings.of_events(events),
         last_event=events[-1] if events else None,
     )
@@ -192,12 +197,7 @@ def world_slices(events: Sequence[Event]) -> tuple[int, ...]:
 
 
 def _progress(files: Files, events: Sequence[Event]) -> Progress:
-    newest: dict[str, Mapping[str, Any]] = {}
-    for lines in files.values():
-        for line in lines:
-            before = newest.get(line["metric"])
-            if before is None or line["time"] >= before["time"]:
-                newest[line["metric"]] = line
+    newest = _newest_lines(files)
 
     def last(metric: metrics.Metric) -> float | None:
         line = newest.get(metric.name)
@@ -220,6 +220,16 @@ def _progress(files: Files, events: Sequence[Event]) -> Progress:
         goodput_percent=last(metrics.GOODPUT),
         data_wait_percent=_data_wait_percent(files),
     )
+
+
+def _newest_lines(files: Files) -> dict[str, Mapping[str, Any]]:
+    newest: dict[str, Mapping[str, Any]] = {}
+    for lines in files.values():
+        for line in lines:
+            before = newest.get(line["metric"])
+            if before is None or line["time"] >= before["time"]:
+                newest[line["metric"]] = line
+    return newest
 
 
 def _data_wait_percent(files: Files) -> float | None:
@@ -245,7 +255,10 @@ def _data_wait_percent(files: Files) -> float | None:
 
 
 def _backup(
-    events: Sequence[Event], tiers: Sequence[NewestStep], uncommitted: Sequence[int]
+    events: Sequence[Event],
+    files: Files,
+    tiers: Sequence[NewestStep],
+    uncommitted: Sequence[int],
 ) -> Backup:
     steps = {each.tier: each.step for each in tiers}
     in_memory = steps.get("local")
@@ -256,10 +269,14 @@ def _backup(
         or (e["event"] == "degraded" and e["tier"] == "persistent")
     ]
     failed = tried and tried[-1]["event"] == "degraded"
+    due = _newest_lines(files).get(metrics.CHECKPOINT_BACKLOG.name)
     return Backup(
         steps_behind=None
         if in_memory is None
         else max(0, in_memory - (steps.get("persistent") or 0)),
         being_written=tuple(uncommitted),
         failed=tried[-1]["why"] if failed else None,
+        # Earlier versions wrote none.
+        cause=tried[-1].get("cause") if failed else None,
+        due_steps=None if due is None else int(due["last"]),
     )

@@ -71,7 +71,7 @@ def test_a_save_that_failed_is_not_shown_as_under_way():
     stream = io.StringIO()
     shown = progress.Progress(1, stream)
     shown("save_started", step=4)
-    shown("degraded", tier="local", step=4, why="it does not fit")
+    shown("degraded", tier="local", step=4, cause="full", why="it does not fit")
     shown("step", step=5, steps=9, loss=1.0, secs=1.0, **RATES)
     shown("backed_up", step=4, bytes=3, secs=1.0, world=1)
     shown("step", step=6, steps=9, loss=1.0, secs=1.0, **RATES)

@@ -9,9 +9,10 @@ import time
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from elastic_ckpt.core import topology
+from elastic_ckpt.core import errors, topology
 from elastic_ckpt.host import backup
 from elastic_ckpt.manifests import holdings, uploads
 from elastic_ckpt.tiers.peers import agent, peer_client, peer_endpoint
@@ -60,6 +61,15 @@ def train(
         if paced:
             checkpointer.wait()
     checkpointer.wait()
+    if wrong is not None:
+        _expect_backlog(checkpointer, step=wrong[0])
+
+
+def _expect_backlog(checkpointer, *, step):
+    # The wrong step is due in storage, and does not get there.
+    due = f"step {step} was due in persistent storage"
+    with pytest.raises(errors.CheckpointError, match=due):
+        checkpointer.close()
 
 
 def fail(checkpointer, mesh, *, host):

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from absl import logging
 
-from elastic_ckpt.core import bucket_clients, errors
+from elastic_ckpt.core import bucket_clients, errors, storage_cause
 
 Result = TypeVar("Result")
 
@@ -94,9 +94,8 @@ class Retries:
                     raise
                 if is_permanent:
                     raise errors.CheckpointError(
-                        f"{what} failed: {error}; a retry cannot solve this: check the"
-                        " path, its free space and who may write there, then upload the"
-                        " step again"
+                        f"{what} failed: {error}; a retry cannot solve this:"
+                        f" {_advice(error)}, then upload the step again"
                     ) from error
                 if attempt == self.attempts:
                     raise errors.CheckpointError(
@@ -115,6 +114,11 @@ class Retries:
 
 
 PATIENT = Retries()
+
+
+def _advice(error: Exception) -> str:
+    cause = storage_cause.of_message(str(error))
+    return cause.advice or "check the path, its free space and who may write there"
 
 
 def _is_permanent(error: Exception) -> bool | None:

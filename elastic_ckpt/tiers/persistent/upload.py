@@ -324,9 +324,8 @@ class Upload:
 
     def _write(self, checkpointable: str, chunks: Sequence[ocdbt.Chunk]) -> None:
         path = self._directory / checkpointable / self._store
-        several = f" and {len(chunks) - 1} more arrays" if len(chunks) > 1 else ""
         self._retries.call(
-            f"writing {chunks[0].leaf.path}{several} to {path}",
+            f"writing {len(chunks)} chunks to {path}",
             lambda: self._opened(checkpointable, path).write(chunks),
         )
 

@@ -1,0 +1,135 @@
+"""The steps that are due in persistent storage and are not there: the backlog.
+
+It is bounded: besides the step that is being uploaded, RAM keeps one that waits, the
+newest; it stands for all that were due before. A newer step in storage ends the wait of
+all before it. Storage that fails is tried again with the next step, at the end of the
+run, and by the next world. A run that ends with a backlog fails.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from elastic_ckpt.checkpoint.saving import Saving
+from elastic_ckpt.core import errors, events, metrics, storage_cause
+
+
+class DueSteps:
+    """The backlog of a world, in any of its threads.
+
+    Args:
+      emit: called when storage takes steps again.
+      is_first: whether this process records the metrics of all hosts.
+
+    Attributes:
+      is_owed: whether a step that was due reached neither storage nor RAM, so that the
+        next one is due.
+    """
+
+    def __init__(self, emit: events.Emit, *, is_first: bool) -> None:
+        self.is_owed = False
+        self._emit = emit
+        self._is_first = is_first
+        self._lock = threading.Lock()
+        self._steps: set[int] = set()
+        # Backed up next, and now.
+        self._late: Saving | None = None
+        self._in_backup: int | None = None
+        # The newest failure, and when the first one since the last backup was.
+        self._why = ""
+        self._failing_secs: float | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a step waits for its backup."""
+        return self._late is not None
+
+    def in_flight(self) -> list[int]:
+        """The steps that have to stay in RAM until they are in storage."""
+        with self._lock:
+            late = None if self._late is None else self._late.step
+            return [each for each in (self._in_backup, late) if each is not None]
+
+    def add(self, step: int) -> None:
+        """Notes that a step is due."""
+        with self._lock:
+            self._steps.add(step)
+        self._record()
+
+    def begin(self, step: int) -> None:
+        """Notes that a step is being backed up, in place of one that waits."""
+        with self._lock:
+            self._late, self._in_backup = None, step
+        self.is_owed = False
+
+    def end(self) -> None:
+        """Notes that the backup has ended, also if it failed."""
+        self._in_backup = None
+
+    def keep(self, saving: Saving) -> None:
+        """Keeps the newest waiting step, in any order of threads."""
+        with self._lock:
+            if self._late is None or self._late.step < saving.step:
+                self._late = saving
+
+    def take(self) -> Saving | None:
+        """Returns the step that waits, which then does no more."""
+        with self._lock:
+            late, self._late = self._late, None
+        return late
+
+    def fail(self, why: str) -> None:
+        """Notes that storage has not taken a step."""
+        with self._lock:
+            self._why = why
+            if self._failing_secs is None:
+                self._failing_secs = time.monotonic()
+
+    def store(self, step: int) -> None:
+        """Notes that a step is in storage, by an event if storage had failed."""
+        with self._lock:
+            stored = {each for each in self._steps if each <= step}
+            self._steps -= stored
+            began_secs, self._failing_secs = self._failing_secs, None
+            why, self._why = self._why, ""
+        self._record()
+        if began_secs is not None:
+            self._emit(
+                "storage_recovered",
+                step=step,
+                cause=storage_cause.of_message(why).name,
+                steps=len(stored),
+                secs=time.monotonic() - began_secs,
+            )
+
+    def drop_after(self, step: int) -> None:
+        """Drops the steps behind the one that the run goes on from."""
+        with self._lock:
+            self._steps = {each for each in self._steps if each <= step}
+
+    def check(self) -> None:
+        """Checks that nothing is due; no stage may be at work.
+
+        Raises:
+          CheckpointError: if a step that was due is not in storage.
+        """
+        # A second end of the run finds nothing to do.
+        self.take()
+        steps, self._steps = sorted(self._steps), set()
+        if not steps:
+            return
+        several = ""
+        if steps[1:]:
+            several = f", like {len(steps) - 1} before it since step {steps[0]}"
+        why = self._why or "its backup was not made"
+        advice = storage_cause.of_message(why).advice or "bring the storage back"
+        remedy = "" if advice in why else f" {advice}, and"
+        raise errors.CheckpointError(
+            f"step {steps[-1]} was due in persistent storage and is not there{several}:"
+            f" {why};{remedy} start the run once more while the hosts' RAM has the step"
+        )
+
+    def _record(self) -> None:
+        if self._is_first:
+            metrics.CHECKPOINT_BACKLOG.record(len(self._steps))
