@@ -1,8 +1,10 @@
 """Finds all pairs of overlapping boxes from two sets: the first part of a read plan.
 
-A spatial join by divide and conquer: both sets are repeatedly halved at a coordinate
-until few enough boxes are left to compare every pair. A box that crosses the cut
-belongs to both halves; duplicate pairs are removed at the end.
+In one dim, the boxes that may overlap a box are neighbours in the order of their starts
+(a sweep), which suffices for arrays that are cut in one dim. Otherwise a spatial join
+divides and conquers: both sets are repeatedly halved at a coordinate until few enough
+boxes are left to compare every pair. A box that crosses the cut belongs to both halves;
+duplicate pairs are removed at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from elastic_ckpt.core import boxes, columns
 _FEW_PAIRS = 2**14
 # The limit of pairs in one comparison of sets that do not halve, to bound memory.
 _MANY_PAIRS = 2**22
+# The most neighbours of a box, on average, that a sweep compares.
+_NEIGHBOURS = 4
 
 
 def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
@@ -24,9 +28,44 @@ def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
       The indices in `a` and in `b` of each pair, int64 `[pairs]` both, ordered by the
       first, then by the second.
     """
+    in_a, in_b = np.flatnonzero(a.volumes), np.flatnonzero(b.volumes)
+    overlapping = None
+    if len(in_a) * len(in_b) > _FEW_PAIRS:
+        overlapping = _swept(a, b, in_a, in_b)
+    if overlapping is None:
+        overlapping = _joined(a, b, in_a, in_b)
+    pairs = columns.distinct(overlapping)
+    return pairs // max(1, len(b)), pairs % max(1, len(b))
+
+
+def _swept(
+    a: boxes.Boxes, b: boxes.Boxes, in_a: np.ndarray, in_b: np.ndarray
+) -> np.ndarray | None:
+    # Pairs as `_compared`; None if boxes have too many neighbours in every dim.
+    for dim in range(a.rank):
+        by_start = in_b[np.argsort(b.start[in_b, dim], kind="stable")]
+        # No earlier box ends behind the start of a box of `a`.
+        stops = np.maximum.accumulate(b.stop[by_start, dim])
+        first = np.searchsorted(stops, a.start[in_a, dim], side="right")
+        last = np.searchsorted(b.start[by_start, dim], a.stop[in_a, dim])
+        sizes = np.maximum(last - first, 0)
+        if sizes.sum() > _NEIGHBOURS * (len(in_a) + len(in_b)):
+            continue
+        run, within = columns.runs(sizes)
+        at_a, at_b = in_a[run], by_start[first[run] + within]
+        overlap = np.ones(len(run), bool)
+        for each in range(a.rank):
+            overlap &= a.start[at_a, each] < b.stop[at_b, each]
+            overlap &= b.start[at_b, each] < a.stop[at_a, each]
+        return at_a[overlap] * len(b) + at_b[overlap]
+    return None
+
+
+def _joined(
+    a: boxes.Boxes, b: boxes.Boxes, all_a: np.ndarray, all_b: np.ndarray
+) -> np.ndarray:
+    # Pairs as `_compared`, some of them several times.
     overlapping: list[np.ndarray] = []
-    all_a = np.flatnonzero(a.volumes)
-    all_b = np.flatnonzero(b.volumes)
     pending = [(all_a, all_b)]
     while pending:
         in_a, in_b = pending.pop()
@@ -40,8 +79,7 @@ def overlaps(a: boxes.Boxes, b: boxes.Boxes) -> tuple[np.ndarray, np.ndarray]:
                 overlapping.append(_compared(a, b, in_a[first : first + rows], in_b))
         else:
             pending.extend(halves)
-    pairs = columns.distinct(np.concatenate(overlapping))
-    return pairs // max(1, len(b)), pairs % max(1, len(b))
+    return np.concatenate(overlapping)
 
 
 def _compared(

@@ -71,14 +71,17 @@ def test_gaps_are_the_same_where_the_array_has_to_be_halved(array):
     assert (bare == (painted(shape, listed) == 0)).all()
 
 
-@pytest.mark.parametrize("few_pairs", [2**14, 4])
+@pytest.mark.parametrize(("few_pairs", "neighbours"), [(2**14, 4), (4, 0), (4, 2**14)])
 @given(array=arrays(), data=st.data())
-def test_overlaps_are_the_pairs_that_share_an_element(few_pairs, array, data):
+def test_overlaps_are_the_pairs_that_share_an_element(
+    few_pairs, neighbours, array, data
+):
     shape, first = array
     second = data.draw(st.lists(box_in(shape), max_size=8))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_join, "_FEW_PAIRS", few_pairs)
         patch.setattr(box_join, "_MANY_PAIRS", few_pairs)
+        patch.setattr(box_join, "_NEIGHBOURS", neighbours)
         pairs = box_join.overlaps(
             boxes.Boxes.from_boxes(first, rank=len(shape)),
             boxes.Boxes.from_boxes(second, rank=len(shape)),
@@ -172,9 +175,10 @@ def test_an_index_with_steps_is_no_box():
         boxes.of_index((slice(0, 8, 2),), (8,))
 
 
-@given(st.integers(0, 10**6), st.integers(1, 3))
+@pytest.mark.parametrize("neighbours", [0, 2**14])
+@given(seed=st.integers(0, 10**6), rank=st.integers(1, 3))
 @settings(max_examples=20)
-def test_overlaps_of_many_boxes_are_those_of_each_with_each(seed, rank):
+def test_overlaps_of_many_boxes_are_those_of_each_with_each(neighbours, seed, rank):
     generator = np.random.default_rng(seed)
 
     def some(number):
@@ -186,5 +190,6 @@ def test_overlaps_of_many_boxes_are_those_of_each_with_each(seed, rank):
     apart = (a.start[:, None] >= b.stop) | (b.start >= a.stop[:, None])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(box_join, "_FEW_PAIRS", 256)
+        patch.setattr(box_join, "_NEIGHBOURS", neighbours)
         actual = box_join.overlaps(a, b)
     assert np.array_equal(actual, np.nonzero(~apart.any(axis=-1)))
