@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from elastic_ckpt.tiers.peers import agent, secret
+from elastic_ckpt.tiers.peers import agent, node_record, secret
 from tests import runs
-from tests.tiers import served
+from tests.tiers import served, served_nodes
 
 PART = "/v1/hosts/0/30-0/data/part"
 VERB = ("elastic_ckpt.cli.main", "agent")
@@ -154,3 +154,29 @@ def test_an_agent_imports_no_jax():
         env=os.environ,
     )
     assert ended.stdout == "set()\n"
+
+
+def test_the_agent_of_a_node_publishes_domains_and_serves_runs_that_begin(tmp_path):
+    arguments = ("--node", "--domains", "rack=r7;zone=z")
+    with served.agent_process(tmp_path, *arguments, verb=VERB) as (process, at):
+        assert at == "127.0.0.1"
+        root = served_nodes.save_run(tmp_path)
+        url = node_record.attach(root).url
+        assert node_record.find(root).domains == {"rack": "r7", "zone": "z"}
+        assert served.ask(url, PART, secret.read_or_create(root)) == (200, b"part")
+        process.terminate()
+        assert process.wait() == 0
+        assert process.stderr.read() == ""
+    assert node_record.find(root) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--domains", "rack=r7"], "--domains is for the agent of a node; add --node"),
+        (["--node", "--port", 8470], "--port is for the agent of one run"),
+        (["--node", "--domains", "r7"], "is not `kind=name`"),
+    ],
+)
+def test_options_that_do_not_go_together_are_errors(root, arguments, message):
+    assert message in runs.verb("agent", root, *arguments, code=1)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.manifests import failure_domains
 from elastic_ckpt.tiers.peers import agent
 
 _OF_NODE = (
@@ -123,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_of_node(arguments: argparse.Namespace, service: agent.Service) -> None:
-    # Hosts import this module, and start no agent of a node.
+    # The command line imports this module to complete words, and needs none of these.
+    from elastic_ckpt.manifests import failure_domains
     from elastic_ckpt.tiers.peers import kubernetes_node, node_agent, node_runs
 
     if service.port:
