@@ -64,9 +64,12 @@ def mixed(*columns: np.ndarray) -> np.ndarray:
     """
     state = np.zeros(np.broadcast_shapes(*(each.shape for each in columns)), np.uint64)
     for column in columns:
-        state = state + column.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state += column.astype(np.uint64, copy=False)
+        state += np.uint64(0x9E3779B97F4A7C15)
+        state ^= state >> np.uint64(30)
+        state *= np.uint64(0xBF58476D1CE4E5B9)
+        state ^= state >> np.uint64(27)
+        state *= np.uint64(0x94D049BB133111EB)
         state ^= state >> np.uint64(31)
     return state
 

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from concurrent import futures
 from typing import Literal
 
+import numpy as np
+
 from elastic_ckpt.core import checked_json
 from elastic_ckpt.core.host_tree import HostTree
 from elastic_ckpt.manifests import part_message
@@ -82,9 +84,18 @@ class PartExchange:
 
     def deal(self, tables: Sequence[PartTable]) -> None:
         """Gives the hosts below this one their parts, and keeps those of this host."""
-        self._own = _for_hosts(tables, [self._host])
-        for child in self._tree.children(self._host):
-            message = _for_hosts(tables, self._tree.below(child))
+        children = self._tree.children(self._host)
+        group = np.full(self._tree.num_hosts, -1)
+        group[self._host] = 0
+        for number, child in enumerate(children, 1):
+            group[self._tree.below(child)] = number
+        groups = [table.for_groups(group, len(children) + 1) for table in tables]
+        own, *others = (
+            PartMessage(tables=tuple(of_group[number] for of_group in groups))
+            for number in range(len(children) + 1)
+        )
+        self._own = own
+        for child, message in zip(children, others, strict=True):
             self._post(f"parts-{child}", message)
 
     def pass_on(self, level: int) -> None:
@@ -131,7 +142,3 @@ class PartExchange:
 
     def _post(self, name: str, message: PartMessage) -> None:
         self._mail.post(f"{self._kind}-{name}", part_message.to_bytes(message))
-
-
-def _for_hosts(tables: Sequence[PartTable], hosts: Sequence[int]) -> PartMessage:
-    return PartMessage(tables=tuple(table.for_targets(hosts) for table in tables))

@@ -25,7 +25,7 @@ from elastic_ckpt.manifests import part_choices, read_plan, search
 from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Contents
 from elastic_ckpt.manifests.part_message import PartMessage
-from elastic_ckpt.manifests.part_table import Holder, PartTable, SavedStep, joined
+from elastic_ckpt.manifests.part_table import Holder, PartTable, SavedStep
 from elastic_ckpt.tiers.find import FoundStep
 from elastic_ckpt.tiers.surveyed_ram import SurveyedRam
 
@@ -43,7 +43,7 @@ class StepSharing:
         self._world = world
         self._part_exchange = world.exchanges["restore"]
         # On host 0, what hosts have reported, and the step that it chose.
-        self._ram: SurveyedRam | None = None
+        self._ram = SurveyedRam(PartMessage())
         self._chosen: FoundStep | None = None
 
     def offer_saves(self) -> None:
@@ -89,7 +89,6 @@ class StepSharing:
         if not steps:
             self._ram = SurveyedRam(message)
             return self._ram
-        assert self._ram is not None
         self._ram.add(steps[-1], message)
         return self._ram
 
@@ -97,7 +96,7 @@ class StepSharing:
         """Keeps the step that was found, or drops what was reported; on host 0."""
         self._chosen = step_found
         if step_found is None:
-            self._ram = None
+            self._ram = SurveyedRam(PartMessage())
 
     def share(self, step: int, save: str) -> None:
         """Passes the contents of the chosen step to all hosts; host 0 does it.
@@ -131,7 +130,7 @@ class StepSharing:
           CheckpointError: if another step was chosen, or it is of another model.
         """
         chosen = self._chosen_step(step, save)
-        table = self._table(chosen)
+        table = self._ram.table(chosen.holdings.offers)
         asked = self._part_exchange.merged().of_save(step, save) or table.take(
             _NO_ROWS, []
         )
@@ -143,7 +142,7 @@ class StepSharing:
         )
         self._part_exchange.deal([part_choices.of_reads(table, plan, components)])
         # The holdings of all hosts are large.
-        self._ram = self._chosen = None
+        self.choose(None)
 
     def parts(self, step: int, save: str) -> FoundStep:
         """The parts that this host reads, and where.
@@ -193,13 +192,3 @@ class StepSharing:
                 f"step {step}, save {save}, is not the one that host 0 has found"
             )
         return chosen.step
-
-    def _table(self, chosen: search.Step) -> PartTable:
-        ram = self._ram
-        (table,) = joined(
-            [
-                PartTable.from_offer(offer, url=ram.url(offer.host.id) if ram else "")
-                for offer in chosen.holdings.offers
-            ]
-        )
-        return table

@@ -91,14 +91,14 @@ class Holdings:
         leaf = np.concatenate([part.leaf for part in parts])
         start = np.concatenate([part.boxes.start for part in parts])
         stop = np.concatenate([part.boxes.stop for part in parts])
-        first, box = _unique(leaf, start, stop)
+        first, box = boxes.unique(boxes.Boxes(start=start, stop=stop), kind=leaf)
         digest = np.concatenate([part.digest for part in parts])
-        differs = (digest != digest[first][box]).any(axis=1)
+        differs = (digest != digest.take(first[box], axis=0)).any(axis=1)
         of_offer, number = columns.runs(sizes)
         stored = np.concatenate([part.stored_bytes for part in parts])
         files, file, file_offer, file_number, spoilt = _files(offers)
         item = np.concatenate([box, len(first) + file])
-        rows = np.argsort(item, kind="stable")
+        rows = columns.order(item)
         num_rows = np.bincount(item, minlength=len(first) + len(files))
         file_bytes = np.array([each.stored_bytes for each in files], np.int64)
         holder = np.concatenate([of_offer, file_offer])[rows]
@@ -184,24 +184,6 @@ def _check_alike(offers: Sequence[Offer]) -> None:
                 f" {first.step}, save {first.save!r}); remove the one that does not"
                 " belong there"
             )
-
-
-def _unique(
-    leaf: np.ndarray, start: np.ndarray, stop: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    # As `boxes.unique`, ordered by leaf and bounds.
-    number = leaf.astype(np.int64)[:, None]
-    first, box = boxes.unique(
-        boxes.Boxes(
-            start=np.concatenate([number, start], axis=1),
-            stop=np.concatenate([number, stop], axis=1),
-        )
-    )
-    keys = [*stop[first].T[::-1], *start[first].T[::-1], leaf[first]]
-    order = np.lexsort(keys)
-    numbers = np.empty_like(order)
-    numbers[order] = np.arange(len(order))
-    return first[order], numbers[box]
 
 
 def _files(

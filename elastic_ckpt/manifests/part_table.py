@@ -10,12 +10,13 @@ Glossary: n parts that are boxes, each at one holder; r the most dims of a leaf.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from elastic_ckpt.core import boxes
+from elastic_ckpt.core import boxes, columns
 from elastic_ckpt.manifests import layout
 from elastic_ckpt.manifests.holdings import Offer, Tier
 from elastic_ckpt.manifests.manifest import (
@@ -133,29 +134,54 @@ class PartTable:
           files: at holders of this table.
           target: of the boxes; None for those that they have.
         """
-        of_files = [each.holder for each in files]
-        numbers = np.unique(np.append(self.holder[rows], of_files).astype(np.int64))
-        new_number = np.full(len(self.holders), -1, np.int32)
-        new_number[numbers] = np.arange(len(numbers))
+        is_holder = np.zeros(len(self.holders), bool)
+        is_holder[self.holder[rows]] = True
+        is_holder[[each.holder for each in files]] = True
+        new_number = np.cumsum(is_holder, dtype=np.int32) - np.int32(1)
+        numbers = new_number.tolist()
         return PartTable(
             saved=self.saved,
-            holders=tuple(self.holders[number] for number in numbers.tolist()),
+            holders=tuple(itertools.compress(self.holders, is_holder.tolist())),
             holder=new_number[self.holder[rows]],
             target=self.target[rows] if target is None else target,
             leaf=self.leaf[rows],
             boxes=self.boxes.take(rows),
-            digest=self.digest[rows],
+            digest=self.digest.take(rows, axis=0),
             stored_bytes=self.stored_bytes[rows],
             files=tuple(
-                each._replace(holder=int(new_number[each.holder])) for each in files
+                HeldFile(numbers[holder], of_host, file)
+                for holder, of_host, file in files
             ),
         )
 
-    def for_targets(self, targets: Sequence[int]) -> PartTable:
-        """The parts for some hosts, by number, and those for all."""
-        chosen = {*targets, ALL_HOSTS}
-        rows = np.flatnonzero(np.isin(self.target, np.array(list(chosen), np.int32)))
-        return self.take(rows, [each for each in self.files if each.target in chosen])
+    def for_groups(self, group: np.ndarray, num_groups: int) -> list[PartTable]:
+        """The parts for each group of hosts, and in each of them the parts for all.
+
+        Args:
+          group: of each host, by number, int64; -1 of hosts in no group.
+          num_groups: of the groups.
+        """
+        # In no group: parts for no host in particular or for all, and unknown hosts.
+        group_of = np.append(group, (-1, -1))
+        of_row = group_of[np.minimum(self.target, len(group))]
+        order = columns.order(of_row + 1)
+        bounds = np.searchsorted(of_row[order], np.arange(num_groups + 1))
+        everyone = np.flatnonzero(self.target == ALL_HOSTS)
+        files: list[list[HeldFile]] = [[] for _ in range(num_groups)]
+        for each in self.files:
+            number = int(group_of[min(each.target, len(group))])
+            if each.target == ALL_HOSTS:
+                for of_group in files:
+                    of_group.append(each)
+            elif number >= 0:
+                files[number].append(each)
+        return [
+            self.take(
+                np.append(order[bounds[number] : bounds[number + 1]], everyone),
+                files[number],
+            )
+            for number in range(num_groups)
+        ]
 
     def of_tier(self, tier: Tier) -> PartTable:
         """The parts that are held in a tier."""
@@ -171,9 +197,11 @@ class PartTable:
     def manifests(self) -> list[Manifest]:
         """A manifest of each holder, in their order, with its parts alone."""
         order, bounds = self._by_holder()
+        # In the tables that hosts offer they are in order, and are not copied.
+        table = self if (order[1:] > order[:-1]).all() else self._in_order(order)
         of_holder: list[list[ComponentFile]] = [[] for _ in self.holders]
-        for each in self.files:
-            of_holder[each.holder].append(each.file)
+        for holder, _, file in self.files:
+            of_holder[holder].append(file)
         return [
             Manifest(
                 run=self.saved.run,
@@ -181,10 +209,15 @@ class PartTable:
                 save=self.saved.save,
                 host=holder.host,
                 contents=self.saved.contents,
-                fragments=self._fragments(order[bounds[number] : bounds[number + 1]]),
-                component_files=tuple(of_holder[number]),
+                fragments=table._fragments(slice(first, end)),
+                component_files=tuple(files),
             )
-            for number, holder in enumerate(self.holders)
+            for holder, files, (first, end) in zip(
+                self.holders,
+                of_holder,
+                itertools.pairwise(bounds.tolist()),
+                strict=True,
+            )
         ]
 
     def offers(self) -> list[Offer]:
@@ -199,18 +232,24 @@ class PartTable:
         return _Named(**vars(self))
 
     def _by_holder(self) -> tuple[np.ndarray, np.ndarray]:
-        order = np.argsort(self.holder, kind="stable")
+        order = columns.order(self.holder)
         numbers = np.arange(len(self.holders) + 1)
         return order, np.searchsorted(self.holder[order], numbers)
 
-    def _fragments(self, rows: np.ndarray) -> Fragments:
+    def _in_order(self, order: np.ndarray) -> PartTable:
+        names = ("holder", "target", "leaf", "digest", "stored_bytes")
+        ordered = {name: getattr(self, name).take(order, axis=0) for name in names}
+        return dataclasses.replace(self, boxes=self.boxes.take(order), **ordered)
+
+    def _fragments(self, rows: slice) -> Fragments:
         # Decisions need no files, whose names would take more memory than all the rest.
+        num_rows = rows.stop - rows.start
         return Fragments(
             leaf=self.leaf[rows],
-            boxes=self.boxes.take(rows),
+            boxes=boxes.Boxes(start=self.boxes.start[rows], stop=self.boxes.stop[rows]),
             digest=self.digest[rows],
-            file=np.zeros(len(rows), np.int32),
-            offset=np.zeros(len(rows), np.int64),
+            file=np.zeros(num_rows, np.int32),
+            offset=np.zeros(num_rows, np.int64),
             stored_bytes=self.stored_bytes[rows],
             files=("",),
         )
@@ -219,16 +258,17 @@ class PartTable:
 class _Named(PartTable):
     # A table of few parts, which are read.
 
-    def _fragments(self, rows: np.ndarray) -> Fragments:
+    def _fragments(self, rows: slice) -> Fragments:
+        unnamed = super()._fragments(rows)
         leaves = self.saved.contents.leaves
         files = []
-        for row in rows.tolist():
-            leaf = leaves[self.leaf[row]]
-            box = self.boxes.box(row, rank=len(leaf.shape))
+        for row in range(len(unnamed)):
+            leaf = leaves[unnamed.leaf[row]]
+            box = unnamed.boxes.box(row, rank=len(leaf.shape))
             files.append(layout.chunk_file(leaf.path, box, box.shape))
         return dataclasses.replace(
-            super()._fragments(rows),
-            file=np.arange(len(rows), dtype=np.int32),
+            unnamed,
+            file=np.arange(len(files), dtype=np.int32),
             files=tuple(files),
         )
 
@@ -272,8 +312,8 @@ def _joined(tables: Sequence[PartTable]) -> PartTable:
         digest=np.concatenate([table.digest for table in tables]),
         stored_bytes=np.concatenate([table.stored_bytes for table in tables]),
         files=tuple(
-            each._replace(holder=each.holder + number)
+            HeldFile(holder + number, target, file)
             for table, number in shifted
-            for each in table.files
+            for holder, target, file in table.files
         ),
     )

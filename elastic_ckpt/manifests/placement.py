@@ -171,7 +171,7 @@ class _World:
 
     def items_of(self, group: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the items of some groups, and the index of each one's group."""
-        order = np.argsort(self._group, kind="stable")
+        order = columns.order(self._group)
         bounds = np.searchsorted(self._group[order], np.arange(len(self._source) + 1))
         sizes = bounds[group + 1] - bounds[group]
         row, within = columns.runs(sizes)

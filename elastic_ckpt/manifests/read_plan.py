@@ -177,7 +177,7 @@ def plan(
         start=np.concatenate([nothing, *(part[2].start for part in parts)]),
         stop=np.concatenate([nothing, *(part[2].stop for part in parts)]),
     )
-    order = np.argsort(of_wanted, kind="stable")
+    order = columns.order(of_wanted)
     of_wanted, box = of_wanted[order], box[order]
     first_choice, choice = nearness.choices(wanted.reader[of_wanted], box)
     return ReadPlan(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.part_message import PartMessage
+from elastic_ckpt.manifests.part_table import PartTable, joined
 from elastic_ckpt.tiers.source import (
     LaterManifest,
     Offered,
@@ -65,16 +66,16 @@ class SurveyedRam:
         self.is_partial = message.is_partial
         self._message = message
         self._of_step: dict[int, Offered] = {}
-        # By the id of a host, the url of its agent.
-        self._urls: dict[str, str] = {}
+        self._tables: list[tuple[PartTable, list[Offer]]] = []
 
     def add(self, step: int, message: PartMessage) -> None:
         """Adds the parts of a step that hosts have reported."""
         self.is_partial |= message.is_partial
         sources: dict[Offer, Source] = {}
         for table in message.tables:
-            sources |= dict.fromkeys(table.offers(), _Elsewhere())
-            self._urls |= {holder.host.id: holder.url for holder in table.holders}
+            offers = table.offers()
+            sources |= dict.fromkeys(offers, _Elsewhere())
+            self._tables.append((table, offers))
         self._of_step[step] = Offered(
             sources,
             problems=(*self._message.problems, *message.problems),
@@ -84,9 +85,19 @@ class SurveyedRam:
             ),
         )
 
-    def url(self, host_id: str) -> str:
-        """The url of a holder's agent; empty if its machine is one of the world."""
-        return self._urls.get(host_id, "")
+    def table(self, offers: Sequence[Offer]) -> PartTable:
+        """The parts of some offers of one save, those of other tiers among them."""
+        urls: dict[str, str] = {}
+        for table, reported in self._tables:
+            if list(map(id, reported)) == list(map(id, offers)):
+                return table
+            urls |= {holder.host.id: holder.url for holder in table.holders}
+        tables = (
+            PartTable.from_offer(each, url=urls.get(each.host.id, ""))
+            for each in offers
+        )
+        (table,) = joined(list(tables))
+        return table
 
     def steps(self) -> Sequence[int]:
         """See `source.Tier`."""

@@ -31,8 +31,9 @@ def test_shares_that_hosts_receive_are_those_of_the_uploads(offers):
     table, holdings, shared = decided(offers, hosts)
     tables = part_choices.of_uploads(table, holdings, shared, hosts)
     everything = items_of(holdings)
-    for number, host in enumerate(hosts):
-        parts = [each.for_targets([number]) for each in tables]
+    group = np.arange(len(hosts))
+    of_groups = [each.for_groups(group, len(hosts)) for each in tables]
+    for host, *parts in zip(hosts, *of_groups, strict=True):
         received = [offer for part in parts for offer in part.offers()]
         expected = [everything[item] for item in shared.items_of(host.id)]
         if not received:

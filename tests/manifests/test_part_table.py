@@ -66,13 +66,28 @@ def test_parts_for_a_host_are_those_with_its_number_at_their_holders():
     rows = np.array([0, 0, 3])
     target = np.array([5, 6, 6], np.int32)
     given = table.take(rows, [], target=target)
-    for_six = sent(PartMessage(tables=(given.for_targets([6, 9]),))).tables[0]
+    group = np.where(np.isin(np.arange(10), [6, 9]), 0, -1)
+    (of_group,) = given.for_groups(group, 1)
+    (for_six,) = sent(PartMessage(tables=(of_group,))).tables
     assert len(for_six) == 2
     assert set(for_six.target.tolist()) == {6}
     assert {each.host.id for each in for_six.holders} == {
         table.holders[number].host.id for number in table.holder[[0, 3]]
     }
     np.testing.assert_array_equal(for_six.digest, table.digest[[0, 3]])
+
+
+def test_parts_for_all_hosts_are_in_each_group_and_those_of_unknown_hosts_in_none():
+    (table,) = tables(manifests())
+    target = np.array([part_table.ALL_HOSTS, part_table.NO_TARGET, 0, 1, 2], np.int32)
+    file = table.files[0]
+    files = [file._replace(target=number) for number in target.tolist()]
+    given = table.take(np.arange(5), files, target=target)
+    groups = given.for_groups(np.array([1, 0]), 2)
+    for host, part in zip((1, 0), groups, strict=True):
+        wanted = [host, part_table.ALL_HOSTS]
+        assert part.target.tolist() == wanted
+        assert {each.target for each in part.files} == set(wanted)
 
 
 def sealed(content):

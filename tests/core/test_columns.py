@@ -1,0 +1,41 @@
+"""Columns of integers are ordered and cut into runs as NumPy's own functions do it."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as np_st
+
+from elastic_ckpt.core import columns
+
+
+@given(
+    np_st.arrays(
+        st.sampled_from([np.int32, np.int64, np.uint64]),
+        st.integers(0, 40),
+        elements=st.integers(0, 3) | st.integers(0, 2**31 - 1),
+    ),
+    st.integers(0, 32),
+)
+def test_the_order_is_the_stable_one_of_numpy(numbers, shift):
+    numbers = numbers.astype(np.uint64) << np.uint64(shift)
+    ordered = columns.order(numbers)
+    np.testing.assert_array_equal(ordered, np.argsort(numbers, kind="stable"))
+
+
+@given(
+    np_st.arrays(
+        np.int64,
+        st.tuples(st.integers(1, 5), st.integers(0, 20)),
+        elements=st.integers(0, 2) | st.integers(0, 2**62),
+    )
+)
+def test_packed_columns_order_rows_as_the_columns_do(listed):
+    packed = columns.packed(*listed)
+    np.testing.assert_array_equal(np.lexsort(packed[::-1]), np.lexsort(listed[::-1]))
+    rows = {tuple(row) for row in listed.T.tolist()}
+    assert len({tuple(row) for row in np.array(packed).T.tolist()}) == len(rows)
+
+
+def test_small_numbers_are_packed_into_one_column():
+    assert len(columns.packed(*np.full((6, 3), 2**10 - 1))) == 1
+    assert len(columns.packed(*np.full((7, 3), 2**10 - 1))) == 2
