@@ -250,13 +250,16 @@ def close(checkpointer: Checkpointer, *, last_step: int | None) -> None:
       last_step: the step that ends the run; None if the run did not save it.
 
     Raises:
-      CheckpointError: if that step is not in persistent storage.
+      CheckpointError: if that step, or another that was due, is not in persistent
+        storage.
     """
     with checkpointer:
-        if last_step is not None and not checkpointer.is_durable(last_step):
-            raise errors.CheckpointError(
-                f"step {last_step}, the last of the run, is not in persistent storage,"
-                " and would be lost with the hosts: see why in the lines before or"
-                " `degraded` in the run's events, make room or bring the storage"
-                " back, and start the run once more to save it"
-            )
+        is_stored = last_step is None or checkpointer.is_durable(last_step)
+        # The end of the block raises with the cause, if a step that was due is missing.
+    if not is_stored:
+        raise errors.CheckpointError(
+            f"step {last_step}, the last of the run, is not in persistent storage,"
+            " and would be lost with the hosts: see why in the lines before or"
+            " `degraded` in the run's events, make room or bring the storage"
+            " back, and start the run once more to save it"
+        )

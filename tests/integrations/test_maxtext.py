@@ -165,7 +165,7 @@ def test_in_tiers_a_last_step_that_is_not_in_storage_is_an_error(
         full = test_run_saver.fill(files / "checkpoints")
         monkeypatch.setattr(storage, "write_atomic", full)
         assert main.main(arguments(files, **tiers(ram))) == 1
-        assert "step 2, the last of the run, is not in" in printed_lines(capfd)[-1]
+        assert "step 2 was due in persistent storage" in printed_lines(capfd)[-1]
         monkeypatch.setattr(storage, "write_atomic", write)
         # It goes on from RAM, and its next last step gets there.
         assert len(trained(files, steps=5, **tiers(ram))) == 2
