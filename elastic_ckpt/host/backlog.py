@@ -62,7 +62,7 @@ def is_held(world: HostWorld, leftover: Leftover) -> bool:
     if leftover.save is None:
         return False
     try:
-        sources, _ = world.in_ram(leftover.step, leftover.save)
+        sources = world.in_ram(leftover.step, leftover.save)
         return search.Step.from_offers(list(sources)).complete
     except errors.CheckpointError:
         return False

@@ -21,7 +21,7 @@ from elastic_ckpt.host import (
 )
 from elastic_ckpt.host.answers import BackedUp
 from elastic_ckpt.host.step_notes import OfBackup
-from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.host.world import HostWorld, not_in_ram
 from elastic_ckpt.manifests import part_choices, uploads
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.line import Line
@@ -232,7 +232,7 @@ class HostBackup:
             self._writing.close()
 
     def _read(self, step: int, save: str) -> tuple[dict[Offer, Source], Holdings]:
-        sources, _ = self._world.in_ram(step, save)
+        sources = self._world.in_ram(step, save)
         return sources, Holdings.from_offers(list(sources))
 
     def _dealt(self, step: int, save: str) -> Holdings:
@@ -242,7 +242,7 @@ class HostBackup:
         message = self._part_exchange.merged()
         table = message.of_save(step, save)
         if table is None:
-            raise errors.CheckpointError(part_offers.nothing_of(step, message.problems))
+            raise errors.CheckpointError(not_in_ram(step, message.problems))
         holdings = Holdings.from_offers(table.offers())
         if len(holdings.diverged):
             # A later reader could not detect the wrong one.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from elastic_ckpt.core import errors
 from elastic_ckpt.host import part_offers, replication, verified_read
 from elastic_ckpt.host.answers import Placed, Replicated
-from elastic_ckpt.host.world import HostWorld
+from elastic_ckpt.host.world import HostWorld, not_in_ram
 from elastic_ckpt.manifests import part_choices, placement
 from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
@@ -42,14 +42,9 @@ class HostCopies:
         """
         message = self._part_exchange.merged()
         if message.of_save(step, save) is None:
-            raise errors.CheckpointError(part_offers.nothing_of(step, message.problems))
+            raise errors.CheckpointError(not_in_ram(step, message.problems))
         world = self._world
-        policy = placement.Policy(
-            copies=world.peers.copies if len(world.hosts) > 1 else 0,
-            domain=world.peers.domain,
-            assume_data_parallelism=world.peers.assume_data_parallelism,
-        )
-        placed, tables = placed_parts(message, world.hosts, policy)
+        placed, tables = placed_parts(message, world.hosts, world.copy_policy)
         self._part_exchange.deal(tables)
         return placed
 

@@ -110,12 +110,6 @@ def nothing(host: Host, tables: Sequence[PartTable]) -> Offer:
     return empty.offers()[0]
 
 
-def nothing_of(step: int, problems: Sequence[str]) -> str:
-    """Why a step cannot be read, if no host offers anything of it."""
-    reasons = "; ".join(problems) or "no host has a manifest of it"
-    return f"step {step} cannot be read in RAM ({reasons}); save another one"
-
-
 def _slots(world: HostWorld) -> set[int]:
     own, disk = world.own.slot, world.disk
     others = [slot for slot in disk.slots() if slot != own] if own == 0 else []

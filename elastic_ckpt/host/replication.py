@@ -1,8 +1,7 @@
 """Replication: a host takes the copies that placement gives it.
 
-Every host computes the same placement from the same manifests, and fetches its own part
-of it, so no coordination is needed. Items that a host holds already are not placed
-again: a host that was killed half way continues where it stopped.
+Items that a host holds already are not placed again: a host that was killed half way
+continues where it stopped.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from elastic_ckpt.tiers.peers import (
     node_record,
     peer_client,
     secret,
+    world_record,
 )
 from elastic_ckpt.tiers.ram import local, ram_disk
 
@@ -78,7 +79,9 @@ class UnjoinedHost:
         address = None
         is_alone = config.chosen.peers is None and len(slots) == 1
         if slot == 0 and config.chosen.local is not None and not is_alone:
-            own_agent = agent_process.AgentProcess(self._service())
+            own_agent = agent_process.AgentProcess(
+                self._service(), most_bytes=disk.limit_bytes
+            )
             self._resources.callback(own_agent.close)
             address = own_agent.address
         return HostInSlot(
@@ -143,4 +146,15 @@ class HostInSlot:
             config, own=self.own, hosts=hosts, client=client, agents=agents
         )
         self.resources.callback(world.mail.remove, "")
+        if self.own.slot == 0 and config.chosen.peers is not None:
+            # The last one: it has the agent of the node read the others.
+            noted = world_record.WorldRecord(
+                run=config.run,
+                hosts=tuple(hosts),
+                policy=world.copy_policy,
+                limit_bytes=disk.limit_bytes,
+                tls_ca=None if peers.tls is None else peers.tls.authority,
+                max_bytes_per_sec=peers.max_bytes_per_sec,
+            )
+            world_record.write(disk.root, noted)
         return world

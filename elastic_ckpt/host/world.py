@@ -13,7 +13,7 @@ from etils import epath
 from elastic_ckpt.core import errors
 from elastic_ckpt.host.captured_step import CapturedStep
 from elastic_ckpt.host.part_exchange import KINDS, Kind, PartExchange
-from elastic_ckpt.manifests import failure_domains, layout
+from elastic_ckpt.manifests import failure_domains, layout, placement
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.choices import Chosen, Peers
@@ -119,6 +119,15 @@ class HostWorld:
         )
 
     @property
+    def copy_policy(self) -> placement.Policy:
+        """How many copies of a step this world keeps in the memory of peers."""
+        return placement.Policy(
+            copies=self.peers.copies if len(self.hosts) > 1 else 0,
+            domain=self.peers.domain,
+            assume_data_parallelism=self.peers.assume_data_parallelism,
+        )
+
+    @property
     def tiers(self) -> list[Tier]:
         """All tiers in which this host can look for steps, as they are now.
 
@@ -188,15 +197,15 @@ class HostWorld:
         directory_name = layout.step_directory(step, save)
         return peer.PeerSource(self._endpoint(url), f"{slot}/{directory_name}")
 
-    def in_ram(self, step: int, save: str) -> tuple[dict[Offer, Source], list[str]]:
-        """Returns the offers in RAM of one save of a step, and read problems.
+    def in_ram(self, step: int, save: str) -> dict[Offer, Source]:
+        """Returns the offers in RAM of one save of a step, with their sources.
 
         Raises:
           CheckpointError: if there are no offers.
         """
         captured = self.captured.get((step, save))
         if captured is not None:
-            return {captured.offer: captured}, []
+            return {captured.offer: captured}
         offered, problems, _ = merged(tier.offers(step) for tier in self.ram_tiers)
         sources = {
             offer: source
@@ -204,11 +213,8 @@ class HostWorld:
             if offer.manifest.save == save
         }
         if not sources:
-            reasons = "; ".join(problems) or "no host has a manifest of it"
-            raise errors.CheckpointError(
-                f"step {step} cannot be read in RAM ({reasons}); save another one"
-            )
-        return sources, list(problems)
+            raise errors.CheckpointError(not_in_ram(step, problems))
+        return sources
 
     def new_save(self, after: str) -> str:
         """A name for the saves from now on, greater as text than `after` and its own.
@@ -237,3 +243,9 @@ class HostWorld:
     def _newest_save(self) -> int:
         saves = [save for *_, save in self.disk.all_saves() if save.isdecimal()]
         return max(map(int, saves), default=0)
+
+
+def not_in_ram(step: int, problems: Sequence[str]) -> str:
+    """Why a step cannot be read, if no host offers anything of it."""
+    reasons = "; ".join(problems) or "no host has a manifest of it"
+    return f"step {step} cannot be read in RAM ({reasons}); save another one"

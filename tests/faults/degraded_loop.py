@@ -122,7 +122,7 @@ def spoil_what_is_backed_up_next():
     def back_up(self, request):
         backup.HostBackup.back_up = original
         step, save = request.step, request.save
-        sources, _ = self._world.in_ram(step, save)
+        sources = self._world.in_ram(step, save)
         together = holdings.Holdings.from_offers(list(sources))
         own = self._world.own
         share = set(

@@ -2,6 +2,7 @@ import contextlib
 import os
 import shutil
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -11,13 +12,14 @@ from elastic_ckpt.tiers.peers import (
     agent,
     agent_process,
     node_agent,
+    node_memory,
     node_record,
     node_runs,
     peer_client,
     protocol,
     secret,
 )
-from elastic_ckpt.tiers.ram import machine
+from elastic_ckpt.tiers.ram import machine, ram_disk
 from tests.tiers import served, served_nodes
 from tests.tiers.scripted_peer import ScriptedPeer, answer
 from tests.tiers.served_nodes import PART
@@ -26,10 +28,10 @@ LIMIT_SECS = 600
 
 
 @contextlib.contextmanager
-def attached(root):
+def attached(root, **options):
     """The address of the agent that serves a program, which may start one."""
     with contextlib.closing(
-        agent_process.AgentProcess(agent.Service(root=str(root)))
+        agent_process.AgentProcess(agent.Service(root=str(root)), **options)
     ) as process:
         yield process.address.url
 
@@ -175,6 +177,33 @@ class TestVersions:
             ):
                 client.endpoint(peer.url).read(PART, most_bytes=9)
 
+    @pytest.mark.parametrize("distance", [-1, 0, 1, 2])
+    def test_a_program_reads_from_agents_of_nodes_one_version_away(
+        self, tmp_path, distance
+    ):
+        version = protocol.VERSION + distance
+        root = served_nodes.save_run(tmp_path)
+        known = secret.read_or_create(root)
+        of_version = ("tests.tiers.agent_of_version", str(version))
+        with (
+            served.agent_process(tmp_path, "--node", verb=of_version),
+            contextlib.closing(peer_client.PeerClient(known)) as client,
+        ):
+            until(lambda: agent.find(root) is not None)
+            endpoint = client.endpoint(agent.find(root).url)
+            if distance <= 1:
+                until(lambda: node_record.read(str(tmp_path)).agents)
+                with attached(root) as url:
+                    assert url == endpoint.url
+                assert endpoint.read(PART, most_bytes=9) == b"part"
+                return
+            both = f"version {version} of.*program version {protocol.VERSION}"
+            until((tmp_path / node_record.FILE).exists)
+            with pytest.raises(errors.RunError, match=both), attached(root):
+                pass
+            with pytest.raises(source.ReadError, match="version"):
+                endpoint.read(PART, most_bytes=9)
+
     def test_a_program_does_not_start_beside_an_agent_that_is_too_new(self, tmp_path):
         root = served_nodes.save_run(tmp_path)
         record = {"protocol": protocol.VERSION + 2, "domains": {}, "agents": {}}
@@ -249,3 +278,61 @@ class TestRunsThatEnded:
         lifetime = node_runs.Lifetime(unused_secs=3600, limit_bytes=limit_bytes)
         sizes = dict.fromkeys(unused, 10)
         assert node_runs.to_remove(unused, sizes, lifetime) == removed
+
+
+class TestRoomForRuns:
+    LIFETIME = node_runs.Lifetime(limit_bytes=100, least_unused_secs=60)
+    OTHERS: ClassVar = {
+        "live": node_memory.Use(unused_secs=0, num_bytes=10, granted_bytes=30),
+        "new": node_memory.Use(unused_secs=59, num_bytes=10, granted_bytes=90),
+        "old": node_memory.Use(unused_secs=61, num_bytes=20, granted_bytes=90),
+        "older": node_memory.Use(unused_secs=99, num_bytes=20),
+    }
+
+    @pytest.mark.parametrize(
+        ("num_bytes", "removed"),
+        [(20, []), (21, ["older"]), (40, ["older"]), (60, ["older", "old"])],
+    )
+    def test_runs_that_ended_make_room_oldest_first(self, num_bytes, removed):
+        to_remove = node_memory.to_make_room(
+            "run", num_bytes, self.OTHERS, self.LIFETIME
+        )
+        assert to_remove == removed
+
+    def test_live_runs_stay_and_the_error_has_the_figures(self):
+        with pytest.raises(errors.RunError) as raised:
+            node_memory.to_make_room("run", 61, self.OTHERS, self.LIFETIME)
+        message = str(raised.value)
+        assert message.startswith(
+            "run run needs 61 bytes of this node's memory, and 60 of 100 can be had"
+        )
+        assert "live 30 bytes (in use), new 10 bytes (unused for 59 s)" in message
+
+    def test_without_a_limit_nothing_is_removed(self):
+        lifetime = node_runs.Lifetime()
+        assert node_memory.to_make_room("run", 10**9, self.OTHERS, lifetime) == []
+
+    def test_a_run_that_starts_has_those_that_ended_removed(self, tmp_path):
+        limit_bytes = 2**20
+        lifetime = node_runs.Lifetime(limit_bytes=limit_bytes, least_unused_secs=0)
+        ended, live, run = (
+            served_nodes.save_run(tmp_path, name) for name in ("ended", "live", "run")
+        )
+        with (
+            served_nodes.serving(tmp_path, lifetime=lifetime),
+            storage.exclusive_lock(live / "hosts" / "0" / "lock"),
+        ):
+            with attached(run, most_bytes=limit_bytes // 2) as url:
+                assert url == node_record.attach(run).url
+            assert ended.exists()
+            refused = "run run needs 1048576 bytes.*live [0-9]+ bytes .in use"
+            with (
+                pytest.raises(errors.RunError, match=refused),
+                attached(run, most_bytes=limit_bytes),
+            ):
+                pass
+            assert ended.exists()
+            fits = limit_bytes - ram_disk.used_bytes(str(live)) - 1
+            with attached(run, most_bytes=fits):
+                assert live.exists()
+                assert not ended.exists()

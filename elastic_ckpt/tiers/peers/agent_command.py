@@ -82,8 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the agent's address, and serves until a signal ends it."""
+def run(arguments: argparse.Namespace, *, refill: Sequence[str] = ()) -> int:
+    """Prints the agent's address, and serves until a signal ends it.
+
+    Args:
+      arguments: of the command line.
+      refill: see `node_agent.NodeService`.
+    """
     service = agent.Service(
         root=arguments.directory,
         interface=arguments.interface,
@@ -94,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_bytes_per_sec=arguments.max_bytes_per_sec,
     )
     if arguments.node:
-        _run_of_node(arguments, service)
+        _run_of_node(arguments, service, refill)
         return 0
     given = [name for name in _OF_NODE if getattr(arguments, name)]
     if given:
@@ -121,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run_of_node(arguments: argparse.Namespace, service: agent.Service) -> None:
+def _run_of_node(
+    arguments: argparse.Namespace, service: agent.Service, refill: Sequence[str]
+) -> None:
     # The command line imports this module to complete words, and needs none of these.
     from elastic_ckpt.manifests import failure_domains
     from elastic_ckpt.tiers.peers import kubernetes_node, node_agent, node_runs
@@ -145,6 +152,7 @@ def _run_of_node(arguments: argparse.Namespace, service: agent.Service) -> None:
                 unused_secs=arguments.remove_unused_after,
                 limit_bytes=arguments.max_bytes,
             ),
+            refill=refill,
         ),
         announce=functools.partial(print, flush=True),
         until_stdin_closes=arguments.until_stdin_closes,

@@ -9,7 +9,12 @@ import subprocess
 import sys
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.tiers.peers import agent, agent_command, node_record
+from elastic_ckpt.tiers.peers import (
+    agent,
+    agent_command,
+    memory_request,
+    node_record,
+)
 
 
 class AgentProcess:
@@ -20,17 +25,23 @@ class AgentProcess:
 
     Args:
       service: what it serves.
+      most_bytes: that the run writes to the RAM disk; None if that is unknown.
 
     Raises:
-      RunError: if there is none and none can be started.
+      RunError: if there is none and none can be started, or the run does not fit into
+        the memory of the node.
 
     Attributes:
       address: of the agent.
     """
 
-    def __init__(self, service: agent.Service) -> None:
+    def __init__(
+        self, service: agent.Service, *, most_bytes: int | None = None
+    ) -> None:
         self._process = None
         of_node = node_record.find(service.root)
+        if of_node is not None and most_bytes is not None:
+            memory_request.send(service.root, most_bytes)
         if agent.is_alive(service.root):
             self.address = agent.wait_for(service.root)
         elif of_node is not None:

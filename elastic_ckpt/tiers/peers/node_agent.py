@@ -13,10 +13,17 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ckpt.core import errors, storage
-from elastic_ckpt.tiers.peers import agent, node_record, node_runs
+from elastic_ckpt.tiers.peers import (
+    agent,
+    memory_request,
+    node_memory,
+    node_record,
+    node_refills,
+    node_runs,
+)
 from elastic_ckpt.tiers.ram import machine, ram_disk
 
 _POLL_SECS = 0.2
@@ -35,12 +42,15 @@ class NodeService:
       domains: the failure domains of the node, by kind.
       lifetime: of the directories of runs.
       sweep_secs: between two looks for runs that ended.
+      refill: a program that fills the directory of a run, its last argument, from peers
+        if the node was replaced; see `node_refills`.
     """
 
     service: agent.Service
     domains: Mapping[str, str] = dataclasses.field(default_factory=dict)
     lifetime: node_runs.Lifetime = _KEPT
     sweep_secs: float = _SWEEP_SECS
+    refill: Sequence[str] = ()
 
 
 def run(
@@ -86,6 +96,7 @@ async def serve(
             if time.monotonic() >= next_sweep:
                 await served.sweep()
                 next_sweep = time.monotonic() + node.sweep_secs
+            await served.answer()
             served.update()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), _POLL_SECS)
@@ -125,13 +136,17 @@ class _ServedRuns:
         self._served: dict[str, _Served] = {}
         self._last_used: dict[str, float] = {}
         self._problems: set[str] = set()
+        self._refills = node_refills.Refills(node.refill, announce)
+        self._answers: dict[str, node_record.Answer] = {}
         # The port of each run, so that others reach its memory after an upgrade.
         self._ports: dict[str, int] = {}
         # A former agent of a version too far away has none for this one.
         with contextlib.suppress(errors.RunError):
             former = node_record.read(self._directory)
             self._ports = {} if former is None else _ports(former)
-        self._published: dict[str, agent.Address] | None = None
+            if former is not None and former.answers is not None:
+                self._answers.update(former.answers)
+        self._published: node_record.NodeRecord | None = None
 
     def update(self) -> None:
         """Starts to serve directories that are new, and ends what is gone."""
@@ -145,41 +160,93 @@ class _ServedRuns:
         for path in sorted(paths - self._served.keys()):
             self._start(path)
         self._publish()
+        for path in self._served:
+            self._refills.update(path, os.path.join(self._directory, path))
 
     async def sweep(self) -> None:
         """Removes runs that ended."""
+        self._refills.retry()
         loop = asyncio.get_running_loop()
         for path in await loop.run_in_executor(None, self._to_remove):
-            root = os.path.join(self._directory, path)
-            if not await loop.run_in_executor(None, node_runs.remove, root):
+            await self._remove(path)
+
+    async def answer(self) -> None:
+        """Answers the requests of runs for memory, and makes room for them."""
+        loop = asyncio.get_running_loop()
+        for path in list(self._served):
+            request = memory_request.read(os.path.join(self._directory, path))
+            answer = self._answers.get(path)
+            if request is None or (answer and answer.request == request.id):
                 continue
-            self._announce(f"removed {path}, which no process has used for a while")
-            if path in self._served:
-                # Before another directory of that name is served.
-                self._served[path].ended.set()
-                await asyncio.wait([self._served[path].task])
+            refusal = ""
+            try:
+                in_the_way = await loop.run_in_executor(
+                    None, self._in_the_way, path, request.num_bytes
+                )
+            except errors.RunError as error:
+                refusal = str(error)
+            else:
+                for other in in_the_way:
+                    await self._remove(other)
+            self._answers[path] = node_record.Answer(request.id, refusal)
 
     async def close(self) -> None:
         """Ends all agents."""
+        await self._refills.close()
         for served in self._served.values():
             served.ended.set()
         tasks = [served.task for served in self._served.values()]
         # Failures were reported, or are those of another agent of a run.
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _remove(self, path: str) -> None:
+        loop = asyncio.get_running_loop()
+        root = os.path.join(self._directory, path)
+        if not await loop.run_in_executor(None, node_runs.remove, root):
+            return
+        self._announce(f"removed {path}, which no process has used for a while")
+        if path in self._served:
+            # Before another directory of that name is served.
+            self._served[path].ended.set()
+            await asyncio.wait([self._served[path].task])
+
+    def _in_the_way(self, path: str, num_bytes: int) -> list[str]:
+        lifetime = self._node.lifetime
+        if lifetime.limit_bytes is None:
+            return []
+        others = {
+            other: self._use(other)
+            for other in node_runs.runs(self._directory)
+            if other != path
+        }
+        return node_memory.to_make_room(path, num_bytes, others, lifetime)
+
+    def _use(self, path: str) -> node_memory.Use:
+        root = os.path.join(self._directory, path)
+        request, granted_bytes = memory_request.read(root), 0
+        if request and self._answers.get(path) == (request.id, ""):
+            granted_bytes = request.num_bytes
+        return node_memory.Use(
+            unused_secs=self._unused_secs(path),
+            num_bytes=ram_disk.used_bytes(root),
+            granted_bytes=granted_bytes,
+        )
+
+    def _unused_secs(self, path: str) -> float:
+        # A process may have used it without a change, when this was called before.
+        now, root = time.monotonic(), os.path.join(self._directory, path)
+        last = max(now - node_runs.unused_secs(root), self._last_used.get(path, 0))
+        self._last_used[path] = last
+        return now - last
+
     def _to_remove(self) -> list[str]:
-        directory, now = self._directory, time.monotonic()
+        directory = self._directory
         node_runs.remove_leftovers(directory)
         unused, sizes = {}, {}
         for path in node_runs.runs(directory):
-            root = os.path.join(directory, path)
-            # A process may have used it without a change.
-            last = max(now - node_runs.unused_secs(root), self._last_used.get(path, 0))
-            self._last_used[path] = last
-            unused[path] = now - last
-            sizes[path] = 0
+            unused[path], sizes[path] = self._unused_secs(path), 0
             if self._node.lifetime.limit_bytes is not None:
-                sizes[path] = ram_disk.used_bytes(root)
+                sizes[path] = ram_disk.used_bytes(os.path.join(directory, path))
         return node_runs.to_remove(unused, sizes, self._node.lifetime)
 
     def _is_other(self, path: str, served: _Served) -> bool:
@@ -220,11 +287,18 @@ class _ServedRuns:
             for path, served in sorted(self._served.items())
             if served.address is not None and not served.ended.is_set()
         }
-        if agents != self._published:
-            self._published = agents
-            record = node_record.NodeRecord(
-                directory=self._directory, domains=self._node.domains, agents=agents
-            )
+        record = node_record.NodeRecord(
+            directory=self._directory,
+            domains=self._node.domains,
+            agents=agents,
+            answers={
+                path: answer
+                for path, answer in self._answers.items()
+                if path in self._served
+            },
+        )
+        if record != self._published:
+            self._published = record
             node_record.write(record)
 
 

@@ -1,6 +1,7 @@
 """The record of a node's agent: how programs attach to it.
 
-    <directory>/node.json    the agents of the runs below, and the failure domains
+    <directory>/node.json    the agents of the runs below, the failure domains, and the
+                             answers to requests for memory (`memory_request`)
     <directory>/node.lock    held while the node's agent runs
 
 A run's directory is `<directory>/<run>`, or one level below, as for the slices that
@@ -15,7 +16,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -31,6 +32,18 @@ _POLL_SECS = 0.05
 _ATTACH_SECS = 60.0
 
 
+class Answer(NamedTuple):
+    """The answer to a request for memory.
+
+    Attributes:
+      request: its id.
+      refusal: why the run does not fit; empty if it does.
+    """
+
+    request: str
+    refusal: str = ""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeRecord:
     """The facts that the agent of a node publishes.
@@ -40,11 +53,18 @@ class NodeRecord:
       domains: the failure domains of the node, by kind.
       agents: the address that serves each run's directory, by its path below
         `directory`.
+      answers: to the newest request for memory of each run, by path; None if the agent
+        gives no answers.
     """
 
     directory: str
     domains: Mapping[str, str]
     agents: Mapping[str, agent.Address]
+    answers: Mapping[str, Answer] | None = None
+
+    def path_of(self, root: epath.PathLike) -> str:
+        """The path of a run's directory below that of the node."""
+        return os.path.relpath(root, self.directory)
 
 
 def write(record: NodeRecord) -> None:
@@ -56,6 +76,10 @@ def write(record: NodeRecord) -> None:
             path: dataclasses.asdict(address) for path, address in record.agents.items()
         },
     }
+    if record.answers is not None:
+        fields["answers"] = {
+            path: list(answer) for path, answer in record.answers.items()
+        }
     path = os.path.join(record.directory, FILE)
     storage.write_atomic(path, storage.canonical_json(fields))
 
@@ -98,6 +122,12 @@ def read(directory: str) -> NodeRecord | None:
             path: agent.Address.of_json(address)
             for path, address in fields["agents"].items()
         },
+        answers={
+            path: Answer(*answer[: len(Answer._fields)])
+            for path, answer in fields["answers"].items()
+        }
+        if "answers" in fields
+        else None,
     )
 
 
@@ -113,7 +143,7 @@ def attach(root: epath.PathLike, *, within_secs: float = _ATTACH_SECS) -> agent.
     while time.monotonic() < deadline:
         record = find(root)
         if record is not None:
-            address = record.agents.get(os.path.relpath(root, record.directory))
+            address = record.agents.get(record.path_of(root))
             if address is not None and address.machine == machine_id:
                 return address
         time.sleep(_POLL_SECS)

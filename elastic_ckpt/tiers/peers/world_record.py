@@ -1,0 +1,72 @@
+"""The world that a machine is in, as a host of it notes it for the agent of the node.
+
+`<root>/world.json` has what placement requires: the hosts, and the policy of copies.
+With it the agent of a node that was replaced can copy what the machine should hold
+(`host.node_refill`). It is a hint, like `agents.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from etils import epath
+
+from elastic_ckpt.core import storage
+from elastic_ckpt.manifests import placement
+from elastic_ckpt.manifests.manifest import Host
+
+FILE = "world.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldRecord:
+    """The hosts of a world, and the copies that they keep.
+
+    Attributes:
+      run: the identity of the run.
+      hosts: by number.
+      policy: of copies in the memory of peers.
+      limit_bytes: of the RAM disk; None leaves it to the file system.
+      tls_ca: a PEM file with the authority of the agents' certificates; None without.
+      max_bytes_per_sec: from all peers together; None without a bound.
+    """
+
+    run: str
+    hosts: tuple[Host, ...]
+    policy: placement.Policy
+    limit_bytes: int | None
+    tls_ca: str | None = None
+    max_bytes_per_sec: float | None = None
+
+
+def write(root: epath.PathLike, record: WorldRecord) -> None:
+    """Notes the world of the RAM disk at `root`."""
+    fields = dataclasses.asdict(record)
+    storage.write_atomic(pathlib.Path(root, FILE), storage.canonical_json(fields))
+
+
+def read(root: epath.PathLike) -> WorldRecord | None:
+    """The world that was noted last; None if there is none, or it is malformed."""
+    try:
+        fields: dict[str, Any] = json.loads(pathlib.Path(root, FILE).read_bytes())
+        return WorldRecord(
+            run=fields["run"],
+            hosts=tuple(Host(**host) for host in fields["hosts"]),
+            policy=placement.Policy(**fields["policy"]),
+            limit_bytes=fields["limit_bytes"],
+            tls_ca=fields["tls_ca"],
+            max_bytes_per_sec=fields["max_bytes_per_sec"],
+        )
+    except (FileNotFoundError, KeyError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def version(root: epath.PathLike) -> int | None:
+    """A number that changes when another world is noted; None before the first."""
+    try:
+        return pathlib.Path(root, FILE).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
