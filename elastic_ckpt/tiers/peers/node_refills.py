@@ -58,9 +58,14 @@ class Refills:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _fill(self, path: str, root: str, version: int) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *self._command, root, stdout=asyncio.subprocess.PIPE
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command, root, stdout=asyncio.subprocess.PIPE
+            )
+        except OSError as error:
+            self._failed[path] = version
+            print(f"{path} is not filled: {error}", file=sys.stderr)
+            return
         try:
             stdout, _ = await process.communicate()
         finally:
