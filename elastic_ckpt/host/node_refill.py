@@ -7,7 +7,7 @@ there (`tiers.peers.world_record`), while the pods of that world start. If the m
 holds no step of the run, it takes the copies that placement gives to its hosts, so
 that the newest complete step has all of its copies before a host restores it, or if the
 world ends before one does. The hosts write their slots themselves, so the copies are in
-a slot of their own; they are removed like those of any slot without a process.
+slot `SLOT`; they are removed like those of any slot without a process.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ it fails. It is a separate process, so that the agent serves meanwhile, and stay
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
@@ -59,24 +59,22 @@ class Refills:
 
     async def _fill(self, path: str, root: str, version: int) -> None:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command, root, stdout=asyncio.subprocess.PIPE
+            process = subprocess.Popen(
+                [*self._command, root], stdout=subprocess.PIPE, text=True
             )
         except OSError as error:
             self._failed[path] = version
             print(f"{path} is not filled: {error}", file=sys.stderr)
             return
         try:
-            stdout, _ = await process.communicate()
+            stdout, _ = await asyncio.to_thread(process.communicate)
         finally:
-            # Unless it has ended: the agent ends.
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            # If it has not ended, the agent ends; the thread waits for the process.
+            process.kill()
         if process.returncode:
             self._failed[path] = version
             print(f"{path} is not filled; it is tried again", file=sys.stderr)
             return
         self._handled[path] = version
         if stdout:
-            self._announce(f"{path}: {stdout.decode().strip()}")
+            self._announce(f"{path}: {stdout.strip()}")
