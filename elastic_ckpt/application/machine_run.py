@@ -53,16 +53,21 @@ class Place:
       number: of this machine.
       addresses: of all, `host:port`.
       num_slices: of each.
+      pod_address: of the pod that this machine is; None elsewhere.
     """
 
     number: int
     addresses: tuple[str, ...]
     num_slices: int
+    pod_address: str | None = None
 
     @property
     def interface(self) -> str:
         """The address by which the other machines reach this one."""
-        return socket.gethostbyname(self.addresses[self.number].rpartition(":")[0])
+        # The name of a pod is in the DNS only some time after its start.
+        return self.pod_address or socket.gethostbyname(
+            self.addresses[self.number].rpartition(":")[0]
+        )
 
     @property
     def slices(self) -> range:
@@ -117,6 +122,7 @@ def place(config: schema.Config, environment: Mapping[str, str]) -> Place:
         number=_own_number(section.elastic_machine, len(addresses), environment),
         addresses=addresses,
         num_slices=world.slices // len(addresses),
+        pod_address=environment.get("POD_IP"),
     )
 
 

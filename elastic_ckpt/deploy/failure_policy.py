@@ -9,13 +9,16 @@ the message that Kubernetes' Job controller writes, which needs JobSet 0.10
 
 `restart_strategy` chooses what is made anew: all pods, or those of the failed Job
 (JobSet 0.12), or a failed pod alone while the others restart in place (`in_place`).
+
+The Job of elastic supervisors replaces pods itself, up to `max_restarts` times each,
+and evicted ones uncounted; when no pod may restart it fails, and so does the JobSet.
 """
 
 from __future__ import annotations
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import addition, in_place
+from elastic_ckpt.deploy import addition, in_place, supervisors
 
 _REASON = "PodFailurePolicy"
 _STRATEGIES = {"in_place": "InPlaceRestart"}
@@ -30,6 +33,12 @@ def check(config: schema.Config) -> None:
         raise errors.ConfigError(
             f"restart_strategy={strategy} with enable_single_controller=true: the head"
             " of Pathways starts again with all of its workers; set"
+            " restart_strategy=recreate"
+        )
+    if supervisors.are_used(config):
+        raise errors.ConfigError(
+            f"restart_strategy={strategy} with elastic_enabled=true: the supervisors"
+            " restart hosts, and a pod that fails is replaced alone; set"
             " restart_strategy=recreate"
         )
     if strategy == "in_place":
@@ -59,7 +68,8 @@ def add(config: schema.Config, pods: addition.Pods) -> None:
         in_place.add(config, pods)
     else:
         disruption = {"type": "DisruptionTarget", "status": "True"}
-        rules.append({"action": "FailJob", "onPodConditions": [disruption]})
+        action = "Ignore" if supervisors.are_used(config) else "FailJob"
+        rules.append({"action": action, "onPodConditions": [disruption]})
     pods.job["podFailurePolicy"] = {"rules": rules}
 
 
@@ -73,6 +83,8 @@ def jobset_policy(config: schema.Config) -> addition.Object:
             f"failed with exit code {errors.CONFIG_EXIT_CODE} matching",
         )
     ]
+    if supervisors.are_used(config):
+        return {"rules": rules, "maxRestarts": 0}
     if strategy != "in_place":
         target = "RestartJob" if strategy == "restart_job" else "RestartJobSet"
         action = f"{target}AndIgnoreMaxRestarts"

@@ -15,6 +15,7 @@ from elastic_ckpt.deploy import (
     ram_disk,
     resources,
     scheduling,
+    supervisors,
 )
 from elastic_ckpt.deploy.addition import Object
 
@@ -48,6 +49,7 @@ def check(config: schema.Config) -> machine.Machine:
     monitoring.check(config)
     gpu_network.check(config)
     host = machine.from_config(config)
+    supervisors.check(config, host)
     if program.is_train(config):
         _check_batches(config, host)
     return host
@@ -55,7 +57,9 @@ def check(config: schema.Config) -> machine.Machine:
 
 def _check_batches(config: schema.Config, host: machine.Machine) -> None:
     hosts = config.world.slices * host.hosts_per_slice
-    devices = hosts * (host.devices or config.world.devices_per_host)
+    # A pod with a supervisor has several hosts.
+    on_pod = 0 if supervisors.are_used(config) else host.devices
+    devices = hosts * (on_pod or config.world.devices_per_host)
     world = topology.Topology(hosts=hosts, slices=config.world.slices, devices=devices)
     batch_size.schedule(config.data, world)
 

@@ -4,7 +4,8 @@ On TPUs each slice is a separate Job with one pod for each host: GKE sets the sl
 the index of each pod in its environment, and JAX reads them. Elsewhere JAX queries the
 Kubernetes API for its own Job and uses the pods of that Job as the world
 (`jax/_src/clusters/k8s_cluster.py`). Therefore all slices are one Job, and its pods
-need an account with permission to read pods and jobs.
+need an account with permission to read pods and jobs. With elastic supervisors a pod is
+a slice, and its supervisor detects nothing (`supervisors`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from elastic_ckpt.deploy import (
     machine,
     names,
     program,
+    supervisors,
 )
 from elastic_ckpt.deploy.addition import Object
 
@@ -37,10 +39,13 @@ def documents(config: schema.Config) -> list[Object]:
     """
     host = job.check(config)
     _check(config, host)
+    config = supervisors.configured(config)
     slices = config.world.slices
-    name, replicas, pods = "hosts", 1, slices * host.hosts_per_slice
+    name, replicas, pods = supervisors.REPLICATED_JOB, 1, slices * host.hosts_per_slice
     before = [job.config_map(config)]
-    if config.world.hardware == "tpu":
+    if supervisors.are_used(config):
+        pods = slices
+    elif config.world.hardware == "tpu":
         name, replicas, pods = "slice", slices, host.hosts_per_slice
     before += _access(config)
     names.check_jobset_name(config.run.run_name, {name: (replicas, pods)})
@@ -98,7 +103,11 @@ def _jobset(config: schema.Config, host: machine.Machine, replicated: Object) ->
 def _job_template(config: schema.Config, host: machine.Machine, pods: int) -> Object:
     deploy = config.deploy
     volumes, mounts = job.host_memory(config)
-    ports = _PORTS[config.world.hardware]
+    ports: tuple[int, ...] = _PORTS[config.world.hardware]
+    # A pod that fails ends the world: failurePolicy restarts all pods.
+    restarts: Object = {"backoffLimit": 0}
+    if supervisors.are_used(config):
+        ports, restarts = (supervisors.PORT,), supervisors.restarts(config)
     container: Object = {
         "name": job.CONTAINER,
         "image": deploy.docker_image,
@@ -124,8 +133,7 @@ def _job_template(config: schema.Config, host: machine.Machine, pods: int) -> Ob
             "completionMode": "Indexed",
             "completions": pods,
             "parallelism": pods,
-            # A pod that fails ends the world: failurePolicy restarts all pods.
-            "backoffLimit": 0,
+            **restarts,
             "template": {"spec": pod},
         }
     }
@@ -163,7 +171,7 @@ def _access(config: schema.Config) -> list[Object]:
 
 def _access_rules(config: schema.Config) -> list[Object]:
     rules: list[Object] = []
-    if config.world.hardware != "tpu":
+    if config.world.hardware != "tpu" and not supervisors.are_used(config):
         # JAX looks up the Job of its pod.
         rules += [
             {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},

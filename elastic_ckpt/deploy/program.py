@@ -74,12 +74,15 @@ def files(config: schema.Config) -> dict[str, str]:
         return {_MAXTEXT_FILE: _yaml(_maxtext(config))}
     defaults = keys.values(schema.Config())
     sections = keys.keys()
+    left_out = {*_KEYS, "manifest_patches"}
+    if not config.elastic.elastic_machines:
+        # The JobSet determines the number of hosts.
+        left_out.add("hosts")
     chosen = {
         key: value
         for key, value in keys.values(config).items()
-        # The JobSet determines the number of hosts.
         if value != defaults[key]
-        and key not in (*_KEYS, "hosts", "manifest_patches")
+        and key not in left_out
         and sections[key][0] not in _OF_PODS
     }
     return {_CONFIG_FILE: _yaml(chosen)}

@@ -1,0 +1,106 @@
+"""The pods of a generated JobSet as process groups of this machine.
+
+Each pod is at a loopback address. The text of the ConfigMap and the variables of the
+container are those of the manifest; only values that this machine lacks are replaced:
+the names of pods and the URL of the bucket. A pod that is killed loses its RAM disk.
+"""
+
+import os
+import re
+import signal
+import subprocess
+
+from elastic_ckpt.config import load
+from elastic_ckpt.deploy import manifest, supervisors
+from tests import runs
+from tests.deploy import jobsets
+from tests.multiprocess import supervisors as started_supervisors
+
+_BUCKET = "gs://bucket/runs"
+
+
+class Pods(started_supervisors.Supervisors):
+    """The pods of an elastic run, by their numbers.
+
+    Args:
+      config: of the run, whose files are in its own directory.
+      ram: the RAM disk of all pods, which have a directory for each slice there.
+    """
+
+    def __init__(self, config, ram):
+        self.directory, self.ram = config.parent, ram
+        self.run = self.directory / "tiny"
+        chosen = [f"base_output_directory={_BUCKET}", "docker_image=registry/image:1"]
+        built = manifest.documents(load.load(config, chosen))
+        (replicated,) = jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
+        job = replicated["template"]["spec"]
+        (self._container,) = job["template"]["spec"]["containers"]
+        names = f"tiny-{replicated['name']}-0-%d.tiny:{supervisors.PORT}"
+        numbers = range(job["completions"])
+        replaced = {_BUCKET: str(self.directory)} | {
+            names % n: started_supervisors.free_address(self._ip(n)) for n in numbers
+        }
+        self._files = self.directory / "mounted"
+        self._files.mkdir()
+        for name, text in jobsets.only("ConfigMap", built)["data"].items():
+            for remote, local in replaced.items():
+                assert remote in text
+                text = text.replace(remote, local)
+            (self._files / name).write_text(text)
+        self._network = None
+        self.started = {}
+        for number in numbers:
+            self.start(number)
+
+    def start(self, number):
+        """Starts a pod, the first or one that replaces another, as its Job does."""
+        program, *arguments = self._container["command"]
+        assert program == "elastic-ckpt"
+        mounts = self._container["volumeMounts"]
+        (mounted,) = (each["mountPath"] for each in mounts if each["name"] == "config")
+        words = [word.replace(mounted, str(self._files)) for word in arguments]
+        with open(self._output(number), "ab") as output:
+            self.started[number] = subprocess.Popen(
+                runs.command(*words),
+                cwd=runs.ROOT,
+                env={**runs._environment(), **self._variables(number)},
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def hosts(self, number):
+        """The host processes in a pod, by the names of their logs."""
+        logs = {}
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                if os.getsid(int(name)) != self.started[number].pid:
+                    continue
+                log = os.path.basename(os.readlink(f"/proc/{name}/fd/1"))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if re.fullmatch(r"host-\d+\.log", log):
+                logs[int(name)] = log
+        return logs
+
+    def kill_hosts(self, number):
+        """Kills the hosts in a pod, and not its supervisor."""
+        hosts = self.hosts(number)
+        assert hosts
+        for pid in hosts:
+            os.kill(pid, signal.SIGKILL)
+
+    def _variables(self, number):
+        fields = {"status.podIP": self._ip(number)}
+        values = {"JOB_COMPLETION_INDEX": str(number)}
+        for each in self._container["env"]:
+            value = each.get("value")
+            if value is None:
+                value = fields.get(each["valueFrom"]["fieldRef"]["fieldPath"], "zone-a")
+            values[each["name"]] = re.sub(
+                r"\$\((\w+)\)", lambda match: values[match[1]], value
+            )
+        return values
+
+    def _ip(self, number):
+        return f"127.0.0.{number + 1}"

@@ -1,0 +1,132 @@
+"""Pods with elastic supervisors: they find each other, and are replaced singly."""
+
+import pytest
+
+from elastic_ckpt.application import machine_run
+from elastic_ckpt.config import load
+from elastic_ckpt.core import errors
+from elastic_ckpt.deploy import supervisors
+from tests.deploy import jobsets, manifest_check
+
+ELASTIC = "elastic_h100"
+
+
+def job_of(*overrides):
+    jobset = jobsets.only("JobSet", jobsets.documents(ELASTIC, *overrides))
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    return jobset, replicated, replicated["template"]["spec"]
+
+
+def slices_and_hosts(slices, hosts):
+    return [f"slices={slices}", f"hosts={hosts}"]
+
+
+def config_of(directory, *overrides):
+    """The configuration that a pod reads."""
+    config_map = jobsets.only("ConfigMap", jobsets.documents(ELASTIC, *overrides))
+    path = directory / "config.yml"
+    path.write_text(config_map["data"]["config.yml"])
+    return load.load(path)
+
+
+def test_the_supervisors_know_each_other_by_the_names_of_their_pods(tmp_path):
+    jobset, replicated, job = job_of()
+    assert jobset["spec"]["network"]["enableDNSHostnames"]
+    # JobSet names a pod by these, and its service as itself.
+    name = jobset["metadata"]["name"]
+    names = [
+        f"{name}-{replicated['name']}-0-{pod}.{name}:{supervisors.PORT}"
+        for pod in range(job["completions"])
+    ]
+    assert len(names) == replicated["replicas"] * 4 == 4
+    config = config_of(tmp_path)
+    for pod in range(4):
+        # Kubernetes sets the first in the pods of an indexed Job.
+        environment = {"JOB_COMPLETION_INDEX": str(pod), "POD_IP": f"10.0.0.{pod}"}
+        place = machine_run.place(config, environment)
+        assert place.addresses == tuple(names)
+        assert place.slices == range(pod, pod + 1)
+        # Names of pods may be in no DNS yet.
+        assert place.interface == f"10.0.0.{pod}"
+    assert job["completionMode"] == "Indexed"
+    (container,) = job["template"]["spec"]["containers"]
+    assert {"containerPort": supervisors.PORT} in container["ports"]
+    assert "POD_IP" in {variable["name"] for variable in container["env"]}
+
+
+def test_a_pod_has_all_hosts_of_its_slice(tmp_path):
+    overrides = [*slices_and_hosts(4, 16), "devices_per_host=2"]
+    *_, job = job_of(*overrides)
+    assert job["completions"] == job["parallelism"] == 4
+    world = config_of(tmp_path, *overrides).world
+    assert (world.hosts, world.slices, world.devices_per_host) == (16, 4, 2)
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+
+
+def test_a_failed_pod_is_replaced_alone_and_a_preempted_one_is_not_counted():
+    jobset, _, job = job_of("max_restarts=7")
+    assert job["backoffLimitPerIndex"] == 7
+    # It would count the failures of all pods together.
+    assert "backoffLimit" not in job
+    exit_code, disruption = job["podFailurePolicy"]["rules"]
+    assert exit_code["action"] == "FailJob"
+    assert exit_code["onExitCodes"]["values"] == [errors.CONFIG_EXIT_CODE]
+    assert disruption["action"] == "Ignore"
+    assert disruption["onPodConditions"][0]["type"] == "DisruptionTarget"
+    policy = jobset["spec"]["failurePolicy"]
+    # A Job that has failed has no pod left that may restart.
+    assert policy["maxRestarts"] == 0
+    assert [rule["action"] for rule in policy["rules"]] == ["FailJobSet"]
+
+
+def test_the_run_has_ended_when_a_supervisor_has():
+    *_, job = job_of()
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+
+
+def test_no_pod_needs_permissions():
+    kinds = [document["kind"] for document in jobsets.documents(ELASTIC)]
+    assert kinds == ["ConfigMap", "JobSet"]
+
+
+def test_a_command_gets_the_names_too(tmp_path):
+    command = 'command=[sh, -c, exec elastic-ckpt train "$ELASTIC_CKPT_CONFIG"]'
+    config = config_of(tmp_path, command)
+    assert config.elastic == config_of(tmp_path).elastic
+    *_, job = job_of(command)
+    (container,) = job["template"]["spec"]["containers"]
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["ELASTIC_CKPT_CONFIG"] == "/etc/elastic-ckpt/config.yml"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*slices_and_hosts(2, 4), "devices_per_host=4"],
+        ["local_checkpoint_volume=node_agent"],
+        ["hardware=cpu", "machine_type=n2-standard-16"],
+        ["kueue_queue=q", "host_network=true", "pod_env={A: b}"],
+    ],
+)
+def test_every_form_of_it_is_a_valid_manifest(overrides):
+    built = jobsets.documents(ELASTIC, *overrides)
+    assert manifest_check.problems(built) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hardware=tpu", "machine_type=ct6e-standard-4t", "topology=4x4"], "=tpu"),
+        (["maxtext={model_name: llama2-7b}"], "one machine alone"),
+        (["elastic_machines=a:1;b:1"], "leave it empty"),
+        (slices_and_hosts(1, 4), "set slices to 2 or more"),
+        (slices_and_hosts(4, 8), "set hosts=4 and devices_per_host=8"),
+        (["restart_strategy=in_place"], "set restart_strategy=recreate"),
+        (["restart_strategy=restart_job"], "set restart_strategy=recreate"),
+        (["run_name=My_Run"], "is not valid as the name of a JobSet"),
+    ],
+)
+def test_pods_that_cannot_have_supervisors_are_refused(overrides, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        jobsets.documents(ELASTIC, *overrides)

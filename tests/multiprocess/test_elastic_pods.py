@@ -1,0 +1,66 @@
+"""Hosts in pods of a generated manifest fail, and pods and their RAM disks stay."""
+
+import os
+
+import pytest
+
+from elastic_ckpt.manifests import layout
+from elastic_ckpt.tiers.ram import machine
+from tests import runs, shared_memory
+from tests.deploy import local_pods
+from tests.multiprocess import test_elastic_run
+
+
+def memory_of(pods, number):
+    """The id of the memory of a pod's run, which a new RAM disk has another of."""
+    directory = layout.slice_directory(pods.ram, number)
+    return machine.find(os.path.join(directory, "tiny"))
+
+
+def await_next_world(pods):
+    """Waits until one more world of both pods has restored a step, and trains."""
+    before = len(runs.events(pods.run, "restored_from"))
+    pods.wait_until(lambda: len(runs.events(pods.run, "restored_from")) > before)
+    pods.train_on([0, 1])
+
+
+@pytest.mark.slow(minutes=1)
+def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
+    tmp_path, corpus
+):
+    with shared_memory.directory("pods") as ram:
+        config = test_elastic_run.configured(
+            tmp_path,
+            corpus,
+            ram,
+            hosts=2,
+            slices=2,
+            steps=1_000_000,
+            # Nothing is in storage before the end.
+            multi_tier_checkpointing_backup_interval_steps=1_000_000,
+            elastic_machine_timeout_seconds=20,
+            elastic_compile_ahead_seconds=0,
+            termination_grace_period_seconds=900,
+        )
+        with local_pods.Pods(config, ram) as pods:
+            pods.train_on([0, 1])
+            supervisors = {number: pod.pid for number, pod in pods.started.items()}
+            memory = [memory_of(pods, number) for number in (0, 1)]
+            # One of a pod that follows, and one of that which leads.
+            for number in (1, 0):
+                pods.kill_hosts(number)
+                await_next_world(pods)
+            now = {number: pod.pid for number, pod in pods.started.items()}
+            assert now == supervisors
+            assert [memory_of(pods, number) for number in (0, 1)] == memory
+            # A pod is lost with its RAM disk; the Job replaces it and no other.
+            pods.kill(1)
+            pods.start(1)
+            await_next_world(pods)
+            assert memory_of(pods, 0) == memory[0]
+            assert memory_of(pods, 1) != memory[1]
+            pods.stop()
+            restored = runs.events(pods.run, "restored_from")
+            assert all(each["step"] > 0 for each in restored)
+            assert all(each["persistent_bytes"] == 0 for each in restored)
+            assert "PASSED" in runs.verb("audit", pods.run)
