@@ -166,9 +166,18 @@ def _peers(section: schema.TiersSection) -> Peers:
             )
         certificate, key, authority = given
         tls = TlsFiles(certificate=certificate, key=key, authority=authority)
-    known = tuple(url for url in section.peer_urls.split(";") if url)
-    for url in known:
-        agent_url.check(url, what="peer_urls", needs_tls=tls is not None)
+    urls = {
+        name: tuple(url for url in getattr(section, name).split(";") if url)
+        for name in ("peer_urls", "peer_backup_urls")
+    }
+    for name, of_key in urls.items():
+        for url in of_key:
+            agent_url.check(url, what=name, needs_tls=tls is not None)
+    if urls["peer_backup_urls"] and not section.peer_secret_file:
+        raise errors.ConfigError(
+            "peer_backup_urls needs peer_secret_file: backup hosts do not take part in"
+            " choosing a secret; set it to a file that they have, too"
+        )
     bandwidth = section.peer_max_mib_per_sec * 2**20
     return Peers(
         copies=section.peer_copies,
@@ -177,7 +186,9 @@ def _peers(section: schema.TiersSection) -> Peers:
         domains=failure_domains.parse(section.peer_domains, what="peer_domains"),
         interface=section.peer_interface or None,
         port=section.peer_port,
-        known=known,
+        known=urls["peer_urls"],
+        backups=urls["peer_backup_urls"],
+        secret_file=section.peer_secret_file or None,
         max_bytes_per_sec=bandwidth or None,
         tls=tls,
     )

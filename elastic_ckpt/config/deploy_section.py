@@ -84,6 +84,20 @@ class DeploySection:
         " rack=example.com/rack;row=example.com/row. Region, zone, and on GKE block and"
         " rack are known without.",
     )
+    backup_hosts: int = key(
+        0,
+        "Pods without accelerators in the JobSet that together hold one more copy of"
+        " everything in memory, as with peer_copies=0 for a huge model; needs"
+        " elastic_enabled=true or restart_strategy=restart_job, and peer_secret_file.",
+        at_least=0,
+    )
+    backup_machine_type: str = key(
+        "", "GKE machine type of the backup hosts: m3-ultramem-32; empty allows any."
+    )
+    backup_size_limit: str = key(
+        "64Gi",
+        "Memory for steps on each backup host: three times its share of a step.",
+    )
     shared_memory_size_limit: str = key(
         "16Gi",
         "Size of /dev/shm on each host, and with Pathways also of the memory that a"

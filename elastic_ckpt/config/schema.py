@@ -256,6 +256,16 @@ class TiersSection:
         "Agents of further machines to query when a run continues, separated by `;`;"
         " those of the run's own machines, past and present, need not be listed.",
     )
+    peer_backup_urls: str = key(
+        "",
+        "Agents of backup hosts (`elastic-ckpt agent --backup`), separated by `;`,"
+        " which together hold one more copy of everything, besides peer_copies.",
+    )
+    peer_secret_file: str = key(
+        "",
+        "A file with the run's secret, the same as that of backup hosts; empty lets the"
+        " hosts choose one.",
+    )
     peer_max_mib_per_sec: float = key(
         0.0,
         "The most that a host reads from peers, in MiB/s; 0 sets no limit.",

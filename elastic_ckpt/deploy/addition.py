@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 Object: TypeAlias = dict[str, Any]
-# A host runs the program; under Pathways the head does, and workers have the devices.
-Role: TypeAlias = Literal["host", "head", "worker"]
+# A host runs the program; under Pathways the head does, and workers have the devices. A
+# backup host has neither.
+Role: TypeAlias = Literal["host", "head", "worker", "backup"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ def place_variables() -> list[addition.Object]:
 def addition_for(config: schema.Config, role: addition.Role) -> addition.Addition:
     """The variables of the configuration, and those that programs of users need."""
     variables: list[addition.Object] = []
-    if role != "worker":
+    if role in ("host", "head"):
         variables += [
             {"name": name, "value": value}
             for name, value in program.variables(config).items()

@@ -54,8 +54,8 @@ def check(config: schema.Config) -> None:
 
 def add(config: schema.Config, pods: addition.Pods) -> None:
     """Adds the rules of Kubernetes to the Job of a program, whose pods run once."""
-    if pods.role == "worker":
-        # Its pods restart their containers, for which Kubernetes has no rules.
+    if pods.role in ("worker", "backup"):
+        # Their pods restart containers, for which Kubernetes has no rules.
         return
     exit_codes = {
         "containerName": pods.container,

@@ -45,7 +45,7 @@ def completed(
             role=role, job=spec, template=spec["template"], container=container
         )
         _add(config, pods)
-        if role != "worker":
+        if role in ("host", "head"):
             with_metrics += monitoring.documents(config, replicated["name"])
     added = labels.jobset_fields(config)
     added["spec"]["failurePolicy"] = failure_policy.jobset_policy(config)
@@ -54,8 +54,9 @@ def completed(
 
 
 def _add(config: schema.Config, pods: addition.Pods) -> None:
+    if pods.role != "backup":
+        pods.add(gpu_network.addition_for(config))
     for each in (
-        gpu_network.addition_for(config),
         environment.addition_for(config, pods.role),
         labels.addition_for(config),
         scheduling.addition_for(config, pods.role),

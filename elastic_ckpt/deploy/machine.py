@@ -12,7 +12,8 @@ from elastic_ckpt.core import errors
 
 _TPU = "cloud.google.com/gke-tpu-accelerator"
 _GPU = "cloud.google.com/gke-accelerator"
-_INSTANCE = "node.kubernetes.io/instance-type"
+# The label of a node with its machine type.
+INSTANCE = "node.kubernetes.io/instance-type"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ def from_config(config: schema.Config) -> Machine:
         selector, devices = {_GPU: gpu.label}, gpu.chips
         limits = {"nvidia.com/gpu": str(gpu.chips)}
     elif deploy.machine_type:
-        selector = {_INSTANCE: deploy.machine_type}
+        selector = {INSTANCE: deploy.machine_type}
     return Machine(
         node_selector=selector,
         limits=limits,

@@ -6,7 +6,12 @@ import yaml
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import multicontroller_jobset, patch, pathways_jobset
+from elastic_ckpt.deploy import (
+    backup_hosts,
+    multicontroller_jobset,
+    patch,
+    pathways_jobset,
+)
 from elastic_ckpt.deploy.addition import Object
 
 
@@ -21,6 +26,7 @@ def documents(config: schema.Config) -> list[Object]:
             "run_name is empty, but it becomes the name of the job; set it, for"
             " example run_name=first"
         )
+    backup_hosts.check(config)
     if config.world.enable_single_controller:
         built = pathways_jobset.documents(config)
     else:

@@ -49,10 +49,10 @@ def check(config: schema.Config) -> None:
 
 
 def addition_for(config: schema.Config, role: addition.Role) -> addition.Addition:
-    """The port and the probes of the program; workers have none."""
+    """The port and the probes of the program; other pods have none."""
     port = config.metrics.prometheus_port
     container: addition.Object = {}
-    if role == "worker":
+    if role not in ("host", "head"):
         return addition.Addition()
     if port:
         container["ports"] = [{"name": PORT, "containerPort": port}]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import (
+    backup_hosts,
     environment,
     gpu_network,
     in_place,
@@ -39,7 +40,7 @@ def documents(config: schema.Config) -> list[Object]:
     """
     host = job.check(config)
     _check(config, host)
-    config = supervisors.configured(config)
+    config = backup_hosts.configured(supervisors.configured(config))
     slices = config.world.slices
     name, replicas, pods = supervisors.REPLICATED_JOB, 1, slices * host.hosts_per_slice
     before = [job.config_map(config)]
@@ -48,14 +49,20 @@ def documents(config: schema.Config) -> list[Object]:
     elif config.world.hardware == "tpu":
         name, replicas, pods = "slice", slices, host.hosts_per_slice
     before += _access(config)
-    names.check_jobset_name(config.run.run_name, {name: (replicas, pods)})
+    counts = {name: (replicas, pods)}
+    if backup_hosts.are_used(config):
+        counts[backup_hosts.REPLICATED_JOB] = (1, config.deploy.backup_hosts)
+    names.check_jobset_name(config.run.run_name, counts)
     replicated = {
         "name": name,
         "replicas": replicas,
         "template": _job_template(config, host, pods),
     }
     built = _jobset(config, host, replicated)
-    programs: jobset.Programs = {name: ("host", job.CONTAINER)}
+    programs: jobset.Programs = {
+        name: ("host", job.CONTAINER),
+        backup_hosts.REPLICATED_JOB: ("backup", backup_hosts.CONTAINER),
+    }
     return [*before, *jobset.completed(config, built, programs)]
 
 
@@ -84,18 +91,23 @@ def _jobset(config: schema.Config, host: machine.Machine, replicated: Object) ->
     if config.world.hardware == "tpu" and host.hosts_per_slice > 1:
         # A node pool is one slice; without this, pods of two slices could share one.
         metadata["annotations"] = {_EXCLUSIVE: job.NODE_POOL}
+    backups = backup_hosts.replicated_jobs(config)
+    success: Object = {"operator": "All"}
+    if backups:
+        # They run as long as the program does.
+        success["targetReplicatedJobs"] = [replicated["name"]]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": metadata,
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "successPolicy": {"operator": "All"},
+            "successPolicy": success,
             "failurePolicy": {
                 "maxRestarts": config.deploy.max_restarts,
                 "restartStrategy": "Recreate",
             },
-            "replicatedJobs": [replicated],
+            "replicatedJobs": [replicated, *backups],
         },
     }
 

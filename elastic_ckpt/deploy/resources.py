@@ -11,6 +11,8 @@ from __future__ import annotations
 from elastic_ckpt.config import schema
 from elastic_ckpt.deploy import addition, names, quantity, ram_disk
 
+_BACKUP_MEMORY = "4Gi"
+
 
 def check(config: schema.Config) -> None:
     """Raises a ConfigError if an amount of memory is none."""
@@ -27,6 +29,9 @@ def addition_for(config: schema.Config, pods: addition.Pods) -> addition.Additio
     cpus, memory = section.program_cpus, section.program_memory
     if pods.role == "worker":
         cpus, memory = section.sidecar_cpus, section.sidecar_memory
+    elif pods.role == "backup":
+        # The memory of the program, besides its steps.
+        cpus, memory = 0, _BACKUP_MEMORY
     requests: dict[str, str] = {}
     resources = {"requests": requests}
     if cpus:

@@ -40,7 +40,7 @@ def addition_for(config: schema.Config, role: addition.Role) -> addition.Additio
     tolerations = settings.sequence("pod_tolerations", pods.pod_tolerations)
     if pods.pod_priority_class:
         spec["priorityClassName"] = pods.pod_priority_class
-    if role != "head":
+    if role not in ("head", "backup"):
         if pods.spot:
             tolerations.append(
                 {

@@ -6,17 +6,19 @@ and `take`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic_ckpt.core import errors
-from elastic_ckpt.host import part_offers, replication, verified_read
+from elastic_ckpt.host import backup_copies, part_offers, replication, verified_read
 from elastic_ckpt.host.answers import Placed, Replicated
 from elastic_ckpt.host.world import HostWorld, not_in_ram
 from elastic_ckpt.manifests import part_choices, placement
-from elastic_ckpt.manifests.holdings import Holdings
+from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.manifests.part_message import PartMessage
 from elastic_ckpt.manifests.part_table import PartTable
+from elastic_ckpt.tiers.ram.local import LocalHost
+from elastic_ckpt.tiers.source import Source
 
 
 class HostCopies:
@@ -29,6 +31,7 @@ class HostCopies:
     def __init__(self, world: HostWorld) -> None:
         self._world = world
         self._part_exchange = world.exchanges["copies"]
+        self._backups = backup_copies.BackupCopies(world)
 
     def offer(self, step: int, save: str) -> None:
         """Offers what this host has of a step."""
@@ -46,6 +49,8 @@ class HostCopies:
         world = self._world
         placed, tables = placed_parts(message, world.hosts, world.copy_policy)
         self._part_exchange.deal(tables)
+        if world.peers.backups:
+            self._backups.send(message)
         return placed
 
     def take(self, step: int, save: str) -> Replicated:
@@ -62,6 +67,7 @@ class HostCopies:
             problems = (str(error),)
         else:
             taken = self.fetch(tables)
+        problems += tuple(self._backups.await_taken(step, save))
         return Replicated(
             copies=taken.copies,
             num_bytes=taken.num_bytes,
@@ -80,21 +86,40 @@ class HostCopies:
           CheckpointError: if they do not fit.
         """
         sources = part_offers.sources(self._world, tables)
-        if not sources:
-            return replication.Taken(copies=0, num_bytes=0, problems=())
-        holdings = Holdings.from_offers(list(sources))
-        items = [(item, _sender(holdings, item)) for item in range(holdings.num_items)]
-        manifest = holdings.offers[0].manifest
-        writer = self._world.own.copy_writer(
-            manifest.step,
-            manifest.save,
-            manifest.contents,
-            num_bytes=int(holdings.stored_bytes.sum()),
-        )
-        reader = verified_read.VerifiedReader(sources)
-        taken = replication.take(holdings, items, reader, writer)
-        writer.commit()
-        return taken
+        return fetched(self._world.own, sources)
+
+
+def fetched(
+    own: LocalHost, sources: Mapping[Offer, Source], *, is_partial: bool = True
+) -> replication.Taken:
+    """Fetches all parts of some offers, and writes them to a host's RAM disk.
+
+    Args:
+      own: the host.
+      sources: where to read each offer, those of the senders first.
+      is_partial: whether parts are committed if others cannot be fetched.
+
+    Raises:
+      CheckpointError: if they do not fit, or cannot be fetched and are not partial.
+    """
+    if not sources:
+        return replication.Taken(copies=0, num_bytes=0, problems=())
+    holdings = Holdings.from_offers(list(sources))
+    items = [(item, _sender(holdings, item)) for item in range(holdings.num_items)]
+    manifest = holdings.offers[0].manifest
+    writer = own.copy_writer(
+        manifest.step,
+        manifest.save,
+        manifest.contents,
+        num_bytes=int(holdings.stored_bytes.sum()),
+    )
+    reader = verified_read.VerifiedReader(sources)
+    taken = replication.take(holdings, items, reader, writer)
+    if taken.copies < len(items) and not is_partial:
+        writer.abandon()
+        raise errors.CheckpointError("; ".join(taken.problems))
+    writer.commit()
+    return taken
 
 
 def placed_parts(

@@ -49,9 +49,10 @@ class UnjoinedHost:
     def introduce(self) -> Introduction:
         """Returns the facts that the others need before this host has a slot."""
         root = self._disk.root
+        file = self._config.peer_tier.secret_file
         return Introduction(
             machine=self._disk.machine,
-            secret=secret.find(root),
+            secret=secret.find(root) if file is None else secret.read(file),
             fresh_secret=secret.new(),
             agents=known_agents.read(root),
             now_secs=time.time(),

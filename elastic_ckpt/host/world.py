@@ -72,6 +72,7 @@ class HostWorld:
       mail: of this host.
       captured: the steps that this host backs up from the memory of their capture, by
         step and save.
+      agent_urls: of the agents of all machines that are known, by machine.
     """
 
     def __init__(
@@ -99,9 +100,10 @@ class HostWorld:
             self.persistent = persistent_tier.PersistentTier(self.root, run=self.run)
         self.captured: dict[tuple[int, str], CapturedStep] = {}
         self._client = client
+        self.agent_urls = {machine: each["url"] for machine, each in agents.items()}
         self._urls = {
-            machine: each["url"]
-            for machine, each in agents.items()
+            machine: url
+            for machine, url in self.agent_urls.items()
             if machine != own.disk.machine
         }
         # By url, the certificate that the agent announced.
@@ -109,7 +111,7 @@ class HostWorld:
             agents[machine]["url"]: agents[machine].get("certificate_sha256")
             for machine in self._urls
         }
-        for url in config.peer_tier.known:
+        for url in (*config.peer_tier.known, *config.peer_tier.backups):
             self._agents.setdefault(url, None)
         self.mail: mailbox.Mail = mailbox.Mailbox(
             own.disk,
@@ -139,7 +141,7 @@ class HostWorld:
     @property
     def ram_tiers(self) -> list[Tier]:
         """The tiers in the memory of this machine and of others, as `tiers`."""
-        return [self.disk, peer.Peers([self._peer(url) for url in self._agents])]
+        return [self.disk, peer.Peers([self.peer_at(url) for url in self._agents])]
 
     @functools.cached_property
     def exchanges(self) -> Mapping[Kind, PartExchange]:
@@ -170,7 +172,7 @@ class HostWorld:
         machines = {host.id.rpartition(".")[0] for host in self.hosts}
         present = {url for machine, url in self._urls.items() if machine in machines}
         idle = sorted(self._agents.keys() - present)
-        return [self._peer(url) for url in idle[self.number :: len(self.hosts)]]
+        return [self.peer_at(url) for url in idle[self.number :: len(self.hosts)]]
 
     def source(self, host: Host, url: str, step: int, save: str) -> Source:
         """The source of the parts that a host holds of a save of a step.
@@ -195,7 +197,7 @@ class HostWorld:
                 f" of step {step}; start the world anew"
             )
         directory_name = layout.step_directory(step, save)
-        return peer.PeerSource(self._endpoint(url), f"{slot}/{directory_name}")
+        return peer.PeerSource(self.endpoint(url), f"{slot}/{directory_name}")
 
     def in_ram(self, step: int, save: str) -> dict[Offer, Source]:
         """Returns the offers in RAM of one save of a step, with their sources.
@@ -226,16 +228,18 @@ class HostWorld:
         known = [self._newest_save(), int(after) if after.isdecimal() else 0]
         return f"{max(time.time_ns() // 1_000_000, max(known) + 1):015d}"
 
-    def _peer(self, url: str) -> peer.Peer:
+    def peer_at(self, url: str) -> peer.Peer:
+        """The RAM disk of a machine whose agent is known, as it is now."""
         certificate = self._agents[url]
         return peer.Peer(url, self._client, self.run, certificate_sha256=certificate)
 
     def _endpoint_of(self, machine: str) -> peer_endpoint.Endpoint:
         if machine not in self._urls:
             raise ReadError(f"cannot be read: no agent is known of machine {machine}")
-        return self._endpoint(self._urls[machine])
+        return self.endpoint(self._urls[machine])
 
-    def _endpoint(self, url: str) -> peer_endpoint.Endpoint:
+    def endpoint(self, url: str) -> peer_endpoint.Endpoint:
+        """The agent at an address."""
         # Agents of idle machines that others have asked may be unknown here.
         certificate = self._agents.get(url)
         return self._client.endpoint(url, certificate_sha256=certificate)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -182,6 +182,18 @@ class PartTable:
             )
             for number in range(num_groups)
         ]
+
+    def with_urls(self, urls: Mapping[str, str]) -> PartTable:
+        """The same, for a reader that is in no world.
+
+        Args:
+          urls: of the agents of the machines of the world, by machine.
+        """
+        holders = tuple(
+            each._replace(url=each.url or urls.get(each.host.id.rpartition(".")[0], ""))
+            for each in self.holders
+        )
+        return dataclasses.replace(self, holders=holders)
 
     def of_tier(self, tier: Tier) -> PartTable:
         """The parts that are held in a tier."""

@@ -90,11 +90,15 @@ class Peers:
         share; by default `POD_IP`, or the address that reaches JAX's coordinator.
       port: of the agent; 0 lets the system choose.
       known: URLs of agents of idle machines, read besides the world's machines.
+      backups: URLs of agents of backup hosts, which hold one more copy of everything.
+      secret_file: with the run's secret, which backup hosts have, too; None lets the
+        hosts choose one.
       max_bytes_per_sec: of copies to this host.
       tls: encrypts what is sent.
 
     Raises:
-      ConfigError: if `known` has something else than URLs of agents.
+      ConfigError: if `known` or `backups` has something else than URLs of agents, or
+        backup hosts could not know the secret.
     """
 
     copies: int = 2
@@ -104,17 +108,25 @@ class Peers:
     interface: str | None = None
     port: int = 0
     known: tuple[str, ...] = ()
+    backups: tuple[str, ...] = ()
+    secret_file: str | None = None
     max_bytes_per_sec: float | None = None
     tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.known, str):
+        for name, urls in (("known", self.known), ("backups", self.backups)):
+            if isinstance(urls, str):
+                raise errors.ConfigError(
+                    f"Peers({name}={urls!r}) is one string; give a tuple of URLs"
+                )
+            for url in urls:
+                agent_url.check(
+                    url, what=f"Peers({name}=...)", needs_tls=self.tls is not None
+                )
+        if self.backups and self.secret_file is None:
             raise errors.ConfigError(
-                f"Peers(known={self.known!r}) is one string; give a tuple of URLs"
-            )
-        for url in self.known:
-            agent_url.check(
-                url, what="Peers(known=...)", needs_tls=self.tls is not None
+                "Peers(backups=...) needs secret_file: backup hosts are in no world, in"
+                " which hosts agree on a secret; give a file that they have, too"
             )
 
 

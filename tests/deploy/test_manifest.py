@@ -262,8 +262,8 @@ def test_every_key_of_the_section_changes_some_manifest():
         "manifest_patches": "[{kind: JobSet, patch: {spec: {suspend: true}}}]",
     }
     for key, value in keys.values(schema.Config()).items():
-        # Those of nodes and restarts are in test_node_agent and test_restart_strategy.
-        elsewhere = ("node_agent_", "restart_strategy", "in_place_")
+        # Those of nodes, restarts and backup hosts have separate tests.
+        elsewhere = ("node_agent_", "restart_strategy", "in_place_", "backup_")
         if keys.keys()[key][0] != "deploy" or key.startswith(elsewhere):
             continue
         if isinstance(value, int):

@@ -89,7 +89,27 @@ def run(arguments: argparse.Namespace, *, refill: Sequence[str] = ()) -> int:
       arguments: of the command line.
       refill: see `node_agent.NodeService`.
     """
-    service = agent.Service(
+    agent_service = service(arguments)
+    if arguments.node:
+        _run_of_node(arguments, agent_service, refill)
+        return 0
+    given = [name for name in _OF_NODE if getattr(arguments, name)]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise errors.ConfigError(f"{option} is for the agent of a node; add --node")
+    agent.run(
+        agent_service,
+        announce=lambda address: print(
+            f"serving {arguments.directory} at {address.url}", flush=True
+        ),
+        until_stdin_closes=arguments.until_stdin_closes,
+    )
+    return 0
+
+
+def service(arguments: argparse.Namespace) -> agent.Service:
+    """The options of the agent."""
+    return agent.Service(
         root=arguments.directory,
         interface=arguments.interface,
         port=arguments.port,
@@ -98,21 +118,6 @@ def run(arguments: argparse.Namespace, *, refill: Sequence[str] = ()) -> int:
         tls_key=arguments.tls_key,
         max_bytes_per_sec=arguments.max_bytes_per_sec,
     )
-    if arguments.node:
-        _run_of_node(arguments, service, refill)
-        return 0
-    given = [name for name in _OF_NODE if getattr(arguments, name)]
-    if given:
-        option = f"--{given[0].replace('_', '-')}"
-        raise errors.ConfigError(f"{option} is for the agent of a node; add --node")
-    agent.run(
-        service,
-        announce=lambda address: print(
-            f"serving {arguments.directory} at {address.url}", flush=True
-        ),
-        until_stdin_closes=arguments.until_stdin_closes,
-    )
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@
     GET       /v1/machine                                the machine, as JSON
     GET, HEAD /v1/hosts/<slot>/<step>-<save>/<path>      a file, or a range of its bytes
     PUT       /v1/hosts/<slot>/<step>-<save>/<path>      see `agent_repairs`
+    PUT       /v1/backup                                 see `backup_requests`
 
 Everything needs the run's secret (`Authorization: Bearer ...`), and all else is 404.
 Clients whose version of the protocol is too far away get 426 (`protocol`).
@@ -29,6 +30,8 @@ from elastic_ckpt.tiers.peers import (
     agent_connections,
     agent_repairs,
     agent_tree,
+    backup_directory,
+    backup_requests,
     bandwidth,
     protocol,
     secret,
@@ -94,6 +97,8 @@ class Answers:
         try:
             if isinstance(response, agent_repairs.Sent):
                 response = await self._repairs.take(request, response)
+            if isinstance(response, backup_requests.Sent):
+                response = await backup_requests.take(request, response, self._root)
             if isinstance(response, io.FileIO):
                 with response as file:
                     return await self._send_file(request, file)
@@ -110,14 +115,16 @@ class Answers:
 
     def _response(
         self, request: web.BaseRequest
-    ) -> web.Response | io.FileIO | agent_repairs.Sent:
+    ) -> web.Response | io.FileIO | agent_repairs.Sent | backup_requests.Sent:
         if not self._is_authorized(request.headers.get("Authorization", "")):
             return _refusal(401, {"WWW-Authenticate": "Bearer"})
         self.on_secret(request.protocol)
         if protocol.problem(request.headers.get(protocol.HEADER)):
             return _refusal(protocol.STATUS)
         path = request.raw_path
-        is_sent = request.method == "PUT" and path.startswith(_FILES)
+        is_sent = request.method == "PUT" and (
+            path.startswith(_FILES) or path == backup_directory.URL_PATH
+        )
         if not is_sent and (
             request.method not in ("GET", "HEAD") or request.body_exists
         ):
@@ -133,6 +140,8 @@ class Answers:
                 }
             )
         try:
+            if is_sent and path == backup_directory.URL_PATH:
+                return backup_requests.sent(request, self._root)
             if not path.startswith(_FILES):
                 raise agent_tree.NotServedError
             names = agent_tree.parts(path.removeprefix(_FILES))
