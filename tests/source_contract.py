@@ -183,7 +183,7 @@ class SourceContract:
 
     @pytest.mark.parametrize("place", ["/nowhere", "memory://nowhere"])
     def test_a_missing_file_is_named_at_once(self, files, monkeypatch, place):
-        monkeypatch.setattr(data_files, "time", None)
+        monkeypatch.setattr(data_files.time, "sleep", None)
         with self.refused(f"{place}/part-9", "correct the path"):
             source.indexes(self.make((*files, f"{place}/part-9")))
 

@@ -95,7 +95,8 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_pa
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=NEWEST) as run:
         tiered_steps.save(run, 3)
         # As a world leaves it that is killed meanwhile: of step 2 some files are left.
-        leases.announced(root, [2], by=f"{1:015d}").__enter__()
+        killed = leases.announced(root, [2], by=f"{1:015d}")
+        killed.__enter__()
         storage.write_atomic(root.final(2) / "state" / "d" / "x", b"")
         assert [each.step for each in root.leftovers()] == [2]
         tiered_steps.save(run, 4)

@@ -22,6 +22,7 @@ from elastic_ckpt.data.sources import (
     source,
     tfrecord,
 )
+
 BLOCK = remote_file.BLOCK_BYTES
 SIZE = 40 * BLOCK + 123
 CONTENT = np.random.default_rng(0).bytes(SIZE)
