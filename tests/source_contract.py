@@ -183,7 +183,7 @@ class SourceContract:
 
     @pytest.mark.parametrize("place", ["/nowhere", "memory://nowhere"])
     def test_a_missing_file_is_named_at_once(self, files, monkeypatch, place):
-        monkeypatch.setattr(data_files, "time", None)
+        monkeypatch.setattr(data_files.time, "sleep", None)
         with self.refused(f"{place}/part-9", "correct the path"):
             source.indexes(self.make((*files, f"{place}/part-9")))
 
@@ -250,15 +250,18 @@ class SourceContract:
         unsampled = [source.identity(dataset, sampled=False) for dataset in (one, two)]
         assert unsampled[0] == unsampled[1]
 
-    def test_an_object_replaced_by_one_of_its_size_has_another_identity(self, tmp_path):
+    def test_an_object_replaced_by_one_of_its_size_has_another_identity(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(data_files, "_LOOK_SECS", 1e-9)
         uri = corpora.upload(self.write_first(tmp_path, 200), tmp_path.name)
         before = source.identity(self.make((uri,)))
         corpora.upload(self.write_first(tmp_path, 240), tmp_path.name)
-        # As another process does.
-        data_files.forget_all()
         now = source.identity(self.make((uri,)))
         assert now["files"][0][:4] == before["files"][0][:4]
         assert now["files"] != before["files"]
+        elements = read_all(self.make((uri,)), 1, num_epochs=1)
+        assert numbers(elements) == list(range(240, 260))
 
     def test_a_source_survives_cloudpickle(self, dataset):
         copy = cloudpickle.loads(cloudpickle.dumps(dataset))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic_ckpt.core import storage
 from elastic_ckpt.host.world import HostWorld
 from elastic_ckpt.manifests import retention
 from elastic_ckpt.manifests.line import Line
@@ -45,6 +46,8 @@ class BackupCollector:
     def collect(self, line: Line, step: int, *, overwrite: bool) -> None:
         """Removes what is no longer kept.
 
+        Also finishes the removals of worlds that were killed meanwhile.
+
         Keeps the newest complete step, those that are preserved by hand or leased, and
         those that plain Orbax or another run saved.
 
@@ -61,7 +64,10 @@ class BackupCollector:
         if not gone:
             return
         numbers = {number for number, _ in gone}
-        with leases.announced(self._root, numbers, by=line.save):
+        with leases.announced(self._root, numbers, by=line.save) as cut_short:
+            for number in cut_short:
+                if not self._root.is_committed(number):
+                    storage.remove(self._root.final(number))
             leased = self._leases.leased(self._root)
             for number, save in gone:
                 if number in leased:

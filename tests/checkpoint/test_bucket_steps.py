@@ -90,6 +90,21 @@ def test_followed_best_and_preserved_steps_outlast_the_newest(bucket, tmp_path):
             ec.record_metrics(path, {"loss": 0.1})
 
 
+def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_path):
+    root = persistent_root.PersistentRoot.from_path(bucket)
+    with tiered_steps.checkpointer(tmp_path / "ram", bucket, keep=NEWEST) as run:
+        tiered_steps.save(run, 3)
+        # As a world leaves it that is killed meanwhile: of step 2 some files are left.
+        killed = leases.announced(root, [2], by=f"{1:015d}")
+        killed.__enter__()
+        storage.write_atomic(root.final(2) / "state" / "d" / "x", b"")
+        assert [each.step for each in root.leftovers()] == [2]
+        tiered_steps.save(run, 4)
+    assert root.leftovers() == []
+    assert stored(bucket) == [4]
+    assert not has_leases(bucket)
+
+
 def test_a_number_is_edited_once_no_run_is_alive(bucket, tmp_path):
     options = {"keep": NEWEST}
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, **options) as run:

@@ -23,14 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def kept(tmp_path_factory):
     """A RAM disk, and two steps in storage, of which the second is in RAM too."""
     directory = tmp_path_factory.mktemp("kept")
-    with tiered_steps.checkpointer(
-        directory / "ram", directory / "steps"
-    ) as checkpointer:
+    save(directory / "ram", directory / "steps")
+    return directory
+
+
+def save(ram, steps):
+    with tiered_steps.checkpointer(ram, steps) as checkpointer:
         for step in (1, 2):
             parts = {"state": state(step), "data": tiered_steps.Cursors()}
             assert checkpointer.save_checkpointables(step, parts)
             checkpointer.wait()
-    return directory
 
 
 def state(step):
@@ -60,7 +62,8 @@ def in_ram(saved):
 
 def host_store(steps):
     """The store of the host that saved step 2."""
-    (store,) = (steps / "2" / "state").glob("ocdbt.process_*")
+    stores = (steps / "2" / "state").iterdir()
+    (store,) = (each for each in stores if each.name.startswith("ocdbt.process_"))
     return store
 
 
@@ -221,3 +224,23 @@ def test_storage_is_put_right_from_a_peer(saved, steps):
         (repair,) = repaired(steps, "--peer", url, *secret)
     assert (repair["tier"], repair["problem"]) == ("persistent", None)
     assert verified(steps, code=0)["passed"]
+
+
+# The clients are those of the other tests, and slower for S3.
+@pytest.mark.parametrize(
+    "bucket",
+    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.1))],
+    indirect=True,
+)
+def test_a_step_in_a_bucket_is_put_right_from_ram(bucket, tmp_path):
+    save(tmp_path / "ram", bucket)
+    steps = storage.absolute(bucket)
+    for file in (host_store(steps) / "d").iterdir():
+        flip(file)
+    flip(steps / "2" / "data" / "a.json")
+    assert verified(bucket, code=1)["problems"]
+    repairs = repaired(tmp_path / "ram", bucket)
+    assert [each["problem"] for each in repairs] == [None] * len(repairs)
+    assert {each["part"] for each in repairs} > {"data/a.json"}
+    assert verified(bucket, code=0)["passed"]
+    assert not (steps / "leases").exists()

@@ -113,13 +113,16 @@ def test_a_reader_whose_lease_was_lost_gets_an_error(root, loss):
         lease(root.final(1), lambda: lose(root, loss))
 
 
-def test_announcements_of_worlds_that_were_killed_are_removed(root):
+def test_announcements_of_worlds_that_were_killed_are_finished_and_removed(root):
     killed = leases.announced(root, [1], by=f"{50:015d}")
     killed.__enter__()
     assert files(root) == [f"removing-{50:015d}.json"]
-    with leases.announced(root, [2], by=BY):
-        lease(root.final(1))
+    with leases.announced(root, [2], by=BY) as cut_short:
+        assert cut_short == {1}
+        with pytest.raises(leases.StepGoneError, match="is being removed"):
+            lease(root.final(1))
     assert files(root) == []
+    lease(root.final(1))
 
 
 @pytest.mark.parametrize("part", ["", "state"])

@@ -140,14 +140,15 @@ def test_who_has_claimed_a_run_in_a_bucket_removes_what_is_long_dead(
     upload(root, 3, OLD, commit=True)
     upload(root, 4, OLD)
     upload(root, 5, LATER)
-    # The rest of a removal that was cut short.
-    storage.write_atomic(root.final(6) / "state" / "d" / "x", b"")
+    # The rests of removals that were cut short.
+    for rest in (root.final(6), root.aside(2, OLD)):
+        storage.write_atomic(rest / "state" / "d" / "x", b"")
     world = writers.WritingWorld(root, run=uploaded.RUN)
     assert world.discard_dead(before=NOW, is_claimed=True) == []
     monkeypatch.setattr(writers, "_QUIET_SECS", -60.0)
     assert world.discard_dead(before=NOW) == []
     removed = world.discard_dead(before=NOW, is_claimed=True)
-    assert [each.step for each in removed] == [4, 6]
+    assert [each.step for each in removed] == [2, 4, 6]
     assert left(root) == [5]
     uploaded.read(persistent_tier.PersistentTier(root, run=uploaded.RUN), 3)
     world.close()

@@ -29,12 +29,13 @@ class FileCopies:
         self._locks: dict[str, threading.Lock] = {}
 
     def path(self, remote: remote_file.Object) -> str:
-        """The path of the copy of a file, which is made at the first call.
+        """The path of the copy of a version of a file, made at the first call.
 
         Raises:
           OSError: if it cannot be read, or this machine has no room for it.
         """
-        name = f"{digest.name_hash(remote.url):016x}-{os.path.basename(remote.path)}"
+        identity = f"{remote.url} {remote.version} {remote.num_bytes}"
+        name = f"{digest.name_hash(identity):016x}-{os.path.basename(remote.path)}"
         path = os.path.join(self._path, name)
         with self._lock:
             lock = self._locks.setdefault(path, threading.Lock())

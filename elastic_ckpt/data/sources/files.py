@@ -34,6 +34,9 @@ _SAMPLE_SPAN_BYTES = 4096
 # The properties by which stores distinguish versions of an object.
 _VERSIONS = ("etag", "generation", "md5hash", "mtime", "created", "lastmodified")
 
+# How old the size and version of an object may be that are used for another read.
+_LOOK_SECS = 30.0
+
 # The functions that clear this process's caches of files.
 _CLEAR_CACHES: list[Callable[[], object]] = []
 
@@ -127,29 +130,25 @@ def content(file: str) -> Content:
                 for start in _sample_starts(num_bytes)
             ]
     else:
-        system, path = _located(file)
+        remote = _looked_up(file)
+        num_bytes, version = remote.num_bytes, remote.version
+        starts = _sample_starts(num_bytes)
+        stops = [min(start + _SAMPLE_SPAN_BYTES, num_bytes) for start in starts]
         with _store_errors():
-            properties = {
-                name.lower().replace("-", "").replace("_", ""): value
-                for name, value in system.info(path).items()
-            }
-            num_bytes = properties["size"]
-            starts = _sample_starts(num_bytes)
-            stops = [min(start + _SAMPLE_SPAN_BYTES, num_bytes) for start in starts]
-            spans = system.cat_ranges(
-                [path] * len(starts), starts, stops, on_error="raise"
+            spans = remote.system.cat_ranges(
+                [remote.path] * len(starts), starts, stops, on_error="raise"
             )
-        versions = [str(properties[name]) for name in _VERSIONS if properties.get(name)]
-        version = " ".join(versions)
     sample = hashlib.blake2b(b"".join(spans), digest_size=4).hexdigest()
     return Content(num_bytes=num_bytes, sample=sample, version=version)
 
 
 def has_changed(file: str, version: str) -> bool:
-    """Whether a local file has another version; false for remote files."""
-    if not storage.is_local(file) or not version:
+    """Whether a file has another version now; objects are looked at each 30 s."""
+    if not version:
         return False
     try:
+        if not storage.is_local(file):
+            return _looked_up(file).version != version
         return _local_version(os.stat(file)) != version
     except OSError:
         return True
@@ -268,15 +267,46 @@ def _located(file: str) -> tuple[Any, str]:
     return fsspec.url_to_fs(file)
 
 
-@functools.lru_cache(maxsize=4096)
 def _remote(file: str) -> remote_file.Object:
+    # The version that this process has read before, if there is one.
+    remote = _looked_up(file)
+    if _READ.setdefault(file, remote) != remote:
+        raise errors.DataError(
+            f"{file}: was overwritten while it was read (version"
+            f" {_READ[file].version!r} before, now {remote.version!r}); restore it, and"
+            " start the run again"
+        )
+    return remote
+
+
+def _looked_up(file: str) -> remote_file.Object:
+    return _looked_up_in(file, int(time.monotonic() // _LOOK_SECS))
+
+
+@functools.lru_cache(maxsize=2**16)
+def _looked_up_in(file: str, period: int) -> remote_file.Object:
+    del period
     system, path = _located(file)
     with _store_errors():
-        num_bytes = system.info(path)["size"]
-    return remote_file.Object(url=file, system=system, path=path, num_bytes=num_bytes)
+        properties = {
+            name.lower().replace("-", "").replace("_", ""): value
+            for name, value in system.info(path).items()
+        }
+    versions = [str(properties[name]) for name in _VERSIONS if properties.get(name)]
+    return remote_file.Object(
+        url=file,
+        version=" ".join(versions),
+        system=system,
+        path=path,
+        num_bytes=properties["size"],
+    )
 
 
-register_cache(_remote.cache_clear)
+# The objects that this process has read.
+_READ: dict[str, remote_file.Object] = {}
+
+register_cache(_looked_up_in.cache_clear)
+register_cache(_READ.clear)
 register_cache(remote_file.forget)
 
 

@@ -1,9 +1,10 @@
 """Files in object stores: read ahead in blocks, by parallel ranged requests.
 
 The readers of a process share the blocks in memory, so a file that is opened again is
-read on from there. Each block of a file that is in memory before the one that is read
-has one more block requested ahead, up to a limit: a reader that goes through a file has
-many requests on their way, and one that jumps about requests little that it needs not.
+read on from there. Blocks are of one version of a file. Each block of a file that is in
+memory before the one that is read has one more block requested ahead, up to a limit: a
+reader that goes through a file has many requests on their way, and one that jumps about
+requests little that it needs not.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ class Object:
     """A file in an object store, as fsspec finds it.
 
     Attributes:
-      url: its address, which identifies it in this process.
+      url: its address.
+      version: that the store has of it: it changes with each write; empty if the store
+        shows none.
       system: fsspec's file system.
       path: in the file system.
       num_bytes: its size.
     """
 
     url: str
+    version: str
     system: Any = dataclasses.field(compare=False)
     path: str = dataclasses.field(compare=False)
-    num_bytes: int = dataclasses.field(compare=False)
+    num_bytes: int
 
     @property
     def num_blocks(self) -> int:
@@ -85,7 +89,7 @@ class Blocks:
             _REQUESTS, thread_name_prefix="remote-file"
         )
         self._blocks: collections.OrderedDict[
-            tuple[str, int], concurrent.futures.Future[bytes]
+            tuple[Object, int], concurrent.futures.Future[bytes]
         ] = collections.OrderedDict()
 
     def get(self, remote: Object, first: int, last: int) -> Sequence[bytes]:
@@ -96,9 +100,7 @@ class Blocks:
         """
         with self._lock:
             before = 0
-            while before < _MAX_AHEAD and (remote.url, first - 1 - before) in (
-                self._blocks
-            ):
+            while before < _MAX_AHEAD and (remote, first - 1 - before) in self._blocks:
                 before += 1
             end = min(last + before, remote.num_blocks - 1)
             requested = [self._requested(remote, n) for n in range(first, end + 1)]
@@ -110,15 +112,15 @@ class Blocks:
                 blocks.append(block.result())
             except OSError:
                 with self._lock:
-                    if self._blocks.get((remote.url, number)) is block:
-                        del self._blocks[remote.url, number]
+                    if self._blocks.get((remote, number)) is block:
+                        del self._blocks[remote, number]
                 raise
         return blocks
 
     def _requested(
         self, remote: Object, number: int
     ) -> concurrent.futures.Future[bytes]:
-        key = (remote.url, number)
+        key = (remote, number)
         if key not in self._blocks:
             start = number * BLOCK_BYTES
             stop = min(start + BLOCK_BYTES, remote.num_bytes)

@@ -139,8 +139,7 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
     def read(file: str) -> FileIndex:
         return files.retried(lambda: source.index(file), file, at_start=True)
 
-    workers = min(_INDEX_THREADS, len(source.files))
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+    with _threads(source) as pool:
         file_indexes = tuple(pool.map(read, source.files))
     if not any(index.num_records for index in file_indexes):
         raise errors.DataError(
@@ -153,9 +152,15 @@ def indexes(source: Source) -> tuple[FileIndex, ...]:
 def current_indexes(source: Source) -> tuple[FileIndex, ...]:
     """The index of each file; if one has changed since, all are indexed again."""
     versions = [index.content.version for index in indexes(source)]
-    if any(map(files.has_changed, source.files, versions)):
-        files.forget_all()
+    with _threads(source) as pool:
+        if any(pool.map(files.has_changed, source.files, versions)):
+            files.forget_all()
     return indexes(source)
+
+
+def _threads(source: Source) -> concurrent.futures.ThreadPoolExecutor:
+    workers = min(_INDEX_THREADS, len(source.files))
+    return concurrent.futures.ThreadPoolExecutor(workers)
 
 
 def num_records(source: Source) -> int:

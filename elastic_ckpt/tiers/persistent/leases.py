@@ -111,24 +111,31 @@ def leased_if_ours(path: epath.PathLike) -> Iterator[None]:
 @contextlib.contextmanager
 def announced(
     root: PersistentRoot, steps: Collection[int], *, by: str
-) -> Iterator[None]:
+) -> Iterator[set[int]]:
     """Announces the steps that the run is about to remove; leases are read inside.
 
     Args:
       root: of the steps.
       steps: their numbers.
-      by: the save of the world that removes them; announcements of earlier worlds,
-        which were killed, are removed.
+      by: the save of the world that removes them.
+
+    Yields:
+      The steps that earlier worlds have announced, which were killed meanwhile; these
+      announcements are removed at the end.
     """
     path = root.path / DIRECTORY / f"{_REMOVING}{by}{_SUFFIX}"
     fields: dict[str, storage.Json] = {"steps": sorted(steps)}
     storage.make_directory(path.parent)
     storage.write_atomic(path, checked_json.to_bytes(fields, version=_VERSION))
     try:
-        for name in _names(root):
-            if name.startswith(_REMOVING) and name < path.name:
-                storage.remove(path.parent / name)
-        yield
+        earlier = [
+            name
+            for name in _names(root)
+            if name.startswith(_REMOVING) and name < path.name
+        ]
+        yield _announced_in(root, earlier)
+        for name in earlier:
+            storage.remove(path.parent / name)
     finally:
         storage.remove(path)
 
@@ -292,9 +299,15 @@ def _step_of_a_run(path: epath.Path) -> epath.Path | None:
 
 
 def _being_removed(root: PersistentRoot) -> set[int]:
+    return _announced_in(
+        root, [name for name in _names(root) if name.startswith(_REMOVING)]
+    )
+
+
+def _announced_in(root: PersistentRoot, names: Collection[str]) -> set[int]:
     steps: set[int] = set()
-    for name in _names(root):
-        content = _content(root, name) if name.startswith(_REMOVING) else None
+    for name in names:
+        content = _content(root, name)
         if content is not None:
             try:
                 fields = checked_json.parse(

@@ -135,7 +135,8 @@ class PersistentRoot:
     def leftovers(self) -> list[Leftover]:
         """The steps that are not committed, ascending; uploads that run are among them.
 
-        Leftovers of Orbax itself are included: it names them in the same way.
+        So are parts of steps that were set aside. Leftovers of Orbax itself are
+        included: it names them in the same way.
         """
         leftovers = []
         for name in self._names():
@@ -147,6 +148,11 @@ class PersistentRoot:
             else:
                 continue
             leftovers.append(Leftover(step=step, save=save, path=self.path / name))
+        leftovers += [
+            Leftover(step=step, save=save, path=self.aside(step, save))
+            for step, save in self._aside_steps()
+            if not self._is_committed_aside(step, save)
+        ]
         return sorted(leftovers, key=lambda each: (each.step, str(each.path)))
 
     def uncommit(self, step: int) -> epath.Path:
@@ -159,13 +165,7 @@ class PersistentRoot:
 
     def set_aside_steps(self) -> list[tuple[int, str]]:
         """The steps that are set aside, with their saves, ascending."""
-        names = map(layout.parse_step_directory, self._names(ABANDONED))
-        return sorted(
-            each
-            for each in names
-            if each is not None
-            and (not self.in_place or (self.aside(*each) / COMMIT_FILE).exists())
-        )
+        return [each for each in self._aside_steps() if self._is_committed_aside(*each)]
 
     def set_aside(self, step: int, save: str) -> None:
         """Moves a committed step to the directory `aside`; can be repeated."""
@@ -199,6 +199,14 @@ class PersistentRoot:
         storage.copy_tree(source, target, last=COMMIT_FILE)
         storage.remove(source / COMMIT_FILE)
         storage.remove(source)
+
+    def _aside_steps(self) -> list[tuple[int, str]]:
+        names = map(layout.parse_step_directory, self._names(ABANDONED))
+        return sorted(each for each in names if each is not None)
+
+    def _is_committed_aside(self, step: int, save: str) -> bool:
+        # Copies and removals take a while in an object store.
+        return not self.in_place or (self.aside(step, save) / COMMIT_FILE).exists()
 
     def _names(self, below: str = "") -> list[str]:
         directory = self.path / below

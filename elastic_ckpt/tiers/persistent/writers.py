@@ -5,10 +5,11 @@ process is alive. It holds a shared lock on `<root>/writers.lock` from before th
 upload until it ends. A world that starts and finds no other holder removes the
 leftovers of all earlier worlds; no other world can start meanwhile.
 
-Object stores have no locks. There a new upload of the same step clears its directory,
-and a world that has claimed the run (see `claims`) removes other leftovers to which
-nothing was written for half an hour: a replaced start may still upload, but does not
-commit. Without claims they stay. `elastic-ckpt inspect` shows them.
+Object stores have no locks. There the commit of the same step removes what others left
+in its directory, and the next removal finishes one that was cut short (see `leases`). A
+world that has claimed the run (see `claims`) removes other leftovers to which nothing
+was written for half an hour: a replaced start may still upload, but does not commit.
+Without claims they stay. `elastic-ckpt inspect` shows them.
 """
 
 from __future__ import annotations

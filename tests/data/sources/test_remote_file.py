@@ -55,7 +55,7 @@ def blocks():
 
 def opened(system, blocks):
     remote = remote_file.Object(
-        url="store://name", system=system, path="name", num_bytes=SIZE
+        url="store://name", version="1", system=system, path="name", num_bytes=SIZE
     )
     return remote_file._Reader(remote, blocks)
 
@@ -149,10 +149,67 @@ def test_many_threads_share_the_blocks(system, blocks):
     assert len(system.ranges) == len(set(system.ranges))
 
 
-def test_a_copy_on_this_machine_ends_with_the_process(tmp_path):
+@pytest.fixture
+def looks(monkeypatch):
+    """Has each read look at the object again."""
+    monkeypatch.setattr(files, "_LOOK_SECS", 1e-9)
+
+
+def write_object(tmp_path, content):
     url = f"memory://{tmp_path.name}/file"
     with fsspec.open(url, "wb") as file:
-        file.write(CONTENT)
+        file.write(content)
+    return url
+
+
+def first_bytes(url):
+    with files.opened(url) as stream:
+        return stream.read(5)
+
+
+@pytest.mark.usefixtures("looks")
+def test_blocks_of_an_object_that_was_overwritten_are_not_used(tmp_path):
+    url = write_object(tmp_path, b"first")
+    version = files.content(url).version
+    assert first_bytes(url) == b"first"
+    assert not files.has_changed(url, version)
+    write_object(tmp_path, b"other")
+    with pytest.raises(errors.DataError, match="was overwritten while it was read"):
+        first_bytes(url)
+    assert files.has_changed(url, version)
+    files._READ.clear()
+    assert first_bytes(url) == b"other"
+    assert pathlib.Path(files.local_copy(url)).read_bytes() == b"other"
+
+
+@pytest.mark.usefixtures("looks")
+def test_blocks_of_an_object_that_was_removed_are_not_used(tmp_path):
+    url = write_object(tmp_path, b"first")
+    version = files.content(url).version
+    assert first_bytes(url) == b"first"
+    fsspec.filesystem("memory").rm(f"/{tmp_path.name}/file")
+    with pytest.raises(FileNotFoundError):
+        first_bytes(url)
+    assert files.has_changed(url, version)
+
+
+def test_an_object_is_looked_at_once_in_a_while(tmp_path, monkeypatch):
+    url = write_object(tmp_path, b"first")
+    looks = []
+    system = type(fsspec.filesystem("memory"))
+    info = system.info
+    monkeypatch.setattr(
+        system, "info", lambda *args, **more: looks.append(args) or info(*args, **more)
+    )
+    monkeypatch.setattr(files, "_LOOK_SECS", 3600.0)
+    files.content(url)
+    for _ in range(10):
+        assert first_bytes(url) == b"first"
+    assert len(looks) <= 2
+
+
+def test_a_copy_on_this_machine_ends_with_the_process(tmp_path):
+    url = write_object(tmp_path, CONTENT)
     copy = pathlib.Path(files.local_copy(url))
     assert copy.read_bytes() == CONTENT
     assert files.local_copy(url) == str(copy)
