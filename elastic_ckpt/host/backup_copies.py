@@ -54,11 +54,15 @@ class BackupCopies:
         hosts = self._hosts()
         (table,) = message.tables
         tables = placed(table, self._world.hosts, list(hosts.values()))
-        requests = {}
-        for number, url in enumerate(hosts, start=len(self._world.hosts)):
-            parts = tuple(each.for_targets([number]) for each in tables)
-            if any(len(each) or each.files for each in parts):
-                requests[url] = parts
+        # Backup hosts are numbered after those of the world.
+        num_hosts = len(self._world.hosts)
+        group = np.maximum(np.arange(-num_hosts, len(hosts)), -1)
+        of_groups = [each.for_groups(group, len(hosts)) for each in tables]
+        requests = {
+            url: parts
+            for url, *parts in zip(hosts, *of_groups, strict=True)
+            if any(len(each) or each.files for each in parts)
+        }
         keep = self._complete_saves(list(requests))
         for url, parts in requests.items():
             addressed = tuple(self._addressed(each) for each in parts)

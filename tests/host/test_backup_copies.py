@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,9 +27,10 @@ def placed(offers, num_backups):
     ]
     (table,) = part_table.joined([PartTable.from_offer(offer) for offer in offers])
     tables = backup_copies.placed(table, hosts, backups)
+    group = np.maximum(np.arange(-len(hosts), num_backups), -1)
+    of_groups = [each.for_groups(group, num_backups) for each in tables]
     parts = []
-    for backup in backups:
-        of_backup = [each.for_targets([backup.number]) for each in tables]
+    for of_backup in zip(*of_groups, strict=True):
         received = [offer for each in of_backup for offer in each.offers()]
         parts.append(Holdings.from_offers(received) if received else None)
     return parts
