@@ -56,15 +56,15 @@ def validate(place, emit):
             for level in LEVELS:
                 findings = ec.components.validate(tree, level=level, timeout_secs=300)
                 seen = [[f.leaf, f.box, f.hosts, len(f.devices)] for f in findings]
-                emit("degraded", tier=f"{case} {level}", step=host, why=str(seen))
+                emit("degraded", tier=case, cause=level, step=host, why=str(seen))
 
 
 @pytest.mark.slow(minutes=0.2)
 def test_all_hosts_find_the_leaf_and_the_host_that_differ(tmp_path):
     reports = {}
 
-    def record(_, *, tier, step, why):
-        reports.setdefault(tuple(tier.split()), {})[step] = why
+    def record(_, *, tier, cause, step, why):
+        reports.setdefault((tier, cause), {})[step] = why
 
     supervisor.HostProcesses(
         functools.partial(validate),
