@@ -84,6 +84,7 @@ def test_worlds_of_one_process_repeat_the_steps_after_the_checkpoint(
     assert losses(others[-1], (4, 5)) == losses(first, (4, 5))
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_jobs_that_exist_together_share_nothing(tmp_path, corpus):
     jobs = [
         assembled(

@@ -11,6 +11,7 @@ from elastic_ckpt.elastic.world import World
 from tests import runs
 
 
+@pytest.mark.slow(minutes=0.1)
 @pytest.mark.usefixtures("without_jax_cache")
 def test_the_training_loads_what_was_compiled_ahead_and_nothing_is_written(
     tmp_path, corpus

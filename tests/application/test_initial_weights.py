@@ -163,6 +163,7 @@ def test_weights_come_from_a_bucket(bucket, tmp_path, corpus, source, foreign):
     assert len(state["params"]["qkv"].sharding.device_set) == 4
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_run_that_has_saved_a_step_does_not_read_the_weights_again(
     tmp_path, corpus, source, foreign
 ):

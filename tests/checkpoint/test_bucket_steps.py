@@ -61,6 +61,7 @@ def test_a_lease_and_a_removal_give_way_to_each_other(bucket):
         read(root.final(2), lambda: committed(root, 2, save=again))
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_followed_best_and_preserved_steps_outlast_the_newest(bucket, tmp_path):
     keep = ocp.training.preservation_policies.AnyPreservationPolicy(
         [NEWEST, ec.BestN(1, metric="loss")]
@@ -105,6 +106,7 @@ def test_a_removal_that_was_cut_short_is_finished_by_the_next_one(bucket, tmp_pa
     assert not has_leases(bucket)
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_a_number_is_edited_once_no_run_is_alive(bucket, tmp_path):
     options = {"keep": NEWEST}
     with tiered_steps.checkpointer(tmp_path / "ram", bucket, **options) as run:

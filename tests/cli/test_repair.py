@@ -226,6 +226,7 @@ def test_storage_is_put_right_from_a_peer(saved, steps):
     assert verified(steps, code=0)["passed"]
 
 
+@pytest.mark.slow(minutes=0.1)
 # The clients are those of the other tests, and slower for S3.
 @pytest.mark.parametrize(
     "bucket",

@@ -201,6 +201,7 @@ def test_each_example_comes_once_until_the_end_on_any_hosts(tmp_path_factory, dr
     assert values(actual) == shards[0].expected()
 
 
+@pytest.mark.slow(minutes=0.1)
 @EXAMPLES
 @given(runs(WEIGHTS.filter(bool)))
 def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
@@ -210,6 +211,7 @@ def test_weights_above_zero_may_change_at_any_step(tmp_path_factory, drawn):
     assert values(actual) == shards[0].expected()
 
 
+@pytest.mark.slow(minutes=0.1)
 @EXAMPLES
 @given(runs())
 def test_what_fills_no_batch_is_dropped_on_any_hosts(tmp_path_factory, drawn):

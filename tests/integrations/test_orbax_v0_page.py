@@ -2,12 +2,15 @@
 
 import pathlib
 
+import pytest
+
 import elastic_ckpt as ec
 from tests import pages
 
 PAGE = (pathlib.Path(ec.__file__).parent / "integrations/ORBAX_V0.md").read_text()
 
 
+@pytest.mark.slow(minutes=0.1)
 def test_the_block_runs_and_continues_when_it_is_run_again(tmp_path):
     (block,) = pages.blocks(PAGE)
     # Orbax refuses relative paths.
