@@ -18,6 +18,7 @@ makes, the other decisions see three holders of each box.
   them.
 * `decision_secs_10k`: of that save and of a restore, from manifests on disks to the
   reads of all hosts: processor time of the slowest host in each pass (`scale_world`).
+  Objects of the simulation that are there before are left out of garbage collection.
 * `traffic_peak_gib_10k`: of the process that simulates all hosts, not of one of them.
 * `manifests_secs`: 1e4 manifests of 300 fragments from their bytes, not in the others.
 

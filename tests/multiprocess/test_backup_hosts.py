@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 
 import pytest
 
@@ -36,19 +35,6 @@ def backup_hosts(directories, secret_file):
         yield urls
 
 
-def kill_after_copies(config, run, directories):
-    """Runs a world until two steps have their copies, and kills all of its hosts."""
-    events = run / "events.jsonl"
-    deadline = time.monotonic() + test_node_agents.LIMIT_SECS
-    # At the end of the block every process group gets SIGKILL.
-    with test_node_agents.pods(config, directories, "steps=1000000") as tasks:
-        while not events.exists() or len(runs.events(run, "replicated")) < 2:
-            ended = [task for task in tasks if task.poll() is not None]
-            assert not ended, ended[0].communicate()
-            assert time.monotonic() < deadline, events.read_text()
-            time.sleep(0.02)
-
-
 @pytest.mark.slow(minutes=1)
 def test_all_training_hosts_are_lost_with_their_ram_and_nothing_is_read_from_storage(
     tmp_path, corpus
@@ -73,8 +59,9 @@ def test_all_training_hosts_are_lost_with_their_ram_and_nothing_is_read_from_sto
                 peer_secret_file=str(secret_file),
                 grain_use_elastic_iterator=True,
             )
-            kill_after_copies(config, run, machines)
-            first = max(each["step"] for each in runs.events(run, "replicated"))
+            first = test_node_agents.kill_after(
+                config, run, machines, 2, event="replicated"
+            )
             # Tiny steps are faster than copies of them, and nothing else is wrong.
             degraded = {each["why"] for each in runs.events(run, "degraded")}
             assert all(why.startswith("copies of an earlier") for why in degraded)

@@ -47,23 +47,27 @@ def pods(config, directories, *settings):
         yield tasks
 
 
-def kill_after_saves(config, run, directories, num_saves):
-    """Runs a world until it has saved some more steps, and kills all of its pods."""
+def kill_after(config, run, directories, count, *, event="saved"):
+    """Runs a world until it has `count` more events, and kills all of its pods.
 
-    def saved():
-        return len(runs.events(run, "saved"))
+    Returns:
+      The last step of such an event.
+    """
+
+    def happened():
+        return len(runs.events(run, event))
 
     events = run / "events.jsonl"
-    before = saved() if events.exists() else 0
+    before = happened() if events.exists() else 0
     deadline = time.monotonic() + LIMIT_SECS
     # At the end of the block every process group gets SIGKILL.
     with pods(config, directories, "steps=1000000") as tasks:
-        while not events.exists() or saved() < before + num_saves:
+        while not events.exists() or happened() < before + count:
             ended = [task for task in tasks if task.poll() is not None]
             assert not ended, ended[0].communicate()
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, events.read_text()
             time.sleep(0.02)
-    return max(event["step"] for event in runs.events(run, "saved"))
+    return max(each["step"] for each in runs.events(run, event))
 
 
 def addresses(nodes):
@@ -86,7 +90,7 @@ def test_pods_that_replace_all_others_restore_from_the_memory_of_the_nodes(
         grain_use_elastic_iterator=True,
     )
     run = tmp_path / "tiny"
-    first = kill_after_saves(config, run, [*nodes, *nodes], 3)
+    first = kill_after(config, run, [*nodes, *nodes], 3)
     served_at = addresses(nodes)
     assert [node_record.read(node).agents["tiny"] for node in nodes] == served_at
     for node, name in zip(nodes, NODES, strict=True):
@@ -99,7 +103,7 @@ def test_pods_that_replace_all_others_restore_from_the_memory_of_the_nodes(
         assert {host.domains["rack"] for host in hosts} == {f"r-{name}"}
     assert not (run / "checkpoints").exists() or not runs.saved_steps(run)
     # The next world has half of the hosts, one on each node.
-    second = kill_after_saves(config, run, nodes, 2)
+    second = kill_after(config, run, nodes, 2)
     (restored,) = runs.events(run, "restored_from")
     assert restored["step"] >= first
     assert restored["persistent_bytes"] == 0
