@@ -119,3 +119,16 @@ def test_a_run_in_a_bucket_has_a_status(run):
     assert [each["step"] for each in content["tiers"]] == [None, 2]
     assert content["last_event"] == {"time": 1.0, "event": "run_stopped", "step": 2}
     assert "in storage step 2" in runs.verb("status", run)
+
+
+def test_a_container_of_azure_is_one_error_wherever_a_run_would_be(tmp_path):
+    config = runs.write_config(
+        tmp_path, "az://container/data", base_output_directory="az://container/runs"
+    )
+    run = "az://container/runs/tiny"
+    for verb in ("train", "inspect", "verify", "audit", "status", "report"):
+        is_run = verb == "train"
+        output = runs.verb(verb, config if is_run else run, code=78 if is_run else 1)
+        (line,) = output.splitlines()
+        assert line.startswith(f"elastic-ckpt {verb}: az://container/runs")
+        assert "holds training data alone" in line

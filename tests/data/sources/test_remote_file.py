@@ -22,6 +22,7 @@ from elastic_ckpt.data.sources import (
     source,
     tfrecord,
 )
+from tests import azure_container
 
 BLOCK = remote_file.BLOCK_BYTES
 SIZE = 40 * BLOCK + 123
@@ -241,6 +242,20 @@ def test_data_in_a_bucket_is_that_on_a_disk(bucket, tmp_path, kind):
     )
     assert elements(kind, remote) == elements(kind, local)
     assert len(elements(kind, remote)) == 30
+
+
+def test_data_in_a_container_of_azure_is_that_on_a_disk(tmp_path, monkeypatch):
+    local = tmp_path / "texts.tfrecord"
+    tfrecord.write(local, (b"text %d" % number * 5000 for number in range(100)))
+    objects = {f"container/{tmp_path.name}/texts.tfrecord": local.read_bytes()}
+    with azure_container.serving(objects) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        (remote,) = files.find_files(f"az://container/{tmp_path.name}/*.tfrecord")
+        assert elements("tfrecord", remote) == elements("tfrecord", str(local))
+        assert files.content(remote).version
+        with pytest.raises(errors.DataError, match="matches no file"):
+            files.find_files(f"az://container/{tmp_path.name}/others")
 
 
 def elements(kind, file):
