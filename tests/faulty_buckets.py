@@ -1,0 +1,257 @@
+"""A proxy before each object store of `buckets`, which injects failures.
+
+Clients see them as they would from a real store: refusals (429, 503), connections that
+break within a request or an answer, answers that are lost or late, and lists that do
+not show new objects yet.
+"""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import random
+import re
+import sys
+import threading
+import time
+import urllib.parse
+from http import server as http_server
+
+# Kinds of faults.
+BUSY = "429"
+UNAVAILABLE = "503"
+CUT_UPLOAD = "a request of which half arrives"
+CUT_ANSWER = "an answer of which half arrives"
+LOST_ANSWER = "a request that is carried out, and not answered"
+LATE = "an answer that takes long"
+ALL = (BUSY, UNAVAILABLE, CUT_UPLOAD, CUT_ANSWER, LOST_ANSWER, LATE)
+
+_HOPS = {"connection", "transfer-encoding", "keep-alive", "content-length", "expect"}
+
+
+@dataclasses.dataclass
+class Faults:
+    """What goes wrong.
+
+    Attributes:
+      share: of the requests that fail.
+      kinds: of failures.
+      late_secs: how long a late answer takes.
+      lag_secs: how long new objects are missing from lists.
+      seed: of the choice.
+      happened: how often each kind did; `lag` counts lists that lacked an object.
+    """
+
+    share: float = 0.0
+    kinds: tuple[str, ...] = ALL
+    late_secs: float = 0.5
+    lag_secs: float = 0.0
+    seed: int = 0
+    happened: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self._random = random.Random(self.seed)
+        self._lock = threading.Lock()
+        # When each object was written.
+        self._written: dict[str, float] = {}
+
+    def next(self) -> str | None:
+        with self._lock:
+            if self._random.random() >= self.share:
+                return None
+            kind = self._random.choice(self.kinds)
+        self.count(kind)
+        return kind
+
+    def count(self, kind: str) -> None:
+        with self._lock:
+            self.happened[kind] = self.happened.get(kind, 0) + 1
+
+    def wrote(self, name: str) -> None:
+        with self._lock:
+            self._written.setdefault(name, time.monotonic())
+
+    def hides(self, name: str) -> bool:
+        """Whether an object, or all objects of a prefix, are too new for a list."""
+        with self._lock:
+            times = [
+                written
+                for each, written in self._written.items()
+                if each == name or (name.endswith("/") and each.startswith(name))
+            ]
+        return bool(times) and min(times) > time.monotonic() - self.lag_secs
+
+
+class _Handler(http_server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    upstream = ("", 0)
+    faults = Faults()
+    is_gcs = False
+
+    def handle_any(self):
+        fault = self.faults.next()
+        if fault == CUT_UPLOAD:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
+            self.close_connection = True
+            return
+        body = self._body()
+        if fault in (BUSY, UNAVAILABLE):
+            self._refuse(int(fault))
+            return
+        status, headers, content = self._forwarded(body)
+        if status < 300 and self.command in ("PUT", "POST"):
+            self._note(body)
+        if self.faults.lag_secs and status == 200 and self.command == "GET":
+            content = self._with_lag(content)
+        if fault == LATE:
+            time.sleep(self.faults.late_secs)
+        if fault == LOST_ANSWER:
+            self.close_connection = True
+            return
+        self._answer(status, headers, content, is_cut=fault == CUT_ANSWER)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = handle_any
+
+    def log_message(self, *_):
+        pass
+
+    def _body(self):
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            pieces = []
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                pieces.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(pieces)
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _forwarded(self, body):
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOPS}
+        connection = http.client.HTTPConnection(*self.upstream)
+        with contextlib.closing(connection):
+            connection.putrequest(
+                self.command, self.path, skip_host=True, skip_accept_encoding=True
+            )
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.putheader("Content-Length", str(len(body)))
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+
+    def _refuse(self, status):
+        reason = "slow down" if status == 429 else "try again"
+        if self.is_gcs:
+            error = {"error": {"code": status, "message": reason}}
+            kind, content = "application/json", json.dumps(error).encode()
+        else:
+            code = "SlowDown" if status == 503 else "TooManyRequests"
+            kind = "application/xml"
+            content = f"<Error><Code>{code}</Code><Message>{reason}</Message></Error>"
+            content = content.encode()
+        self._answer(status, [("Content-Type", kind)], content)
+
+    def _answer(self, status, headers, content, *, is_cut=False):
+        self.send_response(status)
+        is_head = self.command == "HEAD"
+        sizes = [value for name, value in headers if name.lower() == "content-length"]
+        for name, value in headers:
+            if name.lower() not in _HOPS:
+                self.send_header(name, value)
+        size = sizes[0] if is_head and sizes else str(len(content))
+        if status != 204:
+            self.send_header("Content-Length", size)
+        self.end_headers()
+        if is_cut:
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        if not is_head:
+            self.wfile.write(content)
+
+    def _note(self, body):
+        path, _, query = self.path.partition("?")
+        if not self.is_gcs:
+            self.faults.wrote(urllib.parse.unquote(path[1:].partition("/")[2]))
+            return
+        name = urllib.parse.parse_qs(query).get("name", [None])[0]
+        if name is None and (match := re.search(rb'"name":\s*"([^"]*)"', body)):
+            name = match[1].decode()
+        if name is not None:
+            self.faults.wrote(name)
+
+    def _with_lag(self, content):
+        path, _, query = self.path.partition("?")
+        if path.endswith("/o"):
+            listed = json.loads(content)
+            items = listed.get("items", [])
+            shown = [each for each in items if not self.faults.hides(each["name"])]
+            prefixes = listed.get("prefixes", [])
+            kept = [each for each in prefixes if not self.faults.hides(each)]
+            if (shown, kept) != (items, prefixes):
+                self.faults.count("lag")
+            return json.dumps(listed | {"items": shown, "prefixes": kept}).encode()
+        if "list-type" in query:
+            return _ENTRY.sub(self._shown, content)
+        return content
+
+    def _shown(self, entry):
+        name = re.search(rb"<(?:Key|Prefix)>([^<]*)<", entry[0])[1].decode()
+        if self.faults.hides(urllib.parse.unquote(name)):
+            self.faults.count("lag")
+            return b""
+        return entry[0]
+
+
+# An object or a prefix in a list of S3.
+_ENTRY = re.compile(
+    rb"<(Contents|CommonPrefixes)>.*?</\1>",
+    re.DOTALL,
+)
+
+
+class _Server(http_server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        # Clients are killed in the middle of a request, and connections are cut.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+@contextlib.contextmanager
+def before(stores, faults):
+    """Proxies before the stores of an environment; yields the one with the proxies.
+
+    Args:
+      stores: the environment of clients of `buckets.serving`.
+      faults: of both stores.
+    """
+    with (
+        _proxy(stores["STORAGE_EMULATOR_HOST"], faults, is_gcs=True) as gcs_url,
+        _proxy(stores["AWS_ENDPOINT_URL"], faults, is_gcs=False) as s3_url,
+    ):
+        yield {
+            **stores,
+            "STORAGE_EMULATOR_HOST": gcs_url,
+            "TENSORSTORE_GCS_HTTP_URL": gcs_url,
+            "AWS_ENDPOINT_URL": s3_url,
+        }
+
+
+@contextlib.contextmanager
+def _proxy(url, faults, *, is_gcs):
+    address = urllib.parse.urlsplit(url)
+
+    class Handler(_Handler):
+        upstream = (address.hostname, address.port)
+
+    Handler.faults, Handler.is_gcs = faults, is_gcs
+    with _Server(("127.0.0.1", 0), Handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{serving.server_address[1]}"
+        finally:
+            serving.shutdown()
+            thread.join()
