@@ -9,6 +9,13 @@ Object stores are emulators on this machine (`tests.buckets`). The step log:
   saved every 100 steps, of 4,096 rows each.
 * `log_write_ms`: the write at step 100,000 in a bucket of GCS; `_s3`, `_disk`.
 * `log_append_ms`: what a step adds to the log without it, on a disk.
+
+Data and steps in buckets, with the emulators in another process (`storage_buckets`):
+
+* `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
+  ranged reads of the same bytes, 16 at a time, of 1 MiB each; `_s3`.
+* `upload_ratio_orbax`: the time until a state is saved to a bucket of GCS over that of
+  plain Orbax.
 """
 
 from __future__ import annotations
@@ -29,7 +36,7 @@ from unittest import mock
 import numpy as np
 from array_record.python import array_record_module
 
-from benchmarks import report
+from benchmarks import report, storage_buckets
 from elastic_ckpt.core import topology
 from elastic_ckpt.training import step_log, train_step
 
@@ -45,20 +52,30 @@ class Size:
       train_steps: of the run whose log is measured.
       late_step: of the late checkpoint.
       rounds: of checkpoints that are timed.
+      buckets: the size of what is read from buckets and saved to them.
     """
 
     rows: int = 4096
     train_steps: int = 20
     late_step: int = 100_000
     rounds: int = 31
+    buckets: storage_buckets.Size = dataclasses.field(
+        default_factory=storage_buckets.Size
+    )
 
 
-SMALL = Size(rows=512, train_steps=2, late_step=300, rounds=2)
+SMALL = Size(
+    rows=512,
+    train_steps=2,
+    late_step=300,
+    rounds=2,
+    buckets=storage_buckets.Size(data_files=2, file_mib=4, state_mib=1, rounds=1),
+)
 
 
 def measure(size: Size = Size()) -> dict[str, report.Figure]:
     """Runs the suite."""
-    return _log_bytes(size) | _log_writes(size)
+    return _log_bytes(size) | _log_writes(size) | storage_buckets.measure(size.buckets)
 
 
 def _log_bytes(size: Size) -> dict[str, report.Figure]:
