@@ -121,14 +121,17 @@ def test_a_run_in_a_bucket_has_a_status(run):
     assert "in storage step 2" in runs.verb("status", run)
 
 
-def test_a_container_of_azure_is_one_error_wherever_a_run_would_be(tmp_path):
+def test_a_container_of_azure_is_one_error_wherever_a_run_would_be(tmp_path, corpus):
     config = runs.write_config(
-        tmp_path, "az://container/data", base_output_directory="az://container/runs"
+        tmp_path, corpus, base_output_directory="az://container/runs"
     )
     run = "az://container/runs/tiny"
-    for verb in ("train", "inspect", "verify", "audit", "status", "report"):
-        is_run = verb == "train"
-        output = runs.verb(verb, config if is_run else run, code=78 if is_run else 1)
+    ended = runs.cli("train", config)
+    assert ended.returncode == 78
+    outputs = {"train": ended.stderr}
+    for verb in ("inspect", "verify", "audit", "status", "report"):
+        outputs[verb] = runs.verb(verb, run, code=1)
+    for verb, output in outputs.items():
         (line,) = output.splitlines()
         assert line.startswith(f"elastic-ckpt {verb}: az://container/runs")
         assert "holds training data alone" in line
