@@ -77,7 +77,7 @@ class Size:
 
 def measure(size: Size) -> dict[str, report.Figure]:
     """Measures in a process that begins with the addresses of the stores."""
-    with _stores() as environment:
+    with stores() as environment:
         done = subprocess.run(
             [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(size))],
             stdout=subprocess.PIPE,
@@ -107,8 +107,12 @@ def measure(size: Size) -> dict[str, report.Figure]:
 
 
 @contextlib.contextmanager
-def _stores() -> Iterator[dict[str, str]]:
-    # The environment of clients of stores that run meanwhile.
+def stores() -> Iterator[dict[str, str]]:
+    """Runs both stores in another process.
+
+    Yields:
+      The environment of their clients, and the name of their `BUCKET`.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", _SERVING],
         stdin=subprocess.PIPE,
