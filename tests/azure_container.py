@@ -65,7 +65,8 @@ class _Handler(http_server.BaseHTTPRequestHandler):
                 blobs.append(_entry("Blob", name, _properties(content)))
         blobs += [_entry("BlobPrefix", name, {}) for name in sorted(prefixes)]
         return (
-            '<?xml version="1.0" encoding="utf-8"?><EnumerationResults>'
+            '<?xml version="1.0" encoding="utf-8"?>'
+            f'<EnumerationResults ContainerName="{container}">'
             f"<Blobs>{''.join(blobs)}</Blobs><NextMarker/></EnumerationResults>"
         ).encode()
 

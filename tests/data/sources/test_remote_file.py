@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 from elastic_ckpt.data import text
 from elastic_ckpt.data.sources import (
     arrayrecord,
@@ -268,10 +268,12 @@ def elements(kind, file):
     return list(made.read(unit, 0))
 
 
-def test_containers_of_azure_hold_data_alone(monkeypatch):
-    for url in ("az://container/run", "abfs://container/run"):
-        with pytest.raises(errors.ConfigError, match="holds training data alone"):
-            storage.absolute(url)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+@pytest.mark.parametrize("protocol", ["az", "abfs", "abfss"])
+def test_containers_of_azure_hold_data_alone(protocol, monkeypatch):
+    with pytest.raises(errors.ConfigError, match="holds training data alone"):
+        storage.absolute(f"{protocol}://container/run")
+    _, extra = bucket_clients._CLIENTS[protocol]
+    monkeypatch.setitem(bucket_clients._CLIENTS, protocol, ("no_such_package", extra))
+    bucket_clients._prepare_protocol.cache_clear()
     with pytest.raises(errors.ConfigError, match=r"'elastic-ckpt\[azure\]'"):
-        files.find_files("az://container/*.parquet")
+        files.find_files(f"{protocol}://container/*.parquet")
