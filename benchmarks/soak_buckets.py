@@ -34,9 +34,9 @@ from tests import corpora, runs
 
 _NUM_KILLS = 20
 _PERIOD = 2
-# A start is killed within so many times what it took until its first step: enough for
-# uploads, commits and removals, on a machine of any speed.
-_MOST_STARTS = 1.8
+# A start is killed within this part of the time until its first step is done: enough
+# for uploads, commits and removals, on a machine of any speed.
+_MOST_STARTS = 0.7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,7 @@ class _Run:
             checkpoint_period=_PERIOD,
             max_num_checkpoints_to_keep=2,
             steps=1_000_000,
+            log_period=1,
         )
         self._path = f"{url}/tiny"
         self._output = directory / "output"
@@ -107,7 +108,7 @@ class _Run:
         )
 
     def start_and_kill(self, starts: float) -> Killed:
-        """Kills the run when it has trained for so many times of its start."""
+        """Kills the run when it has trained for this part of the time of its start."""
         self._output.unlink(missing_ok=True)
         began = time.monotonic()
         process = runs.Started(
@@ -149,10 +150,10 @@ class _Run:
         return tuple(each.step for each in tier.held() if not each.complete)
 
     def _first_step(self) -> int | None:
-        # None before it is about to run.
+        # None before it is done.
         if not self._output.exists():
             return None
-        match = re.search(r"compiling for step (\d+)", self._output.read_text())
+        match = re.search(r"^step (\d+)/", self._output.read_text(), re.MULTILINE)
         return None if match is None else int(match[1])
 
 
