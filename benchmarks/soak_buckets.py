@@ -5,12 +5,12 @@ which it uploads, commits and removes steps; the seed is printed. At last it tra
 its end, and is verified and audited. The object stores are emulators in another process
 (`tests.buckets`); names without an ending are of GCS.
 
-* `committed_steps_lost`: steps that were committed and that a later start had not; 0.
-* `incomplete_steps`: committed, and not whole; 0.
+* `committed_steps_lost`: steps that were committed and missing at the next start; 0.
+* `incomplete_steps`: committed steps that are not whole; 0.
 * `leftovers`: unfinished steps after a kill, the most; two by the page of the tiers.
-* `leftover_ratio`: the bytes of the largest of them, over those of a step and uploads
-  since the last commit; at most 1.
-* `failed`: of training to the end, `verify` and `audit`; 0.
+* `leftover_ratio`: the bytes of the largest of them, over those of a step times the
+  uploads since the last commit; at most 1.
+* `failed`: commands that fail, of the last `train`, `verify` and `audit`; 0.
 * `kills`, `committed_steps`: how many there were.
 """
 
@@ -71,7 +71,7 @@ class Outcome:
     failed: tuple[str, ...]
 
     def committed_steps_lost(self) -> int:
-        """Committed steps that the next start, or the store after it, had not."""
+        """The committed steps that were missing at the next start, or after it."""
         pairs = zip(self.kills, self.kills[1:], strict=False)
         return sum(
             max(0, before.newest + 1 - after.first_step, before.newest - after.newest)
@@ -79,7 +79,7 @@ class Outcome:
         )
 
     def leftover_ratio(self) -> float:
-        """The largest leftover over a step and the uploads since the last commit."""
+        """The largest leftover, over a step times the uploads since the last commit."""
         largest, uploads, newest = 0.0, 0, 0
         for each in self.kills:
             uploads = 1 if each.newest > newest else uploads + 1

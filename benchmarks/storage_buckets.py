@@ -42,9 +42,9 @@ _RECORD_BYTES = 64 * 1024
 # The length of a record and the checksums.
 _FRAME_BYTES = 16
 _SHARDS = 4
-# Of a batch.
+# The records of a batch.
 _ROWS = 32
-# The plain reads: so many at a time, of so many bytes.
+# The number of plain reads at a time, and the bytes of each.
 _READERS = 16
 _RANGE_BYTES = 2**20
 _LARGE_LEAVES = 8

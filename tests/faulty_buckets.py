@@ -31,15 +31,15 @@ _HOPS = {"connection", "transfer-encoding", "keep-alive", "content-length", "exp
 
 @dataclasses.dataclass
 class Faults:
-    """What goes wrong.
+    """The failures that a proxy injects, and how often each happened.
 
     Attributes:
-      share: of the requests that fail.
-      kinds: of failures.
+      share: of the requests that fail, from 0 to 1.
+      kinds: the failures to choose from.
       late_secs: how long a late answer takes.
       lag_secs: how long new objects are missing from lists.
-      seed: of the choice.
-      happened: how often each kind did; `lag` counts lists that lacked an object.
+      seed: of the choice of requests and failures.
+      happened: the count of each kind; `lag` counts entries that lists lacked.
     """
 
     share: float = 0.0

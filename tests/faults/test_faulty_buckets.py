@@ -8,7 +8,7 @@ from tests import faulty_buckets, runs
 
 @pytest.fixture
 def faults(object_stores, bucket, monkeypatch):
-    """Of proxies before the stores, for processes that start in the test."""
+    """The failures that processes see which start in the test."""
     del bucket
     faults = faulty_buckets.Faults()
     with faulty_buckets.before(object_stores, faults) as environment:
@@ -39,7 +39,7 @@ def train(config, *settings):
 
 def check(run):
     """All that was saved can be read, and each step had its batch."""
-    # In processes of their own: clients keep to the proxies, which end with the test.
+    # In separate processes: clients keep to the proxies, which end with the test.
     for verb in ("verify", "audit"):
         ended = runs.cli(verb, run)
         assert "PASSED" in ended.stdout, ended.stdout + ended.stderr
@@ -62,4 +62,22 @@ def test_a_run_survives_lists_that_lag(config, faults, bucket):
     train(config, "steps=12")
     faults.lag_secs = 0.0
     assert faults.happened["lag"] > 0
+    check(f"{bucket}/tiny")
+
+
+# The client of GCS tries for two minutes before it reports the same.
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+@pytest.mark.slow(minutes=0.6)
+def test_a_store_that_refuses_all_is_one_error_and_loses_nothing(
+    config, faults, bucket
+):
+    train(config, "steps=8")
+    faults.share, faults.kinds = 1.0, (faulty_buckets.UNAVAILABLE,)
+    ended = runs.cli("train", config, "steps=12")
+    assert ended.returncode == 1
+    *_, message = ended.stderr.splitlines()
+    assert message.startswith(f"elastic-ckpt train: {bucket}/data/")
+    assert "in 4 tries ([Errno 16] Service Unavailable)" in message
+    faults.share = 0.0
+    assert "from step 8 to step 12" in train(config, "steps=12")
     check(f"{bucket}/tiny")
