@@ -55,6 +55,11 @@ class Object:
         """The number of blocks."""
         return -(-self.num_bytes // BLOCK_BYTES)
 
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Equal for equal objects; its hash takes a tenth of the time of theirs."""
+        return self.url, self.version, self.num_bytes
+
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`, by one request.
 
@@ -89,7 +94,7 @@ class Blocks:
             _REQUESTS, thread_name_prefix="remote-file"
         )
         self._blocks: collections.OrderedDict[
-            tuple[Object, int], concurrent.futures.Future[bytes]
+            tuple[tuple[str, str, int], int], concurrent.futures.Future[bytes]
         ] = collections.OrderedDict()
 
     def get(self, remote: Object, first: int, last: int) -> Sequence[bytes]:
@@ -98,9 +103,10 @@ class Blocks:
         Raises:
           OSError: if one cannot be read; it is requested again by the next call.
         """
+        key = remote.key
         with self._lock:
             before = 0
-            while before < _MAX_AHEAD and (remote, first - 1 - before) in self._blocks:
+            while before < _MAX_AHEAD and (key, first - 1 - before) in self._blocks:
                 before += 1
             end = min(last + before, remote.num_blocks - 1)
             requested = [self._requested(remote, n) for n in range(first, end + 1)]
@@ -112,15 +118,20 @@ class Blocks:
                 blocks.append(block.result())
             except OSError:
                 with self._lock:
-                    if self._blocks.get((remote, number)) is block:
-                        del self._blocks[remote, number]
+                    if self._blocks.get((key, number)) is block:
+                        del self._blocks[key, number]
                 raise
         return blocks
+
+    def forget(self) -> None:
+        """Drops all blocks; requests that are on their way end for nobody."""
+        with self._lock:
+            self._blocks.clear()
 
     def _requested(
         self, remote: Object, number: int
     ) -> concurrent.futures.Future[bytes]:
-        key = (remote, number)
+        key = (remote.key, number)
         if key not in self._blocks:
             start = number * BLOCK_BYTES
             stop = min(start + BLOCK_BYTES, remote.num_bytes)
@@ -130,11 +141,12 @@ class Blocks:
 
 
 class _Reader(io.RawIOBase):
-    # A position in a file.
+    # A position in a file, and the block before it, as most reads are of less.
     def __init__(self, remote: Object, blocks: Blocks) -> None:
         self._remote = remote
         self._blocks = blocks
         self._at = 0
+        self._number, self._block = -1, b""
 
     def readable(self) -> bool:
         return True
@@ -160,7 +172,12 @@ class _Reader(io.RawIOBase):
         first, last = self._at // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
         num_bytes = stop - self._at
         done = 0
-        for block in self._blocks.get(self._remote, first, last):
+        if first == last == self._number:
+            blocks: Sequence[bytes] = (self._block,)
+        else:
+            blocks = self._blocks.get(self._remote, first, last)
+            self._number, self._block = last, blocks[-1]
+        for block in blocks:
             inside = (self._at + done) % BLOCK_BYTES
             part = memoryview(block)[inside : inside + num_bytes - done]
             into[done : done + len(part)] = part
@@ -180,7 +197,7 @@ def opened(remote: Object) -> BinaryIO:
 
 def forget() -> None:
     """Drops all blocks of this process, after a file has changed."""
-    _blocks.cache_clear()
+    _blocks().forget()
 
 
 @functools.cache
