@@ -3,8 +3,7 @@
 Data is read as a loop does it by default: TFRecords in shards, verified, in batches.
 The object stores are emulators in another process, so that neither side shares a Python
 interpreter with them. The sides take turns, and each reads or writes the same bytes.
-Files are looked up and indexed once before, as by a run. Emulators answer at once, at
-the speed of memory; with the ending `_20ms`, later, as a bucket in the same region.
+Files are looked up and indexed once before, as by a run.
 Orbax itself writes to `gs://` alone. Prints all samples as JSON.
 """
 
@@ -49,18 +48,12 @@ _ROWS = 32
 # The number of plain reads at a time, and the bytes of each.
 _READERS = 16
 _RANGE_BYTES = 2**20
-# The first byte of a bucket in the same region takes as long.
-_LATE_SECS = 0.02
 _LARGE_LEAVES = 8
 _SMALL_LEAVES = 64
 _SERVING = """
 import json, sys
-from tests import buckets, faulty_buckets
-late = faulty_buckets.Faults(
-    share=1.0, kinds=(faulty_buckets.LATE,), late_secs=float(sys.argv[1])
-)
-with buckets.serving() as stores, faulty_buckets.before(stores, late) as proxies:
-    environment = proxies if late.late_secs else stores
+from tests import buckets
+with buckets.serving() as environment:
     print(json.dumps(environment | {"BUCKET": buckets.BUCKET}), flush=True)
     sys.stdin.read()
 """
@@ -84,24 +77,18 @@ class Size:
 
 
 def measure(size: Size) -> dict[str, report.Figure]:
-    """Measures in processes that begin with the addresses of the stores."""
+    """Measures in a process that begins with the addresses of the stores."""
     samples = _measured(size)
-    late = _measured(size, late_secs=_LATE_SECS)
     figures = {}
-    for reads, kind, ending in (
-        (samples, "gs", ""),
-        (samples, "s3", "_s3"),
-        (late, "gs", "_20ms"),
-        (late, "s3", "_s3_20ms"),
-    ):
+    for kind, ending in (("gs", ""), ("s3", "_s3")):
         figures[f"bucket_read_ratio{ending}"] = report.ratio(
-            reads[f"plain_{kind}"],
-            reads[f"ours_{kind}"],
+            samples[f"plain_{kind}"],
+            samples[f"ours_{kind}"],
             "at least 0.8; speed over that of plain ranged reads",
         )
         mib = size.data_files * size.file_mib
         figures[f"bucket_read_mib_per_sec{ending}"] = report.figure(
-            "MiB/s", "no bound", [mib / each for each in reads[f"ours_{kind}"]]
+            "MiB/s", "no bound", [mib / each for each in samples[f"ours_{kind}"]]
         )
     return figures | {
         "upload_ratio_orbax": report.ratio(
@@ -113,8 +100,8 @@ def measure(size: Size) -> dict[str, report.Figure]:
     }
 
 
-def _measured(size: Size, *, late_secs: float = 0.0) -> dict[str, list[float]]:
-    with stores(late_secs=late_secs) as environment:
+def _measured(size: Size) -> dict[str, list[float]]:
+    with stores() as environment:
         done = subprocess.run(
             [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(size))],
             stdout=subprocess.PIPE,
@@ -125,17 +112,14 @@ def _measured(size: Size, *, late_secs: float = 0.0) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def stores(*, late_secs: float = 0.0) -> Iterator[dict[str, str]]:
+def stores() -> Iterator[dict[str, str]]:
     """Runs both stores in another process.
-
-    Args:
-      late_secs: how much later each answer comes.
 
     Yields:
       The environment of their clients, and the name of their `BUCKET`.
     """
     with subprocess.Popen(
-        [sys.executable, "-c", _SERVING, str(late_secs)],
+        [sys.executable, "-c", _SERVING],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
