@@ -13,7 +13,8 @@ Object stores are emulators on this machine (`tests.buckets`). The step log:
 Data and steps in buckets, with the emulators in another process (`storage_buckets`):
 
 * `bucket_read_ratio`: the speed of reading TFRecords from a bucket of GCS over that of
-  ranged reads of the same bytes, 16 at a time, of 1 MiB each; `_s3`.
+  ranged reads of the same bytes, 16 at a time, of 2 MiB each; `_s3`, and `_late` with
+  answers that take 20 ms longer.
 * `upload_ratio_orbax`: the time until a state is saved to a bucket of GCS over that of
   plain Orbax.
 """

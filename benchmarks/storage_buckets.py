@@ -2,7 +2,9 @@
 
 Data is read as a loop does it by default: TFRecords in shards, verified, in batches.
 The object stores are emulators in another process, so that neither side shares a Python
-interpreter with them. The sides take turns, and each reads or writes the same bytes.
+interpreter with them. They answer as fast as a processor can, which real stores do not:
+the first byte of those takes tens of milliseconds, so data is read with answers that are
+`_LATE_SECS` late, too. The sides take turns, and each reads or writes the same bytes.
 Files are looked up and indexed once before, as by a run.
 Orbax itself writes to `gs://` alone. Prints all samples as JSON.
 """
@@ -47,13 +49,15 @@ _SHARDS = 4
 _ROWS = 32
 # The number of plain reads at a time, and the bytes of each.
 _READERS = 16
-_RANGE_BYTES = 2**20
+_RANGE_BYTES = remote_file.BLOCK_BYTES
+# Within the first bytes of real stores, which take tens of milliseconds.
+_LATE_SECS = 0.02
 _LARGE_LEAVES = 8
 _SMALL_LEAVES = 64
 _SERVING = """
 import json, sys
 from tests import buckets
-with buckets.serving() as environment:
+with buckets.serving(float(sys.argv[1])) as environment:
     print(json.dumps(environment | {"BUCKET": buckets.BUCKET}), flush=True)
     sys.stdin.read()
 """
@@ -79,8 +83,10 @@ class Size:
 def measure(size: Size) -> dict[str, report.Figure]:
     """Measures in a process that begins with the addresses of the stores."""
     samples = _measured(size)
+    late = _measured(size, late_secs=_LATE_SECS)
+    samples |= {f"{side}_late": late[f"{side}_gs"] for side in ("plain", "ours")}
     figures = {}
-    for kind, ending in (("gs", ""), ("s3", "_s3")):
+    for kind, ending in (("gs", ""), ("s3", "_s3"), ("late", "_late")):
         figures[f"bucket_read_ratio{ending}"] = report.ratio(
             samples[f"plain_{kind}"],
             samples[f"ours_{kind}"],
@@ -100,10 +106,12 @@ def measure(size: Size) -> dict[str, report.Figure]:
     }
 
 
-def _measured(size: Size) -> dict[str, list[float]]:
-    with stores() as environment:
+def _measured(size: Size, *, late_secs: float = 0.0) -> dict[str, list[float]]:
+    # Late stores are read from alone.
+    command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(size))]
+    with stores(late_secs) as environment:
         done = subprocess.run(
-            [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(size))],
+            [*command, *["--late"] * bool(late_secs)],
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
             check=True,
@@ -112,14 +120,14 @@ def _measured(size: Size) -> dict[str, list[float]]:
 
 
 @contextlib.contextmanager
-def stores() -> Iterator[dict[str, str]]:
-    """Runs both stores in another process.
+def stores(late_secs: float = 0.0) -> Iterator[dict[str, str]]:
+    """Runs both stores in another process; `gs://` answers after `late_secs`.
 
     Yields:
       The environment of their clients, and the name of their `BUCKET`.
     """
     with subprocess.Popen(
-        [sys.executable, "-c", _SERVING],
+        [sys.executable, "-c", _SERVING, str(late_secs)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -248,13 +256,16 @@ def main() -> None:
     """Measures, and prints the samples of each side."""
     parser = argparse.ArgumentParser()
     parser.add_argument("size", type=json.loads)
-    size = Size(**parser.parse_args().size)
+    parser.add_argument("--late", action="store_true")
+    arguments = parser.parse_args()
+    size = Size(**arguments.size)
     samples: dict[str, list[float]] = {}
-    for kind in ("gs", "s3"):
+    for kind in ("gs",) if arguments.late else ("gs", "s3"):
         secs = _reads(f"{kind}://{os.environ['BUCKET']}/data", size)
         samples |= {f"{side}_{kind}": values for side, values in secs.items()}
-    secs = _saves(f"gs://{os.environ['BUCKET']}/steps", size)
-    samples |= {f"save_{side}": values for side, values in secs.items()}
+    if not arguments.late:
+        secs = _saves(f"gs://{os.environ['BUCKET']}/steps", size)
+        samples |= {f"save_{side}": values for side, values in secs.items()}
     print(json.dumps(samples))
 
 

@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 import threading
+import time
 import urllib.parse
 from http import server as http_server
 
@@ -142,9 +143,12 @@ class _Server(http_server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def serving():
-    """Both stores, each with a `BUCKET`; yields the environment of their clients."""
-    with _gcs() as gcs_url, _s3() as s3_url:
+def serving(late_secs=0.0):
+    """Both stores, each with a `BUCKET`; yields the environment of their clients.
+
+    That at `gs://` answers each request after `late_secs`.
+    """
+    with _gcs(late_secs) as gcs_url, _s3() as s3_url:
         yield {
             # Read by epath and gcsfs, and by TensorStore.
             "STORAGE_EMULATOR_HOST": gcs_url,
@@ -159,7 +163,7 @@ def serving():
 
 
 @contextlib.contextmanager
-def _gcs():
+def _gcs(late_secs):
     storage = gcs_emulator.Storage(use_memory_fs=True)
     gcs_buckets.create_bucket(BUCKET, storage)
     lock = threading.Lock()
@@ -171,7 +175,9 @@ def _gcs():
 
         def __getattribute__(self, name):
             attribute = super().__getattribute__(name)
-            return _locked(attribute, lock) if name.startswith("do_") else attribute
+            if name.startswith("do_"):
+                return _locked(attribute, lock, late_secs)
+            return attribute
 
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     with _Server(("127.0.0.1", 0), Handler) as serving:
@@ -184,8 +190,9 @@ def _gcs():
             thread.join()
 
 
-def _locked(act, lock):
+def _locked(act, lock, late_secs):
     def locked():
+        time.sleep(late_secs)
         with lock:
             act()
 

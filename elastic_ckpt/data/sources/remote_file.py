@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 
 from elastic_ckpt.core import bucket_clients
 
-BLOCK_BYTES = 2**20
+BLOCK_BYTES = 2 * 2**20
 # The most blocks in memory, and of these the most ahead of a reader.
-_MAX_BLOCKS = 256
+_MAX_BLOCKS = 128
 _MAX_AHEAD = 16
 # The most requests on their way at a time.
 _REQUESTS = 16
@@ -124,7 +124,7 @@ class Blocks:
         return blocks
 
     def forget(self) -> None:
-        """Drops all blocks; requests that are on their way end for nobody."""
+        """Drops all blocks, and the answers to requests under way."""
         with self._lock:
             self._blocks.clear()
 

@@ -132,7 +132,7 @@ def test_a_short_answer_is_an_error(blocks):
         def cat_file(self, path, start, end):
             return super().cat_file(path, start, end)[:-1]
 
-    with pytest.raises(OSError, match="instead of 1048576 from byte 0 on"):
+    with pytest.raises(OSError, match=f"instead of {BLOCK} from byte 0 on"):
         opened(Short(), blocks).readinto(bytearray(10))
 
 
