@@ -2,9 +2,9 @@
 
 Data is read as a loop does it by default: TFRecords in shards, verified, in batches.
 The object stores are emulators in another process, so that neither side shares a Python
-interpreter with them. They answer as fast as a processor can, which real stores do not:
-the first byte of those takes tens of milliseconds, so data is read with answers that are
-`_LATE_SECS` late, too. The sides take turns, and each reads or writes the same bytes.
+interpreter with them. They answer at once, but the first byte of real stores takes tens
+of milliseconds: data is read with late answers, too. The sides take turns, and each
+reads or writes the same bytes.
 Files are looked up and indexed once before, as by a run.
 Orbax itself writes to `gs://` alone. Prints all samples as JSON.
 """
@@ -74,8 +74,8 @@ class Size:
       rounds: that are counted.
     """
 
-    data_files: int = 4
-    file_mib: int = 32
+    data_files: int = 8
+    file_mib: int = 64
     state_mib: int = 64
     rounds: int = 7
 

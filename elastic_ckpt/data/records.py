@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -115,6 +116,8 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
         self._turn, self._taken, self._skipped = 0, 0, 0
         self._open: Iterator[source.Read] | None = None
         self._first_record = 0
+        # The number of records after which the next unit is requested.
+        self._ahead_at = 0
 
     def __next__(self) -> source.Element:
         while True:
@@ -144,6 +147,8 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
                 )
             element[RECORD] = self._first_record + self._taken
             self._taken += 1
+            if self._taken == self._ahead_at:
+                self._read_ahead()
             return element
 
     def get_state(self) -> dict[str, Any]:
@@ -156,19 +161,29 @@ class _RecordsIterator(grain.DatasetIterator[source.Element]):
         self._open = None
 
     def _open_unit(self) -> Iterator[source.Read]:
+        epoch, unit = self._unit(self._turn)
+        _FRUITLESS.count(unit.num_records, 2 * self._units.total_records, self._source)
+        self._first_record = epoch * self._units.total_records + unit.record
+        self._ahead_at = unit.num_records // 2
+        source.read_ahead(self._source, unit)
+        return self._source.read(unit, self._taken)
+
+    def _read_ahead(self) -> None:
+        with contextlib.suppress(StopIteration):
+            source.read_ahead(self._source, self._unit(self._turn + 1)[1])
+
+    def _unit(self, turn: int) -> tuple[int, units.Unit]:
+        # The epoch and the unit of a turn.
         reading, count = self._reading, len(self._units)
         epoch, place = units.dealt(
-            self._turn, shard=self._shard, num_shards=self._num_shards, num_units=count
+            turn, shard=self._shard, num_shards=self._num_shards, num_units=count
         )
         if reading.num_epochs is not None and epoch >= reading.num_epochs:
             raise StopIteration
         if reading.shuffle_seed is not None:
             key = (reading.shuffle_seed, epoch)
             place = units.permuted(place, length=count, key=key)
-        unit = self._units[place]
-        _FRUITLESS.count(unit.num_records, 2 * self._units.total_records, self._source)
-        self._first_record = epoch * self._units.total_records + unit.record
-        return self._source.read(unit, self._taken)
+        return epoch, self._units[place]
 
 
 def skipped(shard_cursors: Iterable[cursors.Cursor]) -> int:

@@ -172,6 +172,16 @@ def opened(file: str) -> AbstractContextManager[BinaryIO]:
     return remote_file.opened(_remote(file))
 
 
+def read_ahead(file: str, start: int, stop: int) -> None:
+    """Requests bytes of a file in an object store before they are read.
+
+    Errors are those of the reader, later.
+    """
+    if not storage.is_local(file):
+        with contextlib.suppress(OSError, errors.DataError):
+            remote_file.read_ahead(_remote(file), start, stop)
+
+
 def read(file: str) -> bytes:
     """The content of a file in an object store.
 

@@ -84,6 +84,7 @@ class Parquet:
                 ],
                 np.int64,
             ),
+            block_bytes=() if self.columns else _starts(metadata),
         )
 
     def read(self, unit: units.Unit, skip: int) -> Iterator[source.Read]:
@@ -107,6 +108,16 @@ class Parquet:
                 else:
                     yield element
                 row += 1
+
+
+def _starts(metadata: pq.FileMetaData) -> tuple[int, ...]:
+    # The first byte of each row group: a column begins with its dictionary.
+    starts = []
+    for number in range(metadata.num_row_groups):
+        first = metadata.row_group(number).column(0)
+        dictionary = first.dictionary_page_offset or first.data_page_offset
+        starts.append(min(dictionary, first.data_page_offset))
+    return tuple(starts)
 
 
 def _is_small_part(unit: units.Unit) -> bool:

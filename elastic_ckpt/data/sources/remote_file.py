@@ -4,7 +4,9 @@ The readers of a process share the blocks in memory, so a file that is opened ag
 read on from there. Blocks are of one version of a file. Each block of a file that is in
 memory before the one that is read has one more block requested ahead, up to a limit: a
 reader that goes through a file has many requests on their way, and one that jumps about
-requests little that it needs not.
+requests little that it needs not. What is known to be read next is requested before
+(`read_ahead`). Readers share the memory for blocks that were requested and not read yet
+by dynamic thresholds: each has at most as much as is free (Choudhury and Hahne, 1998).
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ BLOCK_BYTES = 2 * 2**20
 # The most blocks in memory, and of these the most ahead of a reader.
 _MAX_BLOCKS = 128
 _MAX_AHEAD = 16
+# The part of the memory for blocks that were requested ahead and not read yet.
+_SHARE_AHEAD = 0.75
 # The most requests on their way at a time.
 _REQUESTS = 16
 _BUFFER_BYTES = 64 * 1024
@@ -96,6 +100,8 @@ class Blocks:
         self._blocks: collections.OrderedDict[
             tuple[tuple[str, str, int], int], concurrent.futures.Future[bytes]
         ] = collections.OrderedDict()
+        # Those that were requested ahead and not read yet.
+        self._ahead: set[tuple[tuple[str, str, int], int]] = set()
 
     def get(self, remote: Object, first: int, last: int) -> Sequence[bytes]:
         """The blocks of a file from the `first` to the `last`; requests more.
@@ -108,12 +114,11 @@ class Blocks:
             before = 0
             while before < _MAX_AHEAD and (key, first - 1 - before) in self._blocks:
                 before += 1
-            end = min(last + before, remote.num_blocks - 1)
-            requested = [self._requested(remote, n) for n in range(first, end + 1)]
-            while len(self._blocks) > self._max_blocks:
-                self._blocks.popitem(last=False)
+            requested = [self._requested(remote, n) for n in range(first, last + 1)]
+            self._ahead.difference_update((key, n) for n in range(first, last + 1))
+            self._request_ahead(remote, last + 1, last + before)
         blocks = []
-        for number, block in enumerate(requested[: last + 1 - first], start=first):
+        for number, block in enumerate(requested, start=first):
             try:
                 blocks.append(block.result())
             except OSError:
@@ -123,10 +128,28 @@ class Blocks:
                 raise
         return blocks
 
+    def read_ahead(self, remote: Object, first: int, last: int) -> None:
+        """Requests blocks of a file from the `first` to the `last`, up to a limit."""
+        with self._lock:
+            self._request_ahead(remote, first, min(last, first + _MAX_AHEAD - 1))
+
     def forget(self) -> None:
         """Drops all blocks, and the answers to requests under way."""
         with self._lock:
             self._blocks.clear()
+            self._ahead.clear()
+
+    def _request_ahead(self, remote: Object, first: int, last: int) -> None:
+        for number in range(first, min(last, remote.num_blocks - 1) + 1):
+            block = (remote.key, number)
+            if block not in self._blocks:
+                free = int(self._max_blocks * _SHARE_AHEAD) - len(self._ahead)
+                if number - first >= free:
+                    break
+                self._ahead.add(block)
+            self._requested(remote, number)
+        while len(self._blocks) > self._max_blocks:
+            self._ahead.discard(self._blocks.popitem(last=False)[0])
 
     def _requested(
         self, remote: Object, number: int
@@ -193,6 +216,11 @@ class _Reader(io.RawIOBase):
 def opened(remote: Object) -> BinaryIO:
     """The file open for reading, seekable."""
     return io.BufferedReader(_Reader(remote, _blocks()), _BUFFER_BYTES)
+
+
+def read_ahead(remote: Object, start: int, stop: int) -> None:
+    """Requests the bytes from `start` to `stop` before they are read, up to a limit."""
+    _blocks().read_ahead(remote, start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES)
 
 
 def forget() -> None:

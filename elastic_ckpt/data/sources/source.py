@@ -37,7 +37,7 @@ class FileIndex:
     Attributes:
       content: its size, and a sample of its content.
       block_records: records of each block, int64 `[blocks]`.
-      block_bytes: the offset of each block, for formats that need it.
+      block_bytes: the offset of each block, or none if they are not known.
     """
 
     content: files.Content
@@ -48,6 +48,11 @@ class FileIndex:
     def num_records(self) -> int:
         """The number of records in the file."""
         return int(self.block_records.sum())
+
+    def end_bytes(self, block: int) -> int:
+        """The offset of the end of a block of those that have offsets."""
+        following = self.block_bytes[block + 1 : block + 2]
+        return following[0] if following else self.content.num_bytes
 
 
 def blocks(num_records: int) -> np.ndarray:
@@ -161,6 +166,14 @@ def current_indexes(source: Source) -> tuple[FileIndex, ...]:
 def _threads(source: Source) -> concurrent.futures.ThreadPoolExecutor:
     workers = min(_INDEX_THREADS, len(source.files))
     return concurrent.futures.ThreadPoolExecutor(workers)
+
+
+def read_ahead(source: Source, unit: units.Unit) -> None:
+    """Requests the beginning of a unit's block, if it is in an object store."""
+    index = indexes(source)[unit.file]
+    if index.block_bytes:
+        start, end = index.block_bytes[unit.block], index.end_bytes(unit.block)
+        files.read_ahead(source.files[unit.file], start, end)
 
 
 def num_records(source: Source) -> int:

@@ -93,11 +93,11 @@ class TFRecord(record_format.RecordFiles):
             left -= len(records)
             before = 0
         ends_block = unit.first + unit.num_records == unit.block_records
-        ends = (*index.block_bytes[1:], index.content.num_bytes)
-        if ends_block and skip < unit.num_records and offset != ends[unit.block]:
+        end = index.end_bytes(unit.block)
+        if ends_block and skip < unit.num_records and offset != end:
             raise errors.DataError(
                 f"{file}: block {unit.block} ends at byte {offset}, but at byte"
-                f" {ends[unit.block]} in the file's index: the file has changed during"
+                f" {end} in the file's index: the file has changed during"
                 " the run; restore it from a copy, and start the run again"
             )
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ckpt.core import bucket_clients, errors, storage
-from elastic_ckpt.data import text
+from elastic_ckpt.data import records, text
 from elastic_ckpt.data.sources import (
     arrayrecord,
     files,
@@ -107,6 +107,52 @@ def test_a_reader_that_jumps_requests_one_block_each_time(system, blocks):
         read_all(reader, 100)
     starts = [start // BLOCK for start, _ in system.ranges]
     assert starts == [30, 3, 21, 9]
+
+
+def test_what_is_read_next_is_requested_before_up_to_a_limit(system, blocks):
+    reader = opened(system, blocks)
+    blocks.read_ahead(reader._remote, 3, 35)
+    assert [number for _, number in blocks._blocks] == [*range(3, 19)]
+    reader.seek(3 * BLOCK)
+    assert read_all(reader, 16 * BLOCK) == CONTENT[3 * BLOCK : 19 * BLOCK]
+    assert len(system.ranges) == len(set(system.ranges))
+
+
+def test_blocks_that_were_not_read_yet_leave_room_for_other_readers(system):
+    blocks = remote_file.Blocks(max_blocks=32)
+    readers = [opened(system, blocks) for _ in range(6)]
+    for number, reader in enumerate(readers):
+        blocks.read_ahead(reader._remote, 6 * number, 6 * number + 20)
+        assert len(blocks._ahead) <= 24
+    # The last one has its first block, and none displaced another's.
+    assert len(blocks._blocks) <= 32
+    for number, reader in enumerate(readers):
+        reader.seek(6 * number * BLOCK)
+        start = 6 * number * BLOCK
+        assert read_all(reader, 6 * BLOCK) == CONTENT[start : start + 6 * BLOCK]
+    assert len(system.ranges) == len(set(system.ranges))
+
+
+def test_a_unit_is_requested_before_the_one_before_it_ends(tmp_path, monkeypatch):
+    file = "memory://ahead/part.tfrecord"
+    tfrecord.write(tmp_path / "part", (b"%d" % n for n in range(3000)))
+    fsspec.filesystem("memory").pipe(file, (tmp_path / "part").read_bytes())
+    dataset = tfrecord.TFRecord(files=(file,), record_format="bytes")
+    starts = source.indexes(dataset)[0].block_bytes
+    requests = []
+    monkeypatch.setattr(
+        remote_file, "read_ahead", lambda _, start, stop: requests.append(start)
+    )
+    rows = iter(records.Records(dataset, shard=0, num_shards=1))
+    by_row = {
+        int(next(rows)["text"]): [starts.index(start) for start in requests]
+        for _ in range(2049)
+    }
+    assert by_row[0] == [0]
+    assert by_row[511] == [0, 1]
+    assert by_row[1023] == [0, 1]
+    assert by_row[1024] == [0, 1, 1]
+    assert by_row[2048] == [0, 1, 1, 2, 2]
 
 
 def test_blocks_in_memory_are_bounded(system, blocks):
