@@ -4,7 +4,7 @@ The readers of a process share the blocks in memory, so a file that is opened ag
 read on from there. Blocks are of one version of a file. Each block of a file that is in
 memory before the one that is read has one more block requested ahead, up to a limit: a
 reader that goes through a file has many requests on their way, and one that jumps about
-requests little that it needs not. What is known to be read next is requested before
+requests little that it needs not. Bytes that will be read next are requested before
 (`read_ahead`). Readers share the memory for blocks that were requested and not read yet
 by dynamic thresholds: each has at most as much as is free (Choudhury and Hahne, 1998).
 """
@@ -101,7 +101,7 @@ class Blocks:
             tuple[tuple[str, str, int], int], concurrent.futures.Future[bytes]
         ] = collections.OrderedDict()
         # Those that were requested ahead and not read yet.
-        self._ahead: set[tuple[tuple[str, str, int], int]] = set()
+        self._unread: set[tuple[tuple[str, str, int], int]] = set()
 
     def get(self, remote: Object, first: int, last: int) -> Sequence[bytes]:
         """The blocks of a file from the `first` to the `last`; requests more.
@@ -115,7 +115,7 @@ class Blocks:
             while before < _MAX_AHEAD and (key, first - 1 - before) in self._blocks:
                 before += 1
             requested = [self._requested(remote, n) for n in range(first, last + 1)]
-            self._ahead.difference_update((key, n) for n in range(first, last + 1))
+            self._unread.difference_update((key, n) for n in range(first, last + 1))
             self._request_ahead(remote, last + 1, last + before)
         blocks = []
         for number, block in enumerate(requested, start=first):
@@ -137,19 +137,19 @@ class Blocks:
         """Drops all blocks, and the answers to requests under way."""
         with self._lock:
             self._blocks.clear()
-            self._ahead.clear()
+            self._unread.clear()
 
     def _request_ahead(self, remote: Object, first: int, last: int) -> None:
         for number in range(first, min(last, remote.num_blocks - 1) + 1):
             block = (remote.key, number)
             if block not in self._blocks:
-                free = int(self._max_blocks * _SHARE_AHEAD) - len(self._ahead)
+                free = int(self._max_blocks * _SHARE_AHEAD) - len(self._unread)
                 if number - first >= free:
                     break
-                self._ahead.add(block)
+                self._unread.add(block)
             self._requested(remote, number)
         while len(self._blocks) > self._max_blocks:
-            self._ahead.discard(self._blocks.popitem(last=False)[0])
+            self._unread.discard(self._blocks.popitem(last=False)[0])
 
     def _requested(
         self, remote: Object, number: int

@@ -123,7 +123,7 @@ def test_blocks_that_were_not_read_yet_leave_room_for_other_readers(system):
     readers = [opened(system, blocks) for _ in range(6)]
     for number, reader in enumerate(readers):
         blocks.read_ahead(reader._remote, 6 * number, 6 * number + 20)
-        assert len(blocks._ahead) <= 24
+        assert len(blocks._unread) <= 24
     # The last one has its first block, and none displaced another's.
     assert len(blocks._blocks) <= 32
     for number, reader in enumerate(readers):
