@@ -33,7 +33,7 @@ def run(
 
     Raises:
       ConfigError: if there is no file of a secret.
-      RunError: if the file holds no secret, or the agent cannot be started.
+      RunError: if the file holds no secret, or the agent cannot be started or ends.
     """
     if service.secret_file is None:
         raise errors.ConfigError(
@@ -58,6 +58,7 @@ def run(
         stack.callback(host.close)
         announce(f"serving {root} at {own.address.url}")
         while not connection.wait([notice], _POLL_SECS):  # type: ignore[list-item]
+            own.check()
             try:
                 fetched = host.poll()
             except errors.CheckpointError as error:

@@ -72,8 +72,15 @@ class BackupCopies:
         """Returns when backup hosts have their parts, or why they do not."""
         while self._fetching:
             for url, deadline_secs in list(self._fetching.items()):
-                if (step, save) in self._saves(url):
+                backup = self._world.peer_at(url)
+                if (step, save) in backup.known_saves():
                     del self._fetching[url]
+                elif backup.problems:
+                    del self._fetching[url]
+                    self._problems.append(
+                        f"the backup host at {url} has not fetched its parts of step"
+                        f" {step}: {backup.problems[0]}"
+                    )
                 elif time.monotonic() > deadline_secs:
                     del self._fetching[url]
                     self._problems.append(
@@ -88,10 +95,11 @@ class BackupCopies:
         # The backup hosts that can be reached, by url.
         hosts = {}
         for url in self._world.peers.backups:
+            endpoint = self._world.endpoint(url)
+            # One that was started again has the same address.
+            endpoint.retry_refused()
             try:
-                content = self._world.endpoint(url).read(
-                    "/v1/machine", most_bytes=_MOST_MACHINE_BYTES
-                )
+                content = endpoint.read("/v1/machine", most_bytes=_MOST_MACHINE_BYTES)
                 machine = str(json.loads(content)["machine"])
             except (ReadError, ValueError, KeyError, TypeError) as error:
                 self._problems.append(f"the backup host at {url} {error}")

@@ -3,77 +3,144 @@
 import contextlib
 import os
 import shutil
-import subprocess
+import signal
+import time
 
 import pytest
 
+from elastic_ckpt.tiers.peers import agent
 from tests import runs, shared_memory
-from tests.multiprocess import test_node_agents
+from tests.multiprocess import backup_hosts, test_node_agents
 
 MACHINES = ("a", "b")
 
 
-@contextlib.contextmanager
-def backup_hosts(directories, secret_file):
-    """Starts a backup host for each directory; yields their addresses."""
-    with contextlib.ExitStack() as stack:
-        urls = []
-        for directory in directories:
-            arguments = (directory, "--backup", "--secret-file", secret_file)
-            started = stack.enter_context(
-                subprocess.Popen(
-                    runs.command("agent", *arguments),
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
+class BackedUpRun:
+    """A run with backup hosts; the directory of each of its machines is in `machines`.
+
+    Args:
+      directory: for the run.
+      corpus: its data.
+      ram: the RAM disk of all machines.
+      stack: ends the backup hosts.
+      settings: further ones.
+    """
+
+    def __init__(self, directory, corpus, ram, stack, **settings):
+        secret_file = directory / "secret"
+        secret_file.write_text("the-secret-of-this-run\n")
+        self.run = directory / "tiny"
+        self.machines = [os.path.join(ram, name) for name in MACHINES]
+        self.backups = [
+            stack.enter_context(
+                backup_hosts.BackupHost(os.path.join(ram, f"backup-{n}"), secret_file)
             )
-            stack.callback(started.terminate)
-            line = started.stdout.readline()
-            assert line.startswith(f"serving {directory} at ")
-            urls.append(line.split()[-1])
-            # Its further output fits into the pipe.
-        yield urls
+            for n in range(2)
+        ]
+        self.config = runs.write_config(
+            directory,
+            corpus,
+            enable_multi_tier_checkpointing=True,
+            local_checkpoint_period=2,
+            # Each training host keeps its copy alone.
+            peer_copies=0,
+            peer_backup_urls=";".join(each.url for each in self.backups),
+            peer_secret_file=str(secret_file),
+            grain_use_elastic_iterator=True,
+            **{
+                # Storage has nothing before the end of the run.
+                "multi_tier_checkpointing_backup_interval_steps": 1000,
+                **settings,
+            },
+        )
+
+    def lose_training_hosts(self):
+        for machine in self.machines:
+            shutil.rmtree(machine)
+
+    def restored(self, steps):
+        """Ends the run on new machines after `steps`; returns what it has restored."""
+        limit_secs = test_node_agents.LIMIT_SECS
+        with test_node_agents.pods(
+            self.config, self.machines, f"steps={steps}"
+        ) as tasks:
+            outputs = [task.communicate(timeout=limit_secs) for task in tasks]
+            assert [task.returncode for task in tasks] == [0, 0], outputs
+        return runs.events(self.run, "restored_from")[-1]
+
+    def await_outage(self, backup, *, after):
+        """Waits until the run has reported a backup host at a step after `after`."""
+        deadline = time.monotonic() + backup_hosts.WAIT_SECS
+        while not any(
+            backup.url in each["why"] and each["step"] > after
+            for each in runs.events(self.run, "degraded")
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def started(tmp_path, corpus):
+    with (
+        shared_memory.directory("backup") as ram,
+        contextlib.ExitStack() as stack,
+    ):
+        yield BackedUpRun(tmp_path, corpus, ram, stack)
 
 
 @pytest.mark.slow(minutes=1)
 def test_all_training_hosts_are_lost_with_their_ram_and_nothing_is_read_from_storage(
-    tmp_path, corpus
+    started,
 ):
-    secret_file = tmp_path / "secret"
-    secret_file.write_text("the-secret-of-this-run\n")
-    run = tmp_path / "tiny"
-    with shared_memory.directory("backup") as base:
-        machines = [os.path.join(base, name) for name in MACHINES]
-        backups = [os.path.join(base, f"backup-{number}") for number in range(2)]
-        with backup_hosts(backups, secret_file) as urls:
-            config = runs.write_config(
-                tmp_path,
-                corpus,
-                enable_multi_tier_checkpointing=True,
-                local_checkpoint_period=2,
-                # Storage has nothing before the end of the run.
-                multi_tier_checkpointing_backup_interval_steps=1000,
-                # Each training host keeps its copy alone.
-                peer_copies=0,
-                peer_backup_urls=";".join(urls),
-                peer_secret_file=str(secret_file),
-                grain_use_elastic_iterator=True,
-            )
-            first = test_node_agents.kill_after(
-                config, run, machines, 2, event="replicated"
-            )
-            # Tiny steps are faster than copies of them, and nothing else is wrong.
-            degraded = {each["why"] for each in runs.events(run, "degraded")}
-            assert all(why.startswith("copies of an earlier") for why in degraded)
-            for machine in machines:
-                shutil.rmtree(machine)
-            with test_node_agents.pods(config, machines, f"steps={first + 6}") as tasks:
-                limit_secs = test_node_agents.LIMIT_SECS
-                outputs = [task.communicate(timeout=limit_secs) for task in tasks]
-                assert [task.returncode for task in tasks] == [0, 0], outputs
-    (restored,) = runs.events(run, "restored_from")
+    first = test_node_agents.kill_after(
+        started.config, started.run, started.machines, 2, event="replicated"
+    )
+    # Tiny steps are faster than copies of them, and nothing else is wrong.
+    degraded = {each["why"] for each in runs.events(started.run, "degraded")}
+    assert all(why.startswith("copies of an earlier") for why in degraded)
+    started.lose_training_hosts()
+    restored = started.restored(first + 6)
     assert restored["step"] >= first
     assert restored["persistent_bytes"] == 0
     assert restored["local_bytes"] == 0
     assert restored["close_bytes"] + restored["distant_bytes"] > 0
-    assert "PASSED" in runs.verb("audit", run)
+    assert "PASSED" in runs.verb("audit", started.run)
+
+
+@pytest.mark.slow(minutes=1)
+def test_a_backup_host_that_starts_again_gets_its_share_of_the_next_save(started):
+    lost, other = started.backups
+    with test_node_agents.pods(started.config, started.machines, "steps=1000000"):
+        step, share = lost.await_fetched()
+        whole = share + other.await_fetched(step=step)[1]
+        assert share < whole
+        for is_empty in (False, True):
+            before = max(lost.fetched())
+            lost.kill()
+            # The run goes on, and the other one takes everything.
+            other.await_fetched(after=max(other.fetched()), num_parts=whole)
+            started.await_outage(lost, after=before)
+            lost.start_again(is_empty=is_empty)
+            step, share = lost.await_fetched()
+            rest = other.await_fetched(step=step)[1]
+            assert share + rest == whole
+            assert share < whole
+    started.lose_training_hosts()
+    last = max(each["step"] for each in runs.events(started.run, "saved"))
+    restored = started.restored(last + 6)
+    assert restored["step"] >= step
+    assert restored["persistent_bytes"] == restored["local_bytes"] == 0
+    assert "PASSED" in runs.verb("audit", started.run)
+
+
+@pytest.mark.slow
+def test_a_backup_host_whose_agent_is_killed_ends_with_an_error(tmp_path):
+    secret_file = tmp_path / "secret"
+    secret_file.write_text("the-secret-of-this-run\n")
+    with (
+        shared_memory.directory("backup") as ram,
+        backup_hosts.BackupHost(os.path.join(ram, "a"), secret_file) as backup,
+    ):
+        os.kill(agent.find(backup.directory).pid, signal.SIGKILL)
+        assert backup.await_end() == 1
+        assert f"the agent at {backup.url} has ended" in backup.output()

@@ -430,6 +430,7 @@ class TestPatience:
             with pytest.raises(source.ReadError, match="timed out"):
                 read(hasty, silent.url)
             for _ in range(3):
+                hasty.endpoint(silent.url).retry_refused()
                 with pytest.raises(source.ReadError, match="is left alone for"):
                     read(hasty, silent.url)
             assert silent.num_connections == 1
@@ -480,6 +481,9 @@ class TestPatience:
         with pytest.raises(source.ReadError, match="refused"):
             read(client, gone.url)
         with pytest.raises(source.ReadError, match="is left alone for"):
+            read(client, gone.url)
+        client.endpoint(gone.url).retry_refused()
+        with pytest.raises(source.ReadError, match="refused"):
             read(client, gone.url)
 
 

@@ -50,6 +50,14 @@ class AgentProcess:
             self._process = _start(service)
             self.address = agent.wait_for(service.root)
 
+    def check(self) -> None:
+        """Raises a RunError if the agent was started here and has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise errors.RunError(
+                f"the agent at {self.address.url} has ended with status"
+                f" {self._process.returncode}; start it again"
+            )
+
     def close(self) -> None:
         """Ends the agent, if it was started here."""
         process, self._process = self._process, None

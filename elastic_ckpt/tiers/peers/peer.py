@@ -128,6 +128,11 @@ class Peer:
         )
 
     @property
+    def problems(self) -> Sequence[str]:
+        """Why its list of steps could not be read, or not all of it."""
+        return self._listing.problems
+
+    @property
     def is_refused(self) -> bool:
         """Whether the agent does not take the secret that this process has."""
         return self._listing.is_refused

@@ -86,6 +86,7 @@ class Endpoint:
         self._idle: list[http.client.HTTPConnection] = []
         self._lock = threading.Lock()
         self._skipped: tuple[float, str] | None = None
+        self._refuses_connections = False
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
         """The whole answer to `path`.
@@ -196,6 +197,15 @@ class Endpoint:
                 f"was not repaired: {self.url} answers with status {response.status}"
             )
 
+    def retry_refused(self) -> None:
+        """Has the peer asked again if it is skipped because it refused connections.
+
+        For one that has the same address after it was started again. A refusal takes
+        no time, unlike other failures.
+        """
+        if self._refuses_connections:
+            self._skipped, self._refuses_connections = None, False
+
     def close(self) -> None:
         """Closes the idle connections."""
         with self._lock:
@@ -225,14 +235,15 @@ class Endpoint:
                 wait = next(waits, None)
                 refused = isinstance(error, ConnectionRefusedError)
                 if wait is None or (refused and wait > _MOST_REFUSED_SECS):
-                    raise self._failed(str(error)) from None
+                    raise self._failed(str(error), refused=refused) from None
                 time.sleep(wait)
             except http.client.HTTPException as error:
                 # The message is left out, because it may contain the secret.
                 reason = f"does not speak HTTP: {type(error).__name__}"
                 raise self._failed(reason) from None
 
-    def _failed(self, reason: str) -> source.ReadError:
+    def _failed(self, reason: str, *, refused: bool = False) -> source.ReadError:
+        self._refuses_connections = refused
         self._skipped = (time.monotonic() + SKIPPED_SECS, reason)
         return source.ReadError(f"cannot be read: {self.url} fails ({reason})")
 
