@@ -13,10 +13,6 @@ recovered from the last one. Afterwards the run is audited.
 * `goodput_percent`: of the run's time, the part that trained new steps
   (`elastic_ckpt.monitoring.goodput` has the formula).
 * `load`: of the machine, before and after.
-* `simulated_goodput_points_apart`: between the run's goodput and that of
-  `elastic-ckpt simulate` under the same faults, with costs measured from the run.
-* `simulated_steps_lost_apart`: between their lost steps, a fault.
-* `..._crossed`: the same with the costs of another, shorter soak.
 """
 
 from __future__ import annotations
@@ -32,18 +28,16 @@ import tempfile
 import uuid
 from typing import Any
 
-from benchmarks import report, soak_simulated
+from benchmarks import report
 from elastic_ckpt.monitoring import jsonl
-from elastic_ckpt.simulation.costs import Costs
-from elastic_ckpt.simulation.run_plan import Outcome as Simulated
 
-_CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
+CONFIG = pathlib.Path(__file__).parent.parent / "configs" / "demo_cpu.yml"
 _NUM_EVENTS = 100
-# Fewer, in the soak that is measured for its costs.
-_NUM_COST_EVENTS = 30
 _NUM_SLICES = 4
 _LEAST_SLICES = 2
 _STEPS_BETWEEN = (8, 30)
+# The name of a run.
+RUN = "soak"
 _MARK = "ELASTIC_CKPT_SOAK"
 
 
@@ -124,10 +118,10 @@ def soak(
     Raises:
       RuntimeError: if a command fails, with its output.
     """
-    run = pathlib.Path(directory, "soak")
+    run = pathlib.Path(directory, RUN)
     mark = f"{_MARK}={uuid.uuid4()}"
     settings = {
-        "run_name": "soak",
+        "run_name": RUN,
         "base_output_directory": directory,
         "hosts": _NUM_SLICES,
         "slices": _NUM_SLICES,
@@ -168,8 +162,11 @@ def measure() -> dict[str, report.Figure]:
     listed = faults(_NUM_EVENTS, seed)
     print(f"seed {seed}: {json.dumps(listed)}")
     loads = [os.getloadavg()[0]]
-    other_costs = _soaked(faults(_NUM_COST_EVENTS, seed + 1), None)[1]
-    outcome, _, simulated = _soaked(listed, other_costs)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
+    ):
+        outcome = soak(directory, ram, CONFIG, listed)
     loads.append(os.getloadavg()[0])
     changes = outcome.named("recovered")
     return {
@@ -199,54 +196,7 @@ def measure() -> dict[str, report.Figure]:
             "%", "of the run's time", [outcome.goodput_percent]
         ),
         "load": report.figure("processes", "running, in a minute", loads),
-        **_apart(outcome, simulated, num_faults=_num_faults(listed)),
     }
-
-
-def _soaked(
-    listed: list[dict[str, int]], other_costs: Costs | None
-) -> tuple[Outcome, Costs, dict[str, Simulated]]:
-    # A soak, its costs, and its simulations: with these costs, and with those of
-    # another soak.
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as ram,
-    ):
-        outcome = soak(directory, ram, _CONFIG, listed)
-        run = pathlib.Path(directory, "soak")
-        costs = soak_simulated.costs_of(run)
-        by_ending = {"": costs, "_crossed": other_costs}
-        simulated = {
-            ending: soak_simulated.simulated(run, each)
-            for ending, each in by_ending.items()
-            if each is not None
-        }
-    return outcome, costs, simulated
-
-
-def _num_faults(listed: list[dict[str, int]]) -> int:
-    return sum("return_slice" not in fault for fault in listed)
-
-
-def _apart(
-    outcome: Outcome, simulated: dict[str, Simulated], *, num_faults: int
-) -> dict[str, report.Figure]:
-    lost = sum(each["steps_lost"] for each in outcome.named("recovered"))
-    figures = {}
-    for ending, each in simulated.items():
-        points = abs(each.goodput_percent - outcome.goodput_percent)
-        steps = abs(each.steps_lost - lost) / num_faults
-        figures |= {
-            f"simulated_goodput_points_apart{ending}": report.figure(
-                "%", f"at most 10; {each.goodput_percent:.1f} simulated", [points]
-            ),
-            f"simulated_steps_lost_apart{ending}": report.figure(
-                "steps",
-                f"a fault, at most 5; {each.steps_lost} simulated, {lost} lost",
-                [steps],
-            ),
-        }
-    return figures
 
 
 def _command(*arguments: object, mark: str) -> str:

@@ -5,7 +5,7 @@ The suite `soak` of the benchmarks has ten times as many events, and a larger mo
 
 import pytest
 
-from benchmarks import soak, soak_simulated
+from benchmarks import simulation, soak
 from tests import runs, shared_memory
 
 EVENTS = 10
@@ -36,7 +36,7 @@ def test_no_example_and_no_committed_step_is_lost(tmp_path, corpus):
     assert len(outcome.named("recovered")) >= EVENTS / 2
     assert outcome.events[-1]["event"] == "run_finished"
     run = tmp_path / "soak"
-    simulated = soak_simulated.simulated(run, soak_simulated.costs_of(run))
+    simulated = simulation.simulated(run, simulation.costs_of(run))
     assert simulated.steps == outcome.events[-1]["step"]
     assert simulated.losses >= EVENTS / 4
     assert len((run / "trace.jsonl").read_text().splitlines()) == 1 + len(listed)

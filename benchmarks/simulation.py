@@ -1,0 +1,119 @@
+"""Suite `simulation`: real runs beside `elastic-ckpt simulate` under the same faults.
+
+Three runs of four processes lose and regain slices at random (suite `soak`, with fewer
+faults). Each is simulated from the trace of its faults.
+
+* `goodput_points_apart`: between a run's goodput and the simulated one, with costs
+  that are measured from the run.
+* `steps_lost_apart`: between the steps that both have trained again, a fault.
+* `..._crossed`: the same with the costs of another one of the runs.
+* `run_goodput_percent`: of the runs.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import tempfile
+
+from benchmarks import report, soak
+from elastic_ckpt.application import run_directory
+from elastic_ckpt.cli import simulate
+from elastic_ckpt.core import storage
+from elastic_ckpt.simulation import (
+    configured,
+    decisions,
+    simulated_run,
+    trace,
+    trace_of_run,
+    world_layout,
+)
+from elastic_ckpt.simulation.costs import Costs
+from elastic_ckpt.simulation.run_plan import Outcome
+
+_TRACE = "trace.jsonl"
+# The state of the soaked model; its bytes cost next to nothing.
+_STATE_BYTES = 2**21
+_NUM_RUNS = 3
+_NUM_EVENTS = 24
+_PERIOD = "local_checkpoint_period=5"
+
+
+def costs_of(run: pathlib.Path) -> Costs:
+    """The costs that the run in a directory has paid."""
+    return simulate.of_run(str(run))
+
+
+def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
+    """The run in a directory under its own faults, until it has done its steps.
+
+    Its trace is written beside its events.
+
+    Args:
+      run: its directory.
+      costs: of this run, or of another one.
+    """
+    config = run_directory.read_config(str(run))
+    plan = configured.plan(
+        config, configured.Cluster(), costs=costs, state_bytes=_STATE_BYTES
+    )
+    size = plan.hardware
+    faults = trace_of_run.trace_of_run(
+        run_directory.read_events(str(run)), hosts_per_slice=size.hosts_per_slice
+    )
+    storage.write_atomic(run / _TRACE, trace.to_bytes(faults))
+    numbers = {target: size.number_of(target) for target in ("slice", "machine")}
+    return simulated_run.simulate(
+        plan,
+        trace.read(str(run / _TRACE), numbers=numbers),
+        decisions.Decisions(
+            world_layout.WorldLayout(state_bytes=_STATE_BYTES),
+            configured.copies(config),
+        ),
+    )
+
+
+def measure() -> dict[str, report.Figure]:
+    """Runs the suite."""
+    seed = random.randrange(2**16)
+    print(f"seed {seed}")
+    run_goodput: list[float] = []
+    goodput: dict[str, list[float]] = {"": [], "_crossed": []}
+    steps_lost: dict[str, list[float]] = {"": [], "_crossed": []}
+    with tempfile.TemporaryDirectory() as directory:
+        runs = [pathlib.Path(directory, str(n)) for n in range(_NUM_RUNS)]
+        outcomes = [_soaked(run, seed=seed + number) for number, run in enumerate(runs)]
+        costs = [costs_of(run / soak.RUN) for run in runs]
+        for number, (run, outcome) in enumerate(zip(runs, outcomes, strict=True)):
+            run_goodput.append(outcome.goodput_percent)
+            changes = outcome.named("recovered")
+            lost = sum(each["steps_lost"] for each in changes)
+            for ending, paid in (("", costs[number]), ("_crossed", costs[number - 1])):
+                result = simulated(run / soak.RUN, paid)
+                points = abs(result.goodput_percent - outcome.goodput_percent)
+                goodput[ending].append(points)
+                apart = abs(result.steps_lost - lost) / _num_faults(seed + number)
+                steps_lost[ending].append(apart)
+    figures = {"run_goodput_percent": report.figure("%", "no bound", run_goodput)}
+    for ending in goodput:
+        figures |= {
+            f"goodput_points_apart{ending}": report.figure(
+                "%", "of the time; at most 10", goodput[ending]
+            ),
+            f"steps_lost_apart{ending}": report.figure(
+                "steps", f"a fault, at most {_PERIOD}", steps_lost[ending]
+            ),
+        }
+    return figures
+
+
+def _soaked(directory: pathlib.Path, *, seed: int) -> soak.Outcome:
+    directory.mkdir()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as ram:
+        listed = soak.faults(_NUM_EVENTS, seed)
+        return soak.soak(str(directory), ram, soak.CONFIG, listed)
+
+
+def _num_faults(seed: int) -> int:
+    listed = soak.faults(_NUM_EVENTS, seed)
+    return sum("return_slice" not in fault for fault in listed)
