@@ -241,12 +241,15 @@ class _State:
         tiers = self._config.tiers
         if tiers.enable_multi_tier_checkpointing:
             copied = search.Step.from_offers(offers).holdings
+            kinds = tiers.peer_domain
+            domain = failure_domains.kind_of(hosts, kinds)
             placed = placement.place(
                 copied,
                 hosts,
                 placement.Policy(
                     copies=tiers.peer_copies,
-                    domain=failure_domains.kind_of(hosts, tiers.peer_domain),
+                    domain=domain,
+                    inner=failure_domains.inner_kind(hosts, kinds, domain),
                     assume_data_parallelism=tiers.peer_assume_data_parallelism,
                 ),
             )

@@ -231,11 +231,12 @@ class TiersSection:
         "Copy nothing to peers, for a model whose copies do not fit into memory.",
     )
     peer_domain: str = key(
-        "zone;block;slice",
+        "zone;block;rack;slice",
         "Kinds of failure domains that are lost as a whole, from large to small:"
         " `slice`, and kinds of `peer_domains` or of the agent of a node. The first"
         " counts among which the hosts of a world are spread evenly, or else the last:"
-        " one copy is outside of it, the others inside.",
+        " one copy is outside of it, the others inside. All are in different domains of"
+        " the last kind, too, if there are enough.",
     )
     peer_domains: str = key(
         "",

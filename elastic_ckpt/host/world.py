@@ -91,6 +91,8 @@ class HostWorld:
         self.hosts = hosts
         self.local_tier = config.chosen.local
         domain = failure_domains.kind_of(hosts, config.peer_tier.domain)
+        kinds = config.peer_tier.domain
+        self._inner_domain = failure_domains.inner_kind(hosts, kinds, domain)
         self.peers = dataclasses.replace(config.peer_tier, domain=domain)
         self.storage = config.chosen.persistent
         self.root: persistent_root.PersistentRoot | None = None
@@ -126,6 +128,7 @@ class HostWorld:
         return placement.Policy(
             copies=self.peers.copies if len(self.hosts) > 1 else 0,
             domain=self.peers.domain,
+            inner=self._inner_domain,
             assume_data_parallelism=self.peers.assume_data_parallelism,
         )
 

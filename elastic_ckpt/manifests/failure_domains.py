@@ -16,7 +16,7 @@ from elastic_ckpt.manifests.manifest import Host
 
 VARIABLE = "ELASTIC_CKPT_DOMAINS"
 # The kinds of which `kind_of` chooses by default.
-DEFAULT = "zone;block;slice"
+DEFAULT = "zone;block;rack;slice"
 _MOST_SHARE = 0.6
 
 
@@ -55,6 +55,22 @@ def of_environment() -> dict[str, str]:
 def smallest(kinds: str) -> str:
     """The last of some kinds, which counts where no larger one does."""
     return kinds.rpartition(";")[2]
+
+
+def inner_kind(hosts: Sequence[Host], kinds: str, outer: str) -> str:
+    """The smallest kind, if it is not `outer` and each host has a domain of it.
+
+    Args:
+      hosts: of a world.
+      kinds: from large to small, separated by `;`.
+      outer: the kind that `kind_of` chose.
+
+    Returns:
+      The kind, or an empty text.
+    """
+    inner = smallest(kinds)
+    is_another = inner != outer and all(inner in host.domains for host in hosts)
+    return inner if is_another else ""
 
 
 def kind_of(hosts: Sequence[Host], kinds: str) -> str:

@@ -2,9 +2,10 @@
 
 Every box, and every file of a component, gets `copies` holders besides the host that
 saved it: first a distant one, in another failure domain, then close ones, in the domain
-of the saver. Other hosts that saved the same with the same values, as data parallelism
-makes them, count as holders, and so do copies that were made already: an item that has
-its holders is never copied again.
+of the saver. Where domains are of two kinds, such as blocks and slices, these holders
+are in different inner ones, if there are enough. Other hosts that saved the same with
+the same values, as data parallelism makes them, count as holders, and so do copies that
+were made already: an item that has its holders is never copied again.
 
 Items with the same holders are copied in a few groups (`receivers` chooses their
 hosts), so that each host sends to few others, and to the same ones at the next step.
@@ -35,6 +36,7 @@ class Policy:
     Attributes:
       copies: holders of each item besides the host that saved it, on other machines.
       domain: the kind of failure domain that comes and goes as a whole.
+      inner: a smaller kind that does, too; empty if there is none.
       machine: the kind of domain that names the machine, where several hosts share one.
       assume_data_parallelism: nothing is copied, for models whose copies would not fit
         into memory; what data parallelism alone leaves at risk is reported.
@@ -42,6 +44,7 @@ class Policy:
 
     copies: int = 2
     domain: str = "slice"
+    inner: str = ""
     machine: str = "host"
     assume_data_parallelism: bool = False
 
@@ -156,15 +159,24 @@ class _World:
         distant = (num_domains < 2) & (there.num_domains > 1)
         home = there.domain[self._source]
         close = there.num_machines_in(home) > self._holders.num_machines_in(home)
+        if policy.inner:
+            distant_apart = there.has_host_apart(self._source)
+            held = self._holders.num_inner_in(home)
+            close_apart = there.num_inner_in(home) > held
+        else:
+            distant_apart = close_apart = np.zeros(len(self._source), bool)
         target = np.full(len(self._source), -1)
         for candidates, asked in (
+            (Candidates.DISTANT_APART, distant & distant_apart),
             (Candidates.DISTANT, distant),
+            (Candidates.CLOSE_APART, short & close & close_apart),
             (Candidates.CLOSE, short & close),
             (Candidates.DISTANT, short & (num_domains < there.num_domains)),
             (Candidates.ANYWHERE, short & (num_machines < there.num_machines)),
         ):
             group = np.flatnonzero(asked & (target < 0))
-            target[group] = self._choose(group, candidates)
+            if len(group):
+                target[group] = self._choose(group, candidates)
         group = np.flatnonzero(target >= 0)
         self._holders.add(group, target[group])
         return group, self._source[group], target[group]
@@ -238,10 +250,12 @@ def _receivers(hosts: tuple[Host, ...], policy: Policy) -> Receivers:
     # without one: no guarantee goes beyond the labels.
     machines = [host.domains.get(policy.machine, host.id) for host in hosts]
     domains = [host.domains.get(policy.domain, "") for host in hosts]
+    inner = [host.domains.get(policy.inner, "") for host in hosts]
     return Receivers(
         hashes=np.array([digest.name_hash(host.id) for host in hosts], np.uint64),
         machine=np.unique(machines, return_inverse=True)[1].astype(np.int64),
         domain=np.unique(domains, return_inverse=True)[1].astype(np.int64),
+        inner=np.unique(inner, return_inverse=True)[1].astype(np.int64),
         domain_hashes=np.array(
             [digest.name_hash(name) for name in sorted(set(domains))], np.uint64
         ),

@@ -28,12 +28,30 @@ _PROBES_A_BOUND = 20
 _PROBES = _PROBES_A_BOUND * len(_SLACKS)
 
 
+@enum.unique
 class Candidates(enum.Enum):
     """The hosts that may take a copy, never on a machine that has one."""
 
     CLOSE = "those in the failure domain of the sender"
+    CLOSE_APART = "those in its failure domain, in inner ones without a holder"
     DISTANT = "those in failure domains without a holder"
+    DISTANT_APART = "those in domains of both kinds without a holder"
     ANYWHERE = "all of them"
+
+    @property
+    def is_close(self) -> bool:
+        """Whether all are in the failure domain of the sender."""
+        return self in (Candidates.CLOSE, Candidates.CLOSE_APART)
+
+    @property
+    def is_distant(self) -> bool:
+        """Whether all are in failure domains without a holder."""
+        return self in (Candidates.DISTANT, Candidates.DISTANT_APART)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether all are in inner domains without a holder."""
+        return self in (Candidates.CLOSE_APART, Candidates.DISTANT_APART)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,12 +62,14 @@ class Receivers:
       hashes: of the hosts' ids, uint64 `[h]`.
       machine: of each host, from 0 without gaps, int64 `[h]`.
       domain: of each host, from 0 without gaps, int64 `[h]`.
+      inner: of each host its smaller failure domain, from 0 without gaps, int64 `[h]`.
       domain_hashes: of the domains' names, uint64.
     """
 
     hashes: np.ndarray
     machine: np.ndarray
     domain: np.ndarray
+    inner: np.ndarray
     domain_hashes: np.ndarray
 
     @property
@@ -62,10 +82,33 @@ class Receivers:
         """Different failure domains."""
         return len(self.domain_hashes)
 
+    @property
+    def num_inner(self) -> int:
+        """Different inner domains."""
+        return int(self.inner.max(initial=-1)) + 1
+
     def num_machines_in(self, domain: np.ndarray) -> np.ndarray:
         """Different machines of some domains."""
-        pairs = columns.distinct(self.domain * self.num_machines + self.machine)
-        counts = np.bincount(pairs // max(1, self.num_machines))
+        return self._num_in(domain, self.machine, self.num_machines)
+
+    def num_inner_in(self, domain: np.ndarray) -> np.ndarray:
+        """Different inner domains of some domains."""
+        return self._num_in(domain, self.inner, self.num_inner)
+
+    def has_host_apart(self, host: np.ndarray) -> np.ndarray:
+        """Whether some host shares neither domain with each of some hosts."""
+        both = self.domain * self.num_inner + self.inner
+        shared = sum(
+            np.bincount(kind)[kind[host]] * sign
+            for kind, sign in ((self.domain, 1), (self.inner, 1), (both, -1))
+        )
+        return shared < len(self.hashes)
+
+    def _num_in(
+        self, domain: np.ndarray, label: np.ndarray, num_labels: int
+    ) -> np.ndarray:
+        pairs = columns.distinct(self.domain * num_labels + label)
+        counts = np.bincount(pairs // max(1, num_labels))
         return np.append(counts, 0)[domain]
 
     def choose(
@@ -91,7 +134,7 @@ class Receivers:
                 slack = _SLACKS[probe // _PROBES_A_BOUND]
                 bound = slack * self._bound(wanted, load, pending, candidates)
             probed = digest.mixed(wanted.key[pending], np.array([probe]))
-            if candidates is Candidates.CLOSE:
+            if candidates.is_close:
                 domain = wanted.domain[pending]
             else:
                 domain = domains.after(np.zeros(len(pending), np.int64), probed)
@@ -121,7 +164,7 @@ class Receivers:
         hosts = np.bincount(self.domain)
         there = np.bincount(self.domain, load, len(hosts))
         coming = np.bincount(wanted.domain[pending], size, len(hosts))
-        if candidates is Candidates.CLOSE:
+        if candidates.is_close:
             return np.maximum(((there + coming) / hosts)[self.domain], least)
         mean = (load.sum() + size.sum()) / len(load)
         # Copies from a domain go outside of it: a host has a share of the copies of the
@@ -136,8 +179,10 @@ class Receivers:
         self, group: np.ndarray, host: np.ndarray, held: Holders, candidates: Candidates
     ) -> np.ndarray:
         may = ~held.on_machine(group, self.machine[host])
-        if candidates is Candidates.DISTANT:
+        if candidates.is_distant:
             may &= ~held.in_domain(group, self.domain[host])
+        if candidates.is_apart:
+            may &= ~held.in_inner(group, self.inner[host])
         return may
 
     def _least_loaded(
@@ -149,7 +194,7 @@ class Receivers:
         candidates: Candidates,
     ) -> int:
         hosts = np.arange(len(load))
-        if candidates is Candidates.CLOSE:
+        if candidates.is_close:
             hosts = np.flatnonzero(self.domain == wanted.domain[each])
         group = np.full(len(hosts), wanted.group[each])
         hosts = hosts[self._may(group, hosts, held, candidates)]
@@ -190,6 +235,7 @@ class Holders:
         self._num_groups = num_groups
         self._machines = np.empty(0, np.int64)
         self._domains = np.empty(0, np.int64)
+        self._inner = np.empty(0, np.int64)
         self._hosts = np.empty(0, np.int64)
 
     def add(self, group: np.ndarray, host: np.ndarray) -> None:
@@ -197,8 +243,10 @@ class Holders:
         there = self._receivers
         machines = group * there.num_machines + there.machine[host]
         domains = group * there.num_domains + there.domain[host]
+        inner = group * there.num_inner + there.inner[host]
         self._machines = _joined(self._machines, machines)
         self._domains = _joined(self._domains, domains)
+        self._inner = _joined(self._inner, inner)
         self._hosts = _joined(self._hosts, group * len(there.hashes) + host)
 
     def on_machine(self, group: np.ndarray, machine: np.ndarray) -> np.ndarray:
@@ -209,14 +257,29 @@ class Holders:
         """Whether each group is in a failure domain."""
         return _among(self._domains, group * self._receivers.num_domains + domain)
 
+    def in_inner(self, group: np.ndarray, inner: np.ndarray) -> np.ndarray:
+        """Whether each group is in an inner domain."""
+        return _among(self._inner, group * self._receivers.num_inner + inner)
+
     def num_machines_in(self, domain: np.ndarray) -> np.ndarray:
         """Different machines with each group in one domain of each, int64 `[g]`."""
+        there = self._receivers
+        return self._num_in(domain, there.machine, there.num_machines)
+
+    def num_inner_in(self, domain: np.ndarray) -> np.ndarray:
+        """Different inner domains with each group in one domain of each, `[g]`."""
+        there = self._receivers
+        return self._num_in(domain, there.inner, there.num_inner)
+
+    def _num_in(
+        self, domain: np.ndarray, label: np.ndarray, num_labels: int
+    ) -> np.ndarray:
         there = self._receivers
         num_hosts = max(1, len(there.hashes))
         group, host = self._hosts // num_hosts, self._hosts % num_hosts
         inside = there.domain[host] == domain[group]
-        machines = group * there.num_machines + there.machine[host]
-        groups = columns.distinct(machines[inside]) // max(1, there.num_machines)
+        labels = group * num_labels + label[host]
+        groups = columns.distinct(labels[inside]) // max(1, num_labels)
         return np.bincount(groups, minlength=self._num_groups)
 
     @property
@@ -229,6 +292,12 @@ class Holders:
     def num_domains(self) -> np.ndarray:
         """Different failure domains that have each group, int64 `[g]`."""
         group = self._domains // max(1, self._receivers.num_domains)
+        return np.bincount(group, minlength=self._num_groups)
+
+    @property
+    def num_inner(self) -> np.ndarray:
+        """Different inner domains that have each group, int64 `[g]`."""
+        group = self._inner // max(1, self._receivers.num_inner)
         return np.bincount(group, minlength=self._num_groups)
 
 

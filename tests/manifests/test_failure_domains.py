@@ -92,5 +92,20 @@ def test_a_kind_that_is_named_alone_counts_always():
     assert failure_domains.kind_of(hosts, "rack") == "rack"
 
 
+@pytest.mark.parametrize(
+    ("domains", "outer", "inner"),
+    [
+        (["block=b;slice=0", "block=c;slice=1"], "block", "slice"),
+        (["rack=b;slice=0", "rack=c;slice=0"], "rack", "slice"),
+        (["slice=0", "slice=1"], "slice", ""),
+        (["block=b;slice=0", "block=c"], "block", ""),
+    ],
+)
+def test_the_smallest_kind_counts_besides_a_larger_one(domains, outer, inner):
+    hosts, kinds = world(*domains), failure_domains.DEFAULT
+    assert failure_domains.kind_of(hosts, kinds) == outer
+    assert failure_domains.inner_kind(hosts, kinds, outer) == inner
+
+
 def test_the_default_of_the_configuration_is_that_of_the_tier():
     assert schema.TiersSection().peer_domain == Peers().domain

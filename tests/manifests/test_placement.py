@@ -107,6 +107,63 @@ def test_one_copy_is_distant_and_one_is_close():
         assert sorted(slices[each] == own for each in others) == [False, True]
 
 
+def in_kinds(num_hosts, **number_of):
+    """Hosts with four boxes each, in domains by their number: boxes and hosts."""
+    whole = saved_worlds.contents({"w": [num_hosts * 4]})
+    parts = saved_worlds.grid([num_hosts * 4], [num_hosts * 4])
+    offers = []
+    for number in range(num_hosts):
+        host = saved_worlds.host(number, 1, num_hosts)
+        kinds = {kind: str(label(number)) for kind, label in number_of.items()}
+        host = dataclasses.replace(host, domains={"host": host.id, **kinds})
+        boxes = [(0, part) for part in parts[4 * number : 4 * number + 4]]
+        offers.append(saved_worlds.offer(host, whole, boxes))
+    return table(offers), hosts_of(offers)
+
+
+def test_a_close_copy_is_in_another_inner_domain():
+    holding, hosts = in_kinds(
+        12, block=lambda number: number // 6, slice=lambda number: number // 3
+    )
+    policy = placement.Policy(copies=2, domain="block", inner="slice")
+    placed = placement.place(holding, hosts, policy)
+    assert not placed.shortfalls
+    domains = {host.id: host.domains for host in hosts}
+    for ids in holders(holding, placed):
+        blocks = sorted(domains[each]["block"] for each in ids)
+        assert blocks in (["0", "0", "1"], ["0", "1", "1"])
+        assert len({domains[each]["slice"] for each in ids}) == 3
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12),
+    st.integers(1, 3),
+)
+def test_the_loss_of_a_domain_of_either_kind_loses_nothing(labels, copies):
+    # Racks and slices may cut through each other.
+    holding, hosts = in_kinds(
+        len(labels), rack=lambda n: labels[n][0], slice=lambda n: labels[n][1]
+    )
+    policy = placement.Policy(copies=copies, domain="rack", inner="slice")
+    placed = placement.place(holding, hosts, policy)
+    domains = {host.id: host.domains for host in hosts}
+    for box, ids in enumerate(holders(holding, placed)):
+        (saver,) = holding.holders(box)
+        own = saver.host.domains
+        apart = any(
+            each["rack"] != own["rack"] and each["slice"] != own["slice"]
+            for each in domains.values()
+        )
+        for kind in ("rack", "slice"):
+            if apart:
+                assert len({domains[each][kind] for each in ids}) >= 2
+        if len({each["rack"] for each in domains.values()}) >= 2:
+            assert len({domains[each]["rack"] for each in ids}) >= 2
+        if copies < len(hosts):
+            assert len(ids) == copies + 1
+
+
 @pytest.mark.parametrize(("replicas", "copies"), [(2, 1), (4, 1), (4, 2), (4, 3)])
 def test_replicas_of_data_parallelism_are_holders_and_nothing_is_copied(
     replicas, copies
