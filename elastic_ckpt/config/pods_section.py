@@ -36,7 +36,8 @@ class PodsSection:
     reservation: str = key(
         "",
         "The reservation of Compute Engine whose machines the accelerator hosts use:"
-        " NAME, or PROJECT/NAME if another project shares it.",
+        " NAME, or PROJECT/NAME if another project shares it. On Slurm it is one of"
+        " its reservations.",
     )
     pod_node_selector: str = key(
         "",

@@ -6,6 +6,8 @@ separately. Its pods use the network of the node, so that an upgrade changes no 
 
 from __future__ import annotations
 
+import re
+
 from elastic_ckpt.config import schema
 from elastic_ckpt.deploy import (
     addition,
@@ -47,8 +49,14 @@ def _image(config: schema.Config) -> str:
     return config.deploy.node_agent_image or config.deploy.docker_image
 
 
-def _labels() -> dict[str, str]:
-    return {"app.kubernetes.io/name": NAME}
+def _name(host: machine.Machine) -> str:
+    """The name of the agents on nodes of one kind; others are other objects."""
+    kind = re.sub(r"[^a-z0-9]+", "-", "-".join(host.node_selector.values()).lower())
+    return f"{NAME}-{kind}" if kind else NAME
+
+
+def _labels(host: machine.Machine) -> dict[str, str]:
+    return {"app.kubernetes.io/name": NAME, "app.kubernetes.io/instance": _name(host)}
 
 
 def _access(config: schema.Config) -> list[Object]:
@@ -101,7 +109,7 @@ def _daemon_set(config: schema.Config, host: machine.Machine) -> Object:
     if secrets:
         added["imagePullSecrets"] = secrets
     addition.merge(pod, added)
-    template: Object = {"metadata": {"labels": _labels()}, "spec": pod}
+    template: Object = {"metadata": {"labels": _labels(host)}, "spec": pod}
     if config.tiers.peer_tls_certificate:
         # The files of the certificate are in volumes of the user.
         pods = addition.Pods(
@@ -111,9 +119,9 @@ def _daemon_set(config: schema.Config, host: machine.Machine) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "DaemonSet",
-        "metadata": {"name": NAME, "namespace": config.deploy.namespace},
+        "metadata": {"name": _name(host), "namespace": config.deploy.namespace},
         "spec": {
-            "selector": {"matchLabels": _labels()},
+            "selector": {"matchLabels": _labels(host)},
             "updateStrategy": {"type": "RollingUpdate"},
             "template": template,
         },

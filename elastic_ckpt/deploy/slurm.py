@@ -11,6 +11,7 @@ which starts the hosts of the node; the run goes on without nodes that are lost.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import shlex
@@ -19,6 +20,17 @@ from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import names, program, quantity, settings
 
+# The keys of pods that Slurm has, too; others would be lost in silence.
+_OF_SLURM = ("pod_env", "program_cpus", "program_memory", "reservation")
+# Those of the deployment that only Kubernetes has.
+_OF_KUBERNETES = (
+    "backup_hosts",
+    "kueue_queue",
+    "local_checkpoint_volume",
+    "manifest_patches",
+    "metrics_monitor",
+    "restart_strategy",
+)
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|")
 _NAME = re.compile(r"[\w.-]+")
 _DIRECTORY = re.compile(r"(/[\w.-]+)+/?")
@@ -56,6 +68,10 @@ def _is_elastic(config: schema.Config) -> bool:
     return program.is_train(config) and config.elastic.elastic_enabled
 
 
+def _is_of_user(config: schema.Config) -> bool:
+    return bool(program.variables(config))
+
+
 def _nodes(config: schema.Config) -> int:
     return config.world.hosts // config.slurm.slurm_tasks_per_node
 
@@ -63,6 +79,7 @@ def _nodes(config: schema.Config) -> int:
 def _check(config: schema.Config) -> None:
     section, world = config.slurm, config.world
     program.check_one(config)
+    _check_keys(config)
     if not _NAME.fullmatch(config.run.run_name):
         raise errors.ConfigError(
             f"run_name={config.run.run_name!r} cannot name a job; use letters, digits,"
@@ -106,6 +123,22 @@ def _check(config: schema.Config) -> None:
         names.check_size("local_checkpoint_size_limit", size)
 
 
+def _check_keys(config: schema.Config) -> None:
+    of_pods = {field.name for field in dataclasses.fields(config.pods)}
+    for section, keys in (
+        (config.pods, of_pods.difference(_OF_SLURM)),
+        (config.deploy, _OF_KUBERNETES),
+    ):
+        default = type(section)()
+        for key in sorted(keys):
+            value = getattr(section, key)
+            if value != getattr(default, key):
+                raise errors.ConfigError(
+                    f"{key}={value!r} is for Kubernetes, and Slurm has nothing like it;"
+                    " unset it, and use slurm_options or slurm_setup"
+                )
+
+
 def _options(config: schema.Config) -> list[str]:
     section, world = config.slurm, config.world
     on_node = section.slurm_tasks_per_node
@@ -124,6 +157,7 @@ def _options(config: schema.Config) -> list[str]:
         "gres": gres,
         "mem": _memory(config),
         "partition": section.slurm_partition,
+        "reservation": config.pods.reservation,
         "account": section.slurm_account,
         "time": section.slurm_time,
         "output": "%x-%j.out",
@@ -183,6 +217,10 @@ def _task(config: schema.Config) -> str:
                 " letters, digits and underscores"
             )
         lines.append(f"export {name}={shlex.quote(settings.text(value))}")
+    port, on_node = config.metrics.prometheus_port, config.slurm.slurm_tasks_per_node
+    if port and on_node > 1 and not _is_elastic(config) and not _is_of_user(config):
+        # Each task of a node has another port.
+        lines.append(f'set -- "$@" "prometheus_port=$(({port} + SLURM_LOCALID))"')
     if config.slurm.slurm_setup:
         lines.append(config.slurm.slurm_setup.rstrip("\n"))
     return "".join(f"{line}\n" for line in lines)
@@ -196,7 +234,7 @@ def _program(config: schema.Config) -> str:
         else shlex.quote(word)
         for word in program.command(config, directory=_RAM)
     ]
-    is_of_user = bool(program.variables(config))
+    is_of_user = _is_of_user(config)
     exports = (
         [f'export {program.CONFIG_VARIABLE}="$ram/config.yml"'] if is_of_user else []
     )

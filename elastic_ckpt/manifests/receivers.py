@@ -98,11 +98,10 @@ class Receivers:
     def has_host_apart(self, host: np.ndarray) -> np.ndarray:
         """Whether some host shares neither domain with each of some hosts."""
         both = self.domain * self.num_inner + self.inner
-        shared = sum(
-            np.bincount(kind)[kind[host]] * sign
-            for kind, sign in ((self.domain, 1), (self.inner, 1), (both, -1))
+        shared, shared_inner, shared_both = (
+            np.bincount(kind)[kind[host]] for kind in (self.domain, self.inner, both)
         )
-        return shared < len(self.hashes)
+        return shared + shared_inner - shared_both < len(self.hashes)
 
     def _num_in(
         self, domain: np.ndarray, label: np.ndarray, num_labels: int

@@ -33,6 +33,7 @@ FREE_KEYS = {
     },
     "data": {"config.yml", "maxtext.yml"},
     "labels": {
+        "app.kubernetes.io/instance",
         "app.kubernetes.io/name",
         "kueue.x-k8s.io/queue-name",
         "team",
@@ -41,6 +42,7 @@ FREE_KEYS = {
     },
     "limits": {"cpu", "memory", "google.com/tpu", "nvidia.com/gpu"},
     "matchLabels": {
+        "app.kubernetes.io/instance",
         "app.kubernetes.io/name",
         f"{_OF_JOBSET}/jobset-name",
         f"{_OF_JOBSET}/replicatedjob-name",

@@ -29,6 +29,25 @@ def test_the_shipped_agents_are_those_of_the_shipped_configuration(golden):
     golden(str(jobsets.SHIPPED / "node_agents.yaml"), text)
 
 
+def test_agents_of_other_nodes_are_other_objects():
+    gpu = jobsets.only("DaemonSet", agents())
+    tpu = jobsets.only(
+        "DaemonSet",
+        nodes.documents(
+            load.load(
+                jobsets.SHIPPED / f"{jobsets.TPU}.yml",
+                ["local_checkpoint_volume=node_agent", "elastic_enabled=false"],
+            )
+        ),
+    )
+    assert gpu["metadata"]["name"] != tpu["metadata"]["name"]
+    # A pod belongs to the agents of one kind.
+    for some, others in ((gpu, tpu), (tpu, gpu)):
+        wanted = some["spec"]["selector"]["matchLabels"].items()
+        assert wanted <= some["spec"]["template"]["metadata"]["labels"].items()
+        assert not wanted <= others["spec"]["template"]["metadata"]["labels"].items()
+
+
 def test_the_agents_are_valid_objects_of_kubernetes():
     for overrides in ((), ("spot=true", "pod_image_pull_secrets=[a]")):
         assert manifest_check.problems(agents(*overrides)) == []

@@ -95,6 +95,7 @@ def test_options_are_those_of_the_configuration(config):
         "local_checkpoint_size_limit": "7Gi",
         "slurm_partition": "p",
         "slurm_account": "a",
+        "reservation": "r",
         "slurm_time": "1-00:00:00",
         "slurm_options": "{exclusive: true, constraint: ib, requeue: false}",
         "termination_grace_period_seconds": 90,
@@ -109,6 +110,7 @@ def test_options_are_those_of_the_configuration(config):
         "mem": f"{207 * 1024}M",
         "partition": "p",
         "account": "a",
+        "reservation": "r",
         "time": "1-00:00:00",
         "output": "%x-%j.out",
         "open-mode": "append",
@@ -145,6 +147,20 @@ def test_each_task_finds_its_files_its_devices_and_its_failure_domain(
     assert not [*ram.iterdir()]
 
 
+def test_each_task_of_a_node_serves_its_metrics_at_a_port_of_its_own(config, tmp_path):
+    program = tmp_path / "bin" / "elastic-ckpt"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!/bin/sh\nfor last; do :; done; echo $last >> {tmp_path}/ports"
+    )
+    program.chmod(0o755)
+    settings = ["hosts=4", "slurm_tasks_per_node=2", "prometheus_port=9400"]
+    setup = f"slurm_setup=PATH={program.parent}:$PATH"
+    assert ended(fake_slurm.start(script(config, *settings, setup), tmp_path))[0] == 0
+    ports = sorted((tmp_path / "ports").read_text().splitlines())
+    assert ports == [f"prometheus_port={port}" for port in (9400, 9400, 9401, 9401)]
+
+
 @pytest.mark.parametrize(
     ("code", "times"), [(0, 0), (errors.CONFIG_EXIT_CODE, 0), (143, 3), (1, 1)]
 )
@@ -178,6 +194,11 @@ def test_a_job_is_requeued_if_another_start_can_help(
         ({"slurm_options": "{comment: a b}"}, "comment='a b' has a space"),
         ({"pod_env": "{A: {secretKeyRef: {}}}"}, "which only Kubernetes has"),
         ({"command": "a", "python_module": "b"}, "keep one"),
+        ({"spot": True}, "spot=True is for Kubernetes"),
+        ({"pod_volumes": "{data: {nfs: a}}"}, "pod_volumes=.* is for Kubernetes"),
+        ({"pod_liveness_probe": "{}"}, "pod_liveness_probe='{}' is for Kubernetes"),
+        ({"host_network": True}, "host_network=True is for Kubernetes"),
+        ({"kueue_queue": "q"}, "kueue_queue='q' is for Kubernetes"),
         ({"program_memory": "x"}, "program_memory='x' is not an amount"),
     ],
 )
