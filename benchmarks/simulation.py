@@ -8,13 +8,21 @@ faults). Each is simulated from the trace of its faults.
 * `steps_lost_apart`: between the steps that both have trained again, a fault.
 * `..._crossed`: the same with the costs of another one of the runs.
 * `run_goodput_percent`: of the runs.
+
+Months of 10,000 hosts are simulated by the command of `simulation/README.md`:
+
+* `secs_10k`: 30 days.
+* `secs_10k_uncached_day`: a day without a cache of decisions, with the same result.
 """
 
 from __future__ import annotations
 
 import pathlib
 import random
+import subprocess
+import sys
 import tempfile
+import time
 
 from benchmarks import report, soak
 from elastic_ckpt.application import run_directory
@@ -36,6 +44,12 @@ _TRACE = "trace.jsonl"
 _STATE_BYTES = 2**21
 _NUM_RUNS = 3
 _NUM_EVENTS = 24
+# 10,000 hosts, 100 slices, two of them spares.
+_LARGE = (
+    *("global_batch_size=0", "per_device_batch_size=3", "--hosts", "10000"),
+    *("--slices", "100", "--state-gib", "1000", "--cost", "step_secs=10"),
+    *("--vary", "spares=2", "--json"),
+)
 _PERIOD = "local_checkpoint_period=5"
 
 
@@ -75,6 +89,42 @@ def simulated(run: pathlib.Path, costs: Costs) -> Outcome:
 
 def measure() -> dict[str, report.Figure]:
     """Runs the suite."""
+    return large() | _beside_runs()
+
+
+def large() -> dict[str, report.Figure]:
+    """Simulates 10,000 hosts.
+
+    Raises:
+      RuntimeError: if the results with a cache and without one differ.
+    """
+    month, _ = _simulated_large("--days", "30")
+    _, cached = _simulated_large("--days", "1")
+    day, uncached = _simulated_large("--days", "1", "--no-cache")
+    if cached != uncached:
+        raise RuntimeError(f"with a cache {cached}, without one {uncached}")
+    return {
+        "secs_10k": report.figure("secs", "30 days, at most 60", [month]),
+        "secs_10k_uncached_day": report.figure(
+            "secs", "a day; 30 take at most 1800", [day]
+        ),
+    }
+
+
+def _simulated_large(*options: str) -> tuple[float, str]:
+    # The seconds that it takes, and its result.
+    command = [sys.executable, "-m", "elastic_ckpt.cli.main", "simulate"]
+    began = time.perf_counter()
+    ended = subprocess.run(
+        [*command, str(soak.CONFIG), *_LARGE, *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return time.perf_counter() - began, ended.stdout
+
+
+def _beside_runs() -> dict[str, report.Figure]:
     seed = random.randrange(2**16)
     print(f"seed {seed}")
     run_goodput: list[float] = []
