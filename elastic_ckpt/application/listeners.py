@@ -23,22 +23,30 @@ def check(section: schema.MetricsSection) -> None:
         prometheus.library()
 
 
-def on_one_machine(section: schema.MetricsSection, host: int) -> schema.MetricsSection:
-    """`section` for one of several processes of a machine: each has its own port.
+def of_process(config: schema.Config, host: int | None = None) -> schema.Config:
+    """`config` for one of several processes of a machine: each has its own port.
+
+    All machines use the same ports, because the hosts of each are numbered in a row.
 
     Args:
-      section: of the run.
-      host: the number of the host; that of the supervisor follows the last one.
+      config: of the run.
+      host: the number of the host in its world; None for the supervisor, whose port
+        follows those of the hosts.
     """
+    section = config.metrics
     if not section.prometheus_port:
-        return section
-    return dataclasses.replace(section, prometheus_port=section.prometheus_port + host)
+        return config
+    on_machine = config.world.hosts // len(config.elastic.elastic_machines.split(";"))
+    place = on_machine if host is None else host % on_machine
+    section = dataclasses.replace(
+        section, prometheus_port=section.prometheus_port + place
+    )
+    return dataclasses.replace(config, metrics=section)
 
 
 def of_supervisor(config: schema.Config) -> contextlib.AbstractContextManager[None]:
     """As `started`, for the process that supervises the hosts of this machine."""
-    section = on_one_machine(config.metrics, config.world.hosts)
-    return started(dataclasses.replace(config, metrics=section), name="run")
+    return started(of_process(config), name="run")
 
 
 @contextlib.contextmanager

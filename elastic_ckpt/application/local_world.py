@@ -6,7 +6,6 @@ It imports JAX only where it is used, so that the fork server starts at once.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable
 
@@ -81,8 +80,7 @@ def train(config: schema.Config, world: World) -> None:
     from elastic_ckpt.application import host_program
     from elastic_ckpt.core import topology
 
-    metrics = listeners.on_one_machine(config.metrics, topology.this_host())
-    host_program.train(dataclasses.replace(config, metrics=metrics), world)
+    host_program.train(listeners.of_process(config, topology.this_host()), world)
 
 
 def compile_ahead(config: schema.Config, world: World) -> None:

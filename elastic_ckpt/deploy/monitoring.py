@@ -1,13 +1,15 @@
 """The metrics of a run in a cluster: their port, who collects them, and probes.
 
-The port is that of the program, which is the host, or under Pathways the head.
+The port is that of the program, which is the host, or under Pathways the head. A pod
+with a supervisor has several: of each of its hosts, and of the supervisor, which has
+the metrics of the run while it leads.
 """
 
 from __future__ import annotations
 
 from elastic_ckpt.config import schema
 from elastic_ckpt.core import errors
-from elastic_ckpt.deploy import addition, program, settings
+from elastic_ckpt.deploy import addition, program, settings, supervisors
 
 PORT = "metrics"
 _PATH = "/metrics"
@@ -28,11 +30,18 @@ def check(config: schema.Config) -> None:
     """Raises a ConfigError if the metrics that are read cannot be reached."""
     metrics, deploy = config.metrics, config.deploy
     wanted = [] if deploy.metrics_monitor == "none" else ["metrics_monitor"]
-    wanted += [
+    probes = [
         key
         for key in _PROBES.values()
         if _reads_metrics(key, getattr(config.pods, key))
     ]
+    if probes and supervisors.are_used(config):
+        raise errors.ConfigError(
+            f"{probes[0]} reads metrics, which hosts serve; with elastic_enabled=true"
+            " the hosts of a pod come and go while the pod stays; write a check of"
+            " yours, such as {exec: {command: [test, -e, /tmp/ready]}}"
+        )
+    wanted += probes
     if not wanted:
         return
     if not metrics.prometheus_port:
@@ -55,7 +64,10 @@ def addition_for(config: schema.Config, role: addition.Role) -> addition.Additio
     if role not in ("host", "head"):
         return addition.Addition()
     if port:
-        container["ports"] = [{"name": PORT, "containerPort": port}]
+        container["ports"] = [
+            {"name": name, "containerPort": each}
+            for name, each in ports(config).items()
+        ]
     for field, key in _PROBES.items():
         value = getattr(config.pods, key)
         if not value:
@@ -67,6 +79,17 @@ def addition_for(config: schema.Config, role: addition.Role) -> addition.Additio
     return addition.Addition(container=container)
 
 
+def ports(config: schema.Config) -> dict[str, int]:
+    """The port of each process of a pod that serves metrics, by its name."""
+    first = config.metrics.prometheus_port
+    if not supervisors.are_used(config):
+        return {PORT: first}
+    hosts = config.world.hosts // config.world.slices
+    further = [f"{PORT}-{host}" for host in range(1, hosts)]
+    names = [PORT, *further, f"{PORT}-run"]
+    return {name: first + number for number, name in enumerate(names)}
+
+
 def documents(config: schema.Config, job: str) -> list[addition.Object]:
     """The objects that have the metrics of the pods of the replicated `job` collected.
 
@@ -75,19 +98,20 @@ def documents(config: schema.Config, job: str) -> list[addition.Object]:
     """
     pods = {_JOBSET: config.run.run_name, _REPLICATED_JOB: job}
     selector = {"matchLabels": pods}
-    endpoint = {"port": PORT, "interval": _INTERVAL}
+    endpoints = [{"port": name, "interval": _INTERVAL} for name in ports(config)]
+    with_path = [{**endpoint, "path": _PATH} for endpoint in endpoints]
     match config.deploy.metrics_monitor:
         case "pod_monitoring":
-            spec = {"selector": selector, "endpoints": [endpoint]}
+            spec = {"selector": selector, "endpoints": endpoints}
             return [_object(config, f"{_GOOGLE}/v1", "PodMonitoring", spec)]
         case "pod_monitor":
             spec = {
                 "selector": selector,
-                "podMetricsEndpoints": [{**endpoint, "path": _PATH}],
+                "podMetricsEndpoints": with_path,
             }
             return [_object(config, f"{_OPERATOR}/v1", "PodMonitor", spec)]
         case "service_monitor":
-            spec = {"selector": selector, "endpoints": [{**endpoint, "path": _PATH}]}
+            spec = {"selector": selector, "endpoints": with_path}
             return [
                 _service(config, pods),
                 _object(config, f"{_OPERATOR}/v1", "ServiceMonitor", spec),
@@ -97,8 +121,11 @@ def documents(config: schema.Config, job: str) -> list[addition.Object]:
 
 def _service(config: schema.Config, pods: dict[str, str]) -> addition.Object:
     # A ServiceMonitor finds services, by their labels, and these find the pods.
-    port = {"name": PORT, "port": config.metrics.prometheus_port, "targetPort": PORT}
-    spec = {"clusterIP": "None", "selector": pods, "ports": [port]}
+    listed = [
+        {"name": name, "port": port, "targetPort": name}
+        for name, port in ports(config).items()
+    ]
+    spec = {"clusterIP": "None", "selector": pods, "ports": listed}
     service = _object(config, "v1", "Service", spec)
     # The name of the run is that of JobSet's service.
     metadata = {"name": f"{config.run.run_name}-{PORT}", "labels": pods}

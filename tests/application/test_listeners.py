@@ -51,11 +51,26 @@ def test_tensorboard_and_prometheus_are_as_configured(tmp_path):
 
 
 def test_hosts_of_one_machine_have_ports_of_their_own():
-    section = schema.MetricsSection(prometheus_port=9100)
-    ports = [listeners.on_one_machine(section, n).prometheus_port for n in range(3)]
-    assert ports == [9100, 9101, 9102]
-    nothing = schema.MetricsSection()
-    assert listeners.on_one_machine(nothing, 2) == nothing
+    assert ports_of(hosts=3) == [9100, 9101, 9102]
+    nothing = schema.Config()
+    assert listeners.of_process(nothing, 2) == nothing
+
+
+def test_the_hosts_of_every_machine_have_the_same_ports():
+    assert ports_of(hosts=6, elastic_machines="a:1;b:1") == [9100, 9101, 9102] * 2
+    # A world without the first machine.
+    assert ports_of(hosts=6, elastic_machines="a:1;b:1", there=3) == [9100, 9101, 9102]
+
+
+def ports_of(*, hosts, elastic_machines="", there=None):
+    """The ports of the hosts of a world, which has `there` of all hosts of the run."""
+    run = schema.Config(
+        metrics=schema.MetricsSection(prometheus_port=9100),
+        world=schema.WorldSection(hosts=hosts),
+        elastic=schema.ElasticSection(elastic_machines=elastic_machines),
+    )
+    processes = [listeners.of_process(run, n) for n in range(there or hosts)]
+    return [process.metrics.prometheus_port for process in processes]
 
 
 def test_the_supervisor_has_files_and_a_port_beside_those_of_its_hosts(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_ckpt.application import machine_run
+from elastic_ckpt.application import listeners, machine_run
 from elastic_ckpt.config import load
 from elastic_ckpt.core import errors
 from elastic_ckpt.deploy import supervisors
@@ -98,6 +98,48 @@ def test_a_command_gets_the_names_too(tmp_path):
     (container,) = job["template"]["spec"]["containers"]
     variables = {each["name"]: each.get("value") for each in container["env"]}
     assert variables["ELASTIC_CKPT_CONFIG"] == "/etc/elastic-ckpt/config.yml"
+
+
+METRICS = ["prometheus_port=9400", "prometheus_interface=0.0.0.0"]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "kind", "endpoints"),
+    [
+        ("pod_monitoring", "PodMonitoring", "endpoints"),
+        ("pod_monitor", "PodMonitor", "podMetricsEndpoints"),
+        ("service_monitor", "ServiceMonitor", "endpoints"),
+    ],
+)
+def test_the_metrics_of_every_process_of_every_pod_are_collected(
+    tmp_path, monitor, kind, endpoints
+):
+    overrides = [*slices_and_hosts(2, 4), "devices_per_host=4", *METRICS]
+    overrides.append(f"metrics_monitor={monitor}")
+    built = jobsets.documents(ELASTIC, *overrides)
+    assert manifest_check.problems(built) == []
+    config = config_of(tmp_path, *overrides)
+    processes = [listeners.of_process(config, host) for host in (0, 1, 2, 3, None)]
+    served = [process.metrics.prometheus_port for process in processes]
+    # Two pods with two hosts, and the supervisor that leads.
+    assert served == [9400, 9401, 9400, 9401, 9402]
+    (container,) = jobsets.pods(built)["hosts"]["spec"]["containers"]
+    ports = {each.get("name"): each["containerPort"] for each in container["ports"]}
+    collected = [each["port"] for each in jobsets.only(kind, built)["spec"][endpoints]]
+    assert sorted(ports[name] for name in collected) == sorted({*served})
+    if monitor == "service_monitor":
+        listed = jobsets.only("Service", built)["spec"]["ports"]
+        assert {each["name"]: each["port"] for each in listed} == {
+            name: ports[name] for name in collected
+        }
+
+
+@pytest.mark.parametrize("key", ["pod_startup_probe", "pod_liveness_probe"])
+def test_a_probe_of_metrics_would_end_pods_whose_hosts_start_again(key):
+    with pytest.raises(errors.ConfigError, match=f"{key} reads metrics.*come and go"):
+        jobsets.documents(ELASTIC, f"{key}={{periodSeconds: 5}}", *METRICS)
+    of_its_own = f"{key}={{exec: {{command: [test, -e, /tmp/ready]}}}}"
+    assert jobsets.documents(ELASTIC, of_its_own, *METRICS)
 
 
 @pytest.mark.parametrize(
