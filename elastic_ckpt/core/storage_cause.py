@@ -30,6 +30,7 @@ SLOW = Cause("slow", "save less often, or use faster storage")
 UNREACHABLE = Cause("unreachable", "bring it back: what waits is stored by itself")
 MISSING = Cause("missing", "check the path")
 DAMAGED = Cause("damaged", "look for faulty memory: `elastic-ckpt verify` reads all")
+TOO_FEW = Cause("too_few", "add machines or slices, or ask for fewer copies")
 OTHER = Cause("other", "")
 
 # The first that matches counts. Numbers alone could be those of steps.
@@ -53,6 +54,7 @@ _SIGNS = tuple(
                 f"{_HTTP}40[13]",
             ),
         ),
+        (TOO_FEW, ("items lack (copies|a distant holder)",)),
         (DAMAGED, ("digest differs", "has different values", "different values at")),
         (SLOW, ("[Tt]imed out", "DEADLINE_EXCEEDED", "Timeout", "(is|are) not done")),
         (

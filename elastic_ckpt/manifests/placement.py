@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elastic_ckpt.core import columns, digest, errors
+from elastic_ckpt.core import columns, digest
 from elastic_ckpt.manifests.holdings import Holdings
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.manifests.receivers import Candidates, Holders, Receivers, Wanted
@@ -221,8 +221,7 @@ class _World:
             ),
         ):
             if len(items):
-                named = errors.first_of(map(holdings.name, items))
-                which = f"{len(items)} of {holdings.num_items} items ({named})"
+                which = f"{len(items)} of {holdings.num_items} items"
                 text = f"{which} lack {_LACKING[lacks]}: {why}"
                 shortfalls.append(Shortfall(items=items, lacks=lacks, why=text))
         return tuple(shortfalls)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ckpt.core import storage_cause
 from elastic_ckpt.manifests import holdings, placement, search
 from tests.tiers import saved_worlds
 
@@ -298,9 +299,14 @@ def test_hosts_on_one_machine_are_lost_together():
         assert len({machines[each] for each in ids}) == len(ids) == 2
     (short,) = placed.shortfalls
     assert short.why == (
-        "4 of 4 items (w[0:1], w[1:2], w[2:3], w[3:4]) lack copies: they are on fewer"
-        " than 3 machines, of 2; add machines, or ask for fewer copies"
+        "4 of 4 items lack copies: they are on fewer than 3 machines, of 2; add"
+        " machines, or ask for fewer copies"
     )
+    assert [holding.name(item) for item in short.items] == [
+        f"w[{n}:{n + 1}]" for n in range(4)
+    ]
+    # The event of the run has the cause, and no list of leaves.
+    assert storage_cause.of_message(short.why) == storage_cause.TOO_FEW
 
 
 def test_a_shortfall_says_which_boxes_and_why():
@@ -308,6 +314,7 @@ def test_a_shortfall_says_which_boxes_and_why():
     (short,) = placement.place(table(offers), hosts_of(offers)).shortfalls
     assert short.lacks == "domain"
     assert "lack a distant holder: they are in one slice of 1 alone" in short.why
+    assert storage_cause.of_message(short.why) == storage_cause.TOO_FEW
     placed = placement.place(table(offers), hosts_of(offers)[1:])
     assert {each.lacks: len(each.items) for each in placed.shortfalls} == {
         "holder": 2,
