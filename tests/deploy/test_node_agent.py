@@ -14,8 +14,8 @@ NODE = "node_agent_h100"
 ALL = (jobsets.GPU, jobsets.TPU, jobsets.PATHWAYS)
 
 
-def agents(*overrides):
-    config = load.load(jobsets.SHIPPED / f"{NODE}.yml", overrides)
+def agents(*overrides, name=NODE):
+    config = load.load(jobsets.SHIPPED / f"{name}.yml", overrides)
     return nodes.documents(config)
 
 
@@ -24,9 +24,13 @@ def pod_of(documents):
     return daemon_set["spec"]["template"]["spec"]
 
 
-def test_the_shipped_agents_are_those_of_the_shipped_configuration(golden):
-    text = manifest.to_yaml(agents())
-    golden(str(jobsets.SHIPPED / "node_agents.yaml"), text)
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [(NODE, "node_agents"), ("gke_multitier_v6e", "checkpoint_configuration")],
+)
+def test_what_nodes_need_is_that_of_the_shipped_configurations(name, written, golden):
+    text = manifest.to_yaml(agents(name=name))
+    golden(str(jobsets.SHIPPED / f"{written}.yaml"), text)
 
 
 def test_agents_of_other_nodes_are_other_objects():
