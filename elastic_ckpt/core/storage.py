@@ -296,11 +296,13 @@ def read_log(
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: epath.PathLike, *, target: str = "") -> Iterator[None]:
+def exclusive_lock(
+    path: epath.PathLike, *, target: str = "", waits: bool = False
+) -> Iterator[None]:
     """Locks `path` for this process; the kernel unlocks it if the process dies.
 
-    An error names `target` as what is written; by default the directory of the file.
-    Object stores have no locks: there the launcher must prevent two runs at a time.
+    An error names `target` as what is written, by default the directory of the file;
+    with `waits` there is none. Object stores have no locks: launchers prevent two runs.
 
     Raises:
       RunError: if another live process holds it; the message names that process.
@@ -311,17 +313,15 @@ def exclusive_lock(path: epath.PathLike, *, target: str = "") -> Iterator[None]:
     make_directory(epath.Path(path).parent)
     with open(path, "a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "an unknown process"
+            owner = pathlib.Path(path).read_text().strip() or "an unknown process"
             raise errors.RunError(
                 f"{target or os.path.dirname(path)} is being written by another live"
                 f" run ({owner}); wait for it, stop it, or use another directory"
             ) from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         yield
 
 

@@ -3,8 +3,8 @@
 It is in no world. Host 0 of the world sends it a request after each save
 (`backup_copies`), with the parts to fetch and their holders. It fetches them from the
 agents of the world's machines, verified, and commits them when it has all. Its agent
-serves them like those of an idle machine. Besides the newest step it keeps the newest
-one of which all backup hosts have their parts.
+serves them like those of an idle machine, and puts bad ones right. Besides the newest
+step it keeps the newest one of which all backup hosts have their parts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from elastic_ckpt.host import backup_copies, copies
 from elastic_ckpt.manifests import layout, part_message
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.part_table import PartTable
-from elastic_ckpt.tiers.peers import backup_directory, peer, peer_client
-from elastic_ckpt.tiers.ram import local, ram_disk
+from elastic_ckpt.tiers.peers import agent_url, backup_directory, peer, peer_client
+from elastic_ckpt.tiers.ram import file_repair, local, ram_disk
 from elastic_ckpt.tiers.source import Source
 
 
@@ -79,8 +79,9 @@ class BackupHost:
         held = own.held()
         # The newest one here may be on all backup hosts by now.
         newest = [max(held, key=backup_copies.order)] if held else []
-        for each in set(held) - {(step, save), *newest, *message.saves}:
-            own.remove(*each)
+        with file_repair.held_off(own.disk.host_directory(own.slot)):
+            for each in set(held) - {(step, save), *newest, *message.saves}:
+                own.remove(*each)
         taken = copies.fetched(own, self._sources(message.tables), is_partial=False)
         return Fetched(
             step=step, save=save, copies=taken.copies, num_bytes=taken.num_bytes
@@ -91,7 +92,8 @@ class BackupHost:
             disk = ram_disk.RamDisk(self._root, run=run)
             host = backup_copies.backup_host(disk.machine, number=0)
             self._own = local.LocalHost(disk, slot=0, domains=host.domains, number=0)
-            self._own.clean()
+            with file_repair.held_off(disk.host_directory(self._own.slot)):
+                self._own.clean()
         if self._own.disk.run != run:
             raise errors.CheckpointError(
                 f"a request is of run {run!r}, and {self._root} is that of"
@@ -107,6 +109,7 @@ class BackupHost:
                 table.holders, table.with_files().offers(), strict=True
             ):
                 slot = holder.host.id.rpartition(".")[2]
-                endpoint = self._client.endpoint(holder.url)
+                url, certificate = agent_url.unpinned(holder.url)
+                endpoint = self._client.endpoint(url, certificate_sha256=certificate)
                 sources[offer] = peer.PeerSource(endpoint, f"{slot}/{directory}")
         return sources

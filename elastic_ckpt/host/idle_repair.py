@@ -1,8 +1,9 @@
 """Bad copies whose host is in no world, put right from a good one.
 
-They lie on idle machines, or in slots that this world does not use: their process is
-gone. A host of the world reads what was saved from another holder, verified, and has
-the machine's agent write it (`ram.file_repair`).
+They lie on idle machines, in slots that this world does not use, or on backup hosts:
+their process is gone, or has no other copy. A host of the world reads what was saved
+from another holder, verified, and has the machine's agent write it
+(`ram.file_repair`).
 """
 
 from __future__ import annotations

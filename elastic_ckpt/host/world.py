@@ -17,7 +17,13 @@ from elastic_ckpt.manifests import failure_domains, layout, placement
 from elastic_ckpt.manifests.holdings import Offer
 from elastic_ckpt.manifests.manifest import Host
 from elastic_ckpt.tiers.choices import Chosen, Peers
-from elastic_ckpt.tiers.peers import mailbox, peer, peer_client, peer_endpoint
+from elastic_ckpt.tiers.peers import (
+    agent_url,
+    mailbox,
+    peer,
+    peer_client,
+    peer_endpoint,
+)
 from elastic_ckpt.tiers.persistent import persistent_root, persistent_tier
 from elastic_ckpt.tiers.ram import local, ram_disk
 from elastic_ckpt.tiers.source import ReadError, Source, Tier, merged
@@ -72,7 +78,8 @@ class HostWorld:
       mail: of this host.
       captured: the steps that this host backs up from the memory of their capture, by
         step and save.
-      agent_urls: of the agents of all machines that are known, by machine.
+      agent_urls: of the agents of all machines that are known, by machine, with their
+        certificates (`tiers.peers.agent_url.pinned`).
     """
 
     def __init__(
@@ -102,10 +109,13 @@ class HostWorld:
             self.persistent = persistent_tier.PersistentTier(self.root, run=self.run)
         self.captured: dict[tuple[int, str], CapturedStep] = {}
         self._client = client
-        self.agent_urls = {machine: each["url"] for machine, each in agents.items()}
+        self.agent_urls = {
+            machine: agent_url.pinned(each["url"], each.get("certificate_sha256"))
+            for machine, each in agents.items()
+        }
         self._urls = {
-            machine: url
-            for machine, url in self.agent_urls.items()
+            machine: each["url"]
+            for machine, each in agents.items()
             if machine != own.disk.machine
         }
         # By url, the certificate that the agent announced.

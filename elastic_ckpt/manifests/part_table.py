@@ -187,10 +187,10 @@ class PartTable:
         """The same, for a reader that is in no world.
 
         Args:
-          urls: of the agents of the machines of the world, by machine.
+          urls: of the agents of machines that are known, by machine.
         """
         holders = tuple(
-            each._replace(url=each.url or urls.get(each.host.id.rpartition(".")[0], ""))
+            each._replace(url=urls.get(each.host.id.rpartition(".")[0], each.url))
             for each in self.holders
         )
         return dataclasses.replace(self, holders=holders)

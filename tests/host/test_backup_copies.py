@@ -13,7 +13,13 @@ from elastic_ckpt.manifests import part_message, part_table
 from elastic_ckpt.manifests.holdings import Holdings, Offer
 from elastic_ckpt.manifests.part_message import PartMessage
 from elastic_ckpt.manifests.part_table import PartTable
-from elastic_ckpt.tiers.peers import agent, backup_directory, peer_client, secret
+from elastic_ckpt.tiers.peers import (
+    agent,
+    backup_directory,
+    peer,
+    peer_client,
+    secret,
+)
 from elastic_ckpt.tiers.ram import ram_disk
 from tests.tiers import saved_worlds, served
 
@@ -117,6 +123,35 @@ def test_a_part_that_cannot_be_fetched_leaves_the_steps_before(tmp_path):
             with pytest.raises(errors.CheckpointError, match="no good copy"):
                 host.poll()
     assert held(root) == [10]
+
+
+def test_a_bad_copy_is_repaired_while_the_backup_host_lives(tmp_path):
+    root = tmp_path / "backup"
+    backup_directory.make(root)
+    secret.adopt(root, "the-secret-of-this-run")
+    with (
+        peers(tmp_path / "peer", dict.fromkeys((10, 20, 30), FILES)) as (
+            tables,
+            client,
+        ),
+        contextlib.closing(backup_host.BackupHost(root, client)) as host,
+    ):
+        request(root, tables[10])
+        host.poll()
+        directory = ram_disk.RamDisk(root, run=served.RUN).step_directory(0, 10, "0")
+        (directory / "data/a").write_bytes(b"part x")
+        with served.serving(agent.Service(root=str(root))) as address:
+            client = peer_client.PeerClient("the-secret-of-this-run")
+            with contextlib.closing(client):
+                offered = peer.Peer(address.url, client, served.RUN).offers(10)
+                (source,) = offered.sources.values()
+                source.put_right("data/a", FILES["data/a"])
+        assert (directory / "data/a").read_bytes() == FILES["data/a"]
+        # It fetches and removes steps as before.
+        for step in (20, 30):
+            request(root, tables[step])
+            host.poll()
+        assert held(root) == [20, 30]
 
 
 def test_a_damaged_request_is_refused(tmp_path):

@@ -20,18 +20,18 @@ class BackupHost:
 
     Args:
       directory: its RAM disk.
-      secret_file: of the run.
-      options: further ones of the command.
+      options: of `elastic-ckpt agent`.
 
     Attributes:
       url: of its agent, also after it was started again.
     """
 
-    def __init__(self, directory, secret_file, *options):
+    def __init__(self, directory, *options):
         self.directory = directory
-        self._options = ("--secret-file", secret_file, *options)
+        self._options = options
         self._output = f"{directory}.log"
-        self.start()
+        os.makedirs(os.path.dirname(directory), exist_ok=True)
+        self._start()
         self.url = self._wait(lambda: _SERVING.search(self.output()))[1]
 
     def __enter__(self):
@@ -40,9 +40,8 @@ class BackupHost:
     def __exit__(self, *_):
         self.kill()
 
-    def start(self, *, port=0):
-        """Starts it, with an output of this start alone."""
-        arguments = (self.directory, "--backup", "--port", port, *self._options)
+    def _start(self, *more):
+        arguments = (self.directory, *self._options, *more)
         with open(self._output, "w") as output:
             self._process = subprocess.Popen(
                 runs.command("agent", *arguments),
@@ -58,10 +57,13 @@ class BackupHost:
         self._process.wait()
 
     def start_again(self, *, is_empty=False):
-        """Starts it at the same address, after its RAM disk was lost or not."""
+        """Starts it at the same address, after its RAM disk was lost or not.
+
+        Its output before is gone.
+        """
         if is_empty:
             shutil.rmtree(self.directory)
-        self.start(port=self.url.rpartition(":")[2])
+        self._start("--port", self.url.rpartition(":")[2])
 
     def await_end(self):
         """Waits until it ends by itself; returns its exit code."""

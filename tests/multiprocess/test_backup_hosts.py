@@ -2,17 +2,25 @@
 
 import contextlib
 import os
+import pathlib
 import shutil
 import signal
 import time
 
 import pytest
+import trustme
 
+from elastic_ckpt.tiers.choices import TlsFiles
 from elastic_ckpt.tiers.peers import agent
 from tests import runs, shared_memory
-from tests.multiprocess import backup_hosts, test_node_agents
+from tests.multiprocess import backup_hosts, machines, test_node_agents
+from tests.multiprocess.test_elastic_ram import on, restored, saved
 
 MACHINES = ("a", "b")
+
+
+def of_backup(secret_file):
+    return ("--backup", "--secret-file", secret_file)
 
 
 class BackedUpRun:
@@ -33,7 +41,9 @@ class BackedUpRun:
         self.machines = [os.path.join(ram, name) for name in MACHINES]
         self.backups = [
             stack.enter_context(
-                backup_hosts.BackupHost(os.path.join(ram, f"backup-{n}"), secret_file)
+                backup_hosts.BackupHost(
+                    os.path.join(ram, f"backup-{n}"), *of_backup(secret_file)
+                )
             )
             for n in range(2)
         ]
@@ -133,13 +143,76 @@ def test_a_backup_host_that_starts_again_gets_its_share_of_the_next_save(started
     assert "PASSED" in runs.verb("audit", started.run)
 
 
+def state_files(backup):
+    """The files of the state on a backup host, with their content."""
+    return {
+        path: path.read_bytes()
+        for path in pathlib.Path(backup.directory).glob("hosts/0/4-*/state/**/*")
+        if path.is_file() and path.suffix != ".json"
+    }
+
+
+def flip_a_byte_of_each(files):
+    for path, content in files.items():
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+@pytest.mark.slow
+def test_bad_copies_on_a_live_backup_host_are_put_right_also_with_tls(tmp_path):
+    ca = trustme.CA()
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    # Hosts announce their certificates, and backup hosts are known by their names.
+    for name in ("127.0.0.1", "host.example"):
+        issued = ca.issue_cert(name)
+        path = tmp_path / f"{name}.pem"
+        issued.private_key_and_cert_chain_pem.write_to_path(path)
+    secret_file, steps = tmp_path / "secret", tmp_path / "steps"
+    secret_file.write_text("the-secret-of-this-run\n")
+    authority, of_host = str(tmp_path / "ca.pem"), str(tmp_path / "host.example.pem")
+    certificate = tmp_path / "127.0.0.1.pem"
+    options = ("--tls-certificate", certificate, "--tls-key", certificate)
+    with (
+        machines.Machines() as ram,
+        backup_hosts.BackupHost(
+            ram.directory(9), *of_backup(secret_file), *options, "--tls-ca", authority
+        ) as backup,
+    ):
+        world = {
+            "tls": TlsFiles(certificate=of_host, key=of_host, authority=authority),
+            "copies": 0,
+            "backups": (backup.url,),
+            "secret_file": str(secret_file),
+            "persistent": str(steps),
+        }
+        events = on(ram, range(2), saved([4], sharded=True), tmp_path, **world)
+        assert not [each for each in events if each["event"] == "degraded"]
+        good = state_files(backup)
+        flip_a_byte_of_each(good)
+        for number in range(2):
+            ram.lose(number)
+        # Other machines read the copies, which are bad, and then those in storage.
+        events = on(ram, [2], restored(4, sharded=True), tmp_path, **world)
+        (event,) = (each for each in events if each["event"] == "restored_from")
+        assert event["bad_copies"] == event["repaired"] == len(good)
+        assert state_files(backup) == good
+        flip_a_byte_of_each(good)
+        peer = ("--peer", backup.url, "--secret-file", secret_file)
+        runs.verb(
+            *("verify", "--repair", steps, *peer, "--tls-authority", authority),
+            *("--run", "run"),
+        )
+        assert state_files(backup) == good
+
+
 @pytest.mark.slow
 def test_a_backup_host_whose_agent_is_killed_ends_with_an_error(tmp_path):
     secret_file = tmp_path / "secret"
     secret_file.write_text("the-secret-of-this-run\n")
     with (
         shared_memory.directory("backup") as ram,
-        backup_hosts.BackupHost(os.path.join(ram, "a"), secret_file) as backup,
+        backup_hosts.BackupHost(
+            os.path.join(ram, "a"), *of_backup(secret_file)
+        ) as backup,
     ):
         os.kill(agent.find(backup.directory).pid, signal.SIGKILL)
         assert backup.await_end() == 1

@@ -1,6 +1,7 @@
 """Bad files in a RAM disk are replaced by what was saved, and by nothing else."""
 
 import contextlib
+from concurrent import futures
 
 import pytest
 
@@ -81,6 +82,29 @@ def test_a_live_process_repairs_its_own_slot(directory, remote):
     assert (directory / "data" / "part").read_bytes() == b"damaged"
     remote.put_right("data/part", SAVED)
     assert (directory / "data" / "part").read_bytes() == SAVED
+
+
+def test_the_process_of_a_backup_host_lets_others_repair_its_slot(directory, remote):
+    with storage.exclusive_lock(directory.parent / "lock"):
+        with file_repair.held_off(directory.parent):
+            pass
+        remote.put_right("data/part", SAVED)
+    assert (directory / "data" / "part").read_bytes() == SAVED
+
+
+def test_a_repair_waits_while_a_live_process_removes_the_step(directory):
+    slot = directory.parent
+    with (
+        storage.exclusive_lock(slot / "lock"),
+        futures.ThreadPoolExecutor(1) as executor,
+    ):
+        with file_repair.held_off(slot):
+            repair = executor.submit(file_repair.replace, directory, "data/part", SAVED)
+            assert not futures.wait([repair], timeout=0.2).done
+            storage.remove(directory)
+        with pytest.raises(source.RepairError, match="was not repaired"):
+            repair.result()
+    assert not directory.exists()
 
 
 def test_a_step_that_is_gone_is_not_made_anew(directory, remote):

@@ -3,8 +3,8 @@
     PUT       /v1/hosts/<slot>/<step>-<save>/<path>      the whole file
 
 The agent takes only bytes that the manifest of the slot lists, for a slot whose process
-is gone (`ram.file_repair`). It answers with 204, or with 409 and the reason. One file
-is taken at a time, and is in memory meanwhile.
+is gone or lets others repair it (`ram.file_repair`). It answers with 204, or with 409
+and the reason. One file is taken at a time, and is in memory meanwhile.
 """
 
 from __future__ import annotations

@@ -4,14 +4,16 @@ A process alone writes its slot, and puts its bad copies right. A slot whose pro
 has ended - that of an idle machine, or of a slot that the present world does not use -
 is repaired by the machine's agent, or by a person's `elastic-ckpt verify --repair`.
 Both come here: a file is replaced only by the bytes that the manifest beside it lists,
-so a repair cannot make a good copy bad.
+so a repair cannot make a good copy bad. The process of a backup host has no good copies
+to repair its slot from: it lets others do so while it lives (`held_off`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from etils import epath
@@ -22,6 +24,22 @@ from elastic_ckpt.manifests.manifest import Manifest
 from elastic_ckpt.tiers import no_follow, stored_part
 from elastic_ckpt.tiers.ram import machine
 from elastic_ckpt.tiers.source import RepairError
+
+# In a slot that others repair while its process lives.
+_REPAIRS = "repairs.lock"
+
+
+@contextlib.contextmanager
+def held_off(slot: epath.PathLike) -> Iterator[None]:
+    """Keeps others from repairing files of a slot, and lets them do so afterwards.
+
+    The process of the slot calls it at its start, and to remove steps.
+
+    Args:
+      slot: its directory.
+    """
+    with storage.exclusive_lock(os.path.join(slot, _REPAIRS), waits=True):
+        yield
 
 
 def replace(directory: epath.PathLike, file: str, content: bytes) -> None:
@@ -46,7 +64,7 @@ def replace(directory: epath.PathLike, file: str, content: bytes) -> None:
     name = manifest_file.file_name(host)
     _check(_manifest(root, [*below, name]), file, content)
     try:
-        with storage.exclusive_lock(os.path.join(slot, "lock")):
+        with _unremoved(slot):
             # No process removes the step meanwhile, or has begun to.
             if not _is_file(root, [*below, name]):
                 raise RepairError("was not repaired: its step is gone")
@@ -59,6 +77,19 @@ def replace(directory: epath.PathLike, file: str, content: bytes) -> None:
         ) from None
     except OSError as error:
         raise RepairError(f"cannot be written ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _unremoved(slot: str) -> Iterator[None]:
+    # Meanwhile no process removes steps of the slot.
+    with contextlib.ExitStack() as locks:
+        try:
+            locks.enter_context(storage.exclusive_lock(os.path.join(slot, "lock")))
+        except errors.RunError:
+            if not os.path.exists(os.path.join(slot, _REPAIRS)):
+                raise
+            locks.enter_context(held_off(slot))
+        yield
 
 
 def _manifest(root: str, names: Sequence[str]) -> Manifest:

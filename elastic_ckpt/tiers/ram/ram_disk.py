@@ -2,6 +2,7 @@
 
     machine                        the id of this machine's memory, made once
     hosts/<slot>/lock              held by the process whose steps these are
+    hosts/<slot>/repairs.lock      of repairs while it lives, see `file_repair`
     hosts/<slot>/messages/         messages to other hosts, as long as they need them
     hosts/<slot>/<step>-<save>/    a step of that process, see `layout`; a file
                                    `preserve` in it keeps it, regardless of policies
