@@ -3,6 +3,7 @@
 Each pod is at a loopback address. The text of the ConfigMap and the variables of the
 container are those of the manifest; only values that this machine lacks are replaced:
 the names of pods and the URL of the bucket. A pod that is killed loses its RAM disk.
+Backup hosts are pods, too, with RAM disks apart from the others.
 """
 
 import os
@@ -11,9 +12,10 @@ import signal
 import subprocess
 
 from elastic_ckpt.config import load
-from elastic_ckpt.deploy import manifest, supervisors
+from elastic_ckpt.deploy import backup_hosts, manifest, supervisors
 from tests import runs
 from tests.deploy import jobsets
+from tests.multiprocess import backup_hosts as started_backups
 from tests.multiprocess import supervisors as started_supervisors
 
 _BUCKET = "gs://bucket/runs"
@@ -25,6 +27,9 @@ class Pods(started_supervisors.Supervisors):
     Args:
       config: of the run, whose files are in its own directory.
       ram: the RAM disk of all pods, which have a directory for each slice there.
+
+    Attributes:
+      backups: the backup hosts of the manifest.
     """
 
     def __init__(self, config, ram):
@@ -32,14 +37,21 @@ class Pods(started_supervisors.Supervisors):
         self.run = self.directory / "tiny"
         chosen = [f"base_output_directory={_BUCKET}", "docker_image=registry/image:1"]
         built = manifest.documents(load.load(config, chosen))
-        (replicated,) = jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
-        job = replicated["template"]["spec"]
+        jobs = {
+            each["name"]: each["template"]["spec"]
+            for each in jobsets.only("JobSet", built)["spec"]["replicatedJobs"]
+        }
+        job = jobs.pop(supervisors.REPLICATED_JOB)
         (self._container,) = job["template"]["spec"]["containers"]
-        names = f"tiny-{replicated['name']}-0-%d.tiny:{supervisors.PORT}"
+        names = f"tiny-{supervisors.REPLICATED_JOB}-0-%d.tiny:{supervisors.PORT}"
         numbers = range(job["completions"])
         replaced = {_BUCKET: str(self.directory)} | {
             names % n: started_supervisors.free_address(self._ip(n)) for n in numbers
         }
+        self.backups = []
+        if backup_job := jobs.pop(backup_hosts.REPLICATED_JOB, None):
+            replaced |= self._start_backups(backup_job)
+        assert not jobs
         self._files = self.directory / "mounted"
         self._files.mkdir()
         for name, text in jobsets.only("ConfigMap", built)["data"].items():
@@ -51,6 +63,11 @@ class Pods(started_supervisors.Supervisors):
         self.started = {}
         for number in numbers:
             self.start(number)
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for backup in self.backups:
+            backup.kill()
 
     def start(self, number):
         """Starts a pod, the first or one that replaces another, as its Job does."""
@@ -89,6 +106,27 @@ class Pods(started_supervisors.Supervisors):
         assert hosts
         for pid in hosts:
             os.kill(pid, signal.SIGKILL)
+
+    def _start_backups(self, job):
+        """Starts the backup hosts; returns their addresses by those in the manifest."""
+        (container,) = job["template"]["spec"]["containers"]
+        (port,) = (each["containerPort"] for each in container["ports"])
+        program, verb, directory, *words = container["command"]
+        assert (program, verb) == ("elastic-ckpt", "agent")
+        # It is below a volume of the pod.
+        (volume,) = (each["mountPath"] for each in container["volumeMounts"])
+        addresses = {}
+        for number in range(job["completions"]):
+            local = {"$(POD_IP)": self._ip(10 + number), str(port): "0"}
+            ram = os.path.join(self.ram, f"backup-{number}")
+            backup = started_backups.BackupHost(
+                directory.replace(volume, ram),
+                *(local.get(word, word) for word in words),
+            )
+            self.backups.append(backup)
+            name = f"tiny-{backup_hosts.REPLICATED_JOB}-0-{number}.tiny:{port}"
+            addresses[name] = backup.url.removeprefix("http://")
+        return addresses
 
     def _variables(self, number):
         fields = {"status.podIP": self._ip(number)}

@@ -64,3 +64,41 @@ def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
             assert all(each["step"] > 0 for each in restored)
             assert all(each["persistent_bytes"] == 0 for each in restored)
             assert "PASSED" in runs.verb("audit", pods.run)
+
+
+@pytest.mark.slow(minutes=1)
+def test_all_pods_of_hosts_are_lost_and_the_backup_pods_of_the_manifest_have_the_step(
+    tmp_path, corpus
+):
+    secret_file = tmp_path / "secret"
+    secret_file.write_text("the-secret-of-this-run\n")
+    with shared_memory.directory("pods") as ram:
+        config = test_elastic_run.configured(
+            tmp_path,
+            corpus,
+            ram,
+            hosts=2,
+            slices=2,
+            steps=1_000_000,
+            # Nothing is in storage before the end.
+            multi_tier_checkpointing_backup_interval_steps=1_000_000,
+            peer_copies=0,
+            peer_secret_file=str(secret_file),
+            backup_hosts=2,
+            elastic_machine_timeout_seconds=20,
+            elastic_compile_ahead_seconds=0,
+            termination_grace_period_seconds=900,
+        )
+        with local_pods.Pods(config, ram) as pods:
+            step, _ = pods.backups[0].await_fetched()
+            pods.backups[1].await_fetched(step=step)
+            for number in (0, 1):
+                pods.kill(number)
+            for number in (0, 1):
+                pods.start(number)
+            pods.wait_until(lambda: runs.events(pods.run, "restored_from"))
+            pods.stop()
+            (restored,) = runs.events(pods.run, "restored_from")
+            assert restored["step"] >= step
+            assert restored["persistent_bytes"] == restored["local_bytes"] == 0
+            assert "PASSED" in runs.verb("audit", pods.run)
