@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.cli import scale
-from elastic_ckpt.config import load
+from elastic_ckpt.config import load, schema
 from elastic_ckpt.elastic import decision, scale_request
 from tests import runs
 
@@ -120,3 +120,25 @@ def test_requests_are_read_once_each_and_end_with_the_start(tmp_path, monkeypatc
     before = present()
     (tmp_path / scale_request.FILE).write_text("{")
     assert present() is before
+
+
+# The clients are those of the other tests, and slower for S3.
+@pytest.mark.parametrize(
+    "bucket",
+    ["gs", pytest.param("s3", marks=pytest.mark.slow(minutes=0.05))],
+    indirect=True,
+)
+def test_a_run_in_a_bucket_reads_requests_there(bucket, monkeypatch):
+    monkeypatch.setattr(scale_request, "_BUCKET_LOOK_SECS", 0.0)
+    configured = decision.Policy(min_slices=2, max_slices=4)
+    run_directory.write_config(bucket, schema.Config())
+    refused = runs.verb("scale", bucket, "--slices", "2", code=1)
+    assert "was not started with elastic_enabled=true" in refused
+    scale_request.write(bucket, 3)
+    present = scale_request.ScaledPolicy(bucket, configured)
+    # That of an earlier start.
+    assert present() is configured
+    for slices in (3, 2):
+        scale_request.write(bucket, slices)
+        assert present().max_slices == slices
+        assert present() is present()
