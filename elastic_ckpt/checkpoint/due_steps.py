@@ -36,8 +36,10 @@ class DueSteps:
         # Backed up next, and now.
         self._late: Saving | None = None
         self._in_backup: int | None = None
-        # The newest failure, and when the first one since the last backup was.
+        # The newest failure, the newest step that was not taken, and when the first one
+        # was since storage took all that it was given.
         self._why = ""
+        self._failed_step = 0
         self._failing_secs: float | None = None
 
     @property
@@ -79,20 +81,28 @@ class DueSteps:
             late, self._late = self._late, None
         return late
 
-    def fail(self, why: str) -> None:
+    def fail(self, step: int, why: str) -> None:
         """Notes that storage has not taken a step."""
         with self._lock:
             self._why = why
+            self._failed_step = max(self._failed_step, step)
             if self._failing_secs is None:
                 self._failing_secs = time.monotonic()
 
     def store(self, step: int) -> None:
-        """Notes that a step is in storage, by an event if storage had failed."""
+        """Notes that a step is in storage, by an event if storage has recovered.
+
+        It has when it takes a step that it did not take before, or a newer one: an
+        upload that is done late leaves the steps that waited for it.
+        """
         with self._lock:
             stored = {each for each in self._steps if each <= step}
             self._steps -= stored
-            began_secs, self._failing_secs = self._failing_secs, None
-            why, self._why = self._why, ""
+            began_secs, why = self._failing_secs, self._why
+            if step < self._failed_step:
+                began_secs = None
+            else:
+                self._failing_secs, self._failed_step, self._why = None, 0, ""
         self._record()
         if began_secs is not None:
             self._emit(
@@ -107,6 +117,7 @@ class DueSteps:
         """Drops the steps behind the one that the run goes on from."""
         with self._lock:
             self._steps = {each for each in self._steps if each <= step}
+            self._failed_step = min(self._failed_step, step)
 
     def check(self) -> None:
         """Checks that nothing is due; no stage may be at work.

@@ -333,7 +333,7 @@ class SaveStages:
         elif is_due:
             self._due.keep(saving)
             why = "the backup of an earlier step is not done; it comes next"
-            self._work.degraded("persistent", saving.step, why)
+            self._work.not_taken("persistent", saving.step, why)
 
     def _make_room(self) -> None:
         # Removes an older step that was kept because newer ones lack copies.

@@ -150,7 +150,7 @@ class StageWork:
     def not_taken(self, tier: str, step: int, why: str) -> None:
         """Reports that a tier has not taken a step that is due there."""
         if tier == "persistent":
-            self.due.fail(why)
+            self.due.fail(step, why)
         self.degraded(tier, step, why)
 
     def degraded(self, tier: str, step: int, why: str) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 
 import pytest
 
@@ -38,6 +39,22 @@ def breaks(tmp_path, monkeypatch):
         number[0] = new
 
     return breaks
+
+
+@pytest.fixture
+def hangs(tmp_path, monkeypatch):
+    """Makes writes to storage wait until the returned event is set again."""
+    write, is_answering = files.write_atomic, threading.Event()
+    is_answering.set()
+
+    def write_atomic(target, content, **options):
+        if os.fspath(target).startswith(str(tmp_path / "steps")):
+            is_answering.wait()
+        write(target, content, **options)
+
+    monkeypatch.setattr(files, "write_atomic", write_atomic)
+    yield is_answering
+    is_answering.set()
 
 
 @pytest.fixture
@@ -88,6 +105,43 @@ def test_a_cause_is_reported_and_storage_recovers_by_itself(
     root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
     assert root.steps() == [1, 5]
     checkpointer.close()
+
+
+def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
+    make,  # noqa: F811
+    tmp_path,
+    hangs,
+    backlog,
+):
+    recorded = RecordedEvents()
+    checkpointer = make(storage(tmp_path), emit=recorded)
+    assert checkpointer.save(1, state(1))
+    checkpointer.wait()
+    hangs.clear()
+    for step in (2, 3, 4):
+        assert checkpointer.save(step, state(step))
+        checkpointer._steps.stages.wait_for_commit()
+    checkpointer._events.flush()
+    late = recorded.named("degraded")
+    assert [(each["tier"], each["step"]) for each in late] == [
+        ("persistent", 3),
+        ("persistent", 4),
+    ]
+    assert {each["cause"] for each in late} == {"slow"}
+    assert backlog[-1] == 3
+    hangs.set()
+    checkpointer._steps.stages._backup_stage.wait()
+    checkpointer._events.flush()
+    # One that is stored late leaves two that are due.
+    assert backlog[-1] == 2
+    assert recorded.named("storage_recovered") == []
+    checkpointer.wait()
+    (recovered,) = recorded.named("storage_recovered")
+    assert (recovered["step"], recovered["cause"]) == (4, "slow")
+    assert recovered["steps"] == 2
+    assert backlog[-1] == 0
+    root = persistent_root.PersistentRoot.from_path(tmp_path / "steps")
+    assert root.steps() == [1, 2, 4]
 
 
 def test_ram_keeps_one_step_that_waits_and_drops_it_when_a_newer_one_waits(
