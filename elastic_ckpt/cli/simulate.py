@@ -161,9 +161,11 @@ def of_run(directory: str) -> Costs:
 
     run_directory.read_config(directory)
     lines = jsonl.read(storage.absolute(directory) / run_directory.METRICS)
-    return measured_costs.measured(
-        run_directory.read_events(directory), lines["run"], given=costs.Costs()
-    )
+    try:
+        events = run_directory.read_events(directory)
+    except FileNotFoundError:
+        events = []
+    return measured_costs.measured(events, lines.get("run", ()), given=costs.Costs())
 
 
 def _numbers(option: str, texts: Sequence[str]) -> dict[str, float]:

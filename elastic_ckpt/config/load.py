@@ -123,6 +123,10 @@ def _read_file(
 ) -> dict[str, _Setting]:
     if storage.is_local(path):
         path = epath.Path(os.path.realpath(path))
+    else:
+        # Names of objects have no `..`.
+        store, _, name = os.fspath(path).partition("://")
+        path = epath.Path(f"{store}://{os.path.normpath(name)}")
     if path in below:
         raise errors.ConfigError(
             f"{path}: base_config leads back to this file; remove it"

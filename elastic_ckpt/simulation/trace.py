@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_ckpt.core import errors, storage
+from elastic_ckpt.core import bucket_clients, errors, storage
 
 VERSION = 1
 
@@ -104,7 +104,7 @@ def read(path: str, *, numbers: Mapping[str, int]) -> list[Event]:
     """
     try:
         content = storage.absolute(path).read_bytes()
-    except OSError as error:
+    except bucket_clients.failures() as error:
         raise errors.ConfigError(
             f"--trace {path} cannot be read: {error}; name a file of JSON lines"
         ) from error

@@ -8,7 +8,8 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import metrics, storage
+from elastic_ckpt.simulation import trace
 from elastic_ckpt.tiers.persistent import persistent_root
 from tests import runs
 from tests.tiers import tiered_steps
@@ -119,6 +120,48 @@ def test_a_run_in_a_bucket_has_a_status(run):
     assert [each["step"] for each in content["tiers"]] == [None, 2]
     assert content["last_event"] == {"time": 1.0, "event": "run_stopped", "step": 2}
     assert "in storage step 2" in runs.verb("status", run)
+
+
+@one_store
+def test_failures_of_a_run_in_a_bucket_are_simulated_with_its_costs(
+    run, bucket, tmp_path
+):
+    root, config = storage.absolute(run), f"{bucket}/config.yml"
+    local = runs.write_config(tmp_path, "texts", hosts=2)
+    storage.write_atomic(config, local.read_bytes())
+    arguments = [config, "--costs", run, "--state-gib", "1", "--days", "0.01"]
+    output = runs.verb("simulate", *arguments, code=1)
+    assert "the run of --costs has recorded no step" in output
+    started = b'{"time":1.0,"event":"run_started","slices":1}\n'
+    (root / run_directory.EVENTS).write_bytes(started)
+    name = metrics.GOODPUT_SECS["productive"].name
+    line = {"time": 2.0, "metric": name, "count": 10, "sum": 70.0}
+    path = f"{run}/{run_directory.METRICS}/run.jsonl"
+    storage.write_atomic(path, storage.canonical_json(line) + b"\n")
+    page, killed = f"{bucket}/page.html", f"{bucket}/trace.jsonl"
+    events = [trace.Event(time=400.0, what=trace.What.KILL_SLICE, which=0)]
+    storage.write_atomic(killed, trace.to_bytes(events))
+    arguments += ["--output", page, "--trace", killed]
+    (result,) = report("simulate", *arguments)
+    assert result["losses"] == 1
+    # A step takes 7 s; those since the last save before the loss are trained again.
+    assert 0.9 * 400 / 7 < result["steps"] <= 864 / 7
+    assert "<svg" in storage.absolute(page).read_text()
+    assert f"--trace {bucket}/none" in runs.verb(
+        "simulate", *arguments[:-1], f"{bucket}/none", code=1
+    )
+
+
+@one_store
+def test_a_manifest_is_made_from_and_written_to_a_bucket(bucket):
+    shipped = runs.ROOT / "configs"
+    name = "deploy/multicontroller_v6e"
+    for path in (f"{name}.yml", "base.yml"):
+        storage.write_atomic(f"{bucket}/{path}", (shipped / path).read_bytes())
+    made = f"{bucket}/{name}.yaml"
+    assert runs.verb("manifest", f"{bucket}/{name}.yml", "--output", made) == ""
+    expected = (shipped / f"{name}.yaml").read_text()
+    assert storage.absolute(made).read_text() == expected
 
 
 def test_a_container_of_azure_is_one_error_wherever_a_run_would_be(tmp_path, corpus):
