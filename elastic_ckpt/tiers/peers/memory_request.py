@@ -40,7 +40,8 @@ class Request(NamedTuple):
 def read(root: epath.PathLike) -> Request | None:
     """The newest request of the run whose directory is `root`; None without one."""
     try:
-        request, num_bytes = json.loads(pathlib.Path(root, FILE).read_bytes())
+        # A later version may send more.
+        request, num_bytes, *_ = json.loads(pathlib.Path(root, FILE).read_bytes())
         return Request(str(request), int(num_bytes))
     except (FileNotFoundError, TypeError, ValueError):
         return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
@@ -19,6 +20,8 @@ from elastic_ckpt.manifests import placement
 from elastic_ckpt.manifests.manifest import Host
 
 FILE = "world.json"
+# Raised by fields that are missing, or of another kind.
+_MALFORMED = (AttributeError, KeyError, TypeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,19 +52,28 @@ def write(root: epath.PathLike, record: WorldRecord) -> None:
 
 
 def read(root: epath.PathLike) -> WorldRecord | None:
-    """The world that was noted last; None if there is none, or it is malformed."""
+    """The world that was noted last; None if there is none, or it is malformed.
+
+    The agent of a node may be older or newer than the program that noted it: fields
+    that only one of them has are left out.
+    """
     try:
         fields: dict[str, Any] = json.loads(pathlib.Path(root, FILE).read_bytes())
         return WorldRecord(
             run=fields["run"],
-            hosts=tuple(Host(**host) for host in fields["hosts"]),
-            policy=placement.Policy(**fields["policy"]),
+            hosts=tuple(Host(**_known(Host, host)) for host in fields["hosts"]),
+            policy=placement.Policy(**_known(placement.Policy, fields["policy"])),
             limit_bytes=fields["limit_bytes"],
-            tls_ca=fields["tls_ca"],
-            max_bytes_per_sec=fields["max_bytes_per_sec"],
+            tls_ca=fields.get("tls_ca"),
+            max_bytes_per_sec=fields.get("max_bytes_per_sec"),
         )
-    except (FileNotFoundError, KeyError, RecursionError, TypeError, ValueError):
+    except (FileNotFoundError, RecursionError, *_MALFORMED):
         return None
+
+
+def _known(kind: type[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in fields.items() if name in names}
 
 
 def version(root: epath.PathLike) -> int | None:
