@@ -24,7 +24,8 @@ from elastic_ckpt.data.sources import (
 )
 from tests import azure_container
 
-BLOCK = remote_file.BLOCK_BYTES
+# Small, as the bytes of a block change nothing but the time of the tests.
+BLOCK = 2**14
 SIZE = 40 * BLOCK + 123
 CONTENT = np.random.default_rng(0).bytes(SIZE)
 
@@ -42,6 +43,13 @@ class System:
         if self.failures:
             raise self.failures.pop()
         return CONTENT[start:end]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote_file, "BLOCK_BYTES", BLOCK)
+        yield
 
 
 @pytest.fixture
