@@ -123,7 +123,9 @@ def test_assumed_data_parallelism_copies_nothing_and_says_what_that_risks(
         (copied,) = (each for each in events if each["event"] == "replicated")
         assert (copied["copies"], copied["bytes"]) == (0, 0)
         text = " ".join(reasons(events, "degraded"))
-        assert ("state/b[" in text) == sharded
+        # 24 files of data, and four parts of each sharded leaf but the scalar.
+        lacking = "36 of 37" if sharded else "24 of 28"
+        assert f"{lacking} items lack copies" in text
         for number in range(4):
             ram.lose(number)
 
