@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.util
+import logging
 import os
 import sys
 
@@ -117,3 +118,7 @@ def _prepare_protocol(protocol: str) -> None:
     settings.setdefault("use_listings_cache", False)
     for name, value in _STALLED.items():
         os.environ.setdefault(name, value)
+    # Clients log errors with tracebacks, and raise them, too: the reader reports them.
+    client = logging.getLogger(package)
+    if client.level == logging.NOTSET:
+        client.setLevel(logging.CRITICAL)

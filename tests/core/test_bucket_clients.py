@@ -1,5 +1,7 @@
 """Clients of object stores: set up once, and their failures known for what they are."""
 
+import logging
+
 import aiohttp
 import botocore.exceptions
 import gcsfs.retry
@@ -46,6 +48,18 @@ def test_an_object_store_without_its_client_is_an_error_that_names_the_extra(
     for touch in (storage.absolute, storage.read_log, storage.AppendLog):
         with pytest.raises(errors.ConfigError, match=rf"'elastic-ckpt\[{extra}\]'"):
             touch(f"{protocol}://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "level"),
+    [(logging.NOTSET, logging.CRITICAL), (logging.DEBUG, logging.DEBUG)],
+)
+def test_clients_log_no_tracebacks_unless_a_user_asks(chosen, level, monkeypatch):
+    client = logging.getLogger("gcsfs")
+    monkeypatch.setattr(client, "level", chosen)
+    bucket_clients._prepare_protocol.cache_clear()
+    bucket_clients.prepare("gs://bucket/run")
+    assert client.level == level
 
 
 @failing
