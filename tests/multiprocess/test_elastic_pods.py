@@ -17,6 +17,23 @@ def memory_of(pods, number):
     return machine.find(os.path.join(directory, "tiny"))
 
 
+def configured(tmp_path, corpus, ram, **settings):
+    """A run of two pods that has nothing in storage before its end."""
+    return test_elastic_run.configured(
+        tmp_path,
+        corpus,
+        ram,
+        hosts=2,
+        slices=2,
+        steps=1_000_000,
+        multi_tier_checkpointing_backup_interval_steps=1_000_000,
+        elastic_machine_timeout_seconds=20,
+        elastic_compile_ahead_seconds=0,
+        termination_grace_period_seconds=900,
+        **settings,
+    )
+
+
 def await_next_world(pods):
     """Waits until one more world of both pods has restored a step, and trains."""
     before = len(runs.events(pods.run, "restored_from"))
@@ -29,19 +46,7 @@ def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
     tmp_path, corpus
 ):
     with shared_memory.directory("pods") as ram:
-        config = test_elastic_run.configured(
-            tmp_path,
-            corpus,
-            ram,
-            hosts=2,
-            slices=2,
-            steps=1_000_000,
-            # Nothing is in storage before the end.
-            multi_tier_checkpointing_backup_interval_steps=1_000_000,
-            elastic_machine_timeout_seconds=20,
-            elastic_compile_ahead_seconds=0,
-            termination_grace_period_seconds=900,
-        )
+        config = configured(tmp_path, corpus, ram)
         with local_pods.Pods(config, ram) as pods:
             pods.train_on([0, 1])
             supervisors = {number: pod.pid for number, pod in pods.started.items()}
@@ -73,21 +78,13 @@ def test_all_pods_of_hosts_are_lost_and_the_backup_pods_of_the_manifest_have_the
     secret_file = tmp_path / "secret"
     secret_file.write_text("the-secret-of-this-run\n")
     with shared_memory.directory("pods") as ram:
-        config = test_elastic_run.configured(
+        config = configured(
             tmp_path,
             corpus,
             ram,
-            hosts=2,
-            slices=2,
-            steps=1_000_000,
-            # Nothing is in storage before the end.
-            multi_tier_checkpointing_backup_interval_steps=1_000_000,
             peer_copies=0,
             peer_secret_file=str(secret_file),
             backup_hosts=2,
-            elastic_machine_timeout_seconds=20,
-            elastic_compile_ahead_seconds=0,
-            termination_grace_period_seconds=900,
         )
         with local_pods.Pods(config, ram) as pods:
             step, _ = pods.backups[0].await_fetched()
