@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import pathlib
 import random
 import re
 import sys
@@ -24,8 +25,19 @@ CUT_UPLOAD = "a request of which half arrives"
 CUT_ANSWER = "an answer of which half arrives"
 LOST_ANSWER = "a request that is carried out, and not answered"
 LATE = "an answer that takes long"
+# Those of an outage.
+FORBIDDEN = "403"
+HELD = "a request that waits for the end of the outage"
 ALL = (BUSY, UNAVAILABLE, CUT_UPLOAD, CUT_ANSWER, LOST_ANSWER, LATE)
 
+_WRITES = ("PUT", "POST", "PATCH")
+# The message and the code of S3 for each status.
+_REASONS = {
+    403: ("Access Denied", "AccessDenied"),
+    429: ("slow down", "TooManyRequests"),
+    503: ("try again", "SlowDown"),
+}
+_MOMENT_SECS = 0.02
 _HOPS = {"connection", "transfer-encoding", "keep-alive", "content-length", "expect"}
 
 
@@ -39,6 +51,8 @@ class Faults:
       late_secs: how long a late answer takes.
       lag_secs: how long new objects are missing from lists.
       seed: of the choice of requests and failures.
+      outage: while this file is there, all uploads fail.
+      outage_kind: how they fail.
       happened: the count of each kind; `lag` counts entries that lists lacked.
     """
 
@@ -47,6 +61,8 @@ class Faults:
     late_secs: float = 0.5
     lag_secs: float = 0.0
     seed: int = 0
+    outage: pathlib.Path | None = None
+    outage_kind: str = UNAVAILABLE
     happened: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -55,7 +71,14 @@ class Faults:
         # When each object was written.
         self._written: dict[str, float] = {}
 
-    def next(self) -> str | None:
+    @property
+    def is_outage(self) -> bool:
+        return self.outage is not None and self.outage.exists()
+
+    def next(self, command: str) -> str | None:
+        if command in _WRITES and self.is_outage:
+            self.count(self.outage_kind)
+            return self.outage_kind
         with self._lock:
             if self._random.random() >= self.share:
                 return None
@@ -90,15 +113,17 @@ class _Handler(http_server.BaseHTTPRequestHandler):
     is_gcs = False
 
     def handle_any(self):
-        fault = self.faults.next()
+        fault = self.faults.next(self.command)
         if fault == CUT_UPLOAD:
             self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
             self.close_connection = True
             return
         body = self._body()
-        if fault in (BUSY, UNAVAILABLE):
+        if fault in (BUSY, UNAVAILABLE, FORBIDDEN):
             self._refuse(int(fault))
             return
+        while fault == HELD and self.faults.is_outage:
+            time.sleep(_MOMENT_SECS)
         status, headers, content = self._forwarded(body)
         if status < 300 and self.command in ("PUT", "POST"):
             self._note(body)
@@ -141,12 +166,11 @@ class _Handler(http_server.BaseHTTPRequestHandler):
             return answer.status, answer.getheaders(), answer.read()
 
     def _refuse(self, status):
-        reason = "slow down" if status == 429 else "try again"
+        reason, code = _REASONS[status]
         if self.is_gcs:
             error = {"error": {"code": status, "message": reason}}
             kind, content = "application/json", json.dumps(error).encode()
         else:
-            code = "SlowDown" if status == 503 else "TooManyRequests"
             kind = "application/xml"
             content = f"<Error><Code>{code}</Code><Message>{reason}</Message></Error>"
             content = content.encode()
@@ -192,7 +216,9 @@ class _Handler(http_server.BaseHTTPRequestHandler):
                 self.faults.count("lag")
             return json.dumps(listed | {"items": shown, "prefixes": kept}).encode()
         if "list-type" in query:
-            return _ENTRY.sub(self._shown, content)
+            content = _ENTRY.sub(self._shown, content)
+            count = b"<KeyCount>%d</KeyCount>" % len(_ENTRY.findall(content))
+            return re.sub(rb"<KeyCount>\d+</KeyCount>", count, content)
         return content
 
     def _shown(self, entry):

@@ -89,9 +89,17 @@ class Journal:
             logging.warning("the run's events cannot be written now: %s", error)
 
     def close(self) -> None:
-        """Writes what is left, and closes the log."""
-        if not self._is_replaced():
+        """Writes what is left, and closes the log; a failure in a store is logged.
+
+        The run's result is known, and an error of it must not be hidden.
+
+        Raises:
+          OSError: if a disk does not take the events.
+        """
+        if storage.is_local(self._directory):
             self._log.close()
+        else:
+            self.sync()
 
     def _is_replaced(self) -> bool:
         # Whether another start writes the log. On a disk both append to it; in an

@@ -32,7 +32,7 @@ from elastic_ckpt.checkpoint.saving import Saving, collecting, committing
 from elastic_ckpt.checkpoint.schedule import BackupClock
 from elastic_ckpt.checkpoint.stage import Stage
 from elastic_ckpt.checkpoint.stage_work import StageWork
-from elastic_ckpt.core import errors, events, metrics
+from elastic_ckpt.core import errors, events, metrics, storage_cause
 from elastic_ckpt.host import backup_requests, save_requests
 from elastic_ckpt.host.answers import CheckpointMetadata, HostsFailedError, Readiness
 from elastic_ckpt.host.step_notes import StepNotes
@@ -333,6 +333,7 @@ class SaveStages:
         elif is_due:
             self._due.keep(saving)
             why = "the backup of an earlier step is not done; it comes next"
+            why += f"; {storage_cause.SLOW.advice}"
             self._work.not_taken("persistent", saving.step, why)
 
     def _make_room(self) -> None:

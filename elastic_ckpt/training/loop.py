@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import jax
 
 from elastic_ckpt.components import validation_schedule
-from elastic_ckpt.core import events, metrics
+from elastic_ckpt.core import events, metrics, storage_cause
 from elastic_ckpt.data import batch_size, elastic_data
 from elastic_ckpt.training import evaluation, step_log, train_step
 from elastic_ckpt.training.callbacks import COMPONENT as CALLBACKS
@@ -218,17 +218,29 @@ class _Recorder:
         self._steps = steps
         self._callbacks = callbacks
         self._pending: tuple[int, train_step.StepReport] | None = None
+        self._done = 0
         self._since = time.monotonic()
 
     def take(self, step: int, report: train_step.StepReport) -> None:
         self.write_pending()
         self._pending = (step, report)
+        self._done = step + 1
 
     def catch_up(self) -> None:
-        """Writes the pending step and makes the log durable."""
+        """Writes the pending step, and makes the log durable if storage takes it."""
         self.write_pending()
-        if self._log:
-            self._log.sync()
+        why = self._log.sync() if self._log else None
+        if why is not None:
+            cause = storage_cause.of_message(why)
+            advice = f"; {cause.advice}" if cause.advice else ""
+            metrics.CHECKPOINT_FAILURES.record(1)
+            self._emit(
+                "degraded",
+                tier="persistent",
+                step=self._done,
+                cause=cause.name,
+                why=f"the step log is not written, and tried again: {why}{advice}",
+            )
 
     def write_pending(self) -> None:
         """Writes the step that was taken last."""

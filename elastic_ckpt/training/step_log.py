@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from elastic_ckpt.core import errors, segmented_log, storage, topology
+from elastic_ckpt.core import (
+    bucket_clients,
+    errors,
+    segmented_log,
+    storage,
+    storage_cause,
+    topology,
+)
 from elastic_ckpt.data import example_id, state
 from elastic_ckpt.training import step_record, train_step
 from elastic_ckpt.training.step_record import StepRecord
@@ -104,6 +111,7 @@ class StepLog:
         while not storage.create(_path(directory, header), _first_line(header)):
             header["attempt"] += 1
         path = _path(directory, header)
+        self._path = path
         self._detail = detail
         self._log: storage.AppendLog | segmented_log.SegmentedLog
         if storage.is_local(path):
@@ -119,13 +127,42 @@ class StepLog:
         self._log.append(step_record.line(step, loss, ids, rows, detail=self._detail))
         return loss
 
-    def sync(self) -> None:
-        """Makes every step so far durable; called before a checkpoint is saved."""
-        self._log.sync()
+    def sync(self) -> str | None:
+        """Makes every step so far durable; called before a checkpoint is saved.
+
+        Returns:
+          Why the object store does not take them now: they stay in memory, and each
+          step tries again. None if they are durable.
+
+        Raises:
+          OSError: if they cannot be flushed to the disk.
+        """
+        try:
+            self._log.sync()
+        except bucket_clients.failures() as error:
+            if isinstance(self._log, storage.AppendLog):
+                raise
+            return " ".join(str(error).split())
+        return None
 
     def close(self) -> None:
-        """Syncs and closes the file."""
-        self._log.close()
+        """Syncs and closes the file.
+
+        Raises:
+          OSError: if they cannot be flushed to the disk.
+          RunError: if the object store does not take them.
+        """
+        try:
+            self._log.close()
+        except bucket_clients.failures() as error:
+            if isinstance(self._log, storage.AppendLog):
+                raise
+            why = " ".join(str(error).split())
+            advice = storage_cause.of_message(why).advice or "bring the storage back"
+            raise errors.RunError(
+                f"{self._path}: the steps since the last checkpoint in storage cannot"
+                f" be logged: {why}; {advice}, and start the run once more"
+            ) from error
 
 
 def read(run_directory: epath.PathLike) -> list[Attempt]:

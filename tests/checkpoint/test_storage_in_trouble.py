@@ -128,6 +128,7 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
         ("persistent", 4),
     ]
     assert {each["cause"] for each in late} == {"slow"}
+    assert all("use faster storage" in each["why"] for each in late)
     assert backlog[-1] == 3
     hangs.set()
     checkpointer._steps.stages._backup_stage.wait()

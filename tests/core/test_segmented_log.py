@@ -1,6 +1,7 @@
 import contextlib
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -66,12 +67,52 @@ def test_a_segment_whose_upload_failed_is_uploaded_with_the_lines_after_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "write_atomic", refused)
-        with pytest.raises(OSError, match="503"):
-            log.sync()
-    log.append({"n": 2})
+        for _ in range(2):
+            with pytest.raises(OSError, match="503"):
+                log.sync()
+            log.append({"n": 2})
     log.close()
-    assert numbers(tmp_path / "log") == [1, 2]
+    assert numbers(tmp_path / "log") == [1, 2, 2]
     assert names(tmp_path / "log") == ["00000001.jsonl"]
+
+
+def test_an_upload_that_hangs_is_reported_and_its_lines_are_uploaded_once(
+    tmp_path, monkeypatch
+):
+    write, is_answering = storage.write_atomic, threading.Event()
+
+    def late(path, content):
+        is_answering.wait()
+        write(path, content)
+
+    monkeypatch.setattr(storage, "write_atomic", late)
+    log = segmented_log.SegmentedLog(tmp_path / "log", max_bytes=18, wait_secs=0.0)
+    for number in range(10, 15):
+        log.append({"n": number})
+        with pytest.raises(TimeoutError, match="timed out"):
+            log.sync()
+    assert log.pending_bytes == 5 * 9
+    is_answering.set()
+    log.close()
+    assert numbers(tmp_path / "log") == list(range(10, 15))
+    assert names(tmp_path / "log") == ["00000001.jsonl", "00000002.jsonl"]
+
+
+def test_lines_that_no_store_takes_are_bounded(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError("403")
+
+    monkeypatch.setattr(storage, "write_atomic", refused)
+    monkeypatch.setattr(segmented_log, "_MOST_BYTES", 90)
+    log = segmented_log.SegmentedLog(tmp_path / "log", max_bytes=18)
+
+    def append():
+        for number in range(10, 30):
+            log.append({"n": number})
+
+    with pytest.raises(OSError, match=r"403|timed out"):
+        append()
+    assert log.pending_bytes == 90
 
 
 # Uploads segments of two lines, and dies before or after an upload.

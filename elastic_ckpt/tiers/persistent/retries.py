@@ -38,6 +38,8 @@ _PERMANENT_ERRNOS = frozenset(
 # How systems and TensorStore report full storage. There may be room at the next backup;
 # until then nothing waits for it.
 _FULL = ("No space left on device", "Disk quota exceeded")
+# The client of GCS, for status 403.
+_FORBIDDEN = "Forbidden: "
 # TensorStore raises ValueErrors that begin with the name of an Abseil status, see
 # https://abseil.io/docs/cpp/guides/status-codes
 _STATUS = re.compile(r"([A-Z_]+): ")
@@ -124,7 +126,9 @@ def _advice(error: Exception) -> str:
 def _is_permanent(error: Exception) -> bool | None:
     # None if the error is not one of storage.
     if isinstance(error, OSError):
-        return error.errno in _PERMANENT_ERRNOS
+        # Clients of buckets raise some without a number.
+        is_refused = isinstance(error, PermissionError) or _FORBIDDEN in str(error)
+        return is_refused or error.errno in _PERMANENT_ERRNOS
     if not isinstance(error, ValueError):
         return False
     status = _STATUS.match(str(error))
