@@ -95,3 +95,18 @@ def test_a_write_is_tried_again_when_a_client_fails(failure):
     policy = retries.Retries(sleep=lambda _: None)
     assert policy.call("writing /a", write) == "written"
     assert not failures
+
+
+@pytest.mark.parametrize(
+    "failure", [PermissionError("Access Denied"), OSError("Forbidden: /bucket/a")]
+)
+def test_a_write_that_a_bucket_refuses_is_not_tried_again(failure):
+    calls = []
+
+    def write():
+        calls.append(1)
+        raise failure
+
+    with pytest.raises(errors.CheckpointError, match="check who may write there"):
+        retries.PATIENT.call("writing /a", write)
+    assert len(calls) == 1
