@@ -18,7 +18,7 @@ from absl import logging
 
 from elastic_ckpt.application import run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import bucket_clients, errors, events, storage
+from elastic_ckpt.core import append_log, bucket_clients, errors, events, storage
 
 _MAX_REASON = 500
 # Between two writes of a log in an object store.
@@ -42,7 +42,7 @@ class Journal:
     def __init__(
         self,
         emit: events.Emit,
-        log: storage.AppendLog,
+        log: append_log.AppendLog,
         directory: str,
         *,
         claim: int = 0,
@@ -89,17 +89,14 @@ class Journal:
             logging.warning("the run's events cannot be written now: %s", error)
 
     def close(self) -> None:
-        """Writes what is left, and closes the log; a failure in a store is logged.
+        """Writes what is left, and closes the log; a failure is logged.
 
         The run's result is known, and an error of it must not be hidden.
-
-        Raises:
-          OSError: if a disk does not take the events.
         """
+        self.sync()
         if storage.is_local(self._directory):
-            self._log.close()
-        else:
-            self.sync()
+            with contextlib.suppress(OSError):
+                self._log.close()
 
     def _is_replaced(self) -> bool:
         # Whether another start writes the log. On a disk both append to it; in an
@@ -149,7 +146,7 @@ def kept(
     directory = run_directory.path_of(config)
     lock = os.path.join(directory, run_directory.LOCK)
     with storage.exclusive_lock(lock) if is_locked else contextlib.nullcontext():
-        log = storage.AppendLog(os.path.join(directory, run_directory.EVENTS))
+        log = append_log.AppendLog(os.path.join(directory, run_directory.EVENTS))
         with listening or contextlib.nullcontext(), contextlib.ExitStack() as closing:
             measured = run_metrics.RunMetrics(emit, newest_step=_newest_step(directory))
             claim = 0 if is_locked else _newest_claim(directory)

@@ -8,7 +8,7 @@ import socket
 from typing import Any
 
 from elastic_ckpt.config import keys, load, schema
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import append_log, errors, events, storage
 
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
@@ -37,14 +37,14 @@ def read_events(
 
     Args:
       directory: of the run.
-      last_bytes: see `storage.read_log`.
+      last_bytes: see `append_log.read`.
 
     Raises:
       FileNotFoundError: if there are none.
       DataError: if the file was changed after it was written.
     """
     path = storage.absolute(directory) / EVENTS
-    return events.counted(storage.read_log(path, last_bytes=last_bytes))
+    return events.counted(append_log.read(path, last_bytes=last_bytes))
 
 
 def write_config(directory: str, config: schema.Config) -> None:

@@ -16,18 +16,16 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import background, bucket_clients, storage
+from elastic_ckpt.core import append_log, background, bucket_clients, storage
 
 MAX_SEGMENT_BYTES = 2**20
-# Lines in memory while the store takes none: about 30,000 steps of a large batch.
-_MOST_BYTES = 64 * 2**20
 _READERS = 16
 # How long the training waits for an upload: other hosts wait for it.
 _WAIT_SECS = 5.0
 
 
 class SegmentedLog:
-    """Writes a new log; it has the methods of `storage.AppendLog`.
+    """Writes a new log; it has the methods of `append_log.AppendLog`.
 
     While the store takes nothing, the lines stay in memory, and each new line tries
     again in the background.
@@ -74,7 +72,7 @@ class SegmentedLog:
             try:
                 self._upload(0.0 if self._failure else self._wait_secs)
             except bucket_clients.failures():
-                if len(self._lines) + len(line) > _MOST_BYTES:
+                if len(self._lines) + len(line) > append_log.MOST_LATE_BYTES:
                     raise
         self._lines += line
 
@@ -138,5 +136,5 @@ def read(directory: epath.PathLike) -> list[dict[str, Any]]:
     root = storage.absolute(directory)
     segments = sorted(root.glob("*.jsonl")) if root.exists() else []
     with futures.ThreadPoolExecutor(_READERS) as executor:
-        parts = executor.map(storage.read_log, segments)
+        parts = executor.map(append_log.read, segments)
         return [record for part in parts for record in part]

@@ -1,16 +1,14 @@
-"""The only writer of files: atomic files, append-only logs, and the run's lock.
+"""The only writer of files, but for logs that grow (`append_log`); the run's lock.
 
 A file appears whole or not at all: it is written under a temporary name in the same
-directory, flushed to the disk and renamed. A log grows by whole lines; only its last
-line can be cut short by a crash, and `read_log` drops it. Local paths get these
-guarantees from POSIX, object stores (`gs://`, `s3://`) from their own atomic puts.
+directory, flushed to the disk and renamed. Local paths get this guarantee from POSIX,
+object stores (`gs://`, `s3://`) from their own atomic puts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import io
 import json
 import os
 import pathlib
@@ -19,8 +17,8 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from typing import Any
 
 from etils import epath
 
@@ -217,84 +215,6 @@ def make_unique_directory(parent: epath.PathLike) -> str:
     return tempfile.mkdtemp(prefix=stem, dir=make_directory(parent))
 
 
-class AppendLog:
-    """A file of JSON lines that only grows.
-
-    A line is in the kernel when `append` returns, so killing the process loses no line;
-    after `sync` the lines also survive a crash of the machine. An existing log is
-    continued after its last whole line.
-    Objects in a store cannot be appended to: there the lines stay in memory until
-    `sync` writes the whole object.
-    """
-
-    def __init__(self, path: epath.PathLike) -> None:
-        make_directory(epath.Path(path).parent)
-        self._object = None if is_local(path) else absolute(path)
-        if self._object is None:
-            self._file = open(path, "a+b")  # noqa: SIM115
-            _drop_torn_line(self._file)
-            return
-        self._file = io.BytesIO()
-        with contextlib.suppress(FileNotFoundError):
-            self._file.write(self._object.read_bytes())
-
-    def append(self, record: Mapping[str, Json]) -> None:
-        """Adds `record` as one line."""
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-
-    def sync(self) -> None:
-        """Makes every line so far durable."""
-        if isinstance(self._file, io.BytesIO):
-            assert self._object is not None
-            self._object.write_bytes(self._file.getvalue())
-        else:
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Syncs and closes the log; a second call does nothing."""
-        if not self._file.closed:
-            try:
-                self.sync()
-            finally:
-                self._file.close()
-
-
-def read_log(
-    path: epath.PathLike, *, last_bytes: int | None = None
-) -> list[dict[str, Any]]:
-    """The records of a JSON-lines file in order, without an incomplete last line.
-
-    Args:
-      path: of the file.
-      last_bytes: reads only the records within so many bytes of the end; None reads
-        all.
-
-    Raises:
-      DataError: if a line other than the last is not a JSON object.
-    """
-    with absolute(path).open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = 0 if last_bytes is None else max(0, end - last_bytes)
-        file.seek(start)
-        lines = file.read().split(b"\n")
-    lines = lines[bool(start) :]  # without the end of a line
-    # Text after the last newline is a line that a crash cut short: it is dropped.
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise errors.DataError(
-                f"{path}, line {number}: not a JSON object; the log was changed after"
-                " it was written, restore it from a copy"
-            )
-        records.append(record)
-    return records
-
-
 @contextlib.contextmanager
 def exclusive_lock(
     path: epath.PathLike, *, target: str = "", waits: bool = False
@@ -368,20 +288,6 @@ class Presence:
     def close(self) -> None:
         """Releases the lock."""
         self._file.close()
-
-
-def _drop_torn_line(file: BinaryIO) -> None:
-    # An incomplete last line is dropped: the next line would be joined to it.
-    end = start = file.seek(0, os.SEEK_END)
-    while start:
-        stop, start = start, max(0, start - 2**16)
-        file.seek(start)
-        newline = file.read(stop - start).rfind(b"\n")
-        if newline >= 0:
-            start += newline + 1
-            break
-    if start < end:
-        file.truncate(start)
 
 
 def _temporary_file(final: pathlib.Path, mode: int) -> tuple[int, str]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from etils import epath
 
-from elastic_ckpt.core import events, storage
+from elastic_ckpt.core import append_log, events, storage
 from elastic_ckpt.monitoring import summaries
 
 
@@ -39,7 +39,7 @@ class JsonLines:
 
         Creates file and directory.
         """
-        with contextlib.closing(storage.AppendLog(self._path)) as log:
+        with contextlib.closing(append_log.AppendLog(self._path)) as log:
             for summary in sorted(batch, key=lambda each: each.time):
                 log.append(
                     {
@@ -68,12 +68,12 @@ def read(
 
     Args:
       directory: of the files.
-      last_bytes: see `storage.read_log`.
+      last_bytes: see `append_log.read`.
 
     Raises:
       DataError: if a file was changed after it was written.
     """
     root = storage.absolute(directory)
     files = sorted(root.glob("*.jsonl")) if root.exists() else []
-    logs = {file.stem: storage.read_log(file, last_bytes=last_bytes) for file in files}
+    logs = {file.stem: append_log.read(file, last_bytes=last_bytes) for file in files}
     return {name: events.counted(log) for name, log in logs.items()}

@@ -21,6 +21,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.core import (
+    append_log,
     bucket_clients,
     errors,
     segmented_log,
@@ -113,9 +114,9 @@ class StepLog:
         path = _path(directory, header)
         self._path = path
         self._detail = detail
-        self._log: storage.AppendLog | segmented_log.SegmentedLog
+        self._log: append_log.AppendLog | segmented_log.SegmentedLog
         if storage.is_local(path):
-            self._log = storage.AppendLog(path)
+            self._log = append_log.AppendLog(path)
         else:
             self._log = segmented_log.SegmentedLog(_segments(path))
 
@@ -131,17 +132,16 @@ class StepLog:
         """Makes every step so far durable; called before a checkpoint is saved.
 
         Returns:
-          Why the object store does not take them now: they stay in memory, and each
-          step tries again. None if they are durable.
+          Why the disk or object store does not take them now: they stay in memory, and
+          each step tries again. None if they are durable.
 
         Raises:
-          OSError: if they cannot be flushed to the disk.
+          OSError: if a disk took them, and cannot be flushed: none may be left.
         """
         try:
             self._log.sync()
         except bucket_clients.failures() as error:
-            if isinstance(self._log, storage.AppendLog):
-                raise
+            self._check(error)
             return " ".join(str(error).split())
         return None
 
@@ -150,19 +150,23 @@ class StepLog:
 
         Raises:
           OSError: if they cannot be flushed to the disk.
-          RunError: if the object store does not take them.
+          RunError: if the disk or object store does not take them.
         """
         try:
             self._log.close()
         except bucket_clients.failures() as error:
-            if isinstance(self._log, storage.AppendLog):
-                raise
+            self._check(error)
             why = " ".join(str(error).split())
             advice = storage_cause.of_message(why).advice or "bring the storage back"
             raise errors.RunError(
                 f"{self._path}: the steps since the last checkpoint in storage cannot"
                 f" be logged: {why}; {advice}, and start the run once more"
             ) from error
+
+    def _check(self, error: Exception) -> None:
+        # Raises the error of a disk that has taken all lines.
+        if isinstance(self._log, append_log.AppendLog) and not self._log.late_bytes:
+            raise error
 
 
 def read(run_directory: epath.PathLike) -> list[Attempt]:
@@ -225,7 +229,7 @@ def _attempt_number(path: epath.Path) -> int:
 
 
 def _read_attempt(path: epath.Path) -> Attempt | None:
-    lines = storage.read_log(path)
+    lines = append_log.read(path)
     if not lines:
         # The attempt was killed while it wrote its first line: it trained nothing.
         return None

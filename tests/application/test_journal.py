@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.application import journal, listeners, run_directory
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events, storage
+from elastic_ckpt.core import append_log, errors, events, storage
 from elastic_ckpt.manifests import line
 from elastic_ckpt.tiers.persistent import claims
 
@@ -24,7 +24,7 @@ def config(tmp_path):
 
 def recorded(config):
     path = f"{run_directory.path_of(config)}/{run_directory.EVENTS}"
-    log = storage.read_log(path) if storage.absolute(path).exists() else []
+    log = append_log.read(path) if storage.absolute(path).exists() else []
     return [
         {name: value for name, value in event.items() if name != "time"}
         for event in log
@@ -94,7 +94,7 @@ def test_steps_that_an_earlier_start_has_trained_are_no_goodput_again(config):
             emit("run_started", **STARTED)
             for number in range(4, newest + 1):
                 emit("step", step=number, **step)
-    lines = storage.read_log(
+    lines = append_log.read(
         f"{run_directory.path_of(config)}/{run_directory.METRICS}/host-00000.jsonl"
     )
     names = [line["metric"].rpartition("/")[2] for line in lines]

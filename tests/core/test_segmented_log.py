@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from elastic_ckpt.core import segmented_log, storage
+from elastic_ckpt.core import append_log, segmented_log, storage
 
 
 def numbers(log):
@@ -103,7 +103,7 @@ def test_lines_that_no_store_takes_are_bounded(tmp_path, monkeypatch):
         raise OSError("403")
 
     monkeypatch.setattr(storage, "write_atomic", refused)
-    monkeypatch.setattr(segmented_log, "_MOST_BYTES", 90)
+    monkeypatch.setattr(append_log, "MOST_LATE_BYTES", 90)
     log = segmented_log.SegmentedLog(tmp_path / "log", max_bytes=18)
 
     def append():
@@ -118,7 +118,7 @@ def test_lines_that_no_store_takes_are_bounded(tmp_path, monkeypatch):
 # Uploads segments of two lines, and dies before or after an upload.
 KILLED = """if True:
     import os, signal, sys
-    from elastic_ckpt.core import segmented_log, storage
+    from elastic_ckpt.core import append_log, segmented_log, storage
     path, number, when = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     write = storage.write_atomic
     uploads = 0

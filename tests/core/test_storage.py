@@ -1,5 +1,4 @@
 import concurrent.futures
-import contextlib
 import errno
 import json
 import os
@@ -36,68 +35,6 @@ def test_a_write_creates_the_directory_and_replaces_the_file(tmp_path):
     storage.write_atomic(path, b"two")
     assert path.read_bytes() == b"two"
     assert os.listdir(path.parent) == ["file"]
-
-
-def test_a_log_keeps_every_appended_line_when_its_process_is_killed(tmp_path):
-    path = tmp_path / "log"
-    program = (
-        "import os, signal, sys; from elastic_ckpt.core import storage\n"
-        "log = storage.AppendLog(sys.argv[1])\n"
-        "for n in range(3): log.append({'n': n})\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = subprocess.run([sys.executable, "-c", program, path], check=False)
-    assert killed.returncode == -9
-    assert storage.read_log(path) == [{"n": 0}, {"n": 1}, {"n": 2}]
-
-
-def test_a_torn_last_line_is_dropped_and_the_log_goes_on_after_it(tmp_path):
-    path = tmp_path / "log"
-    path.write_bytes(b'{"n":0}\n{"n":')
-    assert storage.read_log(path) == [{"n": 0}]
-    with contextlib.closing(storage.AppendLog(path)) as log:
-        log.append({"n": 1})
-    assert storage.read_log(path) == [{"n": 0}, {"n": 1}]
-
-
-@pytest.mark.parametrize("num_torn_bytes", [1, 2**16 - 1, 2**16, 2**16 + 1, 2**18])
-@pytest.mark.parametrize("whole", [b"", b'{"n":0}\n'])
-def test_a_torn_line_of_any_length_is_dropped(tmp_path, whole, num_torn_bytes):
-    path = tmp_path / "log"
-    path.write_bytes(whole + b"x" * num_torn_bytes)
-    storage.AppendLog(path).close()
-    assert path.read_bytes() == whole
-
-
-def test_a_spoilt_line_in_the_middle_is_an_error_that_names_it(tmp_path):
-    path = tmp_path / "log"
-    path.write_bytes(b'{"n":0}\n{"n":\n{"n":2}\n')
-    with pytest.raises(errors.DataError, match=r"log, line 2: not a JSON object"):
-        storage.read_log(path)
-
-
-def test_a_log_is_readable_after_sync_on_an_object_store(tmp_path, monkeypatch):
-    # The branch for object stores, with a directory in the store's place.
-    monkeypatch.setattr(storage, "is_local", lambda _: False)
-    log = storage.AppendLog(tmp_path / "log")
-    log.append({"n": 0})
-    log.sync()
-    log.append({"n": 1})
-    assert storage.read_log(tmp_path / "log") == [{"n": 0}]
-    log.close()
-    assert storage.read_log(tmp_path / "log") == [{"n": 0}, {"n": 1}]
-    with contextlib.closing(storage.AppendLog(tmp_path / "log")) as log:
-        log.append({"n": 2})
-    assert storage.read_log(tmp_path / "log") == [{"n": 0}, {"n": 1}, {"n": 2}]
-
-
-def test_a_log_on_a_full_disk_is_closed_all_the_same():
-    log = storage.AppendLog("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        log.append({"n": 0})
-    with pytest.raises(OSError, match=r"Invalid argument|No space left"):
-        log.close()
-    assert log._file.closed
 
 
 def test_a_lock_is_refused_while_its_process_lives_and_free_once_it_is_killed(tmp_path):
@@ -208,15 +145,6 @@ def test_what_another_process_has_written_into_a_bucket_is_listed(bucket):
     assert (directory / "2").exists()
 
 
-def test_a_log_in_a_bucket_goes_on_where_it_was_synced(bucket):
-    for number in range(2):
-        log = storage.AppendLog(f"{bucket}/log.jsonl")
-        log.append({"number": number})
-        log.close()
-    actual = storage.read_log(f"{bucket}/log.jsonl")
-    assert actual == [{"number": 0}, {"number": 1}]
-
-
 def test_all_that_comes_into_a_private_directory_is_its_owners_alone():
     with shared_memory.directory("private") as parent:
         root = pathlib.Path(parent, "run")
@@ -260,14 +188,3 @@ def test_new_files_have_the_mode_that_the_process_gives(tmp_path):
         os.umask(before)
     for name in "ab":
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
-
-
-@pytest.mark.parametrize(("last_bytes", "read"), [(9, [2]), (18, [1, 2]), (99, 3)])
-def test_the_end_of_a_log_is_read_in_whole_lines(tmp_path, last_bytes, read):
-    log = storage.AppendLog(tmp_path / "log")
-    for number in range(3):
-        log.append({"n": number})
-    log.close()
-    read = list(range(read)) if isinstance(read, int) else read
-    records = storage.read_log(tmp_path / "log", last_bytes=last_bytes)
-    assert [record["n"] for record in records] == read

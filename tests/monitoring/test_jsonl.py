@@ -1,7 +1,7 @@
 import dataclasses
 import shutil
 
-from elastic_ckpt.core import metrics, storage
+from elastic_ckpt.core import append_log, metrics
 from elastic_ckpt.monitoring import jsonl, summaries
 
 
@@ -34,7 +34,7 @@ def test_a_further_start_goes_on_after_what_a_crash_cut_short(tmp_path):
     path = tmp_path / "host-00000.jsonl"
     path.write_text(LINE + LINE[:30])
     jsonl.JsonLines(path).write([summary(8.0)])
-    assert [line["sum"] for line in storage.read_log(path)] == [32.0, 8.0]
+    assert [line["sum"] for line in append_log.read(path)] == [32.0, 8.0]
 
 
 def test_what_a_replaced_start_records_is_not_read(tmp_path):
@@ -55,7 +55,7 @@ def test_lines_carry_the_world_that_was_claimed(tmp_path):
         metrics.DATA_ROWS.record(1)
     listener.close()
     name = metrics.DATA_ROWS.name
-    lines = [line for line in storage.read_log(path) if line["metric"] == name]
+    lines = [line for line in append_log.read(path) if line["metric"] == name]
     assert [line.get("claim") for line in lines] == [None, 1, 2]
     assert len(jsonl.read(tmp_path)["run"]) == 5
 
@@ -66,7 +66,7 @@ def test_a_removed_directory_is_made_anew(tmp_path):
     sink.write([summary(1.0)])
     shutil.rmtree(path.parent)
     sink.write([summary(2.0)])
-    assert [line["sum"] for line in storage.read_log(path)] == [2.0]
+    assert [line["sum"] for line in append_log.read(path)] == [2.0]
 
 
 def test_a_full_disk_and_a_place_that_cannot_be_are_warnings(tmp_path, caplog):

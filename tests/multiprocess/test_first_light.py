@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import metrics, storage
+from elastic_ckpt.core import append_log, metrics
 from tests import runs
 from tests.multiprocess import outer_launcher
 
@@ -130,7 +130,7 @@ def test_every_host_leaves_its_metrics_of_every_start(resized):
     # Three saves a start; the second and the third start restore.
     for host, saves, loads in ((0, 9, 2), (1, 9, 2), (2, 6, 1), (3, 6, 1)):
         counts = collections.Counter()
-        for line in storage.read_log(run / "metrics" / f"host-{host:05d}.jsonl"):
+        for line in append_log.read(run / "metrics" / f"host-{host:05d}.jsonl"):
             counts[line["metric"]] += line["count"]
         assert counts[metrics.CHECKPOINT_SAVE.name] == saves
         assert counts[metrics.CHECKPOINT_SAVE_BLOCK.name] == saves

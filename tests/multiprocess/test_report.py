@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from elastic_ckpt.core import storage
+from elastic_ckpt.core import append_log
 from tests import browser, corpora, runs, shared_memory
 
 # Each plot's title, its size on the page, and those of what it draws.
@@ -111,7 +111,7 @@ def test_the_status_of_a_run_agrees_with_its_log(run):
 
 @pytest.mark.slow(minutes=0.1)
 def test_the_series_of_a_run_go_on_in_its_next_world(run):
-    lines = storage.read_log(run / "metrics" / "run.jsonl")
+    lines = append_log.read(run / "metrics" / "run.jsonl")
     worlds = {}
     for metric in ("train/loss", "train/tokens_per_sec", "train/learning_rate"):
         points = [
@@ -130,6 +130,6 @@ def test_the_series_of_a_run_go_on_in_its_next_world(run):
         for line in lines
         if "/goodput/" in line["metric"] and line["metric"].endswith("_secs")
     )
-    times = [event["time"] for event in storage.read_log(run / "events.jsonl")]
+    times = [event["time"] for event in append_log.read(run / "events.jsonl")]
     # The time before the first event counts, too.
     assert spent >= times[-1] - times[0] - 1

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from elastic_ckpt.core import storage, topology
+from elastic_ckpt.core import append_log, storage, topology
 from elastic_ckpt.training import step_log, train_step
 
 WORLD = topology.Topology(hosts=1, slices=1, devices=1)
@@ -67,5 +67,5 @@ def write_until_killed(run, point, moment):
         return act
 
     storage.write_atomic = dying(storage.write_atomic)
-    storage.AppendLog.append = dying(storage.AppendLog.append)
+    append_log.AppendLog.append = dying(append_log.AppendLog.append)
     write(run, 0)

@@ -1,12 +1,14 @@
+import errno
 import json
 import pathlib
+from unittest import mock
 
 import jsonschema
 import numpy as np
 import pytest
 
 from elastic_ckpt import training
-from elastic_ckpt.core import digest, errors, storage, topology
+from elastic_ckpt.core import append_log, digest, errors, storage, topology
 from elastic_ckpt.training import step_log, step_record, train_step
 
 WORLD = topology.Topology(hosts=2, slices=1, devices=4)
@@ -68,6 +70,29 @@ def test_an_attempt_is_read_as_it_was_written(tmp_path):
             ),
         ),
     )
+
+
+def test_steps_that_a_full_disk_does_not_take_are_logged_when_it_has_room(
+    tmp_path, monkeypatch
+):
+    log = step_log.StepLog(tmp_path, step_log.Start(step=0, world=WORLD, data={}))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    log.append(0, report([5]))
+    with monkeypatch.context() as patch:
+        patch.setattr(append_log.AppendLog, "_write", mock.Mock(side_effect=full))
+        for step in (1, 2):
+            log.append(step, report([step]))
+        assert "No space left" in log.sync()
+        (attempt,) = step_log.read(tmp_path)
+        assert [each.step for each in attempt.records] == [0]
+    log.append(3, report([3]))
+    assert log.sync() is None
+    monkeypatch.setattr(append_log.AppendLog, "_write", mock.Mock(side_effect=full))
+    log.append(4, report([4]))
+    with pytest.raises(errors.RunError, match=r"cannot be logged: .* make room there"):
+        log.close()
+    (attempt,) = step_log.read(tmp_path)
+    assert [each.step for each in attempt.records] == [0, 1, 2, 3]
 
 
 def shuffled(num_rows, seed=0):
