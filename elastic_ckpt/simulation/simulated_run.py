@@ -105,7 +105,9 @@ class _Run:
     def _advance(
         self, until: float, world: decision.Train | None = None
     ) -> Event | None:
-        # Lets time pass; returns early with an event that ends the world.
+        # Lets time pass; returns early with an event that ends the world. Slices may
+        # return after the end of the time that is simulated.
+        until = min(until, self._plan.secs)
         while self._cluster.next_event_secs() <= until:
             event, slices = self._cluster.take_event()
             self._now = max(self._now, event.time)
@@ -118,7 +120,7 @@ class _Run:
             self._lost.update(slices)
             if world is not None and set(slices) & set(world.slices):
                 return event
-        self._now = max(self._now, min(until, self._plan.secs))
+        self._now = max(self._now, until)
         self._saves.settle(self._now)
         return None
 
