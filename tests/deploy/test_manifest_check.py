@@ -50,7 +50,7 @@ def test_a_shipped_manifest_has_no_problem(path):
 def test_each_misspelt_key_of_a_manifest_is_found(path, ways):
     right = documents(path)
     paths = list(keys(right))
-    assert len(paths) > 10
+    assert len(paths) > (10 if path.stem == "checkpoint_configuration" else 60)
     for number, place in enumerate(paths):
         key = place[-1]
         wrongs = (key + "s", key[:-1], key.swapcase())
