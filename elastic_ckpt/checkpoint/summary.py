@@ -60,7 +60,7 @@ def arrays(step_path: epath.PathLike, name: str) -> list[LeafSummary]:
 
 def steps(directory: epath.PathLike) -> dict[int, epath.Path]:
     """The complete steps below `directory`, in order."""
-    root = epath.Path(directory)
+    root = storage.absolute(directory)
     if not root.exists():
         return {}
     complete = {

@@ -113,12 +113,17 @@ def _prepare_protocol(protocol: str) -> None:
     # Imported only when needed: the import is slow.
     import fsspec.config
 
-    # Clients cache listings, which would hide files that other processes write.
+    # Clients cache listings, which would hide files that other processes write: those
+    # that are made from now on, and those that the user's program has made before.
     settings = fsspec.config.conf.setdefault(protocol, {})
     settings.setdefault("use_listings_cache", False)
+    if package in sys.modules and not settings["use_listings_cache"]:
+        for client in fsspec.get_filesystem_class(protocol)._cache.values():
+            client.dircache.use_listings_cache = False
+            client.dircache.clear()
     for name, value in _STALLED.items():
         os.environ.setdefault(name, value)
     # Clients log errors with tracebacks, and raise them, too: the reader reports them.
-    client = logging.getLogger(package)
-    if client.level == logging.NOTSET:
-        client.setLevel(logging.CRITICAL)
+    logger = logging.getLogger(package)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)

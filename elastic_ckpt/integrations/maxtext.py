@@ -31,7 +31,7 @@ from orbax import checkpoint
 
 from elastic_ckpt.checkpoint import components, configured_tiers
 from elastic_ckpt.config import schema
-from elastic_ckpt.core import errors, events
+from elastic_ckpt.core import errors, events, storage
 from elastic_ckpt.data import elastic_data, iterator, pipeline
 from elastic_ckpt.elastic.world import World
 from elastic_ckpt.frontend import checkpointer
@@ -372,7 +372,7 @@ def _check_resumable(config: Any) -> None:
     # a warning.
     if not config.enable_checkpointing or not config.checkpoint_dir:
         return
-    directory = epath.Path(config.checkpoint_dir)
+    directory = storage.absolute(config.checkpoint_dir)
     steps = directory.iterdir() if directory.exists() else ()
     complete = [
         step

@@ -207,7 +207,7 @@ def lineage(attempts: list[Attempt]) -> dict[int, StepRecord]:
 
 
 def _files(run_directory: epath.PathLike) -> list[epath.Path]:
-    directory = epath.Path(run_directory) / DIRECTORY
+    directory = storage.absolute(run_directory) / DIRECTORY
     return sorted(directory.glob("attempt-*.jsonl"), key=_attempt_number)
 
 

@@ -1,9 +1,11 @@
 """Clients of object stores: set up once, and their failures known for what they are."""
 
 import logging
+import os
 
 import aiohttp
 import botocore.exceptions
+import fsspec
 import gcsfs.retry
 import google.auth.exceptions
 import pytest
@@ -60,6 +62,27 @@ def test_clients_log_no_tracebacks_unless_a_user_asks(chosen, level, monkeypatch
     bucket_clients._prepare_protocol.cache_clear()
     bucket_clients.prepare("gs://bucket/run")
     assert client.level == level
+
+
+def test_a_client_of_before_lists_what_other_processes_write(bucket):
+    protocol = bucket.partition("://")[0]
+    # No other test has a client of these settings.
+    before = fsspec.filesystem(protocol, use_listings_cache=True)
+    before.pipe(f"{bucket}/steps/1", b"")
+    assert names(before.ls(f"{bucket}/steps")) == ["1"]
+    other = fsspec.filesystem(protocol, skip_instance_cache=True)
+    other.pipe(f"{bucket}/steps/2", b"")
+    assert names(before.ls(f"{bucket}/steps")) == ["1"]
+    bucket_clients._prepare_protocol.cache_clear()
+    bucket_clients.prepare(bucket)
+    assert names(before.ls(f"{bucket}/steps")) == ["1", "2"]
+    other.pipe(f"{bucket}/steps/3", b"")
+    assert names(before.ls(f"{bucket}/steps")) == ["1", "2", "3"]
+
+
+def names(paths):
+    """The last part of each path."""
+    return [os.path.basename(path) for path in paths]
 
 
 @failing
