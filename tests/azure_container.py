@@ -9,6 +9,8 @@ import urllib.parse
 from http import server as http_server
 from xml.sax import saxutils
 
+from tests import buckets
+
 ACCOUNT = "account"
 # Any text in base64: nothing is checked.
 _KEY = "bm9uZQ=="
@@ -110,8 +112,7 @@ def serving(objects):
         pass
 
     Handler.objects = objects
-    with http_server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
+    with buckets.Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}/{ACCOUNT}"

@@ -135,9 +135,14 @@ class _Gcs(gcs_emulator.RequestHandler):
         self.wfile.write(body)
 
 
-class _Server(http_server.ThreadingHTTPServer):
+class Server(http_server.ThreadingHTTPServer):
+    """Many clients connect at once, and are killed in the middle of a request."""
+
+    # Connections beyond these may be lost, and their clients wait for minutes.
+    request_queue_size = 128
+
     def handle_error(self, request, client_address):
-        # Clients are killed in the middle of a request.
+        """Reports errors but for those of cut connections."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -180,7 +185,7 @@ def _gcs(late_secs):
             return attribute
 
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
-    with _Server(("127.0.0.1", 0), Handler) as serving:
+    with Server(("127.0.0.1", 0), Handler) as serving:
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         try:

@@ -12,11 +12,12 @@ import json
 import pathlib
 import random
 import re
-import sys
 import threading
 import time
 import urllib.parse
 from http import server as http_server
+
+from tests import buckets
 
 # Kinds of faults.
 BUSY = "429"
@@ -236,15 +237,6 @@ _ENTRY = re.compile(
 )
 
 
-class _Server(http_server.ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request, client_address):
-        # Clients are killed in the middle of a request, and connections are cut.
-        if not isinstance(sys.exc_info()[1], ConnectionError):
-            super().handle_error(request, client_address)
-
-
 @contextlib.contextmanager
 def before(stores, faults):
     """Proxies before the stores of an environment; yields the one with the proxies.
@@ -273,7 +265,7 @@ def _proxy(url, faults, *, is_gcs):
         upstream = (address.hostname, address.port)
 
     Handler.faults, Handler.is_gcs = faults, is_gcs
-    with _Server(("127.0.0.1", 0), Handler) as serving:
+    with buckets.Server(("127.0.0.1", 0), Handler) as serving:
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         try:

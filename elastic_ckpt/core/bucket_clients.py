@@ -118,7 +118,7 @@ def _prepare_protocol(protocol: str) -> None:
     settings = fsspec.config.conf.setdefault(protocol, {})
     settings.setdefault("use_listings_cache", False)
     if package in sys.modules and not settings["use_listings_cache"]:
-        for client in fsspec.get_filesystem_class(protocol)._cache.values():
+        for client in [*fsspec.get_filesystem_class(protocol)._cache.values()]:
             client.dircache.use_listings_cache = False
             client.dircache.clear()
     for name, value in _STALLED.items():

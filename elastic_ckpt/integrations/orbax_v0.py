@@ -97,7 +97,7 @@ class _ItemHandler(ocp.AsyncCheckpointHandler):
         )
 
         def write_item() -> Any:
-            if (directory / "_CHECKPOINT_METADATA").exists():
+            if not steps.is_item(directory, timeout_secs=self._timeout_secs):
                 self.save(directory)
             return write()
 

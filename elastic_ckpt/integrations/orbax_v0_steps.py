@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from elastic_ckpt.checkpoint import tree_structure
-from elastic_ckpt.core import digest, storage, topology
+from elastic_ckpt.core import digest, errors, storage, topology
 from elastic_ckpt.host import verified_read
 from elastic_ckpt.manifests import manifest_file, read_plan
 from elastic_ckpt.manifests.manifest import (
@@ -42,6 +42,8 @@ from elastic_ckpt.tiers.persistent import (
     upload,
 )
 
+# The file by which Orbax marks a checkpoint.
+_METADATA = "_CHECKPOINT_METADATA"
 # The run, step and save of an item, which does not know its step.
 OF_ITEM = ("orbax_v0", 0, "0")
 # The items of a step are finished in several threads.
@@ -63,6 +65,28 @@ def this_host() -> Host:
 def item_name(directory: epath.Path) -> str:
     """The name of an item or step, by its directory, committed or not."""
     return directory.name.partition(".orbax-checkpoint-tmp")[0]
+
+
+def is_item(directory: epath.Path, *, timeout_secs: float) -> bool:
+    """Whether a directory is that of an item, not of a whole checkpoint.
+
+    Orbax marks each checkpoint by its metadata, which it may write in the background
+    after the directory: this waits for them.
+
+    Raises:
+      CheckpointError: if there are none in time.
+    """
+    deadline = time.monotonic() + timeout_secs
+    while not (directory.parent / _METADATA).exists():
+        if (directory / _METADATA).exists():
+            return False
+        if time.monotonic() > deadline:
+            raise errors.CheckpointError(
+                f"{directory.parent}: Orbax has not written {_METADATA} in"
+                f" {timeout_secs:.0f} s; check that storage takes files"
+            )
+        time.sleep(0.01)
+    return True
 
 
 def item_root(directory: epath.Path) -> persistent_root.PersistentRoot:

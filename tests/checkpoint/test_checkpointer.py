@@ -365,6 +365,7 @@ def test_a_step_that_does_not_fit_is_told_and_the_next_is_tried(make):
     recorded = RecordedEvents()
     checkpointer = make(limit_bytes=300_000, emit=recorded)
     assert checkpointer.save(1, {"w": jnp.zeros(10_000)})
+    checkpointer.wait()
     assert not checkpointer.save(2, {"w": jnp.zeros(100_000)})
     assert checkpointer.save(3, {"w": jnp.zeros(10_000)})
     checkpointer.wait()

@@ -91,6 +91,7 @@ def test_a_cause_is_reported_and_storage_recovers_by_itself(
         else:
             # Without a last attempt for the step that waits.
             checkpointer._steps.stages._backup_stage.wait()
+            checkpointer._steps.stages._copy_stage.wait()
     whys = recorded.named("degraded")
     assert {(each["tier"], each["cause"]) for each in whys} == {("persistent", cause)}
     for each in whys:
@@ -121,6 +122,7 @@ def test_an_upload_that_hangs_until_others_are_due_is_slow_and_storage_recovers(
     for step in (2, 3, 4):
         assert checkpointer.save(step, state(step))
         checkpointer._steps.stages.wait_for_commit()
+        checkpointer._steps.stages._copy_stage.wait()
     checkpointer._events.flush()
     late = recorded.named("degraded")
     assert [(each["tier"], each["step"]) for each in late] == [

@@ -3,17 +3,21 @@
 import errno
 import pathlib
 import random
+import time
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1
+from orbax.checkpoint._src.metadata import checkpoint as checkpoint_metadata
 
 import elastic_ckpt as ec
 from elastic_ckpt.core import errors
 from elastic_ckpt.data import positional
+from elastic_ckpt.integrations import orbax_v0_steps
 from elastic_ckpt.tiers.persistent import ocdbt
 from tests import corpora, runs
 from tests.checkpoint import orbax_steps
@@ -285,7 +289,20 @@ def test_a_part_of_a_tree_is_restored_on_request(tmp_path):
     assert restore(tmp_path, state=part).state == {"step": 12}
 
 
+@pytest.fixture
+def late_metadata(monkeypatch):
+    """Has Orbax write the metadata of checkpoints half a second late."""
+    write = checkpoint_metadata._MetadataStoreImpl.write
+
+    def late(*arguments):
+        time.sleep(0.5)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint_metadata._MetadataStoreImpl, "write", late)
+
+
 @pytest.mark.parametrize("checkpointer", [ocp.AsyncCheckpointer, ocp.Checkpointer])
+@pytest.mark.usefixtures("late_metadata")
 def test_a_checkpoint_that_is_no_item_is_refused_with_the_way_to_save_it(
     checkpointer, tmp_path
 ):
@@ -298,6 +315,22 @@ def test_a_checkpoint_that_is_no_item_is_refused_with_the_way_to_save_it(
     with pytest.raises(errors.CheckpointError, match=r"ocp.args.Composite\(state"):
         save_it()
     assert not (tmp_path / "one").exists()
+
+
+@pytest.mark.parametrize("mode", ocp.options.AtomicityMode)
+@pytest.mark.usefixtures("late_metadata")
+def test_an_item_is_saved_however_late_orbax_writes_its_metadata(mode, tmp_path):
+    atomicity = ocp.options.AtomicityOptions(mode=mode)
+    with manager(tmp_path, atomicity_options=atomicity) as saving:
+        saving.save(1, args=composite(state=ec.orbax_v0.TreeSave({"n": 12})))
+        saving.wait_until_finished()
+        restored = saving.restore(1, args=composite(state=ec.orbax_v0.TreeRestore()))
+    assert restored.state == {"n": 12}
+
+
+def test_storage_that_takes_no_metadata_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(errors.CheckpointError, match="has not written _CHECKPOINT_MET"):
+        orbax_v0_steps.is_item(epath.Path(tmp_path / "1" / "state"), timeout_secs=0.05)
 
 
 def test_a_step_that_a_file_commits_is_complete_too(corpus, tmp_path):
