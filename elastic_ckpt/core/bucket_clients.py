@@ -113,8 +113,8 @@ def _prepare_protocol(protocol: str) -> None:
     # Imported only when needed: the import is slow.
     import fsspec.config
 
-    # Clients cache listings, which would hide files that other processes write: those
-    # that are made from now on, and those that the user's program has made before.
+    # Clients cache listings, which would hide files that other processes write. This
+    # ends for clients to come, and for those that the user's program made before.
     settings = fsspec.config.conf.setdefault(protocol, {})
     settings.setdefault("use_listings_cache", False)
     if package in sys.modules and not settings["use_listings_cache"]:

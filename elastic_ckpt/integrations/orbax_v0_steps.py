@@ -77,16 +77,16 @@ def is_item(directory: epath.Path, *, timeout_secs: float) -> bool:
       CheckpointError: if there are none in time.
     """
     deadline = time.monotonic() + timeout_secs
-    while not (directory.parent / _METADATA).exists():
-        if (directory / _METADATA).exists():
-            return False
+    while not (directory / _METADATA).exists():
+        if (directory.parent / _METADATA).exists():
+            return True
         if time.monotonic() > deadline:
             raise errors.CheckpointError(
                 f"{directory.parent}: Orbax has not written {_METADATA} in"
                 f" {timeout_secs:.0f} s; check that storage takes files"
             )
         time.sleep(0.01)
-    return True
+    return False
 
 
 def item_root(directory: epath.Path) -> persistent_root.PersistentRoot:

@@ -51,7 +51,7 @@ def test_programs_attach_to_the_agent_of_their_node(tmp_path, path):
             with attached(root) as url:
                 # Its agent answers a moment before the record of the node has it.
                 assert node_record.attach(root).url == url
-                assert node_record.find(root).path_of(root) == path
+                assert node_record.find(root).agents[path].url == url
                 known = secret.read_or_create(root)
                 assert served.ask(url, PART, known) == (200, b"part")
         # Another program has ended, and the agent serves a later one's secret.
