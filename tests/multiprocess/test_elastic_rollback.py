@@ -61,9 +61,11 @@ def test_a_run_that_loses_slices_goes_back_as_one_host_does(
     ]
     settings = {"enable_multi_tier_checkpointing": tiers, "faults": faults}
     config = configured(tmp_path / "hosts", spoilt, ram, **settings)
-    run = test_elastic_run.trained_until(config, "world 4 starts")
+    run = test_elastic_run.trained_until(config, "starts on slices 0, 1, 2, 3")
     worlds = test_elastic_run.worlds(run)
-    assert worlds == [[0, 1, 2, 3], [0, 2, 3], [2, 3], [0, 1, 2, 3]]
+    assert worlds[:3] == [[0, 1, 2, 3], [0, 2, 3], [2, 3]]
+    # Slices come back in one change, or each when its check has ended.
+    assert worlds.index(worlds[0], 1) == len(worlds) - 1 <= 4
     # Which steps are backed up in time depends on the machine.
     (event,) = runs.events(run, "rolled_back")
     test_divergence.check_went_back(run, event["to_step"])

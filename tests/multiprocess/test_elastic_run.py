@@ -57,7 +57,7 @@ def trained(config, *settings):
 
 
 def trained_until(config, shown, *settings):
-    """Trains until a step after a line that begins with `shown`; then SIGTERM."""
+    """Trains until a step after a line that contains `shown`; then SIGTERM."""
     output, is_shown = "", False
     with test_stopped_run.start(config, *settings) as started:
         for line in started.stdout:
@@ -65,7 +65,7 @@ def trained_until(config, shown, *settings):
             if is_shown and line.startswith("step "):
                 started.terminate()
                 is_shown = False
-            is_shown |= line.startswith(shown)
+            is_shown |= shown in line
     assert started.returncode == 128 + signal.SIGTERM, output
     return config.parent / "tiny"
 
@@ -97,24 +97,23 @@ def test_a_run_loses_slices_with_their_memory_and_gets_them_back(
         *(tmp_path / "faults", corpus, ram),
         faults=faults,
         learning_rate=1e-4,
-        # Both slices that return do so in one change.
-        elastic_settle_seconds=2,
         **anew(tmp_path),
     )
-    run = trained_until(config, "world 3 starts")
-    others = sorted({0, 1, 2, 3} - set(lost))
-    assert worlds(run) == [[0, 1, 2, 3], others, [0, 1, 2, 3]]
+    run = trained_until(config, "starts on slices 0, 1, 2, 3")
+    every, others = [0, 1, 2, 3], sorted({0, 1, 2, 3} - set(lost))
+    # Slices come back in one change, or each when its check has ended.
+    changes = worlds(run)
+    assert changes[:2] == [every, others]
+    assert changes.index(every, 1) == len(changes) - 1 <= 1 + len(lost)
     assert [each["slice"] for each in runs.events(run, "slice_lost")] == lost
-    assert names(run).count("world_left") == 1
     assert names(run)[-1] == "run_stopped"
     # A planned change loses no step.
-    attempts = step_log.read(run)
-    (left,) = runs.events(run, "world_left")
-    assert attempts[2].start_step == left["step"]
+    starts = [attempt.start_step for attempt in step_log.read(run)]
+    assert starts[2:] == [left["step"] for left in runs.events(run, "world_left")]
     assert "PASSED" in runs.verb("audit", run)
     # The second world of four slices loads what the first one has compiled.
-    assert names(run).count("executable_loaded") == 1
-    assert names(run).count("compiled") == 2
+    made = [name for name in names(run) if name in ("compiled", "executable_loaded")]
+    assert made == ["compiled"] * (len(changes) - 1) + ["executable_loaded"]
     other = os.path.join(ram, "other")
     undisturbed = trained(
         configured(
