@@ -114,7 +114,8 @@ class _Run:
         process = runs.Started(
             "train", self._config, output=self._output, leads_group=True
         )
-        while (first_step := self._first_step()) is None:
+        # From the first start on there is a committed step that can be lost.
+        while (first_step := self._first_step()) is None or not self._root.steps():
             if process.poll() is not None:
                 raise RuntimeError(f"the run failed: {self._output.read_text()}")
             time.sleep(0.02)

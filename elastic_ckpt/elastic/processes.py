@@ -291,10 +291,10 @@ class Processes:
         self._note_machines()
         lost = {self._slice_of(host, slices) for host in error.hosts}
         gone = set(slices) - self._since.keys() - self._leaving - lost
-        for number in sorted(lost):
-            self._lose(number, why=str(error).partition("\n")[0])
-        for number in sorted(gone):
-            self._lose(number, why="it is gone at the same time")
+        why = str(error).partition("\n")[0]
+        for number in sorted(lost | gone):
+            is_gone = number in gone
+            self._lose(number, why="it is gone at the same time" if is_gone else why)
 
     def _lose(self, number: int, *, why: str) -> None:
         self._lost.add(number)

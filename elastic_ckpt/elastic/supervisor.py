@@ -275,7 +275,6 @@ class HostProcesses:
                     self._is_preempted = preempted(self)
                     if not self._is_preempted:
                         self.stop()
-            # Only now: messages may have waited while this process was busy.
             if self._deadline_secs is None:
                 self._find_hang()
         if (self.noticed or self._is_preempted) and self._deadline_secs is None:
@@ -325,6 +324,7 @@ class HostProcesses:
 
     def _find_hang(self) -> None:
         now_secs = time.monotonic()
+        self._hangs.look(now_secs=now_secs)
         hang = self._hangs.hang(now_secs=now_secs)
         if hang is None:
             return

@@ -22,6 +22,8 @@ import math
 
 _PATIENCE = 10
 _LEAST_SECS = 60.0
+# The longest time between two looks at the hosts that counts.
+_LOOK_SECS = 1.0
 # A host reaches host 0, and there joins, when all have reached it.
 REACH = "reach"
 JOIN = "join"
@@ -85,6 +87,7 @@ class Watch:
 
     def __init__(self, limits: Limits, hosts: int, *, now_secs: float) -> None:
         self._limits = limits
+        self._looked_secs = now_secs
         # By host: its last heartbeat, and its phase, how many it began, and when.
         self._heartbeat_secs: dict[int, float] = {}
         self._phases = dict.fromkeys(range(hosts), "start")
@@ -115,6 +118,18 @@ class Watch:
             self._since_secs,
         ):
             each.pop(host, None)
+
+    def look(self, *, now_secs: float) -> None:
+        """Notes that messages of the hosts are received now; called often.
+
+        Time in which this process stood still does not count: messages wait to be
+        received, or the hosts stood still with it, on a machine that was paused.
+        """
+        missed_secs = max(0.0, now_secs - self._looked_secs - _LOOK_SECS)
+        self._looked_secs = now_secs
+        for times in (self._heartbeat_secs, self._since_secs):
+            for host, secs in times.items():
+                times[host] = min(secs + missed_secs, now_secs)
 
     def hang(self, *, now_secs: float) -> Hang | None:
         """The hosts that hang; None if none does."""

@@ -144,3 +144,21 @@ def test_a_host_that_has_ended_is_not_waited_for(world):
         world.watch.end(host)
     world.passes(1000, hosts=())
     assert world.hang is None
+
+
+def test_time_in_which_the_watching_process_stood_still_does_not_count(world):
+    world.begins("step")
+    world.passes(1)
+    world.watch.look(now_secs=world.secs)
+    world.passes(900, hosts=())
+    # The message of one host is received first.
+    world.passes(0, hosts=(0,))
+    world.watch.look(now_secs=world.secs)
+    assert world.hang is None
+    for _ in range(19):
+        world.passes(1, hosts=(0, 2))
+        world.watch.look(now_secs=world.secs)
+    assert world.hang is None
+    world.passes(1, hosts=(0, 2))
+    world.watch.look(now_secs=world.secs)
+    assert world.hang.hosts == {1}

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import pathlib
+import threading
 import time
 
 import pytest
@@ -17,7 +18,7 @@ from tests import faulty_buckets, runs, shared_memory
 
 # A backup is due at each fourth step; the steps at which an outage begins and ends.
 OUTAGE = (5, 13)
-LIMIT_SECS = 30.0
+LIMIT_SECS = 600.0
 
 
 @pytest.fixture
@@ -64,6 +65,8 @@ class Outage:
         self._path, self._waits = pathlib.Path(path), waits
         self._backlog = []
         self._noted = collections.Counter()
+        # Which has called `end` last.
+        self._thread = None
         for name in ("fail", "end"):
             self._note_calls(name)
         subscription.Subscription(self._receive)
@@ -88,6 +91,8 @@ class Outage:
 
         def noted(*arguments):
             original(*arguments)
+            if name == "end":
+                self._thread = threading.current_thread()
             self._noted[name] += 1
 
         setattr(due_steps.DueSteps, name, noted)
@@ -97,8 +102,9 @@ class Outage:
         while self._noted[name] < count:
             assert time.monotonic() < until, self._noted
             time.sleep(0.01)
-        # The thread of the backup ends.
-        time.sleep(0.1)
+        if name == "end":
+            # Until then the next backup is not begun.
+            self._thread.join()
 
 
 def train_through(path, config, waits):

@@ -7,10 +7,30 @@ import time
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from elastic_ckpt.tiers.persistent import leases
 from tests.checkpoint.test_tier_retention import opened, stored
 from tests.tiers import tiered_steps
 
+# More than what a reader that is killed asks for, and less than the other.
+SKIPPED_SECS = 100
 KEEP = ocp.training.preservation_policies.LatestN(1)
+
+
+class Clock:
+    """The time, which the test moves on."""
+
+    skipped_secs = 0
+
+    def __call__(self):
+        return time.monotonic() + self.skipped_secs
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock by which a run counts leases as expired."""
+    clock = Clock()
+    monkeypatch.setattr(leases.Watch.__init__, "__defaults__", (clock,))
+    return clock
 
 
 @pytest.fixture
@@ -34,7 +54,7 @@ def reader(tmp_path):
 
 @pytest.mark.slow(minutes=1)
 def test_steps_that_are_read_stay_and_those_of_a_killed_reader_are_removed(
-    tmp_path, reader
+    tmp_path, clock, reader
 ):
     held, follower = reader("hold"), reader("read")
     with opened(tmp_path, keep=KEEP) as checkpointer:
@@ -52,7 +72,8 @@ def test_steps_that_are_read_stay_and_those_of_a_killed_reader_are_removed(
         assert read == sorted(set(read))
         held.kill()
         held.wait()
-        deadline = time.monotonic() + 60
+        clock.skipped_secs = SKIPPED_SECS
+        deadline = time.monotonic() + 600
         while 1 in stored(tmp_path):
             assert time.monotonic() < deadline
             tiered_steps.save(checkpointer, step)

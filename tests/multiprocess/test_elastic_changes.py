@@ -26,7 +26,7 @@ def test_a_spare_replaces_a_preempted_slice_and_no_step_is_lost(tmp_path, corpus
         faults=[{"preempt_slice": 0, "at_step": 12}],
         **test_elastic_run.anew(tmp_path),
     )
-    run = test_elastic_run.trained(config)
+    run = test_elastic_run.trained_until(config, "world 2 starts")
     # The spare has the mesh and the program of the slice that it replaces.
     assert test_elastic_run.worlds(run) == [[0, 1, 2], [1, 2, 3]]
     assert [each["spares"] for each in runs.events(run, "world_started")] == [[3], []]
@@ -52,8 +52,6 @@ def test_a_slice_that_computes_wrong_values_is_refused_and_quarantined(
         ram,
         hosts=2,
         slices=2,
-        # They take longer than the check.
-        steps=1000,
         multi_tier_checkpointing_backup_interval_steps=1000,
         elastic_min_slice_count=1,
         elastic_quarantine_failures=2,
@@ -63,7 +61,7 @@ def test_a_slice_that_computes_wrong_values_is_refused_and_quarantined(
             {"return_slice": 1, "at_step": 20},
         ],
     )
-    run = test_elastic_run.trained(config)
+    run = test_elastic_run.trained_until(config, "is not used again")
     assert test_elastic_run.worlds(run) == [[0, 1], [0]]
     # It is checked again later.
     refused = runs.events(run, "slice_refused")[0]

@@ -34,10 +34,14 @@ def configured(tmp_path, corpus, ram, **settings):
     )
 
 
-def await_next_world(pods):
-    """Waits until one more world of both pods has restored a step, and trains."""
-    before = len(runs.events(pods.run, "restored_from"))
-    pods.wait_until(lambda: len(runs.events(pods.run, "restored_from")) > before)
+def restores(pods):
+    """How many worlds have restored a step."""
+    return len(runs.events(pods.run, "restored_from"))
+
+
+def await_next_world(pods, before):
+    """Waits until more worlds of both pods have restored a step, and one trains."""
+    pods.wait_until(lambda: restores(pods) > before)
     pods.train_on([0, 1])
 
 
@@ -53,15 +57,17 @@ def test_hosts_of_the_generated_pods_fail_and_the_pods_and_their_memory_stay(
             memory = [memory_of(pods, number) for number in (0, 1)]
             # One of a pod that follows, and one of that which leads.
             for number in (1, 0):
+                before = restores(pods)
                 pods.kill_hosts(number)
-                await_next_world(pods)
+                await_next_world(pods, before)
             now = {number: pod.pid for number, pod in pods.started.items()}
             assert now == supervisors
             assert [memory_of(pods, number) for number in (0, 1)] == memory
             # A pod is lost with its RAM disk; the Job replaces it and no other.
+            before = restores(pods)
             pods.kill(1)
             pods.start(1)
-            await_next_world(pods)
+            await_next_world(pods, before)
             assert memory_of(pods, 0) == memory[0]
             assert memory_of(pods, 1) != memory[1]
             pods.stop()

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ckpt.training import step_log
 from tests import runs
-from tests.multiprocess import test_divergence, test_elastic_run
+from tests.multiprocess import held, test_divergence, test_elastic_run
 from tests.multiprocess.test_divergence import spoilt  # noqa: F401
 from tests.multiprocess.test_elastic_run import ram  # noqa: F401
 
@@ -55,11 +55,15 @@ def test_a_run_that_loses_slices_goes_back_as_one_host_does(
 ):
     faults = [
         {"kill_slice": 1, "at_step": lost_at},
-        {"kill_slice": 0, "at_step": 22},
-        {"return_slice": 0, "at_step": 26},
-        {"return_slice": 1, "at_step": 26},
+        {"kill_slice": 0, "at_step": 22, "in_world": 2},
+        {"return_slice": 0, "at_step": 26, "in_world": 3},
+        {"return_slice": 1, "at_step": 26, "in_world": 3},
     ]
-    settings = {"enable_multi_tier_checkpointing": tiers, "faults": faults}
+    settings = {
+        "enable_multi_tier_checkpointing": tiers,
+        "faults": faults,
+        "training_callbacks": f"{held.__name__}:callbacks",
+    }
     config = configured(tmp_path / "hosts", spoilt, ram, **settings)
     run = test_elastic_run.trained_until(config, "starts on slices 0, 1, 2, 3")
     worlds = test_elastic_run.worlds(run)
@@ -84,7 +88,10 @@ def test_a_run_that_loses_a_host_while_it_goes_back_does_so_again(
     ram,  # noqa: F811
 ):
     faults = [{"kill_host": 1, "in_phase": "restore", "at_step": 14}]
-    settings = {"hosts": 2, "slices": 2, "steps": 24, "faults": faults}
+    settings = {
+        **{"hosts": 2, "slices": 2, "steps": 24, "faults": faults},
+        "training_callbacks": f"{held.__name__}:in_restore",
+    }
     config = configured(tmp_path, spoilt, ram, **settings)
     run = test_elastic_run.trained(config)
     assert test_elastic_run.worlds(run) == [[0, 1], [0, 1]]
@@ -103,7 +110,10 @@ def test_a_live_run_that_diverges_after_a_loss_ends_with_a_save_or_without(
     action,
 ):
     faults = [{"kill_slice": 1, "at_step": 13}]
-    settings = {"hosts": 3, "slices": 3, "faults": faults, "divergence_action": action}
+    settings = {
+        **{"hosts": 3, "slices": 3, "faults": faults, "divergence_action": action},
+        "training_callbacks": f"{held.__name__}:callbacks",
+    }
     config = configured(tmp_path, spoilt, ram, steps=24, **settings)
     output = test_divergence.trained(config, code=1)
     run = config.parent / "tiny"

@@ -22,7 +22,7 @@ from tests import runs, shared_memory
 CUT_SHORT = 3
 MOST_ITEMS = 6
 # While a slice is away, the other one is slow from this step on, by so much a step.
-ALONE_STEP, ALONE_SECS = 320, 0.3
+ALONE_STEP, ALONE_SECS = 320, 1.0
 
 
 def train(config, world, *, counts):
@@ -50,10 +50,12 @@ def train(config, world, *, counts):
     steps = itertools.count()
 
     def is_leaving(step):
-        if world.number == 2 and step > ALONE_STEP:
-            # Slowly, until the other slice is back and has been checked.
+        if world.number <= 2 and step > ALONE_STEP:
+            # Slowly, until the other slice is lost, or is back and has been checked.
             time.sleep(ALONE_SECS)
         if world.number == 3 and world.slice_name == "0" and next(steps) == 20:
+            while not any(pathlib.Path(counts).glob("3-*")):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return world.is_leaving(step)
 

@@ -117,7 +117,9 @@ def test_a_run_that_cannot_save_says_so(tmp_path, corpus):
 
 @pytest.mark.slow
 def test_a_run_that_has_not_begun_ends_at_once(tmp_path, corpus):
-    config = runs.write_config(tmp_path, corpus)
+    # A host that stands still from its start: the run does not begin.
+    faults = [{"hang_host": 1, "in_phase": "start"}]
+    config = runs.write_config(tmp_path, corpus, faults=faults)
     with start(config, "hosts=2") as started:
         # It is made before the hosts are started.
         while not (tmp_path / "tiny" / "logs").exists():

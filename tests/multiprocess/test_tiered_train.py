@@ -75,7 +75,7 @@ def test_a_run_that_is_killed_goes_on_from_what_its_processes_left_in_ram(
     run = tmp_path / "tiny"
     for hosts in (4, 2, 4):
         started = runs.Started(
-            *("train", config, f"hosts={hosts}", "steps=1000"),
+            *("train", config, f"hosts={hosts}", "steps=1000000"),
             output=tmp_path / "output.txt",
             leads_group=True,
         )
