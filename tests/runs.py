@@ -221,5 +221,6 @@ def saved_steps(run: pathlib.Path) -> list[int]:
 
 
 def events(run: pathlib.Path, name: str) -> list[dict]:
-    lines = (run / "events.jsonl").read_text().splitlines()
+    # The last line may be one that is being written.
+    *lines, _ = (run / "events.jsonl").read_text().split("\n")
     return [event for event in map(json.loads, lines) if event["event"] == name]

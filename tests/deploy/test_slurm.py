@@ -274,7 +274,7 @@ def test_an_elastic_job_goes_on_without_a_node_that_is_lost(tmp_path, corpus, se
         elastic_enabled=True,
         elastic_min_slice_count=1,
         elastic_compile_ahead_seconds=0,
-        elastic_machine_timeout_seconds=20,
+        elastic_machine_timeout_seconds=120,
         termination_grace_period_seconds=600,
         slurm_port=int(supervisors.free_address("127.0.0.1").rpartition(":")[2]),
     )

@@ -125,6 +125,37 @@ def test_a_host_that_dies_without_a_report_leaves_an_event(tmp_path, how, why):
     assert recorded.events == ([("host_lost", {"host": 1, "why": why})] if why else [])
 
 
+class Clock:
+    """The time; `stand_still` has it go by at once."""
+
+    sleep = staticmethod(time.sleep)
+
+    def __init__(self):
+        self._skipped_secs = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self._skipped_secs
+
+    def stand_still(self, *_):
+        self._skipped_secs = 1000.0
+
+
+def wait_and_end(*_):
+    time.sleep(1)
+
+
+def test_hosts_are_not_lost_after_the_supervisor_stood_still(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(supervisor, "time", clock)
+    supervisor.HostProcesses(
+        wait_and_end,
+        num_hosts=2,
+        log_directory=tmp_path,
+        emit=RecordedEvents(),
+        limits=watch.Limits(most_secs=900.0),
+    ).run(clock.stand_still)
+
+
 def report_and_sleep(place, emit):
     emit("save_started", step=place.host)
     time.sleep(600)

@@ -12,6 +12,8 @@ from tests.maxtext import hosts
 # The second world waits here until it is asked to leave, some steps after a slice
 # is back: MaxText reports a step after the next one.
 LEAVES_AT = 12
+# The first one waits here for the loss of a slice, which is due some steps before.
+LOST_BY = 8
 
 
 def train(directory, arguments, config, world):
@@ -24,6 +26,8 @@ def train(directory, arguments, config, world):
     asked = pathlib.Path(directory, "world_leaving")
 
     def is_leaving(step):
+        while world.number == 1 and step >= LOST_BY:
+            time.sleep(0.1)
         # The world of fewer slices goes on until there are all again.
         while world.number == 2 and step >= LEAVES_AT and not asked.exists():
             time.sleep(0.1)

@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 
+from elastic_ckpt.core import storage
+
 ROOT = pathlib.Path(__file__).parents[2]
 ENVIRONMENT = ROOT / ".venv-maxtext"
 TOKENIZERS = ENVIRONMENT / "lib/python3.12/site-packages/maxtext/assets/tokenizers"
@@ -30,7 +32,15 @@ def documented_commands():
 
 
 def set_up():
-    """Runs the documented commands, unless that was done with the same files."""
+    """Runs the documented commands, unless that was done with the same files.
+
+    The workers of the tests wait for each other.
+    """
+    with storage.exclusive_lock(f"{ENVIRONMENT}.lock", waits=True):
+        _set_up()
+
+
+def _set_up():
     wanted = hashlib.sha256(b"".join(map(pathlib.Path.read_bytes, INPUTS))).hexdigest()
     with contextlib.suppress(FileNotFoundError):
         if STAMP.read_text() == wanted:
