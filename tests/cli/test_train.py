@@ -3,7 +3,6 @@
 import errno
 import os
 import pathlib
-import re
 import time
 
 import pytest
@@ -59,7 +58,8 @@ def test_a_step_that_full_storage_lacks_at_the_end_is_one_error(config, tmp_path
     assert "No space left on device" in error
     assert "make room there" in error
     causes = {each["cause"] for each in runs.events(tmp_path / "tiny", "degraded")}
-    assert causes == {"full"}
+    # A step that is due while the one before is tried waits for it.
+    assert causes - {"slow"} == {"full"}
 
 
 @pytest.mark.slow
@@ -85,5 +85,7 @@ def test_hosts_of_a_run_whose_storage_goes_away_end_with_one_error(config, tmp_p
         assert started.wait() == 1, output.read_text()
     lines = output.read_text().splitlines()
     (error,) = (line for line in lines if line.startswith("elastic-ckpt train:"))
-    assert re.search(r"step \d+ was due in persistent storage and is not there", error)
+    # The step that it ended with.
+    step = runs.events(run, "saved")[-1]["step"]
+    assert f"step {step} was due in persistent storage and is not there" in error
     assert not [line for line in lines if line.startswith("Traceback")]

@@ -8,9 +8,10 @@ import threading
 
 from elastic_ckpt.core import topology
 from elastic_ckpt.elastic import faults
+from tests.multiprocess.stateless import Stateless
 
 
-class Held:
+class Held(Stateless):
     """Holds hosts for the first fault of a run, which ends them.
 
     Args:
@@ -23,22 +24,11 @@ class Held:
 
     def after_step(self, step, report):
         del report
-        if self._fault.in_phase:
-            return
         if step == self._fault.at_step and topology.num_hosts() == self._hosts:
             threading.Event().wait()
 
-    def after_evaluation(self, step, loss):
-        del step, loss
 
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        assert state == {}
-
-
-class HeldInRestore(Held):
+class HeldInRestore(Stateless):
     """Holds the host of the fault in its first world, when it restores after the step.
 
     Args:
@@ -46,12 +36,12 @@ class HeldInRestore(Held):
     """
 
     def __init__(self, config):
-        super().__init__(config)
+        (self._fault, *_) = faults.parse(config.elastic.faults)
         self._reached = pathlib.Path(config.run.base_output_directory, "reached")
         self._holds = False
 
     def after_step(self, step, report):
-        super().after_step(step, report)
+        del report
         if step == self._fault.at_step and topology.this_host() == self._fault.target:
             self._holds = not self._reached.exists()
             self._reached.touch()

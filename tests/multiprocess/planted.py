@@ -1,11 +1,12 @@
 """A callback that finds a divergence at a planted step, once a process."""
 
 from elastic_ckpt.training.callbacks import Action, Finding
+from tests.multiprocess.stateless import Stateless
 
 STEP = 11
 
 
-class Planted:
+class Planted(Stateless):
     """Has the run go back to the newest step from before the one before `STEP`."""
 
     def __init__(self):
@@ -18,15 +19,6 @@ class Planted:
             return None
         self._has_acted = True
         return Finding(action=Action.ROLLBACK, why="it is planted", since=STEP - 1)
-
-    def after_evaluation(self, step, loss):
-        del step, loss
-
-    def get_state(self):
-        return {}
-
-    def set_state(self, state):
-        assert state == {}
 
 
 def callbacks(config):

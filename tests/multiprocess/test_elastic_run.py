@@ -161,12 +161,17 @@ def test_a_host_is_lost_in_each_phase_of_a_recovery(tmp_path, corpus, ram):
     assert worlds(run) == [[0, 1]] * 9
     lost = [each["slice"] for each in runs.events(run, "slice_lost")]
     assert lost == [1, 0, 1, 0, 1, 0, 1, 1]
-    assert "no heartbeat for" in runs.events(run, "slice_lost")[-1]["why"]
+    # It may have begun the next phase before the signal arrived.
+    why = runs.events(run, "slice_lost")[-1]["why"]
+    assert re.search(r"no heartbeat for \d+ s, in \['(restore|compile|step)'\]", why)
     # All of it was in RAM, whichever process was killed.
     restored = runs.events(run, "restored_from")
     assert {each["persistent_bytes"] for each in restored} == {0}
     assert names(run)[-1] == "run_stopped"
-    assert "PASSED" in runs.verb("audit", run)
+    (stopped,) = runs.events(run, "run_stopped")
+    audit = runs.verb("audit", run)
+    assert f"{stopped['step']} steps took" in audit
+    assert "PASSED" in audit
     assert "PASSED" in runs.verb("verify", run)
 
 
